@@ -1,0 +1,1 @@
+"""Decoders: what turns a prompt with soft contexts into text."""

@@ -1,0 +1,44 @@
+"""The library's errors. Each message names the value at fault and the remedy."""
+
+
+class CtxCompressError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class ConfigError(CtxCompressError, ValueError):
+    """A configuration, recipe or argument has an unknown or impossible value."""
+
+
+class BundleError(CtxCompressError):
+    """A bundle is missing, damaged or of an unsupported format."""
+
+
+class FingerprintMismatchError(CtxCompressError):
+    """Stored soft contexts were made by another bundle than the one in use."""
+
+
+class StoreError(CtxCompressError):
+    """The store cannot be opened, read or written as asked."""
+
+
+class StoreLockedError(StoreError):
+    """Another process is writing to the same store path."""
+
+
+class PayloadError(StoreError, ValueError):
+    """A soft context cannot be encoded or decoded: non-finite, truncated or of the wrong shape."""
+
+
+class MissingPassageError(CtxCompressError, KeyError):
+    """A passage that was asked for is not in the store."""
+
+    def __str__(self) -> str:  # KeyError would show the repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class RatioError(ConfigError):
+    """The ratio asked for cannot be made from what is stored."""
+
+
+class DataError(CtxCompressError, ValueError):
+    """Training or evaluation data is malformed, or held-out questions would reach training."""

@@ -1,0 +1,78 @@
+"""SoftContext: the matrix of vectors that stands for a passage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ctx_compress_rag.errors import ConfigError, RatioError
+
+
+@dataclass(frozen=True, eq=False)
+class SoftContext:
+    """A compressed passage, in the compressor's own space (before the reader's projection).
+
+    Attributes:
+        slots: float tensor (slots, dim), on the CPU.
+        token_counts: int64 tensor (slots,): how many source tokens each slot stands for.
+    """
+
+    slots: Tensor
+    token_counts: Tensor
+
+    def __post_init__(self) -> None:
+        if self.slots.ndim != 2 or self.token_counts.shape != self.slots.shape[:1]:
+            raise ConfigError(
+                f"a SoftContext needs slots (S, D) and token_counts (S,), got {tuple(self.slots.shape)} "
+                f"and {tuple(self.token_counts.shape)}"
+            )
+
+    @property
+    def n_slots(self) -> int:
+        """Number of slots."""
+        return self.slots.shape[0]
+
+    @property
+    def dim(self) -> int:
+        """Width of a slot."""
+        return self.slots.shape[1]
+
+    @property
+    def n_tokens(self) -> int:
+        """Source tokens the whole context stands for."""
+        return int(self.token_counts.sum())
+
+    def merge(self, factor: int) -> SoftContext:
+        """Merge each run of `factor` neighbouring slots into their mean, weighted by source tokens.
+
+        For mean pooling this equals pooling the hidden states at `factor` times the ratio (paper
+        001, eq. 3-4), because a mean of disjoint blocks is the weighted mean of their means.
+
+        Shape: (S, D) -> (ceil(S / factor), D)
+        """
+        if factor < 1:
+            raise RatioError(f"cannot merge every {factor} slots: the factor must be 1 or more")
+        if factor == 1:
+            return self
+        pooled, counts = pool(self.slots, self.token_counts, factor)
+        return SoftContext(pooled, counts)
+
+
+def pool(vectors: Tensor, weights: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """Weighted mean over consecutive, non-overlapping windows (paper 001, eq. 3-4).
+
+    Positions of weight 0 (padding) count for nothing; a window of only padding gives a zero vector
+    of weight 0.
+
+    Shape: vectors (..., L, D), weights (..., L) -> (..., ceil(L / window), D), (..., ceil(L / window))
+    """
+    length = vectors.shape[-2]
+    blocks = -(-length // window)
+    padding = blocks * window - length
+    vectors = torch.nn.functional.pad(vectors * weights.unsqueeze(-1), (0, 0, 0, padding))
+    weights = torch.nn.functional.pad(weights, (0, padding))
+    sums = vectors.unflatten(-2, (blocks, window)).sum(-2)
+    counts = weights.unflatten(-1, (blocks, window)).sum(-1)
+    return sums / counts.clamp(min=1).unsqueeze(-1), counts

@@ -1,0 +1,122 @@
+"""Examples for training and evaluation: JSONL files and the invented world."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ctx_compress_rag.errors import DataError
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question and its accepted answers, the first of which is trained on."""
+
+    question: str
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Example:
+    """Passages and the questions asked about them."""
+
+    passages: tuple[str, ...]
+    turns: tuple[Turn, ...]
+
+
+def read_jsonl(path: str | Path, max_turns: int = 1) -> list[Example]:
+    """Read rows `{"question": str, "answers": [str, ...], "context": str or [str, ...]}`.
+
+    Consecutive rows with the same context become one example of up to `max_turns` questions.
+
+    Args:
+        path: a .jsonl or .jsonl.gz file.
+        max_turns: most questions per example.
+
+    Raises:
+        DataError: a row is not of that form; the message names file and line.
+    """
+    examples: list[Example] = []
+    for passages, turn in _rows(Path(path)):
+        last = examples[-1] if examples else None
+        if last and last.passages == passages and len(last.turns) < max_turns:
+            examples[-1] = Example(passages, (*last.turns, turn))
+        else:
+            examples.append(Example(passages, (turn,)))
+    if not examples:
+        raise DataError(f"{path} holds no examples")
+    return examples
+
+
+def _rows(path: Path) -> Iterator[tuple[tuple[str, ...], Turn]]:
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _row(line, f"{path}:{number}")
+    except FileNotFoundError:
+        raise DataError(f"no data file at {path}") from None
+
+
+def _row(line: str, place: str) -> tuple[tuple[str, ...], Turn]:
+    try:
+        row = json.loads(line)
+        context, question, answers = row["context"], row["question"], row["answers"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{place}: expected an object with question, answers and context ({error})") from None
+    passages = (context,) if isinstance(context, str) else tuple(context)
+    if not isinstance(question, str) or not isinstance(answers, list) or not all(isinstance(a, str) for a in answers):
+        raise DataError(f"{place}: question must be a string and answers a list of strings")
+    if not answers or not all(isinstance(p, str) and p.strip() for p in passages):
+        raise DataError(f"{place}: answers and passages must not be empty")
+    return passages, Turn(question, tuple(answers))
+
+
+def world_examples(split: str, seed: int, count: int, max_turns: int = 6) -> list[Example]:
+    """`count` examples of the invented world (`ctx_compress_rag.demo.world`)."""
+    from ctx_compress_rag.demo import world
+
+    if split not in ("train", "dev", "test"):
+        raise DataError(f"the invented world has splits train, dev and test, not {split!r}")
+    return [
+        Example(e.passages, tuple(Turn(t.question, t.answers) for t in e.turns))
+        for e in world.examples(split, seed, count, max_turns)  # type: ignore[arg-type]
+    ]
+
+
+def write_jsonl(path: str | Path, examples: Iterable[Example]) -> int:
+    """Write examples in the form that `read_jsonl` reads, one row per question; returns the rows written."""
+    rows = 0
+    with open(path, "w", encoding="utf-8") as out:
+        for example in examples:
+            for turn in example.turns:
+                row = {"question": turn.question, "answers": turn.answers, "context": example.passages}
+                out.write(json.dumps(row, ensure_ascii=False) + "\n")
+                rows += 1
+    return rows
+
+
+def _key(passages: Sequence[str], question: str) -> int:
+    return hash((" ".join(question.lower().split()), passages))
+
+
+def check_held_out(training: Sequence[Example], held_out: Sequence[Example]) -> None:
+    """Refuse training data that shares a passage, or a question on the same passage, with held-out data.
+
+    Raises:
+        DataError: naming the first shared passage or question.
+    """
+    test_passages = {p.strip() for e in held_out for p in e.passages}
+    test_questions = {_key(("",), t.question) for e in held_out for t in e.turns}
+    for number, example in enumerate(training):
+        for passage in example.passages:
+            if passage.strip() in test_passages:
+                raise DataError(f"training example {number} holds a held-out passage: {passage[:80]!r}")
+        for turn in example.turns:
+            if _key(("",), turn.question) in test_questions:
+                raise DataError(f"training example {number} holds a held-out question: {turn.question!r}")

@@ -1,0 +1,167 @@
+"""Recipes: what `ctx-compress train` reads. YAML, checked here, unknown keys refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from ctx_compress_rag.config import MethodConfig, TuneConfig
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.training.prompts import TEMPLATES
+
+SHIPPED = Path(__file__).parent / "recipes"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class WorldData(_Strict):
+    """Examples of the invented world instead of files."""
+
+    split: Literal["train", "dev", "test"] = "train"
+    seed: int = 0
+    examples: int = Field(gt=0)
+
+
+class DataConfig(_Strict):
+    """Where examples come from: JSONL files, or the invented world."""
+
+    files: list[Path] = []
+    world: WorldData | None = None
+    max_turns: int = Field(default=1, gt=0)
+    held_out: list[Path] = []
+    max_context_tokens: int = Field(default=1024, gt=0)
+    max_answer_tokens: int = Field(default=256, gt=0)
+    templates: list[str] = Field(default=list(TEMPLATES), min_length=1)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if bool(self.files) == bool(self.world):
+            raise ValueError("give either files or world")
+        for template in self.templates:
+            if "{question}" not in template or "{context}" not in template:
+                raise ValueError(f"template lacks {{context}} or {{question}}: {template!r}")
+        return self
+
+
+class OptimConfig(_Strict):
+    """Optimisation; the defaults are paper 001, table 6."""
+
+    steps: int = Field(default=48_000, gt=0)
+    batch_size: int = Field(default=32, gt=0)
+    micro_batch_size: int | None = Field(default=None, gt=0)
+    learning_rate: float = Field(default=2e-4, gt=0)
+    final_learning_rate: float = Field(default=2e-5, ge=0)
+    warmup_ratio: float = Field(default=0.05, ge=0, lt=1)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_norm: float = Field(default=1.0, gt=0)
+    bf16: bool = False
+    save_every: int = Field(default=500, gt=0)
+    log_every: int = Field(default=20, gt=0)
+
+    @model_validator(mode="after")
+    def _whole_micro_batches(self) -> OptimConfig:
+        if self.micro_batch_size and self.batch_size % self.micro_batch_size:
+            raise ValueError(f"batch_size {self.batch_size} is no multiple of micro_batch_size {self.micro_batch_size}")
+        return self
+
+
+class ScratchDecoder(_Strict):
+    """A decoder made anew: a transformers configuration and a tokenizer of its own."""
+
+    config: dict[str, Any]
+    vocab_size: int = Field(ge=262)
+
+
+class Recipe(_Strict):
+    """What every stage has."""
+
+    output: Path
+    seed: int = 0
+    data: DataConfig
+    optim: OptimConfig = OptimConfig()
+
+
+class TeacherRecipe(Recipe):
+    """Fine-tune (or train from scratch) the decoder on question answering with full text."""
+
+    stage: Literal["teacher"]
+    decoder: str | None = None
+    revision: str | None = None
+    scratch: ScratchDecoder | None = None
+    tune: TuneConfig = TuneConfig()
+    context_loss_weight: float = Field(default=0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _one_decoder(self) -> TeacherRecipe:
+        if (self.decoder is None) == (self.scratch is None):
+            raise ValueError("give either decoder (a folder or hub id) or scratch")
+        if self.scratch and self.tune.mode != "full":
+            raise ValueError("a decoder from scratch needs tune.mode: full")
+        return self
+
+
+class RatioStep(_Strict):
+    """From `step` on, train these ratios; all of them, or `sample` drawn for each step."""
+
+    step: int = Field(ge=0)
+    ratios: list[int] = Field(min_length=1)
+    sample: int | None = Field(default=None, gt=0)
+
+
+class DistillationRecipe(Recipe):
+    """Train a compressor and its reader by distillation from the full-text teacher (paper 001)."""
+
+    stage: Literal["distillation"]
+    decoder: str
+    revision: str | None = None
+    teacher: Path | None = None
+    name: str = "unnamed"
+    method: MethodConfig
+    ratios: list[int] = [4, 8, 16, 32, 64, 128]
+    curriculum: list[RatioStep] = []
+    reconstruction_weight: float = Field(default=0.0, ge=0)
+
+    def ratios_at(self, step: int) -> RatioStep:
+        """The ratios to train at an optimiser step."""
+        current = RatioStep(step=0, ratios=self.ratios)
+        for change in sorted(self.curriculum, key=lambda c: c.step):
+            if change.step <= step:
+                current = change
+        return current
+
+
+AnyRecipe = Annotated[TeacherRecipe | DistillationRecipe, Field(discriminator="stage")]
+_ADAPTER: TypeAdapter[AnyRecipe] = TypeAdapter(AnyRecipe)
+
+
+def load_recipe(path: str | Path) -> TeacherRecipe | DistillationRecipe:
+    """Read a recipe from a YAML file, or a shipped one by name (`demo/teacher`).
+
+    Raises:
+        ConfigError: no such recipe, or a key or value it may not have.
+    """
+    file = Path(path)
+    if not file.exists():
+        file = SHIPPED / f"{path}.yaml"
+    if not file.exists():
+        shipped = sorted(str(f.relative_to(SHIPPED).with_suffix("")) for f in SHIPPED.rglob("*.yaml"))
+        raise ConfigError(f"no recipe {str(path)!r}: give a YAML file or one of {', '.join(shipped)}")
+    try:
+        return _ADAPTER.validate_python(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}") from None
+    except ValidationError as error:
+        raise ConfigError(f"{file}: {explain(error)}") from None
+
+
+def explain(error: ValidationError) -> str:
+    """One line per fault: where, what, and the value given."""
+    return "; ".join(
+        f"{'.'.join(str(p) for p in e['loc']) or 'recipe'}: {e['msg']} (got {e['input']!r:.80})" for e in error.errors()
+    )

@@ -1,0 +1,78 @@
+"""Run a recipe: what `ctx-compress train` calls."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.training.data import Example, check_held_out, read_jsonl, world_examples
+from ctx_compress_rag.training.loop import train
+from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.recipes import DataConfig, DistillationRecipe, TeacherRecipe, load_recipe
+
+logger = logging.getLogger(__name__)
+
+
+def run_recipe(path: str | Path, resume: bool = True) -> Path:
+    """Run one recipe to its end and return its output folder."""
+    recipe = load_recipe(path)
+    torch.manual_seed(recipe.seed)
+    recipe.output.mkdir(parents=True, exist_ok=True)
+    logger.info("%s: %d steps, seed %d, into %s", path, recipe.optim.steps, recipe.seed, recipe.output)
+    report = _teacher(recipe, resume) if isinstance(recipe, TeacherRecipe) else _distillation(recipe, resume)
+    report["recipe"] = recipe.model_dump(mode="json")
+    (recipe.output / "training_report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    return recipe.output
+
+
+def load_examples(data: DataConfig) -> list[Example]:
+    """The recipe's training examples, checked against its held-out files."""
+    if data.world:
+        examples = world_examples(data.world.split, data.world.seed, data.world.examples, data.max_turns)
+        held_out = world_examples("test", 0, 400) + world_examples("dev", 0, 400)
+    else:
+        examples = [e for file in data.files for e in read_jsonl(file, data.max_turns)]
+        held_out = []
+    held_out += [e for file in data.held_out for e in read_jsonl(file)]
+    check_held_out(examples, held_out)
+    if not examples:
+        raise DataError("the recipe's data holds no examples")
+    return examples
+
+
+def _teacher(recipe: TeacherRecipe, resume: bool) -> dict[str, Any]:
+    from ctx_compress_rag.training.teacher import AnswerLoss, TextCollator, new_decoder, save_decoder
+    from ctx_compress_rag.training.tokenizer import train_tokenizer
+
+    examples = load_examples(recipe.data)
+    if recipe.scratch:
+        tokenizer = train_tokenizer(_tokenizer_texts(recipe, examples), recipe.scratch.vocab_size, recipe.data.max_context_tokens)
+        decoder = new_decoder(recipe.scratch.config, tokenizer)
+    else:
+        base, tokenizer = load_decoder(recipe.decoder or "", recipe.revision)
+        decoder = tuned_copy(base, recipe.tune)
+    builder = PromptBuilder(tokenizer, recipe.data.max_answer_tokens)
+    collate = TextCollator(builder, recipe.data.templates, recipe.data.max_context_tokens, recipe.seed)
+    model = AnswerLoss(decoder, recipe.context_loss_weight)
+    report = train(model, examples, collate, recipe.optim, recipe.output, recipe.seed, resume=resume)
+    save_decoder(decoder, tokenizer, recipe.output)
+    return report
+
+
+def _tokenizer_texts(recipe: TeacherRecipe, examples: list[Example]) -> Any:
+    if recipe.data.world:
+        from ctx_compress_rag.demo.world import tokenizer_texts
+
+        yield from tokenizer_texts()
+    else:
+        yield from (passage for example in examples for passage in example.passages)
+    yield from recipe.data.templates * 200
+
+
+def _distillation(recipe: DistillationRecipe, resume: bool) -> dict[str, Any]:
+    raise NotImplementedError
