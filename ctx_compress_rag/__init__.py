@@ -1,0 +1,70 @@
+"""Soft context for RAG: compress passages once, keep them in Chroma, read them with a local decoder.
+
+Everything but the errors is imported when first used, so that `import ctx_compress_rag` brings no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ctx_compress_rag.errors import (
+    BundleError,
+    ConfigError,
+    CtxCompressError,
+    DataError,
+    FingerprintMismatchError,
+    MissingPassageError,
+    PayloadError,
+    RatioError,
+    StoreError,
+    StoreLockedError,
+)
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.decoders.transformers import TransformersDecoder
+    from ctx_compress_rag.soft_context import SoftContext
+    from ctx_compress_rag.stores import Passage, SoftContextStore
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Bundle",
+    "BundleError",
+    "ConfigError",
+    "CtxCompressError",
+    "DataError",
+    "FingerprintMismatchError",
+    "MissingPassageError",
+    "Passage",
+    "PayloadError",
+    "RatioError",
+    "SoftContext",
+    "SoftContextStore",
+    "StoreError",
+    "StoreLockedError",
+    "TransformersDecoder",
+    "__version__",
+]
+
+_LAZY = {
+    "Bundle": "ctx_compress_rag.bundle",
+    "Passage": "ctx_compress_rag.stores",
+    "SoftContext": "ctx_compress_rag.soft_context",
+    "SoftContextStore": "ctx_compress_rag.stores",
+    "TransformersDecoder": "ctx_compress_rag.decoders.transformers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562)."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,27 @@
+"""Imports of optional packages: a missing one is named together with the extra that brings it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ctx_compress_rag.errors import CtxCompressError
+
+
+class MissingExtraError(CtxCompressError, ImportError):
+    """An optional package is needed and not installed."""
+
+
+@contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Wrap the import of a package that comes with an extra.
+
+    Raises:
+        MissingExtraError: the package is not installed; the message says how to install it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"{error.name} is not installed: run pip install 'ctx-compress-rag[{extra}]'", name=error.name
+        ) from error
