@@ -1,0 +1,1 @@
+"""Scores, baselines of equal budget, and plots."""

@@ -1,0 +1,108 @@
+"""The picture of score against compression ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.extras import needs
+
+_COLOURS = ("#1f5fa8", "#d9722e", "#5a9e4b", "#8a5fb0", "#a8483f")
+_MARKERS = "osD^v"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A system's score at each ratio, with the bounds of its error bars where they are known."""
+
+    label: str
+    ratios: Sequence[float]
+    scores: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.low is None) != (self.high is None):
+            raise ConfigError(f"curve {self.label!r} has one bound of its error bars: give low and high, or neither")
+        sizes = {len(values) for values in (self.ratios, self.scores, self.low, self.high) if values is not None}
+        if len(sizes) != 1:
+            raise ConfigError(f"curve {self.label!r} has values of different lengths: {sorted(sizes)}")
+
+
+def plot_scores(
+    path: str | Path,
+    curves: Sequence[Curve],
+    levels: Mapping[str, float],
+    *,
+    ylabel: str = "answer F1",
+    title: str | None = None,
+) -> Path:
+    """Save score against compression ratio as a PNG.
+
+    Args:
+        path: the file; its folder is made.
+        curves: the systems, the one the picture is about first; at most five.
+        levels: scores that have no ratio (full text, no context), drawn as horizontal lines.
+        ylabel: what the score is.
+        title: a line above the picture.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: no curve, or more than can be told apart.
+        MissingExtraError: matplotlib is not installed.
+    """
+    if not 0 < len(curves) <= len(_COLOURS):
+        raise ConfigError(f"a picture holds 1 to {len(_COLOURS)} curves, got {len(curves)}")
+    with needs("demo"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for i, curve in enumerate(curves):
+        bars = None
+        if curve.low is not None and curve.high is not None:
+            bars = [
+                [max(score - low, 0.0) for score, low in zip(curve.scores, curve.low, strict=True)],
+                [max(high - score, 0.0) for score, high in zip(curve.scores, curve.high, strict=True)],
+            ]
+        axes.errorbar(
+            curve.ratios,
+            curve.scores,
+            yerr=bars,
+            label=curve.label,
+            color=_COLOURS[i],
+            marker=_MARKERS[i],
+            linestyle="-" if i == 0 else "--",
+            linewidth=2.2 if i == 0 else 1.5,
+            markersize=6 if i == 0 else 5,
+            capsize=3,
+            zorder=3 - i / 10,
+        )
+    for i, (label, level) in enumerate(levels.items()):
+        axes.axhline(level, color="#555555", linestyle=(":", "-.")[i % 2], linewidth=1.3, label=label, zorder=1)
+
+    axes.set_xscale("log", base=2)
+    ticks = sorted({ratio for curve in curves for ratio in curve.ratios})
+    axes.set_xticks(ticks, [f"{ratio:g}x" for ratio in ticks])
+    axes.minorticks_off()
+    highest = max([*levels.values(), *(value for curve in curves for value in curve.high or curve.scores)])
+    axes.set_ylim(0, max(1.0, highest) * 1.05)
+    axes.set_xlabel("source tokens per slot (compression ratio)")
+    axes.set_ylabel(ylabel)
+    if title:
+        axes.set_title(title, loc="left", fontsize=11)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+    return path
