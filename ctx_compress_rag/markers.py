@@ -1,0 +1,145 @@
+"""Markers: the text that stands for a stored soft context inside a prompt.
+
+    [[ctx:<20 letters a-p>.<slots>.<16 letters a-p>]]
+          passage, factor          tag
+
+The first 17 letters name the passage: HMAC(key, fingerprint, text), so the same text has the same
+marker in every process. The next 3 say how many base slots are merged into one, because a number of
+slots alone does not fix where the windows begin. The tag is HMAC(key, scope, id, slots): a marker
+that a user or a document wrote, one of another tenant's scope, or one that was altered, is not
+honoured and stays literal text. The form is lower-case ASCII without characters that templates,
+JSON or HTML treat specially.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from ctx_compress_rag.errors import ConfigError, RatioError
+
+logger = logging.getLogger(__name__)
+
+MIN_KEY_BYTES = 16
+DEFAULT_SCOPE = "default"
+_PASSAGE_LETTERS, _FACTOR_LETTERS, _TAG_LETTERS = 17, 3, 16
+MAX_FACTOR = 16**_FACTOR_LETTERS
+_MARKER = re.compile(r"\[\[ctx:([a-p]{20})\.([1-9][0-9]{0,6})\.([a-p]{16})\]\]")
+_HEX_TO_LETTERS = str.maketrans("0123456789abcdef", "abcdefghijklmnop")
+_LETTERS_TO_HEX = str.maketrans("abcdefghijklmnop", "0123456789abcdef")
+
+_scope: ContextVar[str | None] = ContextVar("ctx_compress_scope", default=None)
+
+
+@contextmanager
+def scope(name: str) -> Iterator[None]:
+    """Markers written and read inside the `with` block belong to this tenant or user.
+
+    Held in a context variable: it follows asyncio tasks and `asyncio.to_thread`, not bare threads.
+    """
+    if not name:
+        raise ConfigError("a scope needs a name: give the tenant's or user's id")
+    token = _scope.set(name)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def current_scope() -> str | None:
+    """The scope of the innermost `with scope(...)`, or None outside of any."""
+    return _scope.get()
+
+
+@dataclass(frozen=True)
+class Marker:
+    """A marker whose tag was found good.
+
+    Attributes:
+        id: its 20 letters.
+        slots: how many places the passage takes in the prompt.
+    """
+
+    id: str
+    slots: int
+
+    @property
+    def passage(self) -> str:
+        """The letters that name the passage, whatever the ratio."""
+        return self.id[:_PASSAGE_LETTERS]
+
+    @property
+    def factor(self) -> int:
+        """How many neighbouring base slots are merged into one."""
+        return int(self.id[_PASSAGE_LETTERS:].translate(_LETTERS_TO_HEX), 16) + 1
+
+
+class MarkerCodec:
+    """Writes and reads markers with one secret key.
+
+    Args:
+        key: at least 16 bytes that only the application knows.
+        fingerprint: the bundle's; a passage has another name under another bundle.
+    """
+
+    def __init__(self, key: bytes, fingerprint: str) -> None:
+        if len(key) < MIN_KEY_BYTES:
+            raise ConfigError(f"a marker key needs at least {MIN_KEY_BYTES} bytes, got {len(key)}")
+        self._key = key
+        self._fingerprint = fingerprint
+
+    def passage(self, text: str) -> str:
+        """The 17 letters that name a passage of this text."""
+        return self._letters(_PASSAGE_LETTERS, "passage", self._fingerprint, text)
+
+    def write(self, passage: str, factor: int, slots: int, scope: str) -> str:
+        """The marker of a passage (as `passage` names it) with `factor` base slots merged into one.
+
+        Raises:
+            RatioError: the factor cannot be written (1 to 4096 can).
+        """
+        if not 1 <= factor <= MAX_FACTOR:
+            raise RatioError(f"cannot merge {factor} slots into one: a marker holds factors of 1 to {MAX_FACTOR}")
+        id = passage + f"{factor - 1:0{_FACTOR_LETTERS}x}".translate(_HEX_TO_LETTERS)
+        return f"[[ctx:{id}.{slots}.{self._tag(scope, id, str(slots))}]]"
+
+    def split(self, text: str, scope: str) -> list[str | Marker]:
+        """Text parts and this scope's markers, in order; nothing else is taken out, no part is empty.
+
+        A marker with a bad tag stays in its text part, with one warning for all of them.
+        """
+        parts: list[str | Marker] = []
+        start = refused = 0
+        for match in _MARKER.finditer(text):
+            id, slots, tag = match.groups()
+            if not hmac.compare_digest(tag, self._tag(scope, id, slots)):
+                refused += 1
+                continue
+            if match.start() > start:
+                parts.append(text[start : match.start()])
+            parts.append(Marker(id, int(slots)))
+            start = match.end()
+        if start < len(text):
+            parts.append(text[start:])
+        if refused:
+            logger.warning(
+                "%d marker(s) in the text were not made with this key for scope %r: left as literal text",
+                refused,
+                scope,
+            )
+        return parts
+
+    def _tag(self, scope: str, id: str, slots: str) -> str:
+        return self._letters(_TAG_LETTERS, "tag", scope, id, slots)
+
+    def _letters(self, length: int, *fields: str) -> str:
+        # Each field goes in with its length, so that no two lists of fields give the same message.
+        encoded = [field.encode("utf-8", "surrogatepass") for field in fields]
+        message = b"".join(len(field).to_bytes(8, "big") + field for field in encoded)
+        return hmac.digest(self._key, message, hashlib.sha256).hex()[:length].translate(_HEX_TO_LETTERS)

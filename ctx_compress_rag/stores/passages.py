@@ -1,0 +1,189 @@
+"""What goes into a store and comes out of it, apart from vectors."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.soft_context import SoftContext
+
+Scalar = str | int | float | bool | None
+
+
+class _Config(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def base_ratio(self) -> int: ...
+
+
+class _Compressor(Protocol):
+    @property
+    def nestable(self) -> bool: ...
+
+
+class Compresses(Protocol):
+    """What a store needs of a bundle."""
+
+    @property
+    def config(self) -> _Config: ...
+    @property
+    def compressor(self) -> _Compressor: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def compress(self, texts: Sequence[str]) -> list[SoftContext]: ...
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A piece of source text. Without an id it is known by a hash of its text."""
+
+    text: str
+    id: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StoredPassage:
+    """A passage as the store keeps it: slots at the base ratio, and the source tokens they stand for."""
+
+    id: str
+    text: str
+    metadata: dict[str, Scalar]
+    n_slots: int
+    n_tokens: int
+
+
+@dataclass(frozen=True)
+class AddReport:
+    """How many passages `add` found new, changed (text or metadata) and as they were."""
+
+    added: int
+    updated: int
+    unchanged: int
+
+
+@dataclass(frozen=True)
+class StoreInfo:
+    """What is in a store.
+
+    `payload_bytes` are the encoded slots before base64. `disk_bytes` is the whole folder, with whatever
+    else Chroma keeps there; it and `payload_share` (payload over disk) are None for a store without one.
+    """
+
+    location: str
+    collection: str
+    bundle: str
+    fingerprint: str
+    codec: str
+    base_ratio: int
+    passages: int
+    slots: int
+    source_tokens: int
+    payload_bytes: int
+    disk_bytes: int | None
+
+    @property
+    def payload_share(self) -> float | None:
+        return self.payload_bytes / self.disk_bytes if self.disk_bytes else None
+
+
+def content_id(text: str) -> str:
+    """The id of a passage that came without one."""
+    return hashlib.sha256(_utf8(text, "a passage")).hexdigest()[:32]
+
+
+def to_passage(document: object, id: str | None = None) -> Passage:
+    """A string, Passage, LangChain Document or LlamaIndex node (scored or not) as a checked Passage with an id.
+
+    `id` takes precedence over the document's own. Metadata keeps the scalars that JSON can hold; nested
+    values and NaN stay with the app's own collection.
+
+    Raises:
+        ConfigError: it is none of these, its text is blank or not text, or its id is empty.
+    """
+    node: Any = getattr(document, "node", document)
+    own: object = None
+    metadata: object = {}
+    text: object
+    if isinstance(document, str):
+        text = document
+    elif isinstance(document, Passage):
+        text, own, metadata = document.text, document.id, document.metadata
+    elif hasattr(document, "page_content"):
+        text, own, metadata = document.page_content, getattr(document, "id", None), getattr(document, "metadata", {})
+    elif hasattr(node, "get_content") and hasattr(node, "node_id"):
+        text, own, metadata = node.get_content(), node.node_id, node.metadata
+    else:
+        raise ConfigError(
+            f"cannot read a passage from {type(document).__name__}: give a str, Passage, LangChain Document "
+            "or LlamaIndex node"
+        )
+    name = own if id is None else id
+    label = "a passage" if name is None else f"passage {name!r}"
+    if not isinstance(text, str):
+        raise ConfigError(f"{label} has a text of type {type(text).__name__}, not str")
+    if not text.strip():
+        raise ConfigError(f"{label} has no text: leave blank passages out")
+    _utf8(text, label)
+    if name is None:
+        name = content_id(text)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"a passage id must be a non-empty str, got {name!r}")
+    _utf8(name, "a passage id")
+    if not isinstance(metadata, Mapping):
+        raise ConfigError(f"{label} has metadata of type {type(metadata).__name__}, not a mapping")
+    return Passage(text, name, _scalars(metadata))
+
+
+def to_passages(
+    documents: Iterable[object], ids: Sequence[str] | None = None, *, repeats: bool = False
+) -> dict[str, Passage]:
+    """Documents as checked passages by id, in order; nothing is written when one of them is refused.
+
+    Args:
+        documents: see `to_passage`.
+        ids: one per document.
+        repeats: accept an id given twice with the same text, as a retriever may. Passages that share the
+            id because they came without one are always accepted: they have the same text.
+
+    Raises:
+        ConfigError: as `to_passage`, or as many ids as documents were not given, or an id came twice.
+    """
+    items = list(documents)
+    if isinstance(documents, str):
+        raise ConfigError("documents must be a list: put the single text into one")
+    if ids is not None and len(ids) != len(items):
+        raise ConfigError(f"{len(ids)} ids for {len(items)} documents: give one id per document")
+    passages: dict[str, Passage] = {}
+    for i, item in enumerate(items):
+        passage = to_passage(item, None if ids is None else ids[i])
+        assert passage.id is not None
+        known = passages.setdefault(passage.id, passage)
+        if known is passage:
+            continue
+        if known.text != passage.text:
+            raise ConfigError(f"passage id {passage.id!r} is given twice with different texts: ids must be unique")
+        if not repeats and passage.id != content_id(passage.text):
+            raise ConfigError(f"passage id {passage.id!r} is given twice: ids must be unique within one call")
+    return passages
+
+
+def _utf8(text: str, label: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{label} is not valid Unicode ({error.reason} at {error.start}): decode it anew") from error
+
+
+def _scalars(metadata: Mapping[Any, Any]) -> dict[str, Scalar]:
+    return {
+        key: value
+        for key, value in metadata.items()
+        if isinstance(key, str)
+        and (value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)))
+    }

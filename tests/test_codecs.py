@@ -1,0 +1,148 @@
+"""Payload codecs: what goes in comes out, within the error the codec promises; damage is noticed."""
+
+import base64
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from ctx_compress_rag.errors import ConfigError, PayloadError
+from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.stores.codecs import CODECS, DEFAULT_CODEC, decode, encode, payload_bytes
+
+shapes = st.tuples(st.integers(1, 20), st.integers(1, 12))
+
+
+def matrices(limit: float) -> st.SearchStrategy[np.ndarray]:
+    values = st.floats(-limit, limit, width=32, allow_nan=False)
+    return shapes.flatmap(lambda shape: arrays.arrays(np.float32, shape, elements=values))
+
+
+def context(slots: np.ndarray, counts: list[int] | None = None) -> SoftContext:
+    return SoftContext(torch.from_numpy(slots), torch.tensor(counts or [4] * len(slots)))
+
+
+@given(matrices(float(np.float32(3e38))))
+def test_int8_is_within_its_step_in_every_column(slots: np.ndarray) -> None:
+    back = decode(encode(context(slots), "int8")).slots.numpy().astype(np.float64)
+    column = np.abs(slots.astype(np.float64)).max(axis=0)
+    # Half a step of a scale at most 2**(1/8) above max/127; nothing is promised 2**31 below the largest column.
+    step = np.maximum(column, column.max() * 2.0**-31) / 127 * 2**0.125
+    assert (np.abs(back - slots) <= step * 0.501 + 1e-40).all()
+
+
+@given(matrices(65504.0))
+def test_fp16_equals_numpy_half(slots: np.ndarray) -> None:
+    back = decode(encode(context(slots), "fp16")).slots.numpy()
+    np.testing.assert_array_equal(back, slots.astype(np.float16).astype(np.float32))
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40), st.sampled_from(sorted(CODECS)))
+def test_token_counts_are_exact(counts: list[int], codec: str) -> None:
+    back = decode(encode(context(np.ones((len(counts), 2), np.float32), counts), codec))
+    assert back.token_counts.tolist() == counts
+    assert back.token_counts.dtype == torch.int64
+
+
+def test_regular_counts_cost_almost_nothing() -> None:
+    slots = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
+    size = payload_bytes(encode(context(slots, [4] * 63 + [1]), "fp16"))
+    assert size == 2 * 64 * 256 + struct.calcsize("<BBIIII") + 2 * 8
+
+
+def test_outlier_channels_do_not_drown_the_others() -> None:
+    slots = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+    slots[:, 7] *= 300
+    back = decode(encode(context(slots), "int8")).slots.numpy()
+    rest = np.arange(64) != 7
+    assert np.linalg.norm((back - slots)[:, rest]) < 0.01 * np.linalg.norm(slots[:, rest])
+    per_slot = np.abs(slots).max(axis=1, keepdims=True) / 127  # the alternative, for comparison
+    naive = np.rint(slots / per_slot) * per_slot
+    assert np.linalg.norm((naive - slots)[:, rest]) > 0.2 * np.linalg.norm(slots[:, rest])
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_any_float_type_is_taken(codec: str, dtype: torch.dtype) -> None:
+    slots = torch.linspace(-2, 2, 12, requires_grad=True).reshape(3, 4).to(dtype)
+    back = decode(encode(SoftContext(slots, torch.tensor([4, 4, 1])), codec))
+    torch.testing.assert_close(back.slots, slots.detach().float(), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_are_refused(codec: str, value: float) -> None:
+    slots = np.ones((3, 4), np.float32)
+    slots[1, 2] = value
+    with pytest.raises(PayloadError, match="1 of 12"):
+        encode(context(slots), codec)
+
+
+def test_fp16_overflow_is_refused_and_int8_takes_it() -> None:
+    slots = np.full((2, 3), 65505.0, np.float32)
+    with pytest.raises(PayloadError, match="65504.*int8"):
+        encode(context(slots), "fp16")
+    assert np.abs(decode(encode(context(slots), "int8")).slots.numpy() / slots - 1).max() < 0.01
+
+
+@pytest.mark.parametrize("count", [-1, 2**32])
+def test_impossible_token_counts_are_refused(count: int) -> None:
+    with pytest.raises(PayloadError, match=str(count)):
+        encode(context(np.ones((2, 2), np.float32), [4, count]))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
+def test_nothing_cannot_be_stored(shape: tuple[int, int]) -> None:
+    with pytest.raises(PayloadError, match="nothing to store"):
+        encode(SoftContext(torch.zeros(shape), torch.ones(shape[0], dtype=torch.int64)))
+
+
+@given(st.sampled_from(sorted(CODECS)), st.data())
+def test_a_cut_payload_is_noticed(codec: str, data: st.DataObject) -> None:
+    payload = encode(context(np.arange(12, dtype=np.float32).reshape(3, 4)), codec)
+    with pytest.raises(PayloadError):
+        decode(payload[: data.draw(st.integers(0, len(payload) - 1))])
+
+
+@given(st.sampled_from(sorted(CODECS)), st.data())
+def test_a_changed_byte_is_noticed(codec: str, data: st.DataObject) -> None:
+    raw = bytearray(base64.b64decode(encode(context(np.arange(12, dtype=np.float32).reshape(3, 4)), codec)))
+    raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(PayloadError):
+        decode(base64.b64encode(raw).decode())
+
+
+@given(st.text() | st.binary().map(lambda raw: base64.b64encode(raw).decode()))
+def test_rubbish_is_a_payload_error(rubbish: str) -> None:
+    with pytest.raises(PayloadError):
+        decode(rubbish)
+
+
+def test_nan_written_by_another_program_is_noticed() -> None:
+    body = struct.pack("<II", 4, 1) + np.array([1, np.nan], "<f2").tobytes()
+    raw = struct.pack("<BBIIII", 1, CODECS["fp16"].code, 1, 2, 1, zlib.crc32(body)) + body
+    with pytest.raises(PayloadError, match="NaN"):
+        decode(base64.b64encode(raw).decode())
+
+
+def test_counts_that_do_not_cover_the_slots_are_noticed() -> None:
+    body = struct.pack("<II", 4, 2**31) + np.array([1, 2], "<f2").tobytes()
+    raw = struct.pack("<BBIIII", 1, CODECS["fp16"].code, 1, 2, 1, zlib.crc32(body)) + body
+    with pytest.raises(PayloadError, match="cover"):
+        decode(base64.b64encode(raw).decode())
+
+
+def test_unknown_codec_names_the_choices() -> None:
+    with pytest.raises(ConfigError, match="'int4'.*fp16"):
+        encode(context(np.ones((1, 1), np.float32)), "int4")
+    assert DEFAULT_CODEC in CODECS
+
+
+@given(st.binary(max_size=50))
+def test_payload_bytes_counts_without_decoding(raw: bytes) -> None:
+    assert payload_bytes(base64.b64encode(raw).decode()) == len(raw)
