@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 
 class _Strict(BaseModel):
@@ -77,3 +77,11 @@ class BundleConfig(_Strict):
         if self.max_tokens % self.base_ratio:
             raise ValueError(f"max_tokens {self.max_tokens} is no multiple of base_ratio {self.base_ratio}")
         return self
+
+
+def explain(error: ValidationError) -> str:
+    """One line per fault: where, what, and the value given."""
+    return "; ".join(
+        f"{'.'.join(str(p) for p in e['loc']) or 'config'}: {e['msg']} (got {str(e['input'])[:80]!r})"
+        for e in error.errors()
+    )

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from ctx_compress_rag.config import MethodConfig, TuneConfig
+from ctx_compress_rag.config import MethodConfig, TuneConfig, explain
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.training.prompts import TEMPLATES
 
@@ -159,9 +159,3 @@ def load_recipe(path: str | Path) -> TeacherRecipe | DistillationRecipe:
     except ValidationError as error:
         raise ConfigError(f"{file}: {explain(error)}") from None
 
-
-def explain(error: ValidationError) -> str:
-    """One line per fault: where, what, and the value given."""
-    return "; ".join(
-        f"{'.'.join(str(p) for p in e['loc']) or 'recipe'}: {e['msg']} (got {e['input']!r:.80})" for e in error.errors()
-    )

@@ -1,0 +1,190 @@
+"""The decoder's weights, shared by everything that uses them, with named LoRA adapters on top."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ctx_compress_rag.config import TuneConfig
+from ctx_compress_rag.errors import BundleError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+_PEFT_PREFIX = "base_model.model."
+
+
+def choose_device(device: str | torch.device | None = None) -> tuple[torch.device, torch.dtype]:
+    """The device asked for, else CUDA, else MPS, else the CPU; bfloat16 on CUDA, float32 elsewhere."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    chosen = torch.device(device)
+    dtype = torch.bfloat16 if chosen.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    return chosen, dtype
+
+
+def load_decoder(name: str | Path, revision: str | None = None, device: str | torch.device | None = None) -> tuple[Any, Any]:
+    """Load a causal LM and its tokenizer from a folder or the hub; safetensors only, never pickle.
+
+    Returns: the model in eval mode with frozen parameters, and the tokenizer, padding on the left.
+
+    Raises:
+        BundleError: it cannot be loaded; the message names what was asked for.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    chosen, dtype = choose_device(device)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+        model = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype, use_safetensors=True)
+    except Exception as error:  # transformers raises many kinds: OSError, ValueError, SafetensorError, ...
+        raise BundleError(f"cannot load the decoder {str(name)!r}: {error}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    logger.info("decoder %s on %s in %s", name, chosen, dtype)
+    return model.to(chosen).eval().requires_grad_(False), tokenizer
+
+
+class Backbone:
+    """A decoder and its adapters. One thread at a time runs it, under the adapter it asked for.
+
+    Attributes:
+        model: the transformers causal LM. Its own weights are frozen.
+        tokenizer: its tokenizer.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model = model.requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.lock = threading.RLock()
+        self._adapters: set[str] = set()
+        self._trained: list[nn.Parameter] = []
+        self._active: str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return torch.device(self.model.device)
+
+    @property
+    def dim(self) -> int:
+        """Width of the decoder's embeddings."""
+        return int(self.embeddings.weight.shape[1])
+
+    @property
+    def embeddings(self) -> Any:
+        """The decoder's input embedding layer."""
+        return self.model.get_input_embeddings()
+
+    def add_adapter(self, name: str, config: Any) -> None:
+        """Add LoRA adapter `name` (`config` is a peft LoraConfig), frozen and inactive."""
+        from peft import inject_adapter_in_model
+
+        inject_adapter_in_model(config, self.model, adapter_name=name)
+        self._adapters.add(name)
+        self.model.requires_grad_(False)
+        self.model.eval()
+        self._activate(self._active)
+
+    def train_adapter(self, name: str) -> list[nn.Parameter]:
+        """Make adapter `name` trainable; returns its parameters."""
+        parameters = [p for n, p in self.model.named_parameters() if f".{name}." in n and "lora_" in n]
+        self._trained.extend(parameters)
+        self._activate(self._active)
+        return parameters
+
+    @contextmanager
+    def use(self, adapter: str | None) -> Iterator[Any]:
+        """The model with `adapter` active (None: its own weights alone), for this thread only."""
+        if adapter is not None and adapter not in self._adapters:
+            raise ConfigError(f"no adapter {adapter!r}: there are {sorted(self._adapters)}")
+        with self.lock:
+            previous = self._active
+            self._activate(adapter)
+            try:
+                yield self.model
+            finally:
+                self._activate(previous)
+
+    def _activate(self, adapter: str | None) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        self._active = adapter
+        if not self._adapters:
+            return
+        for module in self.model.modules():
+            if isinstance(module, BaseTunerLayer):
+                if adapter is not None:
+                    module.set_adapter(adapter)
+                module.enable_adapters(adapter is not None)
+        # peft freezes whatever is not active; what is being trained stays trainable.
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(False)
+        for parameter in self._trained:
+            parameter.requires_grad_(True)
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """Names of the adapters."""
+        return frozenset(self._adapters)
+
+    def own_state(self) -> dict[str, Tensor]:
+        """The decoder's own weights under transformers' names, each once, adapters left out."""
+        state: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():  # names a tied weight once
+            if "lora_" not in name:
+                state[name.replace(".base_layer.", ".")] = parameter.detach().cpu().contiguous()
+        return state
+
+    def adapter_state(self, name: str) -> dict[str, Tensor]:
+        """Adapter `name`'s weights under the names that peft's own files use."""
+        from peft import get_peft_model_state_dict
+
+        state = get_peft_model_state_dict(self.model, adapter_name=name)
+        return {f"{_PEFT_PREFIX}{key}": value.detach().cpu().contiguous() for key, value in state.items()}
+
+    def load_adapter_state(self, name: str, state: dict[str, Tensor]) -> None:
+        """Put back what `adapter_state` gave.
+
+        Raises:
+            BundleError: keys are missing or unknown.
+        """
+        from peft import set_peft_model_state_dict
+
+        expected = self.adapter_state(name).keys()
+        if state.keys() != expected:
+            odd = sorted(state.keys() ^ expected)
+            raise BundleError(f"adapter {name!r} does not fit this decoder: {len(odd)} keys differ, for example {odd[0]}")
+        plain = {key.removeprefix(_PEFT_PREFIX): value for key, value in state.items()}
+        set_peft_model_state_dict(self.model, plain, adapter_name=name)
+
+    def save_adapter_config(self, name: str, folder: Path) -> None:
+        """Write adapter `name`'s adapter_config.json, so that the folder is an ordinary peft adapter."""
+        self.model.peft_config[name].save_pretrained(str(folder))
+
+
+def lora_config(tune: TuneConfig) -> Any:
+    """The peft configuration for `tune`."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=tune.rank,
+        lora_alpha=tune.alpha,
+        lora_dropout=tune.dropout,
+        target_modules=tune.target_modules,
+        task_type="CAUSAL_LM",
+    )
+
+
+def copy_weights(module: nn.Module) -> Any:
+    """A trainable copy of a decoder or its trunk that keeps sharing the input embeddings, which stay frozen."""
+    shared = module.get_input_embeddings().weight  # type: ignore[operator]
+    return copy.deepcopy(module, {id(shared): shared}).requires_grad_(True).train()

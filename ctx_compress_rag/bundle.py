@@ -1,0 +1,315 @@
+"""Bundles: what training makes and everything else loads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ctx_compress_rag.backbone import Backbone, load_decoder
+from ctx_compress_rag.compressors.base import Compressor
+from ctx_compress_rag.config import BundleConfig, explain
+from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
+from ctx_compress_rag.methods import METHODS
+from ctx_compress_rag.model_card import model_card
+from ctx_compress_rag.readers.base import Reader
+from ctx_compress_rag.soft_context import SoftContext
+
+logger = logging.getLogger(__name__)
+
+SHIPPED = {"demo": Path(__file__).parent / "demo" / "bundle"}
+
+CONFIG_FILE = "config.json"
+REPORT_FILE = "training_report.json"
+DECODER_FOLDER = "decoder"
+TEACHER = "teacher"
+WEIGHTS_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
+
+_TOKENS_PER_BATCH = 8192
+_PASSAGES_PER_ROUND = 256
+
+
+class Bundle:
+    """A compressor, a reader and the decoder they were trained for.
+
+    Attributes:
+        config: the bundle's settings.
+        backbone: the decoder's weights, shared by compressor, reader and full-text decoding.
+        compressor: text side.
+        reader: decoder side.
+        report: how it was trained.
+    """
+
+    def __init__(
+        self,
+        config: BundleConfig,
+        backbone: Backbone,
+        compressor: Compressor,
+        reader: Reader,
+        report: Mapping[str, Any] | None = None,
+        teacher: Path | None = None,
+    ) -> None:
+        self.config = config
+        self.backbone = backbone
+        self.compressor = compressor
+        self.reader = reader
+        self.report = dict(report or {})
+        self._teacher = teacher
+        self._fingerprint: str | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls, name_or_path: str | Path, *, device: str | torch.device | None = None, revision: str | None = None
+    ) -> Bundle:
+        """Load a bundle from a folder, by shipped name (`demo`), or from the hub.
+
+        Args:
+            name_or_path: a folder, a shipped name, or a hub id such as `someone/bundle`.
+            device: where to put it; None takes CUDA, MPS or the CPU, in that order.
+            revision: a hub revision.
+
+        Raises:
+            BundleError: it is not there, or damaged; the message names the file.
+            ConfigError: its config has unknown or impossible values.
+        """
+        folder = _find(name_or_path, revision)
+        config = _read_config(folder / CONFIG_FILE)
+        shipped = folder / DECODER_FOLDER
+        model, tokenizer = load_decoder(
+            shipped if config.decoder is None else config.decoder, config.revision, device=device
+        )
+        bundle = cls.build(config, Backbone(model, tokenizer), teacher=folder / TEACHER)
+        for part, module in bundle._parts().items():
+            module.load_saved_state(_read_tensors(folder / part / WEIGHTS_FILE))
+            if part in bundle.backbone.adapters:
+                bundle.backbone.load_adapter_state(part, _read_tensors(folder / part / ADAPTER_FILE))
+        report = folder / REPORT_FILE
+        bundle.report = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+        logger.info("bundle %s (%s), fingerprint %s", config.name, config.method.name, bundle.fingerprint[:12])
+        return bundle
+
+    @classmethod
+    def build(cls, config: BundleConfig, backbone: Backbone, teacher: Path | None = None) -> Bundle:
+        """A bundle with untrained weights for `backbone`; what training starts from.
+
+        Args:
+            config: the bundle's settings.
+            backbone: the decoder.
+            teacher: a peft adapter folder that makes the decoder the full-text teacher, if there is one.
+        """
+        method = METHODS[config.method.name]
+        compressor = method.compressor(backbone, config.method)
+        reader = method.reader(backbone, config.method, compressor)
+        if teacher is None or not (teacher / "adapter_config.json").exists():
+            return cls(config, backbone, compressor, reader)
+        from peft import LoraConfig
+
+        backbone.add_adapter(TEACHER, LoraConfig.from_pretrained(str(teacher)))
+        backbone.load_adapter_state(TEACHER, _read_tensors(teacher / ADAPTER_FILE))
+        return cls(config, backbone, compressor, reader, teacher=teacher)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The decoder's tokenizer, padding on the left."""
+        return self.backbone.tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over the config, the weights, and the decoder's identity (or weights, if shipped): 64 hex digits."""
+        if self._fingerprint is None:
+            digest = hashlib.sha256()
+            settings = self.config.model_dump(mode="json", exclude={"name", "reads"})
+            digest.update(json.dumps(settings, sort_keys=True).encode())
+            for part, module in self._parts().items():
+                _hash_tensors(digest, module.saved_state())
+                if part in self.backbone.adapters:
+                    _hash_tensors(digest, self.backbone.adapter_state(part))
+            if self.config.decoder is None:
+                _hash_tensors(digest, self.backbone.own_state())
+            else:
+                digest.update(str(getattr(self.backbone.model.config, "_commit_hash", "")).encode())
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
+
+    def _parts(self) -> dict[str, Compressor | Reader]:
+        """The two sides by name, which is also the name of their folder and of their adapter."""
+        return {"compressor": self.compressor, "reader": self.reader}
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the bundle: config, safetensors weights in half precision, report and model card.
+
+        The weights in memory are rounded to what is written, so this object and the saved one are the
+        same bundle with the same fingerprint. Adapters are written as ordinary peft adapters.
+        """
+        folder = Path(folder)
+        for part, module in self._parts().items():
+            (folder / part).mkdir(parents=True, exist_ok=True)
+            state = _half(module.saved_state())
+            module.load_saved_state(state)
+            save_file(state, folder / part / WEIGHTS_FILE)
+            if part in self.backbone.adapters:
+                state = _half(self.backbone.adapter_state(part))
+                self.backbone.load_adapter_state(part, state)
+                save_file(state, folder / part / ADAPTER_FILE)
+                self.backbone.save_adapter_config(part, folder / part)
+        if self._teacher is not None:
+            shutil.copytree(self._teacher, folder / TEACHER, dirs_exist_ok=True)
+        if self.config.decoder is None:
+            self._save_decoder(folder / DECODER_FOLDER)
+        self._fingerprint = None
+        (folder / CONFIG_FILE).write_text(self.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        (folder / REPORT_FILE).write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
+        (folder / "README.md").write_text(model_card(self.config, self.report, self.fingerprint), encoding="utf-8")
+
+    def _save_decoder(self, folder: Path) -> None:
+        """Write the decoder as a transformers folder, without the adapters that stand on it."""
+        self.backbone.model.config.save_pretrained(folder)
+        save_file(_half(self.backbone.own_state()), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        self.tokenizer.save_pretrained(folder)
+
+    def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
+        """Upload the bundle to the Hugging Face hub; returns the commit's address."""
+        import tempfile
+
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
+
+    def compress(self, texts: Sequence[str], ratio: int | None = None, progress: bool = False) -> list[SoftContext]:
+        """Compress passages.
+
+        A passage longer than the encoder's window (`config.max_tokens`) is compressed window by window.
+
+        Args:
+            texts: the passages.
+            ratio: source tokens per slot; None takes the base ratio, from which others can be merged.
+            progress: show a progress bar.
+
+        Raises:
+            ConfigError: a passage is blank, or has no tokens.
+            RatioError: the compressor cannot make this ratio.
+        """
+        ratio = ratio or self.config.base_ratio
+        if self.config.max_tokens % ratio:
+            raise RatioError(f"ratio {ratio} does not divide the encoder's window of {self.config.max_tokens} tokens")
+        passages = [self._passage_ids(text, index) for index, text in enumerate(texts)]
+        done: list[SoftContext] = []
+        with tqdm(total=len(passages), desc="compressing", unit="passage", disable=not progress) as bar:
+            for start in range(0, len(passages), _PASSAGES_PER_ROUND):
+                part = passages[start : start + _PASSAGES_PER_ROUND]
+                done += self.compressor.compress_ids(part, ratio, self.config.max_tokens, _TOKENS_PER_BATCH)
+                bar.update(len(part))
+        return done
+
+    def _passage_ids(self, text: str, index: int) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text.strip() else []
+        if not ids:
+            raise ConfigError(f"passage {index} is blank: there is nothing to compress in {text[:40]!r}")
+        return ids
+
+    def at_ratio(self, soft: SoftContext, ratio: int) -> SoftContext:
+        """A stored soft context (at the base ratio) at a coarser ratio.
+
+        Raises:
+            RatioError: the ratio is no multiple of the base ratio, or the method is not nestable.
+        """
+        base = self.config.base_ratio
+        if ratio < base or ratio % base:
+            raise RatioError(f"ratio {ratio} cannot be made from slots stored at {base}: give a multiple of {base}")
+        if ratio != base and not self.compressor.nestable:
+            raise RatioError(f"{self.config.method.name} stores one ratio: use ratio={base}, or index again at {ratio}")
+        return soft.merge(ratio // base)
+
+    def ratio_for_budget(self, slot_counts: Sequence[int], budget: int) -> int:
+        """The finest ratio at which passages of these base slot counts fit into `budget` slots together.
+
+        Raises:
+            RatioError: there are more passages than slots in the budget.
+        """
+        base = self.config.base_ratio
+        if sum(slot_counts) <= budget:
+            return base
+        if not self.compressor.nestable or len(slot_counts) > budget:
+            raise RatioError(f"{len(slot_counts)} passages do not fit into {budget} slots: retrieve fewer or raise it")
+        factor = 2
+        while sum(-(-count // factor) for count in slot_counts) > budget:
+            factor += 1
+        return base * factor
+
+    @torch.inference_mode()
+    def embed(self, soft: SoftContext) -> Tensor:
+        """A soft context as the decoder's input embeddings: (slots, decoder dim), on the decoder's device."""
+        device = self.backbone.device
+        embedded: Tensor = self.reader(soft.slots.to(device), soft.token_counts.to(device))
+        return embedded
+
+    def soft_decoder(self) -> AbstractContextManager[Any]:
+        """The decoder as it reads soft contexts, held for this thread within the context."""
+        return self.reader.decoder()
+
+    def text_decoder(self) -> AbstractContextManager[Any]:
+        """The decoder as it reads plain text (the teacher), held for this thread within the context."""
+        return self.backbone.use(TEACHER if self._teacher is not None else None)
+
+
+def _find(name_or_path: str | Path, revision: str | None) -> Path:
+    if name_or_path in SHIPPED:
+        return SHIPPED[str(name_or_path)]
+    folder = Path(name_or_path)
+    if folder.is_dir():
+        return folder
+    if str(name_or_path).count("/") != 1 or str(name_or_path).startswith((".", "/", "~")):
+        raise BundleError(f"no bundle {str(name_or_path)!r}: give a folder, one of {sorted(SHIPPED)}, or a hub id owner/name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(name_or_path), revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise BundleError(f"cannot fetch the bundle {str(name_or_path)!r} from the hub: {error}") from error
+
+
+def _read_config(path: Path) -> BundleConfig:
+    try:
+        return BundleConfig.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BundleError(f"{path.parent} is no bundle: it has no {path.name}") from None
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {explain(error)}") from None
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise BundleError(f"the bundle is incomplete: {path} is missing") from None
+    except (SafetensorError, OSError) as error:
+        raise BundleError(f"{path} is damaged ({error}): fetch or make the bundle again") from error
+
+
+def _half(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.to(torch.float16) for name, value in state.items()}
+
+
+def _hash_tensors(digest: Any, state: Mapping[str, Tensor]) -> None:
+    # Hashed in half precision, as they are stored: the device's precision does not change the fingerprint.
+    for name in sorted(state):
+        digest.update(name.encode())
+        digest.update(state[name].detach().to("cpu", torch.float16).contiguous().numpy().tobytes())

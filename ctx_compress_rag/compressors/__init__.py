@@ -1,0 +1,1 @@
+"""Compressors: text -> SoftContext, one module per method."""

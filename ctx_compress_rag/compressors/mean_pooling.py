@@ -1,0 +1,108 @@
+"""Mean pooling (paper 001, "Simple Context Compression", section 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ctx_compress_rag.backbone import Backbone, copy_weights, lora_config
+from ctx_compress_rag.compressors.base import Compressor, SlotBatch
+from ctx_compress_rag.config import MeanPoolingConfig
+from ctx_compress_rag.errors import BundleError
+from ctx_compress_rag.soft_context import pool
+
+ADAPTER = "compressor"
+
+
+class MeanPoolingCompressor(Compressor):
+    """Hidden states of the decoder's own trunk with full attention, averaged over r tokens (eq. 3-4).
+
+    The linear map of the paper comes after pooling and belongs to the reader, so what is stored
+    stays nestable: pooling at 4r is the weighted mean of four neighbours pooled at r.
+    """
+
+    nestable = True
+
+    def __init__(self, backbone: Backbone, config: MeanPoolingConfig) -> None:
+        super().__init__(backbone)
+        self.config = config
+        self.dim = backbone.dim
+        self.encoder: nn.Module | None = None
+        if config.encoder.mode == "lora":
+            backbone.add_adapter(ADAPTER, lora_config(config.encoder))
+        elif config.encoder.mode == "full":
+            self.encoder = copy_weights(backbone.model.base_model).eval().requires_grad_(False)
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Make what this compressor trains trainable and return it."""
+        if self.encoder is not None:
+            self.encoder.train().requires_grad_(True)
+            self.encoder.get_input_embeddings().weight.requires_grad_(False)  # type: ignore[operator]
+            return [p for p in self.encoder.parameters() if p.requires_grad]
+        return self.backbone.train_adapter(ADAPTER) if self.config.encoder.mode == "lora" else []
+
+    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Final hidden states under full attention.
+
+        Shape: (batch, length), (batch, length) -> (batch, length, dim)
+        """
+        with self.backbone.use(ADAPTER if self.config.encoder.mode == "lora" else None) as model:
+            trunk = self.encoder if self.encoder is not None else model.base_model
+            embeddings = self.backbone.embeddings(input_ids)
+            hidden: Tensor = trunk(
+                inputs_embeds=embeddings,
+                attention_mask=full_attention_mask(attention_mask, embeddings.dtype),
+                position_ids=torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0),
+                use_cache=False,
+            ).last_hidden_state
+        return hidden + embeddings if self.config.embedding_skip else hidden
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
+        """Encode once, pool at every ratio (section 4.2: the encoder's work is shared by the ratios)."""
+        hidden = self.hidden_states(input_ids, attention_mask)
+        return {ratio: SlotBatch(*pool(hidden, attention_mask, ratio)) for ratio in ratios}
+
+    def saved_state(self) -> dict[str, Tensor]:
+        """The encoder's own weights, if it has any; its embeddings are the decoder's."""
+        if self.encoder is None:
+            return {}
+        shared = self.backbone.embeddings.weight
+        return {name: p.detach().cpu().contiguous() for name, p in self.encoder.named_parameters() if p is not shared}
+
+    def load_saved_state(self, state: dict[str, Tensor]) -> None:
+        """Put back what `saved_state` gave."""
+        load_parameters(self.encoder or nn.Module(), state, self.saved_state().keys(), ADAPTER)
+
+
+def full_attention_mask(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """An additive mask under which every token attends to every real token.
+
+    transformers uses a 4-D mask as it is, in place of the causal and sliding-window masks of the
+    architecture.
+
+    Shape: (batch, length) -> (batch, 1, length, length)
+    """
+    hidden = (1.0 - attention_mask.to(dtype)) * torch.finfo(dtype).min
+    return hidden[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)
+
+
+def load_parameters(module: nn.Module, state: dict[str, Tensor], expected: object, what: str) -> None:
+    """Copy `state` into `module`'s parameters.
+
+    Raises:
+        BundleError: names or shapes differ from the expected ones.
+    """
+    names = set(expected)  # type: ignore[call-overload]
+    if state.keys() != names:
+        odd = sorted(state.keys() ^ names)
+        raise BundleError(f"the {what}'s weights do not fit its config: {len(odd)} names differ, for example {odd[0]}")
+    parameters = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, value in state.items():
+            if parameters[name].shape != value.shape:
+                raise BundleError(
+                    f"the {what}'s {name} has shape {tuple(value.shape)}, its config needs {tuple(parameters[name].shape)}"
+                )
+            parameters[name].copy_(value)

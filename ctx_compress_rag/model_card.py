@@ -1,0 +1,48 @@
+"""The model card that goes into every bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ctx_compress_rag.config import BundleConfig
+
+PAPERS = {"mean_pooling": "Simple Context Compression: Mean-Pooling and Multi-Ratio Training"}
+
+
+def model_card(config: BundleConfig, report: Mapping[str, Any], fingerprint: str) -> str:
+    """The card's text, in the hub's format."""
+    decoder = config.decoder or "in `decoder/`"
+    facts = [
+        ("Method", f"{config.method.name} ({PAPERS[config.method.name]})"),
+        ("Decoder", decoder),
+        ("Reads", config.reads),
+        ("Base ratio", f"{config.base_ratio} source tokens per slot"),
+        ("Trained ratios", ", ".join(str(r) for r in config.ratios)),
+        ("Window", f"{config.max_tokens} tokens"),
+        ("Fingerprint", f"`{fingerprint}`"),
+        ("Trained parameters", f"{report.get('trained_parameters', 'unknown')}"),
+        ("Training steps", f"{report.get('steps', 'unknown')}"),
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in facts)
+    return f"""---
+library_name: ctx-compress-rag
+tags: [context-compression, rag]
+---
+# {config.name}
+
+A bundle for [ctx_compress_rag](https://pypi.org/project/ctx-compress-rag/): it turns retrieved passages into
+short soft contexts that the decoder reads in place of the text.
+
+| | |
+|---|---|
+{table}
+
+```python
+from ctx_compress_rag import Bundle
+
+bundle = Bundle.from_pretrained("path/to/this/folder")
+```
+
+Compression loses detail. Check the scores in `training_report.json`, or run `ctx-compress eval`, before you rely on it.
+"""

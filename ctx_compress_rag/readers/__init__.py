@@ -1,0 +1,1 @@
+"""Readers: the decoder's side of a method."""
