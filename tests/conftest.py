@@ -1,0 +1,59 @@
+"""Fixtures shared by the tests: tiny real bundles with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> Any:
+    """A byte-level BPE tokenizer with a chat template."""
+    from ctx_compress_rag.demo.world import tokenizer_texts
+    from ctx_compress_rag.training.tokenizer import train_tokenizer
+
+    return train_tokenizer(tokenizer_texts(50), vocab_size=600, max_length=512)
+
+
+@pytest.fixture(scope="session")
+def make_tiny_bundle(tiny_tokenizer: Any) -> Callable[..., Any]:
+    """Make a bundle with random weights; keywords are MeanPoolingConfig's, and `seed`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ctx_compress_rag.backbone import Backbone
+    from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.config import BundleConfig, MeanPoolingConfig
+
+    def make(seed: int = 0, **method: Any) -> Bundle:
+        torch.manual_seed(seed)
+        shape = LlamaConfig(
+            vocab_size=len(tiny_tokenizer),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+            eos_token_id=tiny_tokenizer.eos_token_id,
+            pad_token_id=tiny_tokenizer.pad_token_id,
+        )
+        config = BundleConfig(
+            name="tiny", method=MeanPoolingConfig(**method), base_ratio=4, ratios=[4, 8, 16], max_tokens=64
+        )
+        bundle = Bundle.build(config, Backbone(LlamaForCausalLM(shape).eval(), tiny_tokenizer))
+        bundle.reader.initialise(1.0)
+        return bundle
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(make_tiny_bundle: Callable[..., Any]) -> Any:
+    """A bundle with LoRA on both sides."""
+    return make_tiny_bundle()
