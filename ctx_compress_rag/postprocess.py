@@ -1,0 +1,106 @@
+"""From retrieved texts to the markers that stand for them in a prompt, and back; frameworks share it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, cast, get_args
+
+from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.stores import SoftContextStore
+
+OnMissing = Literal["compress", "error", "text"]
+"""A passage that is not stored, or stored with another text: compress it now, raise, or leave its text."""
+
+
+def check_size(store: SoftContextStore, ratio: int | None, token_budget: int | None, on_missing: str) -> None:
+    """Refuse arguments that `mark` could never serve with this store.
+
+    Raises:
+        ConfigError: both a ratio and a budget are given, a budget is below 1, or `on_missing` is unknown.
+        RatioError: the ratio cannot be made from the store's base ratio.
+    """
+    if on_missing not in get_args(OnMissing):
+        raise ConfigError(f"on_missing={on_missing!r}: choose one of {', '.join(get_args(OnMissing))}")
+    if ratio is not None and token_budget is not None:
+        raise ConfigError(f"ratio={ratio} and token_budget={token_budget}: give one of them, the other follows from it")
+    if token_budget is not None and token_budget < 1:
+        raise ConfigError(f"token_budget={token_budget}: a budget is a number of slots, 1 or more")
+    base = store.bundle.config.base_ratio
+    if ratio is not None and (ratio < base or ratio % base):
+        raise RatioError(f"ratio={ratio} cannot be made from the stored {base}: choose a multiple of {base}")
+
+
+def mark(
+    store: SoftContextStore,
+    texts: Sequence[str],
+    ids: Sequence[str] | None = None,
+    *,
+    ratio: int | None = None,
+    token_budget: int | None = None,
+    on_missing: OnMissing = "compress",
+    scope: str | None = None,
+) -> list[str]:
+    """For each retrieved text the marker that stands for it, or the text itself.
+
+    Blank texts stay as they are. Safe in threads.
+
+    Args:
+        store: where the soft contexts are.
+        texts: passages, best first or in any order; the order is kept.
+        ids: their ids in the store; by default hashes of the texts.
+        ratio: source tokens per slot, a multiple of the bundle's base ratio, which is the default.
+        token_budget: instead of a ratio, the most slots that all passages may take together: the finest
+            ratio that fits is used for all. Texts that stay text are not counted.
+        on_missing: see `OnMissing`.
+        scope: tenant or user; by default the one of `markers.scope`, or else the store's.
+
+    Raises:
+        ConfigError: an argument has an impossible value, or an id came with two texts.
+        RatioError: the ratio cannot be made, or there are more passages than slots in the budget.
+        MissingPassageError: with on_missing="error", a passage is not stored with this text.
+    """
+    from ctx_compress_rag.stores.passages import content_id
+
+    check_size(store, ratio, token_budget, on_missing)
+    if ids is not None and len(ids) != len(texts):
+        raise ConfigError(f"{len(ids)} ids for {len(texts)} texts: give one id per text")
+    names = [content_id(text) for text in texts] if ids is None else list(ids)
+    wanted = [i for i, text in enumerate(texts) if text.strip()]
+    if on_missing == "compress":
+        store.ensure([texts[i] for i in wanted], [names[i] for i in wanted])
+    else:
+        stored = store.has([texts[i] for i in wanted], [names[i] for i in wanted])
+        missing = [names[i] for i, there in zip(wanted, stored, strict=True) if not there]
+        if missing and on_missing == "error":
+            raise MissingPassageError(
+                f"passage {missing[0]!r} is not stored with this text ({len(missing)} are not): "
+                "add it to the store, or choose on_missing='compress' or 'text'"
+            )
+        wanted = [i for i, there in zip(wanted, stored, strict=True) if there]
+    chosen = [names[i] for i in wanted]
+    if token_budget is not None:
+        ratio = _ratio_within(store, chosen, token_budget)
+    markers = store.markers(chosen, ratio or store.bundle.config.base_ratio, scope)
+    by_place = dict(zip(wanted, markers, strict=True))
+    return [by_place.get(i, text) for i, text in enumerate(texts)]
+
+
+def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
+    """A prompt with each marker replaced by its passage's text, for an LLM that knows no markers.
+
+    Markers of another key or scope stay as they are.
+
+    Raises:
+        MissingPassageError: a passage was deleted or its text changed since the marker was written.
+    """
+    parts = store.split(text, scope)
+    originals = iter(store.text_of([part for part in parts if not isinstance(part, str)]))
+    return "".join(part if isinstance(part, str) else next(originals) for part in parts)
+
+
+def _ratio_within(store: SoftContextStore, ids: Sequence[str], budget: int) -> int:
+    counts = [passage.n_slots for passage in store.get_passages(ids) if passage is not None]
+    return cast("Bundle", store.bundle).ratio_for_budget(counts, budget)
