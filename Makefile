@@ -28,11 +28,11 @@ clean:
 
 # The stamps keep a second `make` from installing again; `dev` includes all that `demo` needs.
 $(VENV)/.demo-installed: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[demo]'
 	touch $@
 
 $(VENV)/.dev-installed: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	touch $(VENV)/.demo-installed $@
 
 $(BIN)/python:

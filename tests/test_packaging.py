@@ -1,0 +1,183 @@
+"""What an installed copy holds, needs and imports."""
+
+import ast
+import importlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tomllib
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import ctx_compress_rag
+from ctx_compress_rag.extras import MissingExtraError, needs
+from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "ctx_compress_rag"
+INTEGRATIONS = ROOT / "integrations"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+LANGCHAIN = "langchain_ctx_compress"
+LLAMA_INDEX = ("llama_index.postprocessor.ctx_compress", "llama_index.llms.ctx_compress")
+OWNERS = importlib.metadata.packages_distributions()
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+def modules_under(root: Path, package: str) -> list[str]:
+    files = sorted((root / package).rglob("*.py"))
+    names = [".".join(file.relative_to(root).with_suffix("").parts) for file in files]
+    return [name.removesuffix(".__init__") for name in names]
+
+
+CORE_MODULES = modules_under(ROOT, "ctx_compress_rag")
+INTEGRATION_MODULES = modules_under(INTEGRATIONS, LANGCHAIN) + modules_under(INTEGRATIONS, "llama_index")
+
+
+def run_python(code: str, cwd: Path, path: Path | None = None) -> str:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if path:
+        env["PYTHONPATH"] = str(path)
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=cwd, env=env, check=True, capture_output=True, text=True).stdout
+
+
+def test_the_import_is_light(tmp_path: Path) -> None:
+    code = "import ctx_compress_rag, json, sys; print(json.dumps([ctx_compress_rag.__file__, *sys.modules]))"
+    file, *loaded = json.loads(run_python(code, tmp_path))
+    assert Path(file) == PACKAGE / "__init__.py"
+    heavy = {"torch", "transformers", "chromadb", "numpy", "pydantic", "langchain_core", "llama_index", "matplotlib"}
+    assert not heavy & set(loaded)
+
+
+def test_public_names_lead_to_what_they_say() -> None:
+    for name in ctx_compress_rag.__all__:
+        value = getattr(ctx_compress_rag, name)
+        assert name == "__version__" or value.__name__ == name
+    assert set(dir(ctx_compress_rag)) >= {"Bundle", "SoftContextStore", "TransformersDecoder"}
+    with pytest.raises(AttributeError, match="no attribute 'Bundel'"):
+        _ = ctx_compress_rag.Bundel
+
+
+@pytest.mark.parametrize("module", CORE_MODULES + INTEGRATION_MODULES)
+def test_every_module_imports(module: str) -> None:
+    assert importlib.import_module(module).__name__ == module
+
+
+def test_nothing_stands_above_the_llama_index_leaves() -> None:
+    """An __init__.py there would hide the rest of the llama_index namespace."""
+    inits = {file.parent.relative_to(INTEGRATIONS) for file in (INTEGRATIONS / "llama_index").rglob("__init__.py")}
+    assert inits >= {Path(*name.split(".")) for name in LLAMA_INDEX}
+    assert not inits & {Path("llama_index"), Path("llama_index/llms"), Path("llama_index/postprocessor")}
+
+
+def runs_later_or_never(node: ast.AST) -> bool:
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) == "TYPE_CHECKING"
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+def imports_of(tree: ast.AST, at_import_time: bool) -> Iterator[str]:
+    """Top-level names of absolute imports; `at_import_time` leaves out functions and TYPE_CHECKING blocks."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.split(".")[0]
+        elif not (at_import_time and runs_later_or_never(node)):
+            yield from imports_of(node, at_import_time)
+
+
+def foreign_distributions(file: Path, at_import_time: bool) -> set[str]:
+    names = set(imports_of(ast.parse(file.read_text(encoding="utf-8")), at_import_time))
+    names -= {"ctx_compress_rag", *sys.stdlib_module_names}
+    return {canonicalize_name(OWNERS[name][0]) for name in names}
+
+
+def declared(*groups: list[str]) -> set[str]:
+    return {canonicalize_name(Requirement(line).name) for group in groups for line in group}
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_core_modules_import_only_what_is_declared(file: Path) -> None:
+    core = declared(PROJECT["dependencies"])
+    optional = declared(EXTRAS["train"], EXTRAS["demo"])
+    assert foreign_distributions(file, at_import_time=True) <= core
+    assert foreign_distributions(file, at_import_time=False) <= core | optional
+
+
+def test_every_requirement_has_a_pin_that_fits_it() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    pins = {canonicalize_name(name): version for name, version in pins.items()}
+    assert pins["torch"] == "2.13.0"
+    for line in [*PROJECT["dependencies"], *(line for group in EXTRAS.values() for line in group)]:
+        requirement = Requirement(line)
+        if requirement.name != PROJECT["name"]:
+            assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), line
+
+
+def test_a_missing_package_is_named_with_its_extra() -> None:
+    with (
+        pytest.raises(MissingExtraError, match=r"no_such_package .*pip install 'ctx-compress-rag\[demo\]'"),
+        needs("demo"),
+    ):
+        import no_such_package  # noqa: F401
+
+
+@pytest.mark.parametrize("file", sorted(SHIPPED.rglob("*.yaml")), ids=lambda f: str(f.relative_to(SHIPPED)))
+def test_shipped_recipes_are_valid(file: Path) -> None:
+    assert load_recipe(file) == load_recipe(str(file.relative_to(SHIPPED).with_suffix("")))
+
+
+def test_recipes_are_shipped() -> None:
+    assert {"demo/teacher.yaml", "demo/mean_pooling.yaml"} <= {
+        str(file.relative_to(SHIPPED)) for file in SHIPPED.rglob("*.yaml")
+    }
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (file,) = folder.glob("*.whl")
+    return file
+
+
+def test_the_wheel_holds_every_file_of_its_packages(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    wanted = {
+        str(file.relative_to(root))
+        for root, package in [(ROOT, "ctx_compress_rag"), (INTEGRATIONS, LANGCHAIN), (INTEGRATIONS, "llama_index")]
+        for file in (root / package).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert {"ctx_compress_rag/py.typed", "ctx_compress_rag/training/recipes/demo/teacher.yaml"} <= wanted
+    metadata = f"ctx_compress_rag-{ctx_compress_rag.__version__}.dist-info/"
+    assert {name for name in names if not name.startswith(metadata)} == wanted
+    assert f"{metadata}licenses/LICENSE" in names
+
+
+def test_an_installed_wheel_imports_and_has_its_command(wheel: Path, tmp_path: Path) -> None:
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    code = f"""
+import importlib, importlib.metadata, json
+modules = [importlib.import_module(name) for name in {["ctx_compress_rag", LANGCHAIN, *LLAMA_INDEX]}]
+import llama_index.core
+(script,) = importlib.metadata.distribution("ctx-compress-rag").entry_points.select(name="ctx-compress")
+modules.append(importlib.import_module(script.load().__module__))
+print(json.dumps([importlib.metadata.version("ctx-compress-rag"), *(module.__file__ for module in modules)]))
+"""
+    version, *files = json.loads(run_python(code, tmp_path, path=installed).splitlines()[-1])
+    assert version == ctx_compress_rag.__version__
+    assert all(Path(file).is_relative_to(installed) for file in files), files
