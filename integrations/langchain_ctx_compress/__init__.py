@@ -1,0 +1,13 @@
+"""LangChain classes for soft context: a postprocessor after the retriever, a chat model in the model's place."""
+
+from __future__ import annotations
+
+from ctx_compress_rag.extras import needs
+
+with needs("langchain"):
+    import langchain_core  # noqa: F401 - names the extra before anything else fails
+
+from langchain_ctx_compress.chat_model import ChatCompressedContext
+from langchain_ctx_compress.postprocessor import CompressedContextPostprocessor
+
+__all__ = ["ChatCompressedContext", "CompressedContextPostprocessor"]
