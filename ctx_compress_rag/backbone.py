@@ -30,7 +30,9 @@ def choose_device(device: str | torch.device | None = None) -> tuple[torch.devic
     return chosen, dtype
 
 
-def load_decoder(name: str | Path, revision: str | None = None, device: str | torch.device | None = None) -> tuple[Any, Any]:
+def load_decoder(
+    name: str | Path, revision: str | None = None, device: str | torch.device | None = None
+) -> tuple[Any, Any]:
     """Load a causal LM and its tokenizer from a folder or the hub; safetensors only, never pickle.
 
     Returns: the model in eval mode with frozen parameters, and the tokenizer, padding on the left.
@@ -68,6 +70,7 @@ class Backbone:
         self._adapters: set[str] = set()
         self._trained: list[nn.Parameter] = []
         self._active: str | None = None
+        self._holder: int | None = None
 
     @property
     def device(self) -> torch.device:
@@ -107,12 +110,19 @@ class Backbone:
         if adapter is not None and adapter not in self._adapters:
             raise ConfigError(f"no adapter {adapter!r}: there are {sorted(self._adapters)}")
         with self.lock:
-            previous = self._active
+            previous, outer = self._active, self._holder
+            self._holder = threading.get_ident()
             self._activate(adapter)
             try:
                 yield self.model
             finally:
                 self._activate(previous)
+                self._holder = outer
+
+    @property
+    def held(self) -> bool:
+        """Whether the calling thread is inside `use`; a worker it waits for would then never get the model."""
+        return self._holder == threading.get_ident()
 
     def _activate(self, adapter: str | None) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -162,7 +172,7 @@ class Backbone:
         expected = self.adapter_state(name).keys()
         if state.keys() != expected:
             odd = sorted(state.keys() ^ expected)
-            raise BundleError(f"adapter {name!r} does not fit this decoder: {len(odd)} keys differ, for example {odd[0]}")
+            raise BundleError(f"adapter {name!r} does not fit this decoder: {len(odd)} keys differ, first {odd[0]}")
         plain = {key.removeprefix(_PEFT_PREFIX): value for key, value in state.items()}
         set_peft_model_state_dict(self.model, plain, adapter_name=name)
 
@@ -178,7 +188,6 @@ def lora_config(tune: TuneConfig) -> Any:
     return LoraConfig(
         r=tune.rank,
         lora_alpha=tune.alpha,
-        lora_dropout=tune.dropout,
         target_modules=tune.target_modules,
         task_type="CAUSAL_LM",
     )

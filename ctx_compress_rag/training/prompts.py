@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ctx_compress_rag.decoders.prompt_tokenizer import PromptTokenizer
+from ctx_compress_rag.decoders.prompt_tokenizer import PromptTokenizer, chat_text
 from ctx_compress_rag.training.data import Example
 
 PASSAGE_SEPARATOR = "\n\n"
@@ -32,13 +32,6 @@ def messages(template: str, context: str, question: str) -> list[dict[str, str]]
     # str.replace, not str.format: passages may hold braces.
     filled = [part.replace("{question}", question).replace("{context}", context) for part in parts]
     return [{"role": role, "content": text} for role, text in zip(roles, filled, strict=True)]
-
-
-def chat_text(tokenizer: Any, chat: list[dict[str, str]]) -> str:
-    """`chat` in the tokenizer's chat format, or joined plainly where it has none."""
-    if getattr(tokenizer, "chat_template", None):
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-    return (tokenizer.bos_token or "") + "\n\n".join(m["content"] for m in chat) + "\nAnswer:"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,180 @@
+"""How text is drawn from a decoder: settings, seeded sampling, and where a text ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ctx_compress_rag.errors import ConfigError
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen and when to end.
+
+    Attributes:
+        max_new_tokens: most tokens to generate.
+        temperature: 0 takes the likeliest token (greedy).
+        top_p: sample from the likeliest tokens that together have this probability.
+        top_k: sample from this many likeliest tokens; 0 is off.
+        stop: strings before which the text ends; they are not part of it.
+        seed: makes sampling reproducible: each prompt's text, whatever else is in its batch.
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens={self.max_new_tokens}: give 1 or more")
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature={self.temperature}: give 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p={self.top_p}: give more than 0 and at most 1")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k={self.top_k}: give 0 (off) or more")
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise ConfigError(f"stop={self.stop!r}: give a tuple of strings, none of them empty")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a decoder made of a prompt.
+
+    Attributes:
+        text: the text, cut before a stop string, without special tokens.
+        prompt_tokens: length of the prompt, each slot counted as one token.
+        slots: how many of them were slots.
+        completion_tokens: tokens generated, the end token included.
+        finish_reason: "stop" after an end token or stop string, "length" where the budget or window ended.
+    """
+
+    text: str
+    prompt_tokens: int
+    slots: int
+    completion_tokens: int
+    finish_reason: FinishReason
+
+
+def sampler(sampling: Sampling, rows: int) -> LogitsProcessorList:
+    """Logits processors under which the likeliest token is a sample; none where decoding is greedy."""
+    if sampling.temperature == 0:
+        return LogitsProcessorList()
+    processors = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    if sampling.top_k:
+        processors.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        processors.append(TopPLogitsWarper(sampling.top_p))
+    processors.append(_GumbelNoise(sampling.seed, rows))
+    return processors
+
+
+class _GumbelNoise(LogitsProcessor):
+    """Adds Gumbel noise, so that argmax samples from softmax.
+
+    transformers samples with torch's global random state, which other threads use too (a stream runs
+    in one): neither would be reproducible. Here each row has a generator of its own, on the CPU, so
+    that a seed means the same on any device and in any batch.
+    """
+
+    def __init__(self, seed: int | None, rows: int) -> None:
+        self._generators = [torch.Generator() for _ in range(rows)]
+        for generator in self._generators:
+            if seed is None:
+                generator.seed()
+            else:
+                generator.manual_seed(seed)
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        noise = torch.stack([torch.empty(scores.shape[-1]).exponential_(generator=g) for g in self._generators])
+        # -log of an exponential variable is Gumbel; the clamp keeps -inf (excluded tokens) from becoming NaN.
+        return scores - noise.clamp_(min=torch.finfo(noise.dtype).tiny).log_().to(scores.device)
+
+
+class TextWatch(StoppingCriteria):
+    """Follows a batch while it is generated: ends rows, and hands out their text as it becomes certain.
+
+    Args:
+        tokenizer: the decoder's.
+        stop: stop strings.
+        end_ids: tokens that end a row.
+        limits: most new tokens of each row.
+        on_text: is given each new piece of row 0; never part of a stop string or of a character.
+        cancelled: asked at every token; True ends all rows.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str],
+        end_ids: Collection[int],
+        limits: Sequence[int],
+        on_text: Callable[[str], object] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._end_ids = end_ids
+        self._limits = limits
+        self._on_text = on_text
+        self._cancelled = cancelled
+        self._sent = 0
+        self.done: list[tuple[str, int, FinishReason] | None] = [None for _ in limits]
+        """Text, tokens and finish reason of each row that has ended."""
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        """Which rows end. `input_ids` (rows, new tokens) holds no prompt, as that came as embeddings."""
+        generated: Tensor = input_ids
+        if self._cancelled is not None and self._cancelled():
+            return torch.ones(generated.shape[0], dtype=torch.bool, device=generated.device)
+        for row, ids in enumerate(generated.tolist()):
+            if self.done[row] is None:
+                self._look(row, ids)
+        return torch.tensor([row is not None for row in self.done], device=generated.device)
+
+    def _look(self, row: int, ids: list[int]) -> None:
+        ended, full = ids[-1] in self._end_ids, len(ids) >= self._limits[row]
+        if not (ended or full or self._stop or self._on_text):
+            return
+        text = self.decode(ids[:-1] if ended else ids)
+        cut = min((at for at in map(text.find, self._stop) if at >= 0), default=None)
+        if cut is not None:
+            text = text[:cut]
+        if cut is not None or ended or full:
+            self.done[row] = (text, len(ids), "stop" if cut is not None or ended else "length")
+        if self._on_text is not None and row == 0:
+            safe = len(text) if self.done[row] else self._certain(text)
+            if safe > self._sent:
+                self._on_text(text[self._sent : safe])
+                self._sent = safe
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of generated tokens."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _certain(self, text: str) -> int:
+        """How much of `text` stays as it is, whatever comes next."""
+        text = text.rstrip("\ufffd")  # bytes of a character whose other bytes are still to come
+        held = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        return len(text) - max(held, default=0)
