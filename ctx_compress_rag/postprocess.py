@@ -45,7 +45,8 @@ def mark(
 ) -> list[str]:
     """For each retrieved text the marker that stands for it, or the text itself.
 
-    Blank texts stay as they are. Safe in threads.
+    Blank texts stay as they are. A text that holds a marker already is expanded first, so that marking twice
+    does not store the marker as the passage. Safe in threads.
 
     Args:
         store: where the soft contexts are.
@@ -67,6 +68,7 @@ def mark(
     check_size(store, ratio, token_budget, on_missing)
     if ids is not None and len(ids) != len(texts):
         raise ConfigError(f"{len(ids)} ids for {len(texts)} texts: give one id per text")
+    texts = [expand(store, text, scope) for text in texts]
     names = [content_id(text) for text in texts] if ids is None else list(ids)
     wanted = [i for i, text in enumerate(texts) if text.strip()]
     if on_missing == "compress":
@@ -97,7 +99,10 @@ def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
         MissingPassageError: a passage was deleted or its text changed since the marker was written.
     """
     parts = store.split(text, scope)
-    originals = iter(store.text_of([part for part in parts if not isinstance(part, str)]))
+    markers = [part for part in parts if not isinstance(part, str)]
+    if not markers:
+        return text
+    originals = iter(store.text_of(markers))
     return "".join(part if isinstance(part, str) else next(originals) for part in parts)
 
 

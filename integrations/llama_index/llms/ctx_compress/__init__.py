@@ -1,0 +1,9 @@
+"""LlamaIndex LLM that reads compressed context with a local decoder."""
+
+from ctx_compress_rag.extras import needs
+
+with needs("llama-index"):
+    from llama_index.llms.ctx_compress.base import CompressedContextLLM
+    from llama_index.llms.ctx_compress.tokens import marker_tokenizer
+
+__all__ = ["CompressedContextLLM", "marker_tokenizer"]

@@ -1,0 +1,103 @@
+"""The postprocessor."""
+
+from __future__ import annotations
+
+from llama_index.core.bridge.pydantic import Field
+from llama_index.core.callbacks import CallbackManager
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
+
+from ctx_compress_rag.postprocess import OnMissing, check_size, mark
+from ctx_compress_rag.stores import SoftContextStore
+from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text
+
+
+class CompressedContextPostprocessor(BaseNodePostprocessor):
+    """Puts the markers of stored soft contexts in the place of retrieved texts, for `CompressedContextLLM`.
+
+    Goes after the retriever, last among the postprocessors. Passages are known to the store by their node
+    ids. The nodes given are never changed; the new ones keep ids, scores, metadata and relationships, and by
+    default show the marker to the LLM alone (see `CompressedTextNode`). Nodes with images, sound or video,
+    and blank ones, pass through as they are. Works in threads and in an event loop.
+
+    Args:
+        store: where the soft contexts are.
+        ratio: source tokens per slot, a multiple of the bundle's base ratio, which is the default.
+        token_budget: instead of a ratio, the most slots that all passages of a question may take together.
+        on_missing: what to do with a passage that the store does not have: "compress" and store it, raise
+            an "error", or send its "text".
+        scope: tenant or user that the markers belong to; by default the one of
+            `ctx_compress_rag.markers.scope`, or else the store's.
+        replace_text: make the marker the node's text, for readers that do not ask for `MetadataMode.LLM`
+            (`CitationQueryEngine`). `restore_sources` then needs the store.
+        callback_manager: LlamaIndex's own.
+
+    Raises:
+        ConfigError: both a ratio and a budget are given, or the budget is below 1.
+        RatioError: the ratio cannot be made from the store's base ratio; or, with nodes, there are more
+            passages than slots in the budget.
+        MissingPassageError: with nodes and on_missing="error", a passage is not stored with this text.
+    """
+
+    store: SoftContextStore = Field(exclude=True, repr=False)
+    ratio: int | None = None
+    token_budget: int | None = None
+    on_missing: OnMissing = "compress"
+    scope: str | None = None
+    replace_text: bool = False
+
+    def __init__(
+        self,
+        store: SoftContextStore,
+        *,
+        ratio: int | None = None,
+        token_budget: int | None = None,
+        on_missing: OnMissing = "compress",
+        scope: str | None = None,
+        replace_text: bool = False,
+        callback_manager: CallbackManager | None = None,
+    ) -> None:
+        check_size(store, ratio, token_budget, on_missing)
+        super().__init__(
+            store=store,
+            ratio=ratio,
+            token_budget=token_budget,
+            on_missing=on_missing,
+            scope=scope,
+            replace_text=replace_text,
+            callback_manager=callback_manager or CallbackManager([]),
+        )
+
+    @classmethod
+    def class_name(cls) -> str:
+        """The class's name, for serialisation."""
+        return "CompressedContextPostprocessor"
+
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        """The nodes with markers. The async form of the base class runs this in a thread."""
+        read = {place: own_text(scored.node) for place, scored in enumerate(nodes) if is_text(scored.node)}
+        marked = mark(
+            self.store,
+            list(read.values()),
+            [nodes[place].node.node_id for place in read],
+            ratio=self.ratio,
+            token_budget=self.token_budget,
+            on_missing=self.on_missing,
+            scope=self.scope,
+        )
+        changed = {place: new for (place, old), new in zip(read.items(), marked, strict=True) if new != old}
+        return [
+            NodeWithScore(node=self._with_marker(scored.node, changed[place]), score=scored.score)
+            if place in changed
+            else scored
+            for place, scored in enumerate(nodes)
+        ]
+
+    def _with_marker(self, node: BaseNode, marker: str) -> BaseNode:
+        if not self.replace_text:
+            return CompressedTextNode.of(node.original if isinstance(node, CompressedTextNode) else node, marker)
+        copied = node.model_copy(update={"metadata": dict(node.metadata)})
+        copied.set_content(marker)
+        return copied

@@ -1,0 +1,64 @@
+"""Nodes that show an LLM a marker and everything else their text."""
+
+from __future__ import annotations
+
+from llama_index.core.base.llms.types import ContentBlock
+from llama_index.core.bridge.pydantic import Field
+from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, Node, TextNode
+
+
+class CompressedTextNode(TextNode):
+    """A text node that reads as its marker in `MetadataMode.LLM` and as its own text in every other mode.
+
+    `source_nodes`, rerankers, evaluators and citations therefore see the text. The metadata that LlamaIndex
+    puts before a node's text for the LLM stand before the marker in the same way. A text changed after
+    compression is no longer what the marker stands for, and is sent as text.
+
+    Saved, as JSON or in a docstore, it is the plain text node it was: a marker has no use beyond one question.
+
+    Attributes:
+        marker: what stands for the text in the prompt.
+        original: the node it was made from, untouched.
+    """
+
+    marker: str = Field(exclude=True)
+    original: BaseNode = Field(exclude=True, repr=False)
+
+    @classmethod
+    def of(cls, node: BaseNode, marker: str) -> CompressedTextNode:
+        """A node with everything of `node` and this marker."""
+        shared = {name: getattr(node, name) for name in TextNode.model_fields if hasattr(node, name)}
+        return cls(**{**shared, "text": own_text(node), "marker": marker, "original": node})
+
+    @classmethod
+    def class_name(cls) -> str:
+        """The plain node's name: what a saved node is loaded as."""
+        return TextNode.class_name()
+
+    def get_content(self, metadata_mode: MetadataMode = MetadataMode.NONE) -> str:
+        """The text as `metadata_mode` wants it; for the LLM, the marker in its place."""
+        shown = self._for_llm() if metadata_mode == MetadataMode.LLM else None
+        return super().get_content(metadata_mode) if shown is None else shown.get_content(metadata_mode)
+
+    def get_content_blocks(self, metadata_mode: MetadataMode = MetadataMode.NONE) -> list[ContentBlock]:
+        """As `get_content`, in blocks."""
+        shown = self._for_llm() if metadata_mode == MetadataMode.LLM else None
+        return super().get_content_blocks(metadata_mode) if shown is None else shown.get_content_blocks(metadata_mode)
+
+    def _for_llm(self) -> TextNode | None:
+        if self.text != own_text(self.original):
+            return None
+        fields = {name: getattr(self, name) for name in TextNode.model_fields}
+        return TextNode(**{**fields, "text": self.marker})
+
+
+def own_text(node: BaseNode) -> str:
+    """A node's text without metadata."""
+    return node.get_content(metadata_mode=MetadataMode.NONE)
+
+
+def is_text(node: BaseNode) -> bool:
+    """Whether a node is text and nothing else: a marker cannot stand for an image, sound or video."""
+    if isinstance(node, Node):
+        return not (node.image_resource or node.audio_resource or node.video_resource)
+    return isinstance(node, TextNode) and not isinstance(node, ImageNode)
