@@ -154,6 +154,13 @@ class Backbone:
                 state[name.replace(".base_layer.", ".")] = parameter.detach().cpu().contiguous()
         return state
 
+    def load_own_state(self, state: dict[str, Tensor]) -> None:
+        """Put back what `own_state` gave."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if "lora_" not in name:
+                    parameter.copy_(state[name.replace(".base_layer.", ".")])
+
     def adapter_state(self, name: str) -> dict[str, Tensor]:
         """Adapter `name`'s weights under the names that peft's own files use."""
         from peft import get_peft_model_state_dict
@@ -165,14 +172,20 @@ class Backbone:
         """Put back what `adapter_state` gave.
 
         Raises:
-            BundleError: keys are missing or unknown.
+            BundleError: keys are missing or unknown, or a shape differs.
         """
         from peft import set_peft_model_state_dict
 
-        expected = self.adapter_state(name).keys()
-        if state.keys() != expected:
-            odd = sorted(state.keys() ^ expected)
+        expected = self.adapter_state(name)
+        if state.keys() != expected.keys():
+            odd = sorted(state.keys() ^ expected.keys())
             raise BundleError(f"adapter {name!r} does not fit this decoder: {len(odd)} keys differ, first {odd[0]}")
+        for key, value in state.items():
+            if value.shape != expected[key].shape:
+                raise BundleError(
+                    f"adapter {name!r} does not fit its config: {key} has shape {tuple(value.shape)}, "
+                    f"not {tuple(expected[key].shape)}"
+                )
         plain = {key.removeprefix(_PEFT_PREFIX): value for key, value in state.items()}
         set_peft_model_state_dict(self.model, plain, adapter_name=name)
 

@@ -92,12 +92,18 @@ class Bundle:
             shipped if config.decoder is None else config.decoder, config.revision, device=device
         )
         bundle = cls.build(config, Backbone(model, tokenizer), teacher=folder / TEACHER)
+        stored: dict[str, dict[str, Tensor]] = {}
         for part, module in bundle._parts().items():
-            module.load_saved_state(_read_tensors(folder / part / WEIGHTS_FILE))
+            stored[part] = _read_tensors(folder / part / WEIGHTS_FILE)
+            module.load_saved_state(stored[part])
             if part in bundle.backbone.adapters:
-                bundle.backbone.load_adapter_state(part, _read_tensors(folder / part / ADAPTER_FILE))
-        report = folder / REPORT_FILE
-        bundle.report = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+                stored[f"{part} adapter"] = _read_tensors(folder / part / ADAPTER_FILE)
+                bundle.backbone.load_adapter_state(part, stored[f"{part} adapter"])
+        if config.decoder is None:
+            stored[DECODER_FOLDER] = _read_tensors(shipped / WEIGHTS_FILE)
+        # From the files, not from memory: bfloat16 on a GPU would round them to other bits.
+        bundle._fingerprint = bundle._digest(stored)
+        bundle.report = _read_report(folder / REPORT_FILE)
         logger.info("bundle %s (%s), fingerprint %s", config.name, config.method.name, bundle.fingerprint[:12])
         return bundle
 
@@ -130,19 +136,24 @@ class Bundle:
     def fingerprint(self) -> str:
         """SHA-256 over the config, the weights, and the decoder's identity (or weights, if shipped): 64 hex digits."""
         if self._fingerprint is None:
-            digest = hashlib.sha256()
-            settings = self.config.model_dump(mode="json", exclude={"name", "reads"})
-            digest.update(json.dumps(settings, sort_keys=True).encode())
-            for part, module in self._parts().items():
-                _hash_tensors(digest, module.saved_state())
-                if part in self.backbone.adapters:
-                    _hash_tensors(digest, self.backbone.adapter_state(part))
+            states = {part: module.saved_state() for part, module in self._parts().items()}
+            adapters = self.backbone.adapters & states.keys()
+            states |= {f"{part} adapter": self.backbone.adapter_state(part) for part in adapters}
             if self.config.decoder is None:
-                _hash_tensors(digest, self.backbone.own_state())
-            else:
-                digest.update(str(getattr(self.backbone.model.config, "_commit_hash", "")).encode())
-            self._fingerprint = digest.hexdigest()
+                states[DECODER_FOLDER] = self.backbone.own_state()
+            self._fingerprint = self._digest(states)
         return self._fingerprint
+
+    def _digest(self, states: Mapping[str, Mapping[str, Tensor]]) -> str:
+        digest = hashlib.sha256()
+        settings = self.config.model_dump(mode="json", exclude={"name", "reads"})
+        digest.update(json.dumps(settings, sort_keys=True).encode())
+        if self.config.decoder is not None:
+            digest.update(str(getattr(self.backbone.model.config, "_commit_hash", "")).encode())
+        for part in sorted(states):
+            digest.update(part.encode())
+            _hash_tensors(digest, states[part])
+        return digest.hexdigest()
 
     def _parts(self) -> dict[str, Compressor | Reader]:
         """The two sides by name, which is also the name of their folder and of their adapter."""
@@ -177,7 +188,9 @@ class Bundle:
     def _save_decoder(self, folder: Path) -> None:
         """Write the decoder as a transformers folder, without the adapters that stand on it."""
         self.backbone.model.config.save_pretrained(folder)
-        save_file(_half(self.backbone.own_state()), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        state = _half(self.backbone.own_state())
+        self.backbone.load_own_state(state)
+        save_file(state, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         self.tokenizer.save_pretrained(folder)
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
@@ -219,7 +232,9 @@ class Bundle:
         return done
 
     def _passage_ids(self, text: str, index: int) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text.strip() else []
+        ids: list[int] = (
+            self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text.strip() else []
+        )
         if not ids:
             raise ConfigError(f"passage {index} is blank: there is nothing to compress in {text[:40]!r}")
         return ids
@@ -276,23 +291,37 @@ def _find(name_or_path: str | Path, revision: str | None) -> Path:
     if folder.is_dir():
         return folder
     if str(name_or_path).count("/") != 1 or str(name_or_path).startswith((".", "/", "~")):
-        raise BundleError(f"no bundle {str(name_or_path)!r}: give a folder, one of {sorted(SHIPPED)}, or a hub id owner/name")
+        raise BundleError(
+            f"no bundle {str(name_or_path)!r}: give a folder, one of {sorted(SHIPPED)}, or a hub id owner/name"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(str(name_or_path), revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+        return Path(
+            snapshot_download(
+                str(name_or_path), revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja"]
+            )
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise BundleError(f"cannot fetch the bundle {str(name_or_path)!r} from the hub: {error}") from error
 
 
 def _read_config(path: Path) -> BundleConfig:
     try:
-        return BundleConfig.model_validate_json(path.read_text(encoding="utf-8"))
+        return BundleConfig.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise BundleError(f"{path.parent} is no bundle: it has no {path.name}") from None
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain(error)}") from None
+
+
+def _read_report(path: Path) -> dict[str, Any]:
+    try:
+        report = json.loads(path.read_bytes()) if path.exists() else {}
+    except ValueError as error:
+        raise BundleError(f"{path} is damaged ({error}): fetch or make the bundle again") from error
+    return dict(report)
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
