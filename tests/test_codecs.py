@@ -85,7 +85,7 @@ def test_values_that_are_not_finite_are_refused(codec: str, value: float) -> Non
 
 def test_fp16_overflow_is_refused_and_int8_takes_it() -> None:
     slots = np.full((2, 3), 65505.0, np.float32)
-    with pytest.raises(PayloadError, match="65504.*int8"):
+    with pytest.raises(PayloadError, match=r"65504.*int8"):
         encode(context(slots), "fp16")
     assert np.abs(decode(encode(context(slots), "int8")).slots.numpy() / slots - 1).max() < 0.01
 
@@ -138,7 +138,7 @@ def test_counts_that_do_not_cover_the_slots_are_noticed() -> None:
 
 
 def test_unknown_codec_names_the_choices() -> None:
-    with pytest.raises(ConfigError, match="'int4'.*fp16"):
+    with pytest.raises(ConfigError, match=r"'int4'.*fp16"):
         encode(context(np.ones((1, 1), np.float32)), "int4")
     assert DEFAULT_CODEC in CODECS
 

@@ -100,9 +100,10 @@ def test_a_forged_marker_is_logged_once_and_stays(caplog: pytest.LogCaptureFixtu
 def test_it_survives_what_prompts_go_through() -> None:
     good = CODEC.write("abcdefghijklmnopa", 4, 16, "t")
     (expected,) = CODEC.split(good, "t")
+    template = "Read {a} well"
     for travelled in (
         f"Context: {good}?",
-        "{a}".format(a=good),
+        template.format(a=good),
         "".join(literal for literal, *_ in Formatter().parse(good)),
         json.loads(json.dumps([good]))[0],
         json.dumps([good]),
