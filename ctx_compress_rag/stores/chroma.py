@@ -288,8 +288,8 @@ class SoftContextStore:
         missing = [marker for marker in markers if marker.passage not in found]
         if missing:
             raise MissingPassageError(
-                f"no passage in {self._companion.connection.where} for {len(missing)} marker(s), {missing[0].id!r} first: "
-                "deleted, or its text changed after the prompt was made; retrieve again"
+                f"no passage in {self._companion.connection.where} for {len(missing)} marker(s), the first "
+                f"{missing[0].id!r}: it was deleted or its text changed after the prompt was made; retrieve again"
             )
         return found
 
