@@ -21,7 +21,6 @@ class TuneConfig(_Strict):
     mode: Literal["lora", "full", "frozen"] = "lora"
     rank: int = Field(default=16, gt=0)
     alpha: int = Field(default=16, gt=0)
-    dropout: float = Field(default=0.0, ge=0, lt=1)
     target_modules: str | list[str] = "all-linear"
 
 

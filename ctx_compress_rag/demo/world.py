@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -164,7 +164,7 @@ class World:
         return WorldExample(tuple(e.passage for e in chosen), tuple(self.turns(chosen)[:turns]))
 
 
-def examples(split: Split, seed: int, count: int, turns: int = 6, passages: int | None = None) -> Iterator[WorldExample]:
+def examples(split: Split, seed: int, count: int, turns: int = 6, passages: Sequence[int] = (PASSAGES_PER_PROMPT,)) -> Iterator[WorldExample]:
     """`count` examples; consecutive ones share a world, so their passages need encoding once.
 
     Args:
@@ -172,13 +172,13 @@ def examples(split: Split, seed: int, count: int, turns: int = 6, passages: int 
         seed: first world's seed.
         count: number of examples.
         turns: most questions per example.
-        passages: passages per prompt; None draws 1 to 4, half of them 4.
+        passages: numbers of passages per prompt, one of which is drawn for sixteen examples in a row:
+            batches of like prompts need little padding.
     """
     for start in range(0, count, EXAMPLES_PER_WORLD):
         world = World(split, seed + start // EXAMPLES_PER_WORLD)
         for index in range(start, min(start + EXAMPLES_PER_WORLD, count)):
-            # The same number for sixteen examples in a row: batches then need little padding.
-            size = passages or random.Random(seed * 31 + index // 16).choice((1, 2, 3, 4, 4, 4))
+            size = random.Random(seed * 31 + index // 16).choice(passages)
             yield world.example(size, turns)
 
 

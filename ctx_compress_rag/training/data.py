@@ -77,15 +77,17 @@ def _row(line: str, place: str) -> tuple[tuple[str, ...], Turn]:
     return passages, Turn(question, tuple(answers))
 
 
-def world_examples(split: str, seed: int, count: int, max_turns: int = 6) -> list[Example]:
-    """`count` examples of the invented world (`ctx_compress_rag.demo.world`)."""
+def world_examples(
+    split: str, seed: int, count: int, max_turns: int = 6, passages: Sequence[int] = (4,)
+) -> list[Example]:
+    """`count` examples of the invented world; the arguments are those of `demo.world.examples`."""
     from ctx_compress_rag.demo import world
 
     if split not in ("train", "dev", "test"):
         raise DataError(f"the invented world has splits train, dev and test, not {split!r}")
     return [
         Example(e.passages, tuple(Turn(t.question, t.answers) for t in e.turns))
-        for e in world.examples(split, seed, count, max_turns)  # type: ignore[arg-type]
+        for e in world.examples(split, seed, count, max_turns, passages)  # type: ignore[arg-type]
     ]
 
 

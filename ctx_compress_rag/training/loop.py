@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -100,12 +101,13 @@ def train(
     """
     # Subnormal numbers in softmax tails and Adam's moments made steps four times slower on a CPU.
     torch.set_flush_denormal(True)
-    micro = optim.micro_batch_size or optim.batch_size
+    processes = int(os.environ.get("WORLD_SIZE", "1"))  # under torchrun each process takes its share
+    micro = min(optim.micro_batch_size or optim.batch_size, optim.batch_size // processes)
     arguments = TrainingArguments(
         output_dir=str(output / "checkpoints"),
         max_steps=optim.steps,
         per_device_train_batch_size=micro,
-        gradient_accumulation_steps=optim.batch_size // micro,
+        gradient_accumulation_steps=optim.batch_size // (micro * processes),
         learning_rate=optim.learning_rate,
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr": optim.final_learning_rate},
@@ -116,6 +118,7 @@ def train(
         max_grad_norm=optim.clip_norm,
         bf16=optim.bf16,
         use_cpu=not torch.cuda.is_available(),
+        ddp_backend="gloo" if processes > 1 and not torch.cuda.is_available() else None,
         optim="adamw_torch_fused",
         save_steps=optim.save_every,
         save_total_limit=2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +26,7 @@ class WorldData(_Strict):
     split: Literal["train", "dev", "test"] = "train"
     seed: int = 0
     examples: int = Field(gt=0)
+    passages: list[int] = Field(default=[1, 2, 3, 4, 4, 4], min_length=1)
 
 
 class DataConfig(_Strict):
@@ -107,7 +109,7 @@ class TeacherRecipe(Recipe):
 
 
 class RatioStep(_Strict):
-    """From `step` on, train these ratios; all of them, or `sample` drawn for each step."""
+    """From `step` on, train these ratios: all of them, or `sample` drawn anew for each step."""
 
     step: int = Field(ge=0)
     ratios: list[int] = Field(min_length=1)
@@ -115,25 +117,35 @@ class RatioStep(_Strict):
 
 
 class DistillationRecipe(Recipe):
-    """Train a compressor and its reader by distillation from the full-text teacher (paper 001)."""
+    """Train a compressor and its reader by distillation from the full-text teacher (paper 001).
+
+    Without a curriculum every step trains all ratios (eq. 6). A curriculum is ours: decoders as small
+    as the demo's do not learn to read slots when they start at coarse ratios.
+    """
 
     stage: Literal["distillation"]
+    name: str
+    reads: str = "general text"
     decoder: str
     revision: str | None = None
     teacher: Path | None = None
-    name: str = "unnamed"
     method: MethodConfig
+    base_ratio: int = Field(default=4, gt=0)
     ratios: list[int] = [4, 8, 16, 32, 64, 128]
+    window: int = Field(default=1024, gt=0)
     curriculum: list[RatioStep] = []
     reconstruction_weight: float = Field(default=0.0, ge=0)
+    repeat_per_batch: int = Field(default=8, gt=0)
 
-    def ratios_at(self, step: int) -> RatioStep:
-        """The ratios to train at an optimiser step."""
+    def ratios_at(self, step: int) -> list[int]:
+        """The ratios to train at an optimiser step; the same at every call."""
         current = RatioStep(step=0, ratios=self.ratios)
         for change in sorted(self.curriculum, key=lambda c: c.step):
             if change.step <= step:
                 current = change
-        return current
+        if current.sample is None or current.sample >= len(current.ratios):
+            return current.ratios
+        return sorted(random.Random(f"{self.seed}:{step}").sample(current.ratios, current.sample))
 
 
 AnyRecipe = Annotated[TeacherRecipe | DistillationRecipe, Field(discriminator="stage")]

@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 
+from ctx_compress_rag.backbone import Backbone, load_decoder, lora_config
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.training.data import Example, check_held_out, read_jsonl, world_examples
+from ctx_compress_rag.training.distillation import DistillationCollator, DistillationLoss
 from ctx_compress_rag.training.loop import train
 from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipes import DataConfig, DistillationRecipe, TeacherRecipe, load_recipe
@@ -33,7 +37,7 @@ def run_recipe(path: str | Path, resume: bool = True) -> Path:
 def load_examples(data: DataConfig) -> list[Example]:
     """The recipe's training examples, checked against its held-out files."""
     if data.world:
-        examples = world_examples(data.world.split, data.world.seed, data.world.examples, data.max_turns)
+        examples = world_examples(data.world.split, data.world.seed, data.world.examples, data.max_turns, data.world.passages)
         held_out = world_examples("test", 0, 400) + world_examples("dev", 0, 400)
     else:
         examples = [e for file in data.files for e in read_jsonl(file, data.max_turns)]
@@ -46,6 +50,8 @@ def load_examples(data: DataConfig) -> list[Example]:
 
 
 def _teacher(recipe: TeacherRecipe, resume: bool) -> dict[str, Any]:
+    from peft import get_peft_model
+
     from ctx_compress_rag.training.teacher import AnswerLoss, TextCollator, new_decoder, save_decoder
     from ctx_compress_rag.training.tokenizer import train_tokenizer
 
@@ -54,13 +60,19 @@ def _teacher(recipe: TeacherRecipe, resume: bool) -> dict[str, Any]:
         tokenizer = train_tokenizer(_tokenizer_texts(recipe, examples), recipe.scratch.vocab_size, recipe.data.max_context_tokens)
         decoder = new_decoder(recipe.scratch.config, tokenizer)
     else:
-        base, tokenizer = load_decoder(recipe.decoder or "", recipe.revision)
-        decoder = tuned_copy(base, recipe.tune)
+        decoder, tokenizer = load_decoder(recipe.decoder or "", recipe.revision)
+        if recipe.tune.mode == "lora":
+            decoder = get_peft_model(decoder, lora_config(recipe.tune))
+        else:
+            decoder.requires_grad_(recipe.tune.mode == "full")
     builder = PromptBuilder(tokenizer, recipe.data.max_answer_tokens)
     collate = TextCollator(builder, recipe.data.templates, recipe.data.max_context_tokens, recipe.seed)
     model = AnswerLoss(decoder, recipe.context_loss_weight)
     report = train(model, examples, collate, recipe.optim, recipe.output, recipe.seed, resume=resume)
-    save_decoder(decoder, tokenizer, recipe.output)
+    if recipe.tune.mode == "lora":
+        decoder.save_pretrained(recipe.output)  # a peft adapter folder: the `teacher` of a distillation recipe
+    else:
+        save_decoder(decoder, tokenizer, recipe.output)
     return report
 
 
@@ -75,4 +87,37 @@ def _tokenizer_texts(recipe: TeacherRecipe, examples: list[Example]) -> Any:
 
 
 def _distillation(recipe: DistillationRecipe, resume: bool) -> dict[str, Any]:
-    raise NotImplementedError
+    examples = load_examples(recipe.data)
+    model, tokenizer = load_decoder(recipe.decoder, recipe.revision)
+    shipped = Path(recipe.decoder).is_dir()
+    config = BundleConfig(
+        name=recipe.name,
+        method=recipe.method,
+        decoder=None if shipped else recipe.decoder,
+        revision=None if shipped else recipe.revision,
+        base_ratio=recipe.base_ratio,
+        ratios=recipe.ratios,
+        max_tokens=recipe.window,
+        reads=recipe.reads,
+    )
+    bundle = Bundle.build(config, Backbone(model, tokenizer), teacher=recipe.teacher)
+    builder = PromptBuilder(tokenizer, recipe.data.max_answer_tokens)
+    repeat = recipe.repeat_per_batch if recipe.reconstruction_weight else 0
+    collate = DistillationCollator(builder, recipe.data.templates, recipe.data.max_context_tokens, repeat, recipe.seed)
+    bundle.reader.initialise(_slot_rms(bundle, examples))
+    objective = DistillationLoss(bundle, recipe.reconstruction_weight)
+
+    def choose_ratios(step: int) -> None:
+        objective.ratios = recipe.ratios_at(step)
+
+    report = train(objective, examples, collate, recipe.optim, recipe.output, recipe.seed, choose_ratios, resume)
+    report["recipe"] = recipe.model_dump(mode="json")
+    bundle.report = report
+    bundle.save_pretrained(recipe.output / "bundle")
+    return report
+
+
+def _slot_rms(bundle: Bundle, examples: list[Example]) -> float:
+    """Root mean square of slot entries at the base ratio, over a few passages."""
+    slots = [soft.slots for soft in bundle.compress([p for e in examples[:8] for p in e.passages])]
+    return float(torch.cat(slots).pow(2).mean().sqrt())

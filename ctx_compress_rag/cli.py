@@ -1,0 +1,297 @@
+"""The command line, `ctx-compress`: each command reads its arguments, calls one module and prints."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ctx_compress_rag import __version__
+from ctx_compress_rag.errors import CtxCompressError
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.bundle import Bundle
+
+_ANSWER_TOKENS = 256
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code: 0, 2 for an error the user can mend, 130 when interrupted."""
+    args = _parser().parse_args(argv)
+    _set_up_logging(args.verbose)
+    try:
+        args.run(args)
+    except CtxCompressError as error:
+        print(f"ctx-compress: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("ctx-compress: interrupted; the same command goes on where it ended", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ctx-compress",
+        description="Compress passages into soft contexts, keep them in Chroma, ask a local decoder.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("-v", "--verbose", action="store_true", help="say what is being done")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, help_text, options, run in (
+        ("index", "index a folder of .txt and .md files", _index_options, _index),
+        ("ask", "answer a question from an index", _ask_options, _ask),
+        ("info", "say what is in an index", _info_options, _info),
+        ("train", "train a bundle by recipes", _train_options, _train),
+        ("eval", "score a bundle beside its baselines", _eval_options, _eval),
+        ("demo", "see it work on a small corpus", _demo_options, _demo),
+    ):
+        command = commands.add_parser(name, parents=[common], help=help_text, description=run.__doc__)
+        options(command)
+        command.set_defaults(run=run)
+    return parser
+
+
+# index
+
+
+def _index_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", metavar="DIR", help="folder to index, with the folders in it; hidden files are left out"
+    )
+    _store_option(parser)
+    _bundle_option(parser)
+    parser.add_argument(
+        "--chunk-tokens",
+        type=int,
+        metavar="N",
+        help="most decoder tokens of a passage (default: 256, or the bundle's window if less)",
+    )
+    parser.add_argument("--prune", action="store_true", help="remove the passages of files that are gone from DIR")
+    parser.add_argument("--codec", help="how a new store keeps vectors: int8 or fp16")
+
+
+def _index(args: argparse.Namespace) -> None:
+    """Index a folder of .txt and .md files.
+
+    Only new and changed passages are compressed; run it again to go on after an interruption. Passages of a
+    changed file are replaced; those of a deleted file stay unless --prune is given.
+    """
+    from ctx_compress_rag.indexing import scan_folder, update_index
+    from ctx_compress_rag.passage_index import open_index
+
+    scan = scan_folder(args.folder)  # before models are loaded and a store is made
+    _quiet_models()
+    with open_index(args.store, args.bundle, codec=args.codec, create=True) as index:
+        _note_what_it_reads(index.bundle)
+        report = update_index(index, scan, chunk_tokens=args.chunk_tokens, prune=args.prune)
+    print(f"{report.files} files in {args.folder}: {report.added} passages compressed, {report.unchanged} unchanged")
+    if report.empty or report.unread:
+        print(f"skipped files: {report.empty} empty, {report.unread} unreadable")
+    if report.replaced or report.pruned:
+        print(f"removed passages: {report.replaced} of changed files, {report.pruned} of deleted ones")
+    if report.vanished:
+        print(f"kept passages of deleted files: {report.vanished} (--prune removes them)")
+
+
+# ask
+
+
+def _ask_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("question", help="what to ask")
+    _store_option(parser)
+    _bundle_option(parser)
+    parser.add_argument(
+        "--ratio", type=int, default=16, help="source tokens per slot, a multiple of the store's (default: %(default)s)"
+    )
+    parser.add_argument("--k", type=int, default=4, help="passages to retrieve (default: %(default)s)")
+    parser.add_argument("--text", action="store_true", help="give the decoder the passages' text, for comparison")
+
+
+def _ask(args: argparse.Namespace) -> None:
+    """Answer a question from the nearest passages, read by the decoder as soft contexts."""
+    from ctx_compress_rag.asking import question_prompt
+    from ctx_compress_rag.errors import ConfigError
+    from ctx_compress_rag.passage_index import open_index
+
+    if not args.question.strip():
+        raise ConfigError("the question is empty: ask something")
+    _quiet_models()
+    with open_index(args.store, args.bundle) as index:
+        from ctx_compress_rag.decoders.transformers import Sampling, TransformersDecoder
+
+        _note_what_it_reads(index.bundle)
+        [hits] = index.search([args.question], args.k)
+        prompt = question_prompt(index.store, args.question, hits, None if args.text else args.ratio)
+        decoder = TransformersDecoder(index.bundle, index.store)
+        for piece in decoder.stream(prompt, Sampling(max_new_tokens=_ANSWER_TOKENS)):
+            if isinstance(piece, str):
+                print(piece, end="", flush=True)
+            else:
+                print(f"\n\n{piece.prompt_tokens} prompt tokens, {piece.slots} of them slots. Sources:")
+    for hit in hits:
+        print(f"  {hit.similarity:.2f}  {hit.source}: {' '.join(hit.text.split())[:80]}")
+
+
+# info
+
+
+def _info_options(parser: argparse.ArgumentParser) -> None:
+    _store_option(parser)
+
+
+def _info(args: argparse.Namespace) -> None:
+    """Say what is in an index."""
+    from ctx_compress_rag.passage_index import inspect_index
+
+    info = inspect_index(args.store)
+    store = info.store
+    rows = {
+        "bundle": f"{store.bundle} ({info.bundle_name})",
+        "fingerprint": store.fingerprint,
+        "passages": f"{store.passages:,} from {info.sources:,} files",
+        "source tokens": f"{store.source_tokens:,}",
+        "slots": f"{store.slots:,} at ratio {store.base_ratio}",
+        "codec": store.codec,
+        "payload bytes": f"{store.payload_bytes:,}",
+        "bytes on disk": f"{store.disk_bytes:,}, with texts, retrieval vectors and Chroma's own",
+        "payload share": f"{store.payload_share or 0:.0%}",
+    }
+    for name, value in rows.items():
+        print(f"{name:<14} {value}")
+
+
+# train
+
+
+def _train_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recipes", nargs="+", metavar="RECIPE", help="a YAML file, or a shipped recipe such as demo/teacher"
+    )
+    parser.add_argument("--no-resume", action="store_true", help="start anew where a run was interrupted")
+
+
+def _train(args: argparse.Namespace) -> None:
+    """Run training recipes, one after the other. An interrupted run goes on at its last checkpoint."""
+    from ctx_compress_rag.training.recipes import load_recipe
+    from ctx_compress_rag.training.run import run_recipe
+
+    for recipe in args.recipes:
+        load_recipe(recipe)  # a fault in the last one is told before the first is run
+    for recipe in args.recipes:
+        print(f"{recipe}: written to {run_recipe(recipe, resume=not args.no_resume)}")
+
+
+# eval
+
+
+def _eval_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--bundle", default="demo", help="a bundle's folder, hub id, or demo (the default)")
+    parser.add_argument("--data", nargs="+", metavar="FILE", help="JSONL files (default: the invented world, unseen names)")
+    parser.add_argument("--questions", type=int, default=200, metavar="N", help="at most this many (default: %(default)s)")
+    parser.add_argument("--ratios", type=int, nargs="+", metavar="R", help="default: 4 8 16 32 64 128")
+    parser.add_argument("--codec", help="how slots are stored: int8 or fp16")
+    parser.add_argument("--no-extraction", action="store_true", help="leave out the baseline that needs MiniLM")
+    parser.add_argument("--output", default="ctx-compress-eval", metavar="DIR", help="default: ./%(default)s")
+
+
+def _eval(args: argparse.Namespace) -> None:
+    """Score a bundle: full text, no context, soft contexts, truncation and extraction at equal budgets."""
+    from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.demo.minilm import load_minilm
+    from ctx_compress_rag.evaluation.harness import RATIOS, evaluate, questions_of, save, table
+    from ctx_compress_rag.training.data import read_jsonl, world_examples
+
+    _quiet_models()
+    if args.data:
+        examples = [example for file in args.data for example in read_jsonl(file)]
+        data = ", ".join(Path(file).name for file in args.data)
+    else:
+        examples, data = world_examples("test", 0, args.questions, max_turns=1), "the invented world"
+    questions = questions_of(examples, args.questions)
+    bundle = Bundle.from_pretrained(args.bundle)
+    scores = evaluate(
+        bundle,
+        questions,
+        args.ratios or RATIOS,
+        encoder=None if args.no_extraction else load_minilm(),
+        codec=args.codec,
+    )
+    about = {"bundle": bundle.config.name, "fingerprint": bundle.fingerprint, "data": data, "questions": len(questions)}
+    save(scores, args.output, about)
+    print(table(scores))
+    print(f"\n{len(questions)} questions from {data}; also in {args.output}/scores.json, .md and .png")
+
+
+# demo
+
+
+def _demo_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--store", default="ctx-compress-demo", metavar="DIR", help="Chroma folder (default: ./%(default)s)"
+    )
+    _bundle_option(parser)
+
+
+def _demo(args: argparse.Namespace) -> None:
+    """Index a small corpus about invented people and places, and answer a dozen questions about it.
+
+    Each is answered with the full text, with soft contexts and without context, and the answers are scored.
+    """
+    from ctx_compress_rag.demo.run import run_demo
+
+    _quiet_models()
+    report = run_demo(args.store, args.bundle)
+    new, known = report.stored.added + report.stored.updated, report.stored.unchanged
+    print(
+        f"{new} passages compressed into {args.store}"
+        if new
+        else f"all {known} passages found in {args.store}: nothing compressed"
+    )
+    print(f"retrieval found every passage needed for {report.retrieved} of {len(report.questions)} questions\n")
+    print(report.tables())
+    print(f"\nscore against ratio: {Path(report.picture).resolve()}")
+
+
+# shared
+
+
+def _store_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--store", required=True, metavar="DIR", help="Chroma folder")
+
+
+def _bundle_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--bundle", help="a bundle's folder, hub id, or demo (default: the store's own, else demo)")
+
+
+def _note_what_it_reads(bundle: Bundle) -> None:
+    """One line where the bundle was trained for other text than a user's own."""
+    if bundle.config.reads != type(bundle.config).model_fields["reads"].default:
+        print(
+            f"note: bundle {bundle.config.name!r} reads only {bundle.config.reads}; for your own text, train one for a "
+            "real decoder with `ctx-compress train RECIPE.yaml` and pass it with --bundle",
+            file=sys.stderr,
+        )
+
+
+def _quiet_models() -> None:
+    """Without this, transformers shows a bar and a report for each model it loads, MiniLM included."""
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    enable_progress_bars()  # those of downloads, which the line above switches off as well
+
+
+def _set_up_logging(verbose: bool) -> None:
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger("ctx_compress_rag").setLevel(logging.INFO if verbose else logging.WARNING)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

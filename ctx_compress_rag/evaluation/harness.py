@@ -1,0 +1,215 @@
+"""Score a bundle beside its baselines, on the same questions with the same decoder."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.decoders.transformers import Message, Sampling, TransformersDecoder
+from ctx_compress_rag.evaluation.baselines import rank_sentences, select, truncate
+from ctx_compress_rag.evaluation.metrics import (
+    Interval,
+    contains_answer,
+    exact_match,
+    standard_error,
+    teacher_normalized,
+    token_f1,
+)
+from ctx_compress_rag.evaluation.plots import Curve, plot_scores
+from ctx_compress_rag.postprocess import mark
+from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.training.data import Example
+from ctx_compress_rag.training.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
+
+logger = logging.getLogger(__name__)
+
+RATIOS = (4, 8, 16, 32, 64, 128)
+FULL, NONE, SOFT, TRUNCATED, EXTRACTED = "full text", "no context", "soft context", "truncation", "extraction"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with the passages given for it."""
+
+    passages: tuple[str, ...]
+    question: str
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """One system at one ratio.
+
+    Attributes:
+        system: what the decoder was given.
+        ratio: source tokens per slot, None where there is none.
+        exact_match, f1, contains: means over questions, 0 to 1.
+        f1_error: standard error of `f1`.
+        normalized: teacher-normalised F1 with its 95 % bootstrap interval.
+        prompt_tokens: mean length of the prompt, a slot counting as one.
+    """
+
+    system: str
+    ratio: int | None
+    exact_match: float
+    f1: float
+    f1_error: float
+    contains: float
+    normalized: Interval | None
+    prompt_tokens: float
+
+
+def questions_of(examples: Sequence[Example], limit: int | None = None) -> list[Question]:
+    """One question per turn, the first of each example first, so that a limit spreads over examples."""
+    turns = max(len(e.turns) for e in examples)
+    questions = [
+        Question(e.passages, e.turns[i].question, e.turns[i].answers)
+        for i in range(turns)
+        for e in examples
+        if i < len(e.turns)
+    ]
+    return questions[:limit]
+
+
+def evaluate(
+    bundle: Bundle,
+    questions: Sequence[Question],
+    ratios: Sequence[int] = RATIOS,
+    *,
+    encoder: Any | None = None,
+    codec: str | None = None,
+    template: str = TEMPLATES[0],
+    max_new_tokens: int = 32,
+    batch_size: int = 16,
+    progress: bool = True,
+) -> list[Score]:
+    """Answer every question from full text, from nothing, and from its context made shorter in each way.
+
+    Soft contexts take the way they take in use: through a store, its codec, markers and the splice.
+    Truncation and extraction get, for each question, as many tokens as the soft context has slots.
+
+    Args:
+        bundle: what is scored; its decoder reads all baselines, too.
+        questions: questions with their passages.
+        ratios: multiples of the bundle's base ratio.
+        encoder: a sentence-transformers model for extraction; None leaves extraction out.
+        codec: how slots are stored; None takes the store's default.
+        template: the prompt, see `training.prompts`.
+        max_new_tokens: longest answer.
+        batch_size: questions per forward pass.
+        progress: show a progress bar.
+    """
+    import chromadb
+
+    settings: dict[str, Any] = {} if codec is None else {"codec": codec}
+    store = SoftContextStore(chromadb.EphemeralClient(), bundle, collection="evaluation", key=b"evaluation", **settings)
+    store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
+    decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
+    tokenizer = bundle.tokenizer
+    ranked = [rank_sentences(q.passages, q.question, encoder) for q in questions] if encoder is not None else []
+
+    def soft(ratio: int) -> list[list[str]]:
+        return [mark(store, q.passages, ratio=ratio) for q in questions]
+
+    def budgets(ratio: int) -> list[int]:
+        return [sum(decoder.count_tokens(marker) for marker in markers) for markers in soft(ratio)]
+
+    contexts: list[tuple[str, int | None, Callable[[], list[list[str]]]]] = [
+        (FULL, None, lambda: [list(q.passages) for q in questions]),
+        (NONE, None, lambda: [[] for _ in questions]),
+    ]
+    for ratio in ratios:
+        contexts.append((SOFT, ratio, lambda r=ratio: soft(r)))  # type: ignore[misc]
+        contexts.append(
+            (TRUNCATED, ratio, lambda r=ratio: [truncate(q.passages, tokenizer, b) for q, b in zip(questions, budgets(r), strict=True)])  # type: ignore[misc]
+        )
+        if ranked:
+            contexts.append(
+                (
+                    EXTRACTED,
+                    ratio,
+                    lambda r=ratio: [  # type: ignore[misc]
+                        select(sentences, len(q.passages), tokenizer, b)
+                        for q, sentences, b in zip(questions, ranked, budgets(r), strict=True)
+                    ],
+                )
+            )
+    answers: dict[tuple[str, int | None], tuple[list[str], float]] = {}
+    for system, ratio, make in tqdm(contexts, desc="answering", unit="system", disable=not progress):
+        prompts = [_prompt(template, texts, q.question) for texts, q in zip(make(), questions, strict=True)]
+        made = decoder.generate(prompts, Sampling(max_new_tokens=max_new_tokens))
+        answers[system, ratio] = [g.text.strip() for g in made], float(np.mean([g.prompt_tokens for g in made]))
+    store.delete(store.ids())
+    return _scores(questions, answers)
+
+
+def _prompt(template: str, texts: Sequence[str], question: str) -> list[Message]:
+    context = PASSAGE_SEPARATOR.join(text for text in texts if text)
+    return [dict(message) for message in messages(template, context, question)]
+
+
+def _scores(
+    questions: Sequence[Question], answers: dict[tuple[str, int | None], tuple[list[str], float]]
+) -> list[Score]:
+    def each(metric: Callable[[str, Sequence[str]], float], given: Sequence[str]) -> list[float]:
+        return [metric(answer, q.answers) for answer, q in zip(given, questions, strict=True)]
+
+    f1 = {key: each(token_f1, given) for key, (given, _) in answers.items()}
+    full, none = f1[FULL, None], f1[NONE, None]
+    return [
+        Score(
+            system=key[0],
+            ratio=key[1],
+            exact_match=float(np.mean(each(exact_match, given))),
+            f1=float(np.mean(f1[key])),
+            f1_error=standard_error(f1[key]),
+            contains=float(np.mean(each(contains_answer, given))),
+            normalized=teacher_normalized(f1[key], none, full) if key[0] not in (FULL, NONE) else None,
+            prompt_tokens=tokens,
+        )
+        for key, (given, tokens) in answers.items()
+    ]
+
+
+def table(scores: Sequence[Score]) -> str:
+    """The scores as a Markdown table."""
+    lines = ["| context | ratio | EM | F1 | teacher-normalised F1 | prompt tokens |", "|---|---|---|---|---|---|"]
+    for s in scores:
+        ratio = "" if s.ratio is None else f"{s.ratio}x"
+        kept = "" if s.normalized is None else f"{s.normalized.value:.3f} ({s.normalized.low:.3f} to {s.normalized.high:.3f})"
+        lines.append(
+            f"| {s.system} | {ratio} | {s.exact_match:.3f} | {s.f1:.3f} ± {s.f1_error:.3f} | {kept} | {s.prompt_tokens:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def save(scores: Sequence[Score], folder: str | Path, about: dict[str, Any]) -> None:
+    """Write scores.json, scores.md and scores.png; `about` says how they were made."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {**about, "scores": [asdict(s) for s in scores]}
+    (folder / "scores.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (folder / "scores.md").write_text(table(scores) + "\n", encoding="utf-8")
+    curves = []
+    for system in (SOFT, EXTRACTED, TRUNCATED):
+        rows = [s for s in scores if s.system == system]
+        if rows:
+            curves.append(
+                Curve(
+                    system,
+                    [s.ratio or 0 for s in rows],
+                    [s.f1 for s in rows],
+                    [s.f1 - 1.96 * s.f1_error for s in rows],
+                    [s.f1 + 1.96 * s.f1_error for s in rows],
+                )
+            )
+    levels = {s.system: s.f1 for s in scores if s.ratio is None}
+    plot_scores(folder / "scores.png", curves, levels, title=f"{about.get('bundle', '')}: answer F1 on {about.get('data', '')}")
