@@ -1,0 +1,183 @@
+"""Ten architectures with tiny random weights, and a tokenizer in each family's style.
+
+Weights are drawn wide, so that logits depend strongly on every input; windows of sliding attention are
+shorter than the tests' prompts. Chat templates are the families' own, shortened to their main branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+
+SLIDING_WINDOW = 8
+TEXTS = [
+    "The lighthouse of Brenmoor was built in 1874 by Ada Quill. It stands on a basalt cliff, and it has two lamps.",
+    "Question: who built it? Answer in few words. Context information is below.",
+    "user assistant system model He said: no, never! (1, 2, 3)",
+]
+
+_CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+_LLAMA = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+_MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+)
+_GEMMA = (
+    "{{ bos_token }}%s{%% for m in messages %%}"
+    "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + m.content | trim"
+    " + '<end_of_turn>\\n' }}{%% endfor %%}{%% if add_generation_prompt %%}{{ '<start_of_turn>model\\n' }}{%% endif %%}"
+)
+_GEMMA_2 = _GEMMA % "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+_GEMMA_3 = _GEMMA % (
+    "{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\\n\\n' %}"
+    "{% set messages = [{'role': 'user', 'content': first + messages[1].content}] + messages[2:] %}{% endif %}"
+)
+_PHI = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+_OLMO = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+_GRANITE = (
+    "{% for m in messages %}{{ '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content + '<|end_of_text|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: its class, what differs from the common tiny shape, and its tokenizer's habits."""
+
+    name: str
+    template: str
+    bos: str | None
+    eos: str
+    adds_bos: bool
+    extra: tuple[str, ...] = ()
+    metaspace: bool = False
+    shape: Callable[[], dict[str, Any]] = dict
+
+
+FAMILIES = [
+    Family("Llama", _LLAMA, "<|begin_of_text|>", "<|eot_id|>", True, ("<|start_header_id|>", "<|end_header_id|>")),
+    Family("Qwen2", _CHATML, None, "<|im_end|>", False, ("<|im_start|>",)),
+    Family("Qwen3", _CHATML, None, "<|im_end|>", False, ("<|im_start|>",)),
+    Family(
+        "Mistral", _MISTRAL, "<s>", "</s>", True, ("[INST]", "[/INST]"), metaspace=True,
+        shape=lambda: {"sliding_window": SLIDING_WINDOW},
+    ),
+    Family(
+        "Gemma2", _GEMMA_2, "<bos>", "<end_of_turn>", True, ("<start_of_turn>",), metaspace=True,
+        shape=lambda: {"sliding_window": SLIDING_WINDOW, "query_pre_attn_scalar": 16},
+    ),
+    Family(
+        "Gemma3", _GEMMA_3, "<bos>", "<end_of_turn>", True, ("<start_of_turn>",), metaspace=True,
+        shape=lambda: {
+            "sliding_window": SLIDING_WINDOW,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    Family(
+        "Phi3", _PHI, "<s>", "<|end|>", False, ("<|user|>", "<|system|>", "<|assistant|>"), metaspace=True,
+        shape=lambda: {"sliding_window": SLIDING_WINDOW},
+    ),
+    Family("Olmo2", _OLMO, "<|endoftext|>", "<|endoftext|>", False),
+    Family("SmolLM3", _CHATML, None, "<|im_end|>", False, ("<|im_start|>",), shape=lambda: {"no_rope_layers": [1, 0]}),
+    Family(
+        "Granite", _GRANITE, "<|end_of_text|>", "<|end_of_text|>", False, ("<|start_of_role|>", "<|end_of_role|>"),
+        shape=lambda: {
+            "embedding_multiplier": 4.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2
+        },
+    ),
+]  # fmt: skip
+NAMES = [family.name for family in FAMILIES]
+
+
+def family(name: str) -> Family:
+    """The family of this name."""
+    return FAMILIES[NAMES.index(name)]
+
+
+@cache
+def tokenizer(name: str) -> Any:
+    """A small tokenizer with the family's special tokens, BOS rule and chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    style = family(name)
+    special = list(dict.fromkeys(["<pad>", *([style.bos] if style.bos else []), style.eos, *style.extra]))
+    bpe = Tokenizer(models.BPE(byte_fallback=False))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if style.metaspace:
+        bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        bpe.decoder = decoders.Metaspace(prepend_scheme="first")
+        alphabet = sorted({character for text in TEXTS for character in text} | {"\n", "_", "▁"})
+    else:
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=list(alphabet), show_progress=False
+    )
+    bpe.train_from_iterator(TEXTS * 2, trainer)
+    if style.adds_bos:
+        bpe.post_processor = processors.TemplateProcessing(
+            single=f"{style.bos} $A", special_tokens=[(style.bos, bpe.token_to_id(style.bos))]
+        )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token="<pad>",
+        bos_token=style.bos,
+        eos_token=style.eos,
+        extra_special_tokens=list(style.extra),
+        chat_template=style.template,
+        padding_side="left",
+    )
+
+
+def model(name: str, seed: int = 0) -> Any:
+    """A causal LM of the family with tiny, wide random weights that half precision holds exactly."""
+    tok = tokenizer(name)
+    prefix = "Gemma3Text" if name == "Gemma3" else name
+    config = getattr(transformers, f"{prefix}Config")(
+        vocab_size=len(tok),
+        hidden_size=64,  # sqrt(64) is Gemma's embedding scale, exact in half precision
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **({"head_dim": 16} if name in ("Qwen3", "Gemma2", "Gemma3") else {}),
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        pad_token_id=tok.pad_token_id,
+        bos_token_id=tok.bos_token_id,
+        eos_token_id=tok.eos_token_id,
+        **family(name).shape(),
+    )
+    torch.manual_seed(seed)
+    made = getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
+    for parameter in made.parameters():
+        parameter.copy_(parameter.half().float())
+    return made
+
+
+def random_ids(name: str, lengths: Iterable[int], seed: int = 0) -> list[torch.Tensor]:
+    """Token ids of these lengths, special tokens left out."""
+    generator = torch.Generator().manual_seed(seed)
+    first = len(tokenizer(name).all_special_ids)
+    return [torch.randint(first, len(tokenizer(name)), (n,), generator=generator) for n in lengths]

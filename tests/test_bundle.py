@@ -1,0 +1,332 @@
+"""Bundles: what is saved is what is loaded, and what is damaged is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ctx_compress_rag import backbone as backbone_module
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.config import BundleConfig, TuneConfig
+from ctx_compress_rag.errors import BundleError, ConfigError
+
+TEXTS = ["Orla Drumwell was born in Pellmouth, where she kept bees.", "Pellmouth is a town."]
+PROMPT = torch.arange(20, 50).unsqueeze(0)
+MODES = {
+    "lora": {},
+    "full": {"encoder": TuneConfig(mode="full"), "decoder": TuneConfig(mode="full")},
+    "frozen": {"encoder": TuneConfig(mode="frozen"), "decoder": TuneConfig(mode="frozen"), "linear": False},
+}
+
+
+def widen(bundle: Any) -> Any:
+    """Draw every matrix anew, so that each adapter and copy matters."""
+    torch.manual_seed(5)
+    for module in (bundle.backbone.model, bundle.compressor, bundle.reader):
+        for name, parameter in module.named_parameters():
+            if parameter.ndim == 2:
+                torch.nn.init.normal_(parameter, std=0.3 if "lora_" in name else 0.5)
+    return bundle
+
+
+def logits(bundle: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The decoder's logits as it reads text and as it reads soft contexts."""
+    found = []
+    for decoder in (bundle.text_decoder(), bundle.soft_decoder()):
+        with torch.no_grad(), decoder as model:
+            found.append(model(input_ids=PROMPT).logits)
+    return found[0], found[1]
+
+
+@pytest.fixture(scope="module")
+def made(make_tiny_bundle: Callable[..., Any]) -> Any:
+    return widen(make_tiny_bundle(seed=6))
+
+
+@pytest.fixture(scope="module")
+def saved(made: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundle")
+    made.report = {"steps": 3, "loss": 0.5}
+    made.save_pretrained(folder)
+    return Path(folder)
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the saved bundle, to be damaged."""
+    return Path(shutil.copytree(saved, tmp_path / "bundle"))
+
+
+# Round trips
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_saved_bundle_loads_with_the_same_bits(
+    make_tiny_bundle: Callable[..., Any], tmp_path: Path, mode: str
+) -> None:
+    first = widen(make_tiny_bundle(**MODES[mode]))
+    first.save_pretrained(tmp_path / "a")
+    second = Bundle.from_pretrained(tmp_path / "a", device="cpu")
+    assert second.fingerprint == first.fingerprint and len(first.fingerprint) == 64
+    assert second.config == first.config
+    for a, b in zip(first.compress(TEXTS), second.compress(TEXTS), strict=True):
+        assert torch.equal(a.slots, b.slots) and torch.equal(a.token_counts, b.token_counts)
+        assert torch.equal(first.embed(a), second.embed(b))
+    text, soft = logits(first)
+    assert all(torch.equal(a, b) for a, b in zip((text, soft), logits(second), strict=True))
+    assert torch.equal(text, soft) == (mode == "frozen")
+    assert second.tokenizer("Orla kept bees.")["input_ids"] == first.tokenizer("Orla kept bees.")["input_ids"]
+    assert second.tokenizer.chat_template == first.tokenizer.chat_template
+    assert not any(parameter.requires_grad for parameter in second.backbone.model.parameters())
+
+    second.save_pretrained(tmp_path / "b")
+    files = {path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*")}
+    assert files == {path.relative_to(tmp_path / "b") for path in (tmp_path / "b").rglob("*")}
+    for name in files:
+        if name.suffix == ".safetensors":
+            assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+
+
+def test_report_and_card_are_kept(saved: Path) -> None:
+    assert Bundle.from_pretrained(saved, device="cpu").report == {"steps": 3, "loss": 0.5}
+    assert "mean_pooling" in (saved / "README.md").read_text()
+    assert not [path for path in saved.rglob("*") if path.suffix in (".bin", ".pt", ".pth", ".pkl")]
+
+
+@pytest.mark.parametrize("part", ["compressor", "reader"])
+def test_adapters_are_ordinary_peft_adapters(made: Any, saved: Path, part: str) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(saved / "decoder", dtype=torch.float32).eval()
+    tuned = PeftModel.from_pretrained(plain, saved / part).eval()
+    with torch.no_grad(), made.backbone.use(part) as model:
+        expected = model(input_ids=PROMPT).logits
+        torch.testing.assert_close(tuned(input_ids=PROMPT).logits, expected, atol=1e-4, rtol=1e-4)
+        with tuned.disable_adapter():
+            assert (tuned(input_ids=PROMPT).logits - expected).abs().max() > 0.1
+
+
+def test_a_teacher_adapter_reads_text(made: Any, saved: Path, folder: Path) -> None:
+    """A peft adapter under teacher/ makes the decoder the teacher, for text alone, and is saved again."""
+    shutil.copytree(saved / "compressor", folder / "teacher")
+    (folder / "teacher" / "model.safetensors").unlink()
+    taught = Bundle.from_pretrained(folder, device="cpu")
+    text, soft = logits(taught)
+    with torch.no_grad(), made.backbone.use("compressor") as model:
+        assert torch.equal(text, model(input_ids=PROMPT).logits)
+    assert torch.equal(soft, logits(made)[1])
+    taught.save_pretrained(folder.parent / "again")
+    assert torch.equal(logits(Bundle.from_pretrained(folder.parent / "again", device="cpu"))[0], text)
+
+
+# The fingerprint
+
+
+def test_the_fingerprint_covers_every_weight(made: Any) -> None:
+    def fingerprint() -> str:
+        return Bundle(made.config, made.backbone, made.compressor, made.reader).fingerprint
+
+    original = fingerprint()
+    parameters = {**dict(made.backbone.model.named_parameters()), **dict(made.reader.named_parameters())}
+    seen = {original}
+    for parameter in parameters.values():
+        kept = parameter.flatten()[0].clone()
+        with torch.no_grad():
+            parameter.view(-1)[0] += 1
+            seen.add(fingerprint())
+            parameter.view(-1)[0] = kept
+    assert len(seen) == len(parameters) + 1
+    assert fingerprint() == original
+
+
+def test_the_fingerprint_covers_the_config_but_not_names(made: Any) -> None:
+    def fingerprint(**changes: Any) -> str:
+        settings = {**made.config.model_dump(), **changes}
+        return Bundle(BundleConfig(**settings), made.backbone, made.compressor, made.reader).fingerprint
+
+    original = fingerprint()
+    assert fingerprint(name="other", reads="recipes") == original
+    method = made.config.method.model_dump()
+    changes: list[dict[str, Any]] = [
+        {"base_ratio": 8, "ratios": [8, 16]},
+        {"ratios": [4, 8]},
+        {"max_tokens": 128},
+        {"decoder": "someone/model"},
+        {"decoder": "someone/model", "revision": "v2"},
+        {"method": {**method, "embedding_skip": True}},
+        {"method": {**method, "linear": False}},
+        {"method": {**method, "encoder": {"rank": 8}}},
+    ]
+    assert len({original, *(fingerprint(**change) for change in changes)}) == len(changes) + 1
+
+
+def test_the_fingerprint_is_the_same_in_another_precision(
+    made: Any, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU computes in bfloat16, which rounds the stored weights to other bits."""
+    monkeypatch.setattr(backbone_module, "choose_device", lambda _: (torch.device("cpu"), torch.bfloat16))
+    rounded = Bundle.from_pretrained(saved)
+    assert rounded.backbone.model.dtype == torch.bfloat16
+    assert rounded.fingerprint == made.fingerprint
+
+
+# Damage
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "compressor/model.safetensors",
+        "compressor/adapter_model.safetensors",
+        "reader/model.safetensors",
+        "reader/adapter_model.safetensors",
+        "decoder/model.safetensors",
+    ],
+)
+@pytest.mark.parametrize("damage", ["missing", "truncated", "pickled"])
+def test_missing_and_damaged_files_are_named(folder: Path, name: str, damage: str) -> None:
+    path = folder / name
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-9])
+    elif damage == "pickled" and path.suffix == ".safetensors":
+        # A pickle in place of safetensors, under the name that other libraries load it from.
+        torch.save(load_file(path), path.with_name(path.name.replace("model.safetensors", "pytorch_model.bin")))
+        path.unlink()
+    else:
+        path.unlink()
+    with pytest.raises((BundleError, ConfigError)) as caught:
+        Bundle.from_pretrained(folder, device="cpu")
+    named = "decoder" if name.startswith("decoder") else path.name
+    assert named in str(caught.value) and str(folder) in str(caught.value)
+
+
+def test_an_empty_folder_is_no_bundle(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"is no bundle: it has no config\.json"):
+        Bundle.from_pretrained(tmp_path)
+
+
+def test_weights_that_do_not_fit_are_refused(folder: Path) -> None:
+    path = folder / "reader" / "model.safetensors"
+    original = load_file(path)
+    save_file({"projection.weight": torch.zeros(3, 3)}, path)
+    with pytest.raises(BundleError, match=r"projection.weight has shape \(3, 3\), its config needs \(32, 32\)"):
+        Bundle.from_pretrained(folder, device="cpu")
+    save_file({**original, "extra": torch.zeros(1)}, path)
+    with pytest.raises(BundleError, match="1 names differ, for example extra"):
+        Bundle.from_pretrained(folder, device="cpu")
+    save_file(original, path)
+
+    path = folder / "compressor" / "adapter_model.safetensors"
+    adapter = load_file(path)
+    name = next(iter(adapter))
+    save_file({key: value for key, value in adapter.items() if key != name}, path)
+    with pytest.raises(BundleError, match="1 keys differ") as caught:
+        Bundle.from_pretrained(folder, device="cpu")
+    assert name in str(caught.value)
+    save_file({**adapter, name: torch.zeros(2, 2)}, path)
+    with pytest.raises(BundleError, match=r"has shape \(2, 2\)"):
+        Bundle.from_pretrained(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"unknown": 1}, r"unknown: Extra inputs are not permitted"),
+        ({"method": {"name": "mean_pooling", "pooling": "max"}}, r"method.pooling: Extra inputs"),
+        ({"method": {"name": "max_pooling"}}, r"method.name: .*'max_pooling'"),
+        ({"method": {"name": "mean_pooling", "encoder": {"rank": 0}}}, r"method.encoder.rank: .*got '0'"),
+        ({"base_ratio": 0}, r"base_ratio: .*got '0'"),
+        ({"base_ratio": "four"}, r"base_ratio: .*got 'four'"),
+        ({"ratios": []}, "ratios: "),
+        ({"ratios": [4, 6]}, "ratio 6 is no multiple of base_ratio 4"),
+        ({"ratios": [2]}, "ratio 2 is no multiple of base_ratio 4"),
+        ({"max_tokens": 62}, "max_tokens 62 is no multiple of base_ratio 4"),
+        ({"format": 2}, r"format: .*got '2'"),
+        ({"name": ""}, "name: "),
+    ],
+)
+def test_unknown_and_impossible_values_are_refused_by_name(folder: Path, change: dict[str, Any], message: str) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ConfigError, match=message) as caught:
+        Bundle.from_pretrained(folder, device="cpu")
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe{}"])
+def test_a_config_that_is_no_json_object_is_refused(folder: Path, content: bytes) -> None:
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        Bundle.from_pretrained(folder, device="cpu")
+
+
+def test_a_damaged_report_is_named(folder: Path) -> None:
+    (folder / "training_report.json").write_text("{")
+    with pytest.raises(BundleError, match=r"training_report\.json is damaged"):
+        Bundle.from_pretrained(folder, device="cpu")
+
+
+# Names and the hub
+
+
+@pytest.mark.parametrize("name", ["no-such-bundle", "./nowhere", "/no/where", "a/b/c", "~/bundle"])
+def test_unknown_names_are_refused(name: str) -> None:
+    with pytest.raises(BundleError, match=r"give a folder, one of \['demo'\], or a hub id") as caught:
+        Bundle.from_pretrained(name)
+    assert repr(name) in str(caught.value)
+
+
+def test_an_unreachable_hub_is_a_bundle_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(BundleError, match="cannot fetch the bundle 'someone/nothing' from the hub"):
+        Bundle.from_pretrained("someone/nothing")
+
+
+def test_pushing_uploads_a_folder_that_loads(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    class Hub:
+        """Keeps what HfApi would upload."""
+
+        def __init__(self, token: str | None = None) -> None:
+            calls.append(("token", {"token": token}))
+
+        def create_repo(self, repo_id: str, **settings: Any) -> None:
+            calls.append((repo_id, settings))
+
+        def upload_folder(self, *, repo_id: str, folder_path: str) -> str:
+            shutil.copytree(folder_path, tmp_path / repo_id)
+            return f"https://hub/{repo_id}/commit/1"
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    assert made.push_to_hub("someone/bundle", private=True, token="t") == "https://hub/someone/bundle/commit/1"
+    assert calls == [("token", {"token": "t"}), ("someone/bundle", {"private": True, "exist_ok": True})]
+
+    asked: dict[str, Any] = {}
+
+    def download(repo_id: str, **settings: Any) -> str:
+        asked.update(settings)
+        return str(tmp_path / repo_id)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path / "someone")  # a folder of that name is not in the way
+    loaded = Bundle.from_pretrained("someone/bundle", device="cpu", revision="v1")
+    assert loaded.fingerprint == made.fingerprint
+    assert asked["revision"] == "v1"
+    # All that was uploaded for loading is asked for; pickles never are.
+    from huggingface_hub.utils import filter_repo_objects
+
+    uploaded = [p.relative_to(tmp_path / "someone/bundle").as_posix() for p in (tmp_path / "someone").rglob("*.*")]
+    wanted = set(filter_repo_objects([*uploaded, "pytorch_model.bin"], allow_patterns=asked["allow_patterns"]))
+    assert set(uploaded) - wanted == {"README.md"} and "pytorch_model.bin" not in wanted
