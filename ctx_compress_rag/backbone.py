@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 from collections.abc import Iterator
@@ -86,6 +85,18 @@ class Backbone:
     def embeddings(self) -> Any:
         """The decoder's input embedding layer."""
         return self.model.get_input_embeddings()
+
+    def copy_model(self) -> Any:
+        """Another causal LM with the same weights and no adapters, frozen.
+
+        It shares the input embeddings with this one: a copy is trained without them.
+        """
+        model = type(self.model)(self.model.config)
+        model.load_state_dict(self.own_state(), strict=False)
+        model.generation_config = self.model.generation_config
+        model.to(self.device, self.model.dtype).set_input_embeddings(self.embeddings)
+        model.tie_weights()
+        return model.eval().requires_grad_(False)
 
     def add_adapter(self, name: str, config: Any) -> None:
         """Add LoRA adapter `name` (`config` is a peft LoraConfig), frozen and inactive."""
@@ -204,9 +215,3 @@ def lora_config(tune: TuneConfig) -> Any:
         target_modules=tune.target_modules,
         task_type="CAUSAL_LM",
     )
-
-
-def copy_weights(module: nn.Module) -> Any:
-    """A trainable copy of a decoder or its trunk that keeps sharing the input embeddings, which stay frozen."""
-    shared = module.get_input_embeddings().weight  # type: ignore[operator]
-    return copy.deepcopy(module, {id(shared): shared}).requires_grad_(True).train()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ctx_compress_rag.backbone import Backbone, copy_weights, lora_config
+from ctx_compress_rag.backbone import Backbone, lora_config
 from ctx_compress_rag.compressors.base import Compressor, SlotBatch
 from ctx_compress_rag.config import MeanPoolingConfig
 from ctx_compress_rag.errors import BundleError
@@ -33,7 +33,7 @@ class MeanPoolingCompressor(Compressor):
         if config.encoder.mode == "lora":
             backbone.add_adapter(ADAPTER, lora_config(config.encoder))
         elif config.encoder.mode == "full":
-            self.encoder = copy_weights(backbone.model.base_model).eval().requires_grad_(False)
+            self.encoder = backbone.copy_model().base_model
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """Make what this compressor trains trainable and return it."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ctx_compress_rag.backbone import Backbone, copy_weights, lora_config
+from ctx_compress_rag.backbone import Backbone, lora_config
 from ctx_compress_rag.compressors.mean_pooling import load_parameters
 from ctx_compress_rag.config import TuneConfig
 from ctx_compress_rag.readers.base import Reader
@@ -35,7 +35,7 @@ class LinearReader(Reader):
         if tune.mode == "lora":
             backbone.add_adapter(ADAPTER, lora_config(tune))
         elif tune.mode == "full":
-            self.own = copy_weights(backbone.model).eval().requires_grad_(False)
+            self.own = backbone.copy_model()
         self.to(backbone.device)
         self.requires_grad_(False)
 
