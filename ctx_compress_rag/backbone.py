@@ -44,7 +44,7 @@ def load_decoder(
     chosen, dtype = choose_device(device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-        model = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype, use_safetensors=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype, use_safetensors=True)
     except Exception as error:  # transformers raises many kinds: OSError, ValueError, SafetensorError, ...
         raise BundleError(f"cannot load the decoder {str(name)!r}: {error}") from error
     if tokenizer.pad_token_id is None:
