@@ -104,7 +104,6 @@ class ChatCompressedContext(BaseChatModel):
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
         params["ls_provider"] = "ctx-compress"
-        params["ls_model_name"] = self.model_name
         return params
 
     @cached_property
@@ -124,7 +123,9 @@ class ChatCompressedContext(BaseChatModel):
         sampling = self._sampling(stop, kwargs)
         with self._in_scope():
             (done,) = self.decoder.generate([to_chat(messages)], sampling)
-        message = AIMessage(done.text, usage_metadata=_usage(done), response_metadata=self._response_metadata(done))
+        message = AIMessage(
+            content=done.text, usage_metadata=_usage(done), response_metadata=self._response_metadata(done)
+        )
         generation = ChatGeneration(message=message, generation_info={"finish_reason": done.finish_reason})
         return ChatResult(generations=[generation], llm_output={"model_name": self.model_name})
 
@@ -139,10 +140,10 @@ class ChatCompressedContext(BaseChatModel):
             pieces = self.decoder.stream(to_chat(messages), self._sampling(stop, kwargs))
         for piece in pieces:
             if isinstance(piece, str):
-                yield ChatGenerationChunk(message=AIMessageChunk(piece))
+                yield ChatGenerationChunk(message=AIMessageChunk(content=piece))
                 continue
             last = AIMessageChunk(
-                "",
+                content="",
                 usage_metadata=_usage(piece),
                 response_metadata=self._response_metadata(piece),
                 chunk_position="last",
@@ -170,8 +171,9 @@ class ChatCompressedContext(BaseChatModel):
         if unknown:
             raise ConfigError(f"{type(self).__name__} has no option {unknown[0]!r} for a call: there are {_SAMPLING}")
         chosen = {name: getattr(self, name) for name in _SAMPLING} | dict(overrides)
-        strings = chosen.pop("stop") if stop is None else stop
-        return Sampling(max_new_tokens=chosen.pop("max_tokens"), stop=tuple(strings or ()), **chosen)
+        own_stop, max_tokens = chosen.pop("stop"), chosen.pop("max_tokens")
+        strings = own_stop if stop is None else stop
+        return Sampling(max_new_tokens=max_tokens, stop=tuple(strings or ()), **chosen)
 
     def _response_metadata(self, done: Generation) -> dict[str, Any]:
         return {"model_name": self.model_name, "finish_reason": done.finish_reason, "slots": done.slots}
