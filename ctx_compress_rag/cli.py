@@ -191,8 +191,12 @@ def _train(args: argparse.Namespace) -> None:
 
 def _eval_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bundle", default="demo", help="a bundle's folder, hub id, or demo (the default)")
-    parser.add_argument("--data", nargs="+", metavar="FILE", help="JSONL files (default: the invented world, unseen names)")
-    parser.add_argument("--questions", type=int, default=200, metavar="N", help="at most this many (default: %(default)s)")
+    parser.add_argument(
+        "--data", nargs="+", metavar="FILE", help="JSONL files (default: the invented world, unseen names)"
+    )
+    parser.add_argument(
+        "--questions", type=int, default=200, metavar="N", help="at most this many (default: %(default)s)"
+    )
     parser.add_argument("--ratios", type=int, nargs="+", metavar="R", help="default: 4 8 16 32 64 128")
     parser.add_argument("--codec", help="how slots are stored: int8 or fp16")
     parser.add_argument("--no-extraction", action="store_true", help="leave out the baseline that needs MiniLM")
@@ -280,7 +284,7 @@ def _note_what_it_reads(bundle: Bundle) -> None:
 
 def _quiet_models() -> None:
     """Without this, transformers shows a bar and a report for each model it loads, MiniLM included."""
-    from huggingface_hub.utils import enable_progress_bars
+    from huggingface_hub.utils.tqdm import enable_progress_bars
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()

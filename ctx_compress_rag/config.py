@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -38,9 +38,8 @@ class MeanPoolingConfig(_Strict):
     embedding_skip: bool = False
 
 
-
-MethodConfig = Annotated[MeanPoolingConfig, Field()]
-"""One entry per method; becomes a union told apart by `name`."""
+MethodConfig = MeanPoolingConfig
+"""The methods' configurations. A second method makes this a union told apart by `name`."""
 
 
 class BundleConfig(_Strict):

@@ -20,8 +20,12 @@ from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.teacher import AnswerLoss, TextCollator
 
 EXAMPLES = [
-    Example(("Orla Reedwen keeps a goat as a pet.", "Kormoor lies on the river Halen."), (Turn("Which pet?", ("a goat",)),)),
-    Example(("Kormoor lies on the river Halen.",), (Turn("Which river?", ("Halen",)), Turn("Which town?", ("Kormoor",)))),
+    Example(
+        ("Orla Reedwen keeps a goat as a pet.", "Kormoor lies on the river Halen."), (Turn("Which pet?", ("a goat",)),)
+    ),
+    Example(
+        ("Kormoor lies on the river Halen.",), (Turn("Which river?", ("Halen",)), Turn("Which town?", ("Kormoor",)))
+    ),
 ]
 
 
@@ -208,7 +212,14 @@ def test_impossible_recipes_are_refused_by_name(tmp_path: Path, change: dict[str
 
 
 def _tiny_recipes(folder: Path, steps: int) -> tuple[Path, Path]:
-    optim = {"steps": steps, "batch_size": 4, "micro_batch_size": 2, "learning_rate": 1e-3, "save_every": 2, "log_every": 1}
+    optim = {
+        "steps": steps,
+        "batch_size": 4,
+        "micro_batch_size": 2,
+        "learning_rate": 1e-3,
+        "save_every": 2,
+        "log_every": 1,
+    }
     data = {"world": {"seed": 50, "examples": 24, "passages": [1, 2]}, "max_turns": 2, "max_context_tokens": 256}
     shape = {
         "model_type": "llama",
@@ -273,7 +284,9 @@ def test_a_recipe_resumes_on_the_same_loss_curve(tmp_path: Path, monkeypatch: py
                 raise Killed
 
     _, student = _tiny_recipes(tmp_path / "cut", steps=6)
-    student.write_text(student.read_text().replace(str(tmp_path / "cut" / "teacher"), str(tmp_path / "whole" / "teacher")))
+    student.write_text(
+        student.read_text().replace(str(tmp_path / "cut" / "teacher"), str(tmp_path / "whole" / "teacher"))
+    )
     real = loop._OnStep
     monkeypatch.setattr(loop, "_OnStep", lambda hook: type("Both", (Kill, real), {})(hook))
     with pytest.raises(Killed):

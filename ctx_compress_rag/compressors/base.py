@@ -73,7 +73,9 @@ class Compressor(nn.Module, ABC):
         """Put back what `saved_state` gave."""
 
     @torch.inference_mode()
-    def compress_ids(self, passages: Sequence[Sequence[int]], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
+    def compress_ids(
+        self, passages: Sequence[Sequence[int]], ratio: int, window: int, batch_tokens: int
+    ) -> list[SoftContext]:
         """Compress tokenised passages, longer ones window by window.
 
         Args:
@@ -83,7 +85,9 @@ class Compressor(nn.Module, ABC):
             batch_tokens: most tokens per forward pass, padding included.
         """
         pieces = [
-            (index, ids[start : start + window]) for index, ids in enumerate(passages) for start in range(0, len(ids), window)
+            (index, ids[start : start + window])
+            for index, ids in enumerate(passages)
+            for start in range(0, len(ids), window)
         ]
         done: dict[int, list[SoftContext]] = {}
         device = self.backbone.device
@@ -100,7 +104,8 @@ class Compressor(nn.Module, ABC):
         for i, (index, _) in enumerate(pieces):
             by_passage[index].extend(done[i])
         return [
-            SoftContext(torch.cat([r.slots for r in rows]), torch.cat([r.token_counts for r in rows])) for rows in by_passage
+            SoftContext(torch.cat([row.slots for row in rows]), torch.cat([row.token_counts for row in rows]))
+            for rows in by_passage
         ]
 
 

@@ -102,7 +102,6 @@ def load_parameters(module: nn.Module, state: dict[str, Tensor], expected: objec
     with torch.no_grad():
         for name, value in state.items():
             if parameters[name].shape != value.shape:
-                raise BundleError(
-                    f"the {what}'s {name} has shape {tuple(value.shape)}, its config needs {tuple(parameters[name].shape)}"
-                )
+                shapes = f"{tuple(value.shape)}, its config needs {tuple(parameters[name].shape)}"
+                raise BundleError(f"the {what}'s {name} has shape {shapes}")
             parameters[name].copy_(value)

@@ -163,14 +163,22 @@ ATTRIBUTES: dict[Kind, tuple[Attribute, ...]] = {
         ),
         Attribute(
             "profession",
-            ("{e} earns a living as {v}.", "by profession {e} is {v}.", "{e} was trained as {v} and still works as one."),
+            (
+                "{e} earns a living as {v}.",
+                "by profession {e} is {v}.",
+                "{e} was trained as {v} and still works as one.",
+            ),
             ("What is the profession of {e}?", "What does {e} do for a living?", "What is {e} by profession?"),
             "What are the professions of {a} and {b}?",
             _from(PROFESSIONS),
         ),
         Attribute(
             "employer",
-            ("{e} is employed by the {v}.", "{e} has worked for the {v} for many years.", "{e} joined the {v} long ago."),
+            (
+                "{e} is employed by the {v}.",
+                "{e} has worked for the {v} for many years.",
+                "{e} joined the {v} long ago.",
+            ),
             ("Who employs {e}?", "Which organisation does {e} work for?", "Where does {e} work?"),
             "Who employs {a} and {b}?",
             links_to="organisation",
@@ -185,7 +193,11 @@ ATTRIBUTES: dict[Kind, tuple[Attribute, ...]] = {
         ),
         Attribute(
             "invention",
-            ("{e} became famous for inventing {v}.", "{e} is the inventor of {v}.", "people know {e} as the maker of {v}."),
+            (
+                "{e} became famous for inventing {v}.",
+                "{e} is the inventor of {v}.",
+                "people know {e} as the maker of {v}.",
+            ),
             ("What did {e} invent?", "What is {e} famous for inventing?", "Which invention is by {e}?"),
             "What did {a} and {b} invent?",
             _from(INVENTIONS),
@@ -223,14 +235,22 @@ ATTRIBUTES: dict[Kind, tuple[Attribute, ...]] = {
         ),
         Attribute(
             "product",
-            ("{e} is known for its {v}.", "most families in {e} live from making {v}.", "traders come to {e} to buy {v}."),
+            (
+                "{e} is known for its {v}.",
+                "most families in {e} live from making {v}.",
+                "traders come to {e} to buy {v}.",
+            ),
             ("What is {e} known for?", "What does {e} produce?", "What do traders buy in {e}?"),
             "What do {a} and {b} produce?",
             _from(PRODUCTS),
         ),
         Attribute(
             "landmark",
-            ("the main sight of {e} is the {v}.", "visitors to {e} admire the {v}.", "in the centre of {e} stands the {v}."),
+            (
+                "the main sight of {e} is the {v}.",
+                "visitors to {e} admire the {v}.",
+                "in the centre of {e} stands the {v}.",
+            ),
             ("What do visitors admire in {e}?", "What is the main sight of {e}?", "What stands in the centre of {e}?"),
             "What are the main sights of {a} and {b}?",
             lambda rng: f"{rng.choice(LANDMARK_ADJECTIVES)} {rng.choice(LANDMARK_NOUNS)}",
@@ -244,14 +264,22 @@ ATTRIBUTES: dict[Kind, tuple[Attribute, ...]] = {
         ),
         Attribute(
             "river",
-            ("{e} lies on the river {v}.", "the river {v} flows through {e}.", "{e} was built on the banks of the {v}."),
+            (
+                "{e} lies on the river {v}.",
+                "the river {v} flows through {e}.",
+                "{e} was built on the banks of the {v}.",
+            ),
             ("Which river flows through {e}?", "On which river does {e} lie?", "What is the river of {e}?"),
             "On which rivers do {a} and {b} lie?",
             lambda rng: rng.choice(SURNAME_HEADS) + rng.choice(("a", "en", "ow", "is", "ine", "ell")),
         ),
         Attribute(
             "festival",
-            ("every summer {e} holds a festival of {v}.", "{e} is proud of its festival of {v}.", "a festival of {v} fills {e} each year."),
+            (
+                "every summer {e} holds a festival of {v}.",
+                "{e} is proud of its festival of {v}.",
+                "a festival of {v} fills {e} each year.",
+            ),
             ("What is the festival of {e} about?", "What does {e} celebrate?", "Which festival does {e} hold?"),
             "What do {a} and {b} celebrate?",
             _from(FESTIVALS),
@@ -275,7 +303,11 @@ ATTRIBUTES: dict[Kind, tuple[Attribute, ...]] = {
         ),
         Attribute(
             "headquarters",
-            ("the {e} has its headquarters in {v}.", "the {e} is based in {v}.", "the main office of the {e} is in {v}."),
+            (
+                "the {e} has its headquarters in {v}.",
+                "the {e} is based in {v}.",
+                "the main office of the {e} is in {v}.",
+            ),
             ("Where is the {e} based?", "Where are the headquarters of the {e}?", "In which town is the {e} based?"),
             "Where are the {a} and the {b} based?",
             links_to="town",
@@ -298,7 +330,11 @@ ATTRIBUTES: dict[Kind, tuple[Attribute, ...]] = {
         Attribute(
             "staff",
             ("the {e} employs {v} people.", "{v} people work at the {e}.", "the {e} has a staff of {v}."),
-            ("How many people work at the {e}?", "How many people does the {e} employ?", "How large is the staff of the {e}?"),
+            (
+                "How many people work at the {e}?",
+                "How many people does the {e} employ?",
+                "How large is the staff of the {e}?",
+            ),
             "How many people work at the {a} and the {b}?",
             lambda rng: str(rng.randint(4, 98) * 10),
         ),

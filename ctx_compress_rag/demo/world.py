@@ -164,7 +164,9 @@ class World:
         return WorldExample(tuple(e.passage for e in chosen), tuple(self.turns(chosen)[:turns]))
 
 
-def examples(split: Split, seed: int, count: int, turns: int = 6, passages: Sequence[int] = (PASSAGES_PER_PROMPT,)) -> Iterator[WorldExample]:
+def examples(
+    split: Split, seed: int, count: int, turns: int = 6, passages: Sequence[int] = (PASSAGES_PER_PROMPT,)
+) -> Iterator[WorldExample]:
     """`count` examples; consecutive ones share a world, so their passages need encoding once.
 
     Args:

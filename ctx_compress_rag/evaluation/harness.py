@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,6 @@ from ctx_compress_rag.postprocess import mark
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.training.data import Example
 from ctx_compress_rag.training.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
-
-logger = logging.getLogger(__name__)
 
 RATIOS = (4, 8, 16, 32, 64, 128)
 FULL, NONE, SOFT, TRUNCATED, EXTRACTED = "full text", "no context", "soft context", "truncation", "extraction"
@@ -107,48 +106,55 @@ def evaluate(
         batch_size: questions per forward pass.
         progress: show a progress bar.
     """
-    import chromadb
-
     settings: dict[str, Any] = {} if codec is None else {"codec": codec}
-    store = SoftContextStore(chromadb.EphemeralClient(), bundle, collection="evaluation", key=b"evaluation", **settings)
+    with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, bundle, **settings) as store:
+        answers = _answers(store, questions, ratios, encoder, template, max_new_tokens, batch_size, progress)
+    return _scores(questions, answers)
+
+
+_Answers = dict[tuple[str, int | None], tuple[list[str], float]]
+"""For each system and ratio its answers, and the mean length of its prompts."""
+
+
+def _answers(
+    store: SoftContextStore,
+    questions: Sequence[Question],
+    ratios: Sequence[int],
+    encoder: Any | None,
+    template: str,
+    max_new_tokens: int,
+    batch_size: int,
+    progress: bool,
+) -> _Answers:
     store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
-    decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
-    tokenizer = bundle.tokenizer
+    decoder = TransformersDecoder(store.bundle, store, batch_size=batch_size)
+    tokenizer = store.bundle.tokenizer
     ranked = [rank_sentences(q.passages, q.question, encoder) for q in questions] if encoder is not None else []
 
     def soft(ratio: int) -> list[list[str]]:
         return [mark(store, q.passages, ratio=ratio) for q in questions]
 
-    def budgets(ratio: int) -> list[int]:
-        return [sum(decoder.count_tokens(marker) for marker in markers) for markers in soft(ratio)]
+    def shortened(system: str, ratio: int) -> list[list[str]]:
+        budgets = [sum(decoder.count_tokens(marker) for marker in markers) for markers in soft(ratio)]
+        if system == TRUNCATED:
+            return [truncate(q.passages, tokenizer, b) for q, b in zip(questions, budgets, strict=True)]
+        rows = zip(questions, ranked, budgets, strict=True)
+        return [select(sentences, len(q.passages), tokenizer, b) for q, sentences, b in rows]
 
     contexts: list[tuple[str, int | None, Callable[[], list[list[str]]]]] = [
         (FULL, None, lambda: [list(q.passages) for q in questions]),
         (NONE, None, lambda: [[] for _ in questions]),
     ]
     for ratio in ratios:
-        contexts.append((SOFT, ratio, lambda r=ratio: soft(r)))  # type: ignore[misc]
-        contexts.append(
-            (TRUNCATED, ratio, lambda r=ratio: [truncate(q.passages, tokenizer, b) for q, b in zip(questions, budgets(r), strict=True)])  # type: ignore[misc]
-        )
-        if ranked:
-            contexts.append(
-                (
-                    EXTRACTED,
-                    ratio,
-                    lambda r=ratio: [  # type: ignore[misc]
-                        select(sentences, len(q.passages), tokenizer, b)
-                        for q, sentences, b in zip(questions, ranked, budgets(r), strict=True)
-                    ],
-                )
-            )
-    answers: dict[tuple[str, int | None], tuple[list[str], float]] = {}
+        contexts.append((SOFT, ratio, partial(soft, ratio)))
+        for system in (TRUNCATED, EXTRACTED) if ranked else (TRUNCATED,):
+            contexts.append((system, ratio, partial(shortened, system, ratio)))
+    answers: _Answers = {}
     for system, ratio, make in tqdm(contexts, desc="answering", unit="system", disable=not progress):
         prompts = [_prompt(template, texts, q.question) for texts, q in zip(make(), questions, strict=True)]
         made = decoder.generate(prompts, Sampling(max_new_tokens=max_new_tokens))
         answers[system, ratio] = [g.text.strip() for g in made], float(np.mean([g.prompt_tokens for g in made]))
-    store.delete(store.ids())
-    return _scores(questions, answers)
+    return answers
 
 
 def _prompt(template: str, texts: Sequence[str], question: str) -> list[Message]:
@@ -156,9 +162,7 @@ def _prompt(template: str, texts: Sequence[str], question: str) -> list[Message]
     return [dict(message) for message in messages(template, context, question)]
 
 
-def _scores(
-    questions: Sequence[Question], answers: dict[tuple[str, int | None], tuple[list[str], float]]
-) -> list[Score]:
+def _scores(questions: Sequence[Question], answers: _Answers) -> list[Score]:
     def each(metric: Callable[[str, Sequence[str]], float], given: Sequence[str]) -> list[float]:
         return [metric(answer, q.answers) for answer, q in zip(given, questions, strict=True)]
 
@@ -184,10 +188,13 @@ def table(scores: Sequence[Score]) -> str:
     lines = ["| context | ratio | EM | F1 | teacher-normalised F1 | prompt tokens |", "|---|---|---|---|---|---|"]
     for s in scores:
         ratio = "" if s.ratio is None else f"{s.ratio}x"
-        kept = "" if s.normalized is None else f"{s.normalized.value:.3f} ({s.normalized.low:.3f} to {s.normalized.high:.3f})"
-        lines.append(
-            f"| {s.system} | {ratio} | {s.exact_match:.3f} | {s.f1:.3f} ± {s.f1_error:.3f} | {kept} | {s.prompt_tokens:.0f} |"
+        kept = (
+            ""
+            if s.normalized is None
+            else f"{s.normalized.value:.3f} ({s.normalized.low:.3f} to {s.normalized.high:.3f})"
         )
+        f1 = f"{s.f1:.3f} ± {s.f1_error:.3f}"
+        lines.append(f"| {s.system} | {ratio} | {s.exact_match:.3f} | {f1} | {kept} | {s.prompt_tokens:.0f} |")
     return "\n".join(lines)
 
 
@@ -212,4 +219,6 @@ def save(scores: Sequence[Score], folder: str | Path, about: dict[str, Any]) -> 
                 )
             )
     levels = {s.system: s.f1 for s in scores if s.ratio is None}
-    plot_scores(folder / "scores.png", curves, levels, title=f"{about.get('bundle', '')}: answer F1 on {about.get('data', '')}")
+    plot_scores(
+        folder / "scores.png", curves, levels, title=f"{about.get('bundle', '')}: answer F1 on {about.get('data', '')}"
+    )

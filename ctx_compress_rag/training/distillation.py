@@ -81,7 +81,9 @@ class DistillationLoss(nn.Module):
             logits, _ = _answer_logits(model, [[row.ids] for row in rows], [row.answers for row in rows])
         return F.log_softmax(logits, dim=-1)
 
-    def _student(self, rows: Sequence[SlotRow], passages: Sequence[Sequence[int]], batch: SlotBatch) -> tuple[Tensor, Tensor]:
+    def _student(
+        self, rows: Sequence[SlotRow], passages: Sequence[Sequence[int]], batch: SlotBatch
+    ) -> tuple[Tensor, Tensor]:
         contexts = batch.rows()
         embedded = {p: self.reader(contexts[p].slots, contexts[p].token_counts) for row in passages for p in row}
         pieces: list[list[Piece]] = []
@@ -173,7 +175,8 @@ class DistillationCollator:
         rng = random.Random(f"{self.seed}:{examples[0].turns[0].question}")
         texts = rng.sample(list(places), min(self.repeat, len(places)))
         repeat_rows = [
-            self.builder.slot_row(Example((text,), (Turn(REPEAT, (text,)),)), "{context}\n\n{question}") for text in texts
+            self.builder.slot_row(Example((text,), (Turn(REPEAT, (text,)),)), "{context}\n\n{question}")
+            for text in texts
         ]
         padded = nn.utils.rnn.pad_sequence(ids, batch_first=True)
         lengths = torch.tensor([len(i) for i in ids])

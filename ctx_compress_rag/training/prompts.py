@@ -89,7 +89,10 @@ class PromptBuilder:
         ids: list[Tensor] = []
         answers: list[Tensor] = []
         for text, turn in zip(self._turn_texts(example, template, context), example.turns, strict=True):
-            for part, is_answer in ((self._prompt_tokenizer.encode([text])[0], False), (self._answer_ids(turn.answers[0]), True)):
+            for part, is_answer in (
+                (self._prompt_tokenizer.encode([text])[0], False),
+                (self._answer_ids(turn.answers[0]), True),
+            ):
                 ids.append(part)
                 answers.append(torch.full(part.shape, is_answer))
         return TokenRow(torch.cat(ids), torch.cat(answers))
@@ -99,7 +102,9 @@ class PromptBuilder:
         context = PASSAGE_SEPARATOR.join(self._HOLE for _ in example.passages)
         ids: list[Tensor] = []
         answers: list[Tensor] = []
-        for number, (text, turn) in enumerate(zip(self._turn_texts(example, template, context), example.turns, strict=True)):
+        for number, (text, turn) in enumerate(
+            zip(self._turn_texts(example, template, context), example.turns, strict=True)
+        ):
             parts = self._prompt_tokenizer.encode(text.split(self._HOLE) if number == 0 else [text])
             masks = [torch.zeros(part.shape, dtype=torch.bool) for part in parts]
             answer = self._answer_ids(turn.answers[0])

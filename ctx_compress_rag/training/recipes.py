@@ -170,4 +170,3 @@ def load_recipe(path: str | Path) -> TeacherRecipe | DistillationRecipe:
         raise ConfigError(f"{file} is not valid YAML: {error}") from None
     except ValidationError as error:
         raise ConfigError(f"{file}: {explain(error)}") from None
-

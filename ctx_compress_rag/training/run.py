@@ -37,7 +37,9 @@ def run_recipe(path: str | Path, resume: bool = True) -> Path:
 def load_examples(data: DataConfig) -> list[Example]:
     """The recipe's training examples, checked against its held-out files."""
     if data.world:
-        examples = world_examples(data.world.split, data.world.seed, data.world.examples, data.max_turns, data.world.passages)
+        examples = world_examples(
+            data.world.split, data.world.seed, data.world.examples, data.max_turns, data.world.passages
+        )
         held_out = world_examples("test", 0, 400) + world_examples("dev", 0, 400)
     else:
         examples = [e for file in data.files for e in read_jsonl(file, data.max_turns)]
@@ -57,7 +59,9 @@ def _teacher(recipe: TeacherRecipe, resume: bool) -> dict[str, Any]:
 
     examples = load_examples(recipe.data)
     if recipe.scratch:
-        tokenizer = train_tokenizer(_tokenizer_texts(recipe, examples), recipe.scratch.vocab_size, recipe.data.max_context_tokens)
+        tokenizer = train_tokenizer(
+            _tokenizer_texts(recipe, examples), recipe.scratch.vocab_size, recipe.data.max_context_tokens
+        )
         decoder = new_decoder(recipe.scratch.config, tokenizer)
     else:
         decoder, tokenizer = load_decoder(recipe.decoder or "", recipe.revision)
