@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         ("info", "say what is in an index", _info_options, _info),
         ("train", "train a bundle by recipes", _train_options, _train),
         ("eval", "score a bundle beside its baselines", _eval_options, _eval),
+        ("bench", "time indexing and the first token", _bench_options, _bench),
         ("demo", "see it work on a small corpus", _demo_options, _demo),
     ):
         command = commands.add_parser(name, parents=[common], help=help_text, description=run.__doc__)
@@ -229,6 +230,53 @@ def _eval(args: argparse.Namespace) -> None:
     save(scores, args.output, about)
     print(table(scores))
     print(f"\n{len(questions)} questions from {data}; also in {args.output}/scores.json, .md and .png")
+
+
+# bench
+
+
+def _bench_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("text", metavar="FILE", help="a text to index")
+    parser.add_argument("--bundle", default="demo", help="a bundle's folder, hub id, or demo (the default)")
+    parser.add_argument(
+        "--passages", type=int, default=2000, metavar="N", help="at most this many (default: %(default)s)"
+    )
+    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="most per passage (default: %(default)s)")
+    parser.add_argument("--ratio", type=int, default=16, metavar="R", help="for the first token (default: %(default)s)")
+
+
+def _bench(args: argparse.Namespace) -> None:
+    """Time indexing beside the bare encoder, and the first token from soft contexts beside full text.
+
+    The first token is timed on four passages and a decoder of 110 M parameters with random weights.
+    """
+    import tempfile
+
+    from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.chunking import chunk
+    from ctx_compress_rag.evaluation.speed import first_token, indexing_speed, random_bundle
+
+    _quiet_models()
+    bundle = Bundle.from_pretrained(args.bundle)
+    text = Path(args.text).read_text(encoding="utf-8")
+    passages = list(dict.fromkeys(chunk(text, bundle.tokenizer, args.tokens)))[: args.passages]
+    with tempfile.TemporaryDirectory() as folder:
+        speed = indexing_speed(bundle, passages, folder)
+    print(f"indexed {speed.passages} passages, {speed.tokens} tokens")
+    print(
+        f"passages/s through the store {speed.passages_per_second:.1f}, encoder alone {speed.forward_passages_per_second:.1f}"
+    )
+    print(f"time through the store over the encoder's (median of rounds) {speed.ratio:.2f}")
+    print(f"bytes on disk over payload bytes {speed.disk_bytes / speed.payload_bytes:.2f}")
+    longest = sorted(passages, key=len)[-4:]
+    first = first_token(random_bundle(bundle.tokenizer), longest, args.ratio)
+    print(
+        f"first token, {first.parameters / 1e6:.0f} M parameters, {args.ratio}x: {first.soft_tokens} tokens for {first.text_tokens}"
+    )
+    print(
+        f"soft {first.soft_seconds * 1e3:.0f} ms (fetch included), full text {first.text_seconds * 1e3:.0f} ms, "
+        f"ratio (median of pairs) {first.ratio:.3f}"
+    )
 
 
 # demo
