@@ -1,0 +1,152 @@
+"""What compression costs and saves: indexing against the bare encoder, first token against full text."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.decoders.transformers import Message, Sampling, TransformersDecoder
+from ctx_compress_rag.postprocess import mark
+from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.training.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
+
+_PASSAGES_PER_ROUND = 250
+
+
+@dataclass(frozen=True)
+class IndexingSpeed:
+    """Adding passages to a store on disk, beside the encoder's forward passes on the same tokens.
+
+    Attributes:
+        passages, tokens: how much was indexed.
+        passages_per_second: through the store, tokenising, encoding, quantising and writing included.
+        forward_passages_per_second: through the encoder alone, token ids given.
+        ratio: median over rounds of store time over forward time; 1 would be free storage.
+        disk_bytes: of the Chroma folder.
+        payload_bytes: of the slots as stored.
+    """
+
+    passages: int
+    tokens: int
+    passages_per_second: float
+    forward_passages_per_second: float
+    ratio: float
+    disk_bytes: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """Time to the first token, from markers (fetched from Chroma) and from full text, in pairs.
+
+    Attributes:
+        soft_seconds, text_seconds: medians.
+        ratio: median over pairs of soft over text.
+        soft_tokens, text_tokens: prompt lengths, a slot counting as one.
+        parameters: of the decoder.
+    """
+
+    soft_seconds: float
+    text_seconds: float
+    ratio: float
+    soft_tokens: int
+    text_tokens: int
+    parameters: int
+
+
+def indexing_speed(bundle: Bundle, passages: Sequence[str], folder: str | Path, progress: bool = True) -> IndexingSpeed:
+    """Index `passages` into a new store at `folder`, each round beside the bare encoder on the same tokens."""
+    ids = [bundle.tokenizer(p, add_special_tokens=False, verbose=False)["input_ids"] for p in passages]
+    ratio, window = bundle.config.base_ratio, bundle.config.max_tokens
+    forward: list[float] = []
+    stored: list[float] = []
+    with SoftContextStore(folder, bundle) as store:
+        rounds = range(0, len(passages), _PASSAGES_PER_ROUND)
+        for start in tqdm(rounds, desc="indexing", unit="round", disable=not progress):
+            part = slice(start, start + _PASSAGES_PER_ROUND)
+            forward.append(_seconds(lambda part=part: bundle.compressor.compress_ids(ids[part], ratio, window, 8192)))  # type: ignore[misc]
+            stored.append(_seconds(lambda part=part: store.add(list(passages[part]), progress=False)))  # type: ignore[misc]
+        info = store.info()
+    return IndexingSpeed(
+        passages=len(passages),
+        tokens=sum(map(len, ids)),
+        passages_per_second=len(passages) / sum(stored),
+        forward_passages_per_second=len(passages) / sum(forward),
+        ratio=median(s / f for s, f in zip(stored, forward, strict=True)),
+        disk_bytes=info.disk_bytes or 0,
+        payload_bytes=info.payload_bytes,
+    )
+
+
+def first_token(bundle: Bundle, passages: Sequence[str], ratio: int, pairs: int = 7) -> FirstToken:
+    """Time to the first token with `passages` as markers and as text, in turn, after one warm-up of each."""
+    with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, bundle) as store:
+        decoder = TransformersDecoder(bundle, store)
+        store.ensure(list(passages))
+        soft = _chat(mark(store, passages, ratio=ratio))
+        text = _chat(passages)
+        times = [(_first_piece(decoder, soft), _first_piece(decoder, text)) for _ in range(pairs + 1)][1:]
+        lengths = [g.prompt_tokens for g in decoder.generate([soft, text], Sampling(max_new_tokens=1))]
+    return FirstToken(
+        soft_seconds=median(s for s, _ in times),
+        text_seconds=median(t for _, t in times),
+        ratio=median(s / t for s, t in times),
+        soft_tokens=lengths[0],
+        text_tokens=lengths[1],
+        parameters=sum(p.numel() for p in bundle.backbone.own_state().values()),
+    )
+
+
+def random_bundle(tokenizer: Any) -> Bundle:
+    """A mean-pooling bundle on a Llama of 110 M parameters with random weights: good for timing only."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ctx_compress_rag.backbone import Backbone, choose_device
+    from ctx_compress_rag.config import BundleConfig, MeanPoolingConfig
+
+    device, dtype = choose_device()
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    config = BundleConfig(name="random", method=MeanPoolingConfig(), base_ratio=4, ratios=[4, 8, 16], max_tokens=1024)
+    bundle = Bundle.build(config, Backbone(LlamaForCausalLM(shape).to(device, dtype).eval(), tokenizer))
+    bundle.reader.initialise(1.0)
+    return bundle
+
+
+def _chat(texts: Sequence[str]) -> list[Message]:
+    chat = messages(TEMPLATES[0], PASSAGE_SEPARATOR.join(texts), "What is it about?")
+    return [dict(message) for message in chat]
+
+
+def _first_piece(decoder: TransformersDecoder, chat: Sequence[Message]) -> float:
+    def run() -> None:
+        # One token is all that is made, so this is the time to the first.
+        decoder.generate([chat], Sampling(max_new_tokens=1))
+
+    return _seconds(run)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
