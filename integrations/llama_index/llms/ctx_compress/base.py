@@ -47,7 +47,7 @@ class CompressedContextLLM(LLM):
     plain prompts. Prompts without markers are answered by the bundle's full-text decoder. The async methods
     run in threads: the event loop goes on.
 
-    The sampling fields may also be given to each call: `llm.complete(prompt, max_tokens=10, stop=["\\n"])`.
+    The sampling fields may also be given to each call: `llm.complete(prompt, max_tokens=10, stop=["END"])`.
 
     Attributes:
         store: where the soft contexts are, and with it the bundle and its decoder.
@@ -57,7 +57,7 @@ class CompressedContextLLM(LLM):
         top_k: sample from so many likeliest tokens; 0 from all.
         stop: an answer ends before any of these strings.
         seed: makes sampling repeatable.
-        on_missing: for a marker whose passage is gone: raise an "error", or read "text".
+        on_missing: where a marker's slots cannot be read: raise an "error", or read the passage's "text".
 
     Raises:
         ConfigError: a call has an unknown argument, or a message holds something other than text.
