@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,7 +103,10 @@ class Backbone:
         """Add LoRA adapter `name` (`config` is a peft LoraConfig), frozen and inactive."""
         from peft import inject_adapter_in_model
 
-        inject_adapter_in_model(config, self.model, adapter_name=name)
+        with warnings.catch_warnings():
+            # peft advises against a second adapter on one model; having several is the point here.
+            warnings.filterwarnings("ignore", "Already found a `peft_config`")
+            inject_adapter_in_model(config, self.model, adapter_name=name)
         self._adapters.add(name)
         self.model.requires_grad_(False)
         self.model.eval()

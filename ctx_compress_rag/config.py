@@ -27,8 +27,9 @@ class TuneConfig(_Strict):
 class MeanPoolingConfig(_Strict):
     """Mean pooling (paper 001, section 4.1).
 
-    `embedding_skip` adds each token's embedding to its hidden state before pooling. It is not in
-    the paper (the default is off); small decoders learn to read slots sooner with it.
+    `embedding_skip` adds each token's embedding to its hidden state, scaled to the embeddings' size,
+    before pooling. It is not in the paper (the default is off); small decoders learn to read slots
+    sooner with it.
     """
 
     name: Literal["mean_pooling"] = "mean_pooling"

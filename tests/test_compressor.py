@@ -86,12 +86,17 @@ def test_the_linear_map_comes_after_pooling(bundle: Any) -> None:
 
 
 def test_an_embedding_skip_adds_each_tokens_embedding(make_tiny_bundle: Callable[..., Any]) -> None:
+    """Hidden states are first scaled, each to the embeddings' root mean square."""
     plain, skipping = (make_tiny_bundle(encoder=FROZEN, decoder=FROZEN, embedding_skip=skip) for skip in (False, True))
     ids = plain.tokenizer(TEXTS[0], add_special_tokens=False)["input_ids"]
-    embedded = plain.backbone.embeddings(torch.tensor(ids))
-    for a, b in zip(plain.compress(TEXTS[:1], 4), skipping.compress(TEXTS[:1], 4), strict=True):
-        means = torch.stack([embedded[i : i + 4].mean(0) for i in range(0, len(ids), 4)])
-        torch.testing.assert_close(b.slots, a.slots + means, atol=1e-5, rtol=1e-4)
+    embedded = plain.backbone.embeddings(torch.tensor(ids)).double()
+    with torch.no_grad():
+        hidden = plain.compressor.hidden_states(torch.tensor([ids]), torch.ones(1, len(ids)).long())[0].double()
+    size = plain.backbone.embeddings.weight.double().pow(2).mean().sqrt()
+    summed = embedded + size * hidden / hidden.pow(2).mean(-1, keepdim=True).sqrt()
+    means = torch.stack([summed[i : i + 4].mean(0) for i in range(0, len(ids), 4)])
+    [soft] = skipping.compress(TEXTS[:1], 4)
+    torch.testing.assert_close(soft.slots.double(), means, atol=1e-5, rtol=1e-4)
 
 
 # Attention

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ctx_compress_rag.backbone import Backbone, lora_config
 from ctx_compress_rag.compressors.base import Compressor, SlotBatch
@@ -57,7 +58,11 @@ class MeanPoolingCompressor(Compressor):
                 position_ids=torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0),
                 use_cache=False,
             ).last_hidden_state
-        return hidden + embeddings if self.config.embedding_skip else hidden
+        if not self.config.embedding_skip:
+            return hidden
+        # Hidden states are many times larger than embeddings, which would drown in the sum.
+        size = self.backbone.embeddings.weight.float().pow(2).mean().sqrt()
+        return embeddings + size * F.rms_norm(hidden, hidden.shape[-1:])
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
         """Encode once, pool at every ratio (section 4.2: the encoder's work is shared by the ratios)."""
