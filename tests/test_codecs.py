@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -27,6 +27,7 @@ def context(slots: np.ndarray, counts: list[int] | None = None) -> SoftContext:
     return SoftContext(torch.from_numpy(slots), torch.tensor(counts or [4] * len(slots)))
 
 
+@settings(deadline=None)
 @given(matrices(float(np.float32(3e38))))
 def test_int8_is_within_its_step_in_every_column(slots: np.ndarray) -> None:
     back = decode(encode(context(slots), "int8")).slots.numpy().astype(np.float64)
@@ -36,12 +37,14 @@ def test_int8_is_within_its_step_in_every_column(slots: np.ndarray) -> None:
     assert (np.abs(back - slots) <= step * 0.501 + 1e-40).all()
 
 
+@settings(deadline=None)
 @given(matrices(65504.0))
 def test_fp16_equals_numpy_half(slots: np.ndarray) -> None:
     back = decode(encode(context(slots), "fp16")).slots.numpy()
     np.testing.assert_array_equal(back, slots.astype(np.float16).astype(np.float32))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40), st.sampled_from(sorted(CODECS)))
 def test_token_counts_are_exact(counts: list[int], codec: str) -> None:
     back = decode(encode(context(np.ones((len(counts), 2), np.float32), counts), codec))
@@ -102,6 +105,7 @@ def test_nothing_cannot_be_stored(shape: tuple[int, int]) -> None:
         encode(SoftContext(torch.zeros(shape), torch.ones(shape[0], dtype=torch.int64)))
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(CODECS)), st.data())
 def test_a_cut_payload_is_noticed(codec: str, data: st.DataObject) -> None:
     payload = encode(context(np.arange(12, dtype=np.float32).reshape(3, 4)), codec)
@@ -109,6 +113,7 @@ def test_a_cut_payload_is_noticed(codec: str, data: st.DataObject) -> None:
         decode(payload[: data.draw(st.integers(0, len(payload) - 1))])
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(CODECS)), st.data())
 def test_a_changed_byte_is_noticed(codec: str, data: st.DataObject) -> None:
     raw = bytearray(base64.b64decode(encode(context(np.arange(12, dtype=np.float32).reshape(3, 4)), codec)))
@@ -117,6 +122,7 @@ def test_a_changed_byte_is_noticed(codec: str, data: st.DataObject) -> None:
         decode(base64.b64encode(raw).decode())
 
 
+@settings(deadline=None)
 @given(st.text() | st.binary().map(lambda raw: base64.b64encode(raw).decode()))
 def test_rubbish_is_a_payload_error(rubbish: str) -> None:
     with pytest.raises(PayloadError):
@@ -143,6 +149,7 @@ def test_unknown_codec_names_the_choices() -> None:
     assert DEFAULT_CODEC in CODECS
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=50))
 def test_payload_bytes_counts_without_decoding(raw: bytes) -> None:
     assert payload_bytes(base64.b64encode(raw).decode()) == len(raw)

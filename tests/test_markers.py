@@ -7,7 +7,7 @@ import time
 from string import Formatter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctx_compress_rag.errors import ConfigError, RatioError
@@ -23,6 +23,7 @@ scopes = st.text(min_size=1, max_size=20)
 plain = st.text(max_size=60) | st.text("[]ctx:.abp0123", max_size=60)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(plain, names, factors, slot_counts), max_size=5), plain, scopes)
 def test_what_is_written_is_read(rows: list[tuple[str, str, int, int]], tail: str, who: str) -> None:
     text, expected = "", []
@@ -49,11 +50,13 @@ def test_the_same_text_has_the_same_marker_and_nothing_else_has() -> None:
     assert len({name, CODEC.passage("text "), other_key.passage("text"), other_bundle.passage("text")}) == 4
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(), min_size=2, max_size=6, unique=True))
 def test_different_texts_have_different_names(texts: list[str]) -> None:
     assert len({CODEC.passage(text) for text in texts}) == len(texts)
 
 
+@settings(deadline=None)
 @given(names, factors, slot_counts, scopes, st.data())
 def test_any_changed_character_is_refused(name: str, factor: int, slots: int, who: str, data: st.DataObject) -> None:
     written = CODEC.write(name, factor, slots, who)
@@ -63,6 +66,7 @@ def test_any_changed_character_is_refused(name: str, factor: int, slots: int, wh
     assert all(isinstance(part, str) for part in CODEC.split(forged, who))
 
 
+@settings(deadline=None)
 @given(names, factors, factors, slot_counts, slot_counts, scopes, scopes)
 def test_parts_of_two_good_markers_do_not_combine(
     name: str, factor: int, factor2: int, slots: int, slots2: int, who: str, who2: str
