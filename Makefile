@@ -20,7 +20,7 @@ test-slow: $(VENV)/.dev-installed
 
 # Remakes the shipped demo bundle from nothing.
 bundle: $(VENV)/.dev-installed
-	$(BIN)/ctx-compress train demo/teacher demo/teacher_2 demo/teacher_3 demo/mean_pooling
+	$(BIN)/ctx-compress train demo/teacher demo/teacher_2 demo/teacher_3 demo/teacher_4 demo/mean_pooling
 
 clean:
 	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache

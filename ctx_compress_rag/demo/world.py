@@ -23,6 +23,7 @@ Kind = Literal["person", "town", "organisation"]
 PASSAGES_PER_WORLD = 8
 PASSAGES_PER_PROMPT = 4
 EXAMPLES_PER_WORLD = 4
+NAMED = 0.95
 _KINDS: tuple[Kind, ...] = ("person", "person", "person", "town", "town", "town", "organisation", "organisation")
 
 
@@ -78,10 +79,17 @@ def _name(rng: random.Random, kind: Kind, split: Split) -> str:
 
 
 class World:
-    """Eight linked entities with a passage each, wholly determined by (split, seed)."""
+    """Eight linked entities with a passage each, wholly determined by the arguments.
 
-    def __init__(self, split: Split, seed: int) -> None:
+    Args:
+        split: which names may appear.
+        seed: of everything drawn.
+        named: share of sentences that name the passage's entity; the rest say "this town" and the like.
+    """
+
+    def __init__(self, split: Split, seed: int, named: float = NAMED) -> None:
         self.split = split
+        self._named = named
         self._rng = random.Random(f"{split}:{seed}")
         self.entities: list[Entity] = []
         taken: set[str] = set()
@@ -117,7 +125,7 @@ class World:
         attributes = attributes[: rng.randint(4, 6)]
         sentences = [rng.choice(wording.OPENINGS[entity.kind]).format(name=entity.name)]
         for attribute in attributes:
-            subject = entity.name if rng.random() < 0.7 else rng.choice(wording.REFERENCES[entity.kind])
+            subject = entity.name if rng.random() < self._named else rng.choice(wording.REFERENCES[entity.kind])
             sentences.append(rng.choice(attribute.statements).format(e=subject, v=entity.facts[attribute.name]))
         entity.passage = " ".join(s[0].upper() + s[1:] for s in sentences)
         entity.stated = tuple(a.name for a in attributes)
@@ -165,7 +173,12 @@ class World:
 
 
 def examples(
-    split: Split, seed: int, count: int, turns: int = 6, passages: Sequence[int] = (PASSAGES_PER_PROMPT,)
+    split: Split,
+    seed: int,
+    count: int,
+    turns: int = 6,
+    passages: Sequence[int] = (PASSAGES_PER_PROMPT,),
+    named: float = NAMED,
 ) -> Iterator[WorldExample]:
     """`count` examples; consecutive ones share a world, so their passages need encoding once.
 
@@ -176,9 +189,10 @@ def examples(
         turns: most questions per example.
         passages: numbers of passages per prompt, one of which is drawn for sixteen examples in a row:
             batches of like prompts need little padding.
+        named: share of sentences that name the passage's entity.
     """
     for start in range(0, count, EXAMPLES_PER_WORLD):
-        world = World(split, seed + start // EXAMPLES_PER_WORLD)
+        world = World(split, seed + start // EXAMPLES_PER_WORLD, named)
         for index in range(start, min(start + EXAMPLES_PER_WORLD, count)):
             size = random.Random(seed * 31 + index // 16).choice(passages)
             yield world.example(size, turns)

@@ -78,16 +78,17 @@ def _row(line: str, place: str) -> tuple[tuple[str, ...], Turn]:
 
 
 def world_examples(
-    split: str, seed: int, count: int, max_turns: int = 6, passages: Sequence[int] = (4,)
+    split: str, seed: int, count: int, max_turns: int = 6, passages: Sequence[int] = (4,), named: float | None = None
 ) -> list[Example]:
     """`count` examples of the invented world; the arguments are those of `demo.world.examples`."""
     from ctx_compress_rag.demo import world
 
     if split not in ("train", "dev", "test"):
         raise DataError(f"the invented world has splits train, dev and test, not {split!r}")
+    share = world.NAMED if named is None else named
     return [
         Example(e.passages, tuple(Turn(t.question, t.answers) for t in e.turns))
-        for e in world.examples(split, seed, count, max_turns, passages)  # type: ignore[arg-type]
+        for e in world.examples(split, seed, count, max_turns, passages, share)  # type: ignore[arg-type]
     ]
 
 

@@ -66,6 +66,11 @@ class _Trainer(Trainer):
         load_trainable_state(model or self.model, load_file(Path(resume_from_checkpoint) / _TRAINED_FILE))
 
 
+def is_main_process() -> bool:
+    """Whether this process writes what all processes of a torchrun have made."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def trainable_state(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that training changes, by name."""
     return {name: p.detach().cpu().contiguous() for name, p in model.named_parameters() if p.requires_grad}
@@ -99,8 +104,6 @@ def train(
 
     Returns: a report: steps, seconds, final loss, trained parameters.
     """
-    # Subnormal numbers in softmax tails and Adam's moments made steps four times slower on a CPU.
-    torch.set_flush_denormal(True)
     processes = int(os.environ.get("WORLD_SIZE", "1"))  # under torchrun each process takes its share
     micro = min(optim.micro_batch_size or optim.batch_size, optim.batch_size // processes)
     arguments = TrainingArguments(
@@ -118,6 +121,7 @@ def train(
         max_grad_norm=optim.clip_norm,
         bf16=optim.bf16,
         use_cpu=not torch.cuda.is_available(),
+        ddp_find_unused_parameters=False,
         ddp_backend="gloo" if processes > 1 and not torch.cuda.is_available() else None,
         optim="adamw_torch_fused",
         save_steps=optim.save_every,
@@ -144,8 +148,9 @@ def train(
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(str(output / "checkpoints" / "last"))
     history = [row for row in trainer.state.log_history if "loss" in row]
-    (output / "loss.json").write_text(json.dumps(history, indent=1), encoding="utf-8")
-    plot_loss(history, output / "loss.png")
+    if is_main_process():
+        (output / "loss.json").write_text(json.dumps(history, indent=1), encoding="utf-8")
+        plot_loss(history, output / "loss.png")
     return {
         "steps": trainer.state.global_step,
         "seconds": round(time.monotonic() - started, 1),

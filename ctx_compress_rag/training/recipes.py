@@ -27,6 +27,7 @@ class WorldData(_Strict):
     seed: int = 0
     examples: int = Field(gt=0)
     passages: list[int] = Field(default=[1, 2, 3, 4, 4, 4], min_length=1)
+    named: float | None = Field(default=None, ge=0, le=1)
 
 
 class DataConfig(_Strict):

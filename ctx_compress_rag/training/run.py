@@ -15,7 +15,7 @@ from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.training.data import Example, check_held_out, read_jsonl, world_examples
 from ctx_compress_rag.training.distillation import DistillationCollator, DistillationLoss
-from ctx_compress_rag.training.loop import train
+from ctx_compress_rag.training.loop import is_main_process, train
 from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipes import DataConfig, DistillationRecipe, TeacherRecipe, load_recipe
 
@@ -23,23 +23,29 @@ logger = logging.getLogger(__name__)
 
 
 def run_recipe(path: str | Path, resume: bool = True) -> Path:
-    """Run one recipe to its end and return its output folder."""
+    """Run one recipe to its end and return its output folder.
+
+    Under torchrun each process trains its share of every batch.
+    """
     recipe = load_recipe(path)
     torch.manual_seed(recipe.seed)
+    # Softmax tails and Adam's moments reach subnormal numbers, on which a CPU is slow. Threads inherit
+    # this when they start, so it comes before any work.
+    torch.set_flush_denormal(True)
     recipe.output.mkdir(parents=True, exist_ok=True)
     logger.info("%s: %d steps, seed %d, into %s", path, recipe.optim.steps, recipe.seed, recipe.output)
     report = _teacher(recipe, resume) if isinstance(recipe, TeacherRecipe) else _distillation(recipe, resume)
     report["recipe"] = recipe.model_dump(mode="json")
-    (recipe.output / "training_report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    if is_main_process():
+        (recipe.output / "training_report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     return recipe.output
 
 
 def load_examples(data: DataConfig) -> list[Example]:
     """The recipe's training examples, checked against its held-out files."""
     if data.world:
-        examples = world_examples(
-            data.world.split, data.world.seed, data.world.examples, data.max_turns, data.world.passages
-        )
+        world = data.world
+        examples = world_examples(world.split, world.seed, world.examples, data.max_turns, world.passages, world.named)
         held_out = world_examples("test", 0, 400) + world_examples("dev", 0, 400)
     else:
         examples = [e for file in data.files for e in read_jsonl(file, data.max_turns)]
@@ -73,6 +79,8 @@ def _teacher(recipe: TeacherRecipe, resume: bool) -> dict[str, Any]:
     collate = TextCollator(builder, recipe.data.templates, recipe.data.max_context_tokens, recipe.seed)
     model = AnswerLoss(decoder, recipe.context_loss_weight)
     report = train(model, examples, collate, recipe.optim, recipe.output, recipe.seed, resume=resume)
+    if not is_main_process():
+        return report
     if recipe.tune.mode == "lora":
         decoder.save_pretrained(recipe.output)  # a peft adapter folder: the `teacher` of a distillation recipe
     else:
@@ -117,7 +125,8 @@ def _distillation(recipe: DistillationRecipe, resume: bool) -> dict[str, Any]:
     report = train(objective, examples, collate, recipe.optim, recipe.output, recipe.seed, choose_ratios, resume)
     report["recipe"] = recipe.model_dump(mode="json")
     bundle.report = report
-    bundle.save_pretrained(recipe.output / "bundle")
+    if is_main_process():
+        bundle.save_pretrained(recipe.output / "bundle")
     return report
 
 
