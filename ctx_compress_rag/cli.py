@@ -296,7 +296,7 @@ def _demo(args: argparse.Namespace) -> None:
 
     _quiet_models()
     report = run_demo(args.store, args.bundle)
-    new, known = report.stored.added + report.stored.updated, report.stored.unchanged
+    new, known = report.stored.added, report.stored.unchanged
     print(
         f"{new} passages compressed into {args.store}"
         if new

@@ -145,8 +145,8 @@ def update_index(
         files=len(scan.texts) - empty,
         unread=len(scan.unread),
         empty=empty,
-        added=report.added + report.updated,
-        unchanged=report.unchanged,
+        added=report.added,
+        unchanged=report.unchanged + report.updated,  # an id fixes the text: such an update is of metadata
         replaced=len(stale),
         pruned=len(gone) if prune else 0,
         vanished=0 if prune else len(gone),
