@@ -155,7 +155,8 @@ class CompressedContextLLM(LLM):
             return prompt
         if self._templated:
             return [{"role": "user", "content": prompt}]
-        return str(self.completion_to_prompt(prompt))
+        assert self.completion_to_prompt is not None  # the base class sets a default
+        return self.completion_to_prompt(prompt)
 
     def _from_messages(self, messages: Sequence[ChatMessage]) -> Prompt:
         for message in messages:
@@ -163,7 +164,8 @@ class CompressedContextLLM(LLM):
                 if not isinstance(block, TextBlock):
                     raise ConfigError(f"a message holds a {block.block_type} block: this LLM reads text only")
         if not self._templated:
-            return str(self.messages_to_prompt(messages))
+            assert self.messages_to_prompt is not None  # the base class sets a default
+            return self.messages_to_prompt(messages)
         return [{"role": _ROLES.get(m.role, m.role.value), "content": m.content or ""} for m in messages]
 
     def _sampling(self, given: dict[str, Any]) -> Sampling:

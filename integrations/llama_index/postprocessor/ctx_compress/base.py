@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
@@ -58,15 +60,16 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         callback_manager: CallbackManager | None = None,
     ) -> None:
         check_size(store, ratio, token_budget, on_missing)
-        super().__init__(
-            store=store,
-            ratio=ratio,
-            token_budget=token_budget,
-            on_missing=on_missing,
-            scope=scope,
-            replace_text=replace_text,
-            callback_manager=callback_manager or CallbackManager([]),
-        )
+        fields: dict[str, Any] = {
+            "store": store,
+            "ratio": ratio,
+            "token_budget": token_budget,
+            "on_missing": on_missing,
+            "scope": scope,
+            "replace_text": replace_text,
+            "callback_manager": callback_manager or CallbackManager([]),
+        }
+        super().__init__(**fields)
 
     @classmethod
     def class_name(cls) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from llama_index.core.base.llms.types import ContentBlock
+from typing import TYPE_CHECKING
+
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, Node, TextNode
+
+if TYPE_CHECKING:
+    from llama_index.core.base.llms.types import BaseContentBlock
 
 
 class CompressedTextNode(TextNode):
@@ -40,7 +44,7 @@ class CompressedTextNode(TextNode):
         shown = self._for_llm() if metadata_mode == MetadataMode.LLM else None
         return super().get_content(metadata_mode) if shown is None else shown.get_content(metadata_mode)
 
-    def get_content_blocks(self, metadata_mode: MetadataMode = MetadataMode.NONE) -> list[ContentBlock]:
+    def get_content_blocks(self, metadata_mode: MetadataMode = MetadataMode.NONE) -> list[BaseContentBlock]:
         """As `get_content`, in blocks."""
         shown = self._for_llm() if metadata_mode == MetadataMode.LLM else None
         return super().get_content_blocks(metadata_mode) if shown is None else shown.get_content_blocks(metadata_mode)
