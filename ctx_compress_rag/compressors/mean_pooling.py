@@ -62,7 +62,8 @@ class MeanPoolingCompressor(Compressor):
             return hidden
         # Hidden states are many times larger than embeddings, which would drown in the sum.
         size = self.backbone.embeddings.weight.float().pow(2).mean().sqrt()
-        return embeddings + size * F.rms_norm(hidden, hidden.shape[-1:])
+        summed: Tensor = embeddings + size * F.rms_norm(hidden, hidden.shape[-1:])
+        return summed
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
         """Encode once, pool at every ratio (section 4.2: the encoder's work is shared by the ratios)."""

@@ -106,9 +106,9 @@ def evaluate(
         batch_size: questions per forward pass.
         progress: show a progress bar.
     """
-    settings: dict[str, Any] = {} if codec is None else {"codec": codec}
-    with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, bundle, **settings) as store:
-        answers = _answers(store, questions, ratios, encoder, template, max_new_tokens, batch_size, progress)
+    with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, bundle, codec=codec) as store:
+        decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
+        answers = _answers(decoder, store, questions, ratios, encoder, template, max_new_tokens, progress)
     return _scores(questions, answers)
 
 
@@ -117,18 +117,17 @@ _Answers = dict[tuple[str, int | None], tuple[list[str], float]]
 
 
 def _answers(
+    decoder: TransformersDecoder,
     store: SoftContextStore,
     questions: Sequence[Question],
     ratios: Sequence[int],
     encoder: Any | None,
     template: str,
     max_new_tokens: int,
-    batch_size: int,
     progress: bool,
 ) -> _Answers:
     store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
-    decoder = TransformersDecoder(store.bundle, store, batch_size=batch_size)
-    tokenizer = store.bundle.tokenizer
+    tokenizer = decoder.bundle.tokenizer
     ranked = [rank_sentences(q.passages, q.question, encoder) for q in questions] if encoder is not None else []
 
     def soft(ratio: int) -> list[list[str]]:

@@ -127,8 +127,10 @@ def random_bundle(tokenizer: Any) -> Bundle:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    model: Any = LlamaForCausalLM(shape)
+    model.to(device, dtype)
     config = BundleConfig(name="random", method=MeanPoolingConfig(), base_ratio=4, ratios=[4, 8, 16], max_tokens=1024)
-    bundle = Bundle.build(config, Backbone(LlamaForCausalLM(shape).to(device, dtype).eval(), tokenizer))
+    bundle = Bundle.build(config, Backbone(model.eval(), tokenizer))
     bundle.reader.initialise(1.0)
     return bundle
 

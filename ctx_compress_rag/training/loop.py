@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -60,10 +60,12 @@ class _Trainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)  # type: ignore[arg-type]
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(trainable_state(self.model), folder / _TRAINED_FILE)
+        save_file(trainable_state(cast(nn.Module, self.model)), folder / _TRAINED_FILE)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        load_trainable_state(model or self.model, load_file(Path(resume_from_checkpoint) / _TRAINED_FILE))
+        load_trainable_state(
+            cast(nn.Module, model or self.model), load_file(Path(resume_from_checkpoint) / _TRAINED_FILE)
+        )
 
 
 def is_main_process() -> bool:
