@@ -91,7 +91,8 @@ class Bundle:
         model, tokenizer = load_decoder(
             shipped if config.decoder is None else config.decoder, config.revision, device=device
         )
-        bundle = cls.build(config, Backbone(model, tokenizer), teacher=folder / TEACHER)
+        teacher = folder / TEACHER
+        bundle = cls.build(config, Backbone(model, tokenizer), teacher if teacher.exists() else None)
         stored: dict[str, dict[str, Tensor]] = {}
         for part, module in bundle._parts().items():
             stored[part] = _read_tensors(folder / part / WEIGHTS_FILE)
@@ -114,15 +115,21 @@ class Bundle:
         Args:
             config: the bundle's settings.
             backbone: the decoder.
-            teacher: a peft adapter folder that makes the decoder the full-text teacher, if there is one.
+            teacher: a peft adapter folder that makes the decoder the full-text teacher; None where the
+                decoder as it is reads full text.
+
+        Raises:
+            BundleError: the teacher is no peft adapter folder, or does not fit the decoder.
         """
         method = METHODS[config.method.name]
         compressor = method.compressor(backbone, config.method)
         reader = method.reader(backbone, config.method, compressor)
-        if teacher is None or not (teacher / "adapter_config.json").exists():
+        if teacher is None:
             return cls(config, backbone, compressor, reader)
         from peft import LoraConfig
 
+        if not (teacher / "adapter_config.json").exists():
+            raise BundleError(f"the teacher {str(teacher)!r} is no peft adapter folder: it has no adapter_config.json")
         backbone.add_adapter(TEACHER, LoraConfig.from_pretrained(str(teacher)))
         backbone.load_adapter_state(TEACHER, _read_tensors(teacher / ADAPTER_FILE))
         return cls(config, backbone, compressor, reader, teacher=teacher)
@@ -176,7 +183,7 @@ class Bundle:
                 self.backbone.load_adapter_state(part, state)
                 save_file(state, folder / part / ADAPTER_FILE)
                 self.backbone.save_adapter_config(part, folder / part)
-        if self._teacher is not None:
+        if self._teacher is not None and self._teacher.resolve() != (folder / TEACHER).resolve():
             shutil.copytree(self._teacher, folder / TEACHER, dirs_exist_ok=True)
         if self.config.decoder is None:
             self._save_decoder(folder / DECODER_FOLDER)

@@ -300,3 +300,39 @@ def test_a_recipe_resumes_on_the_same_loss_curve(tmp_path: Path, monkeypatch: py
     a, b = (x.compress(["Orla Reedwen was born in Kormoor."])[0].slots for x in (one, two))
     assert torch.allclose(a, b, atol=1e-3)
     assert (tmp_path / "whole" / "student" / "loss.png").stat().st_size > 1000
+
+
+def test_a_lora_teacher_reads_full_text_in_the_bundle(tmp_path: Path) -> None:
+    """The bundle's text decoder is the decoder with the teacher's adapter; slots are read without it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.errors import BundleError
+
+    scratch, student = _tiny_recipes(tmp_path / "run", steps=2)
+    run_recipe(scratch)
+    settings = yaml.safe_load(scratch.read_text())
+    del settings["scratch"]
+    settings |= {
+        "decoder": str(tmp_path / "run" / "teacher"),
+        "output": str(tmp_path / "lora"),
+        "tune": {"mode": "lora"},
+    }
+    settings["optim"]["learning_rate"] = 0.5  # two steps that show
+    scratch.write_text(yaml.safe_dump(settings))
+    run_recipe(scratch)
+    student.write_text(student.read_text() + f"teacher: {tmp_path / 'lora'}\n")
+    run_recipe(student)
+    bundle = Bundle.from_pretrained(tmp_path / "run" / "student" / "bundle")
+    ids = torch.arange(5, 15).unsqueeze(0)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "teacher", dtype=torch.float32)
+    with torch.no_grad():
+        untuned = plain(ids).logits
+        tuned = PeftModel.from_pretrained(plain, tmp_path / "lora")(ids).logits
+        with bundle.text_decoder() as model:
+            logits = model(ids).logits
+    torch.testing.assert_close(logits, tuned, atol=1e-4, rtol=1e-4)
+    assert (logits - untuned).abs().max() > 1e-2
+    with pytest.raises(BundleError, match="adapter_config"):
+        Bundle.build(bundle.config, bundle.backbone, teacher=tmp_path / "run")
