@@ -115,6 +115,9 @@ class Backbone:
     def train_adapter(self, name: str) -> list[nn.Parameter]:
         """Make adapter `name` trainable; returns its parameters."""
         parameters = [p for n, p in self.model.named_parameters() if f".{name}." in n and "lora_" in n]
+        for parameter in parameters:
+            # peft gives adapters the decoder's precision; bfloat16 would lose most of a small step.
+            parameter.data = parameter.data.float()
         self._trained.extend(parameters)
         self._activate(self._active)
         return parameters
@@ -160,6 +163,15 @@ class Backbone:
     def adapters(self) -> frozenset[str]:
         """Names of the adapters."""
         return frozenset(self._adapters)
+
+    def embedding_rms(self) -> float:
+        """Root mean square of the decoder's input embeddings, as its embedding layer gives them.
+
+        Taken from the layer, not its weight: Gemma's layers scale what they look up.
+        """
+        ids = torch.arange(min(self.embeddings.num_embeddings, 4096), device=self.device)
+        with torch.no_grad():
+            return float(self.embeddings(ids).float().pow(2).mean().sqrt())
 
     def own_state(self) -> dict[str, Tensor]:
         """The decoder's own weights under transformers' names, each once, adapters left out."""

@@ -184,7 +184,9 @@ class Bundle:
                 save_file(state, folder / part / ADAPTER_FILE)
                 self.backbone.save_adapter_config(part, folder / part)
         if self._teacher is not None and self._teacher.resolve() != (folder / TEACHER).resolve():
-            shutil.copytree(self._teacher, folder / TEACHER, dirs_exist_ok=True)
+            (folder / TEACHER).mkdir(exist_ok=True)
+            for name in ("adapter_config.json", ADAPTER_FILE):
+                shutil.copy(self._teacher / name, folder / TEACHER / name)
         if self.config.decoder is None:
             self._save_decoder(folder / DECODER_FOLDER)
         self._fingerprint = None

@@ -40,7 +40,9 @@ def _plain_ids(bundle: Any, text: str) -> list[int]:
 def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
     """Eq. 5 and 6 one example, token and ratio at a time, in float64."""
     bundle = make_tiny_bundle(seed=3)
-    torch.nn.init.normal_(next(p for n, p in bundle.backbone.model.named_parameters() if "lora_B.reader" in n))
+    for name, parameter in bundle.backbone.model.named_parameters():
+        if "lora_B.reader" in name:
+            torch.nn.init.normal_(parameter)
     objective = DistillationLoss(bundle)
     objective.ratios = [4, 8]
     collate = DistillationCollator(PromptBuilder(bundle.tokenizer), ["{context}\n\n{question}"], 512, 0, seed=0)
@@ -79,7 +81,7 @@ def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
                 history_text = torch.cat([history_text, embed(torch.tensor([token]))])
     assert model is bundle.backbone.model
     assert loss == pytest.approx(total / len(EXAMPLES), rel=1e-4)
-    assert total > 1e-3  # the adapters differ, so there is something to sum
+    assert total > 0.1  # the adapters differ, so there is something to sum
 
 
 def _hole_text(bundle: Any, text: str) -> list[int]:
@@ -336,3 +338,14 @@ def test_a_lora_teacher_reads_full_text_in_the_bundle(tmp_path: Path) -> None:
     assert (logits - untuned).abs().max() > 1e-2
     with pytest.raises(BundleError, match="adapter_config"):
         Bundle.build(bundle.config, bundle.backbone, teacher=tmp_path / "run")
+
+
+def test_a_long_passage_is_cut_and_its_answer_kept(tiny_bundle: Any) -> None:
+    builder = PromptBuilder(tiny_bundle.tokenizer)
+    long = Example(("Kormoor lies on the river Halen. " * 40,), (Turn("Which river?", ("Halen",)),))
+    batch = TextCollator(builder, TEMPLATES[:1], 64, seed=0)([long])
+    assert tiny_bundle.tokenizer.decode(batch["input_ids"][0][batch["answers"][0]]).strip() == "Halen<|end|>"
+    assert batch["input_ids"].shape[1] < 64 + 60
+    same = DistillationCollator(builder, TEMPLATES[:1], 64, 0, seed=0)([long])
+    assert torch.equal(same["text_rows"][0].ids, batch["input_ids"][0])
+    assert same["passage_ids"].shape == (1, 64)

@@ -61,8 +61,7 @@ class MeanPoolingCompressor(Compressor):
         if not self.config.embedding_skip:
             return hidden
         # Hidden states are many times larger than embeddings, which would drown in the sum.
-        size = self.backbone.embeddings.weight.float().pow(2).mean().sqrt()
-        summed: Tensor = embeddings + size * F.rms_norm(hidden, hidden.shape[-1:])
+        summed: Tensor = embeddings + self.backbone.embedding_rms() * F.rms_norm(hidden, hidden.shape[-1:])
         return summed
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:

@@ -50,10 +50,9 @@ class LinearReader(Reader):
         """
         if self.projection is None:
             return
-        embedding_rms = float(self.backbone.embeddings.weight.float().pow(2).mean().sqrt())
         with torch.no_grad():
             nn.init.eye_(self.projection.weight)
-            self.projection.weight.mul_(embedding_rms / max(slot_rms, 1e-6))
+            self.projection.weight.mul_(self.backbone.embedding_rms() / max(slot_rms, 1e-6))
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """Make what this reader trains trainable and return it."""

@@ -14,7 +14,7 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.compressors.base import SlotBatch
 from ctx_compress_rag.decoders.splice import Piece, splice
 from ctx_compress_rag.training.data import Example, Turn
-from ctx_compress_rag.training.prompts import PromptBuilder, SlotRow, TokenRow
+from ctx_compress_rag.training.prompts import PromptBuilder, SlotRow, TokenRow, draw_template
 
 REPEAT = "Repeat the text."
 
@@ -85,7 +85,11 @@ class DistillationLoss(nn.Module):
         self, rows: Sequence[SlotRow], passages: Sequence[Sequence[int]], batch: SlotBatch
     ) -> tuple[Tensor, Tensor]:
         contexts = batch.rows()
-        embedded = {p: self.reader(contexts[p].slots, contexts[p].token_counts) for row in passages for p in row}
+        # In the decoder's precision: the projection keeps float32, and would draw the whole row with it.
+        dtype = self._bundle[0].backbone.embeddings.weight.dtype
+        embedded = {
+            p: self.reader(contexts[p].slots, contexts[p].token_counts).to(dtype) for row in passages for p in row
+        }
         pieces: list[list[Piece]] = []
         answers: list[Tensor] = []
         for row, row_passages in zip(rows, passages, strict=True):
@@ -154,21 +158,15 @@ class DistillationCollator:
         slot_rows: list[SlotRow] = []
         passages: list[list[int]] = []
         for example in examples:
-            rng = random.Random(f"{self.seed}:{example.turns[0].question}")
-            template = rng.choice(self.templates)
-            longest = self.max_context_tokens // len(example.passages)
-            texts: list[str] = []
+            template = draw_template(self.templates, example, self.seed)
             row: list[int] = []
-            for passage in example.passages:
-                passage_ids = self.builder.passage_ids(passage)
-                if len(passage_ids) > longest:
-                    passage_ids = passage_ids[:longest]
-                    passage = self.builder.tokenizer.decode(passage_ids)
-                texts.append(passage)
-                if passage not in places:
-                    places[passage] = len(ids)
+            texts: list[str] = []
+            for text, passage_ids in self.builder.shortened(example.passages, self.max_context_tokens):
+                if text not in places:
+                    places[text] = len(ids)
                     ids.append(passage_ids)
-                row.append(places[passage])
+                row.append(places[text])
+                texts.append(text)
             text_rows.append(self.builder.text_row(example, template, texts))
             slot_rows.append(self.builder.slot_row(example, template))
             passages.append(row)

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.training.data import Example
 from ctx_compress_rag.training.recipes import OptimConfig
 
@@ -108,6 +109,11 @@ def train(
     """
     processes = int(os.environ.get("WORLD_SIZE", "1"))  # under torchrun each process takes its share
     micro = min(optim.micro_batch_size or optim.batch_size, optim.batch_size // processes)
+    if micro == 0 or optim.batch_size % (micro * processes):
+        raise ConfigError(
+            f"batch_size {optim.batch_size} cannot be shared by {processes} processes in micro-batches of {micro}: "
+            "choose numbers that divide it"
+        )
     arguments = TrainingArguments(
         output_dir=str(output / "checkpoints"),
         max_steps=optim.steps,

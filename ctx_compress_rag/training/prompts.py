@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,11 @@ def messages(template: str, context: str, question: str) -> list[dict[str, str]]
     # str.replace, not str.format: passages may hold braces.
     filled = [part.replace("{question}", question).replace("{context}", context) for part in parts]
     return [{"role": role, "content": text} for role, text in zip(roles, filled, strict=True)]
+
+
+def draw_template(templates: Sequence[str], example: Example, seed: int) -> str:
+    """A template for an example, always the same one: a resumed run goes on with the same prompts."""
+    return random.Random(f"{seed}:{example.passages}:{example.turns[0].question}").choice(templates)
 
 
 @dataclass(frozen=True)
@@ -66,10 +72,19 @@ class PromptBuilder:
         self.max_answer_tokens = max_answer_tokens
         self._prompt_tokenizer = PromptTokenizer(tokenizer)
 
-    def passage_ids(self, passage: str, max_tokens: int | None = None) -> Tensor:
+    def passage_ids(self, passage: str) -> Tensor:
         """Token ids of a passage on its own: (L,)."""
-        ids = self.tokenizer(passage, add_special_tokens=False)["input_ids"][:max_tokens]
+        ids = self.tokenizer(passage, add_special_tokens=False)["input_ids"]
         return torch.tensor(ids, dtype=torch.long)
+
+    def shortened(self, passages: Sequence[str], max_tokens: int) -> list[tuple[str, Tensor]]:
+        """Passages and their token ids (L,), each cut to its even share of `max_tokens`."""
+        share = max_tokens // len(passages)
+        done = []
+        for passage in passages:
+            ids = self.passage_ids(passage)
+            done.append((passage, ids) if len(ids) <= share else (self.tokenizer.decode(ids[:share]), ids[:share]))
+        return done
 
     def _turn_texts(self, example: Example, template: str, context: str) -> list[str]:
         """The prompt text before each answer; later turns are plain questions after the first."""

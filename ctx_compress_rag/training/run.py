@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from ctx_compress_rag.training.data import Example, check_held_out, read_jsonl, 
 from ctx_compress_rag.training.distillation import DistillationCollator, DistillationLoss
 from ctx_compress_rag.training.loop import is_main_process, train
 from ctx_compress_rag.training.prompts import PromptBuilder
-from ctx_compress_rag.training.recipes import DataConfig, DistillationRecipe, TeacherRecipe, load_recipe
+from ctx_compress_rag.training.recipes import DistillationRecipe, Recipe, TeacherRecipe, load_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,8 @@ def run_recipe(path: str | Path, resume: bool = True) -> Path:
     Under torchrun each process trains its share of every batch.
     """
     recipe = load_recipe(path)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     torch.manual_seed(recipe.seed)
     # Softmax tails and Adam's moments reach subnormal numbers, on which a CPU is slow. Threads inherit
     # this when they start, so it comes before any work.
@@ -38,17 +42,21 @@ def run_recipe(path: str | Path, resume: bool = True) -> Path:
     report["recipe"] = recipe.model_dump(mode="json")
     if is_main_process():
         (recipe.output / "training_report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # the next recipe may need what this one's first process has written
     return recipe.output
 
 
-def load_examples(data: DataConfig) -> list[Example]:
+def load_examples(recipe: Recipe) -> list[Example]:
     """The recipe's training examples, checked against its held-out files."""
+    data = recipe.data
     if data.world:
         world = data.world
         examples = world_examples(world.split, world.seed, world.examples, data.max_turns, world.passages, world.named)
         held_out = world_examples("test", 0, 400) + world_examples("dev", 0, 400)
     else:
         examples = [e for file in data.files for e in read_jsonl(file, data.max_turns)]
+        random.Random(recipe.seed).shuffle(examples)  # files are mixed, as the paper mixes its datasets
         held_out = []
     held_out += [e for file in data.held_out for e in read_jsonl(file)]
     check_held_out(examples, held_out)
@@ -63,7 +71,7 @@ def _teacher(recipe: TeacherRecipe, resume: bool) -> dict[str, Any]:
     from ctx_compress_rag.training.teacher import AnswerLoss, TextCollator, new_decoder, save_decoder
     from ctx_compress_rag.training.tokenizer import train_tokenizer
 
-    examples = load_examples(recipe.data)
+    examples = load_examples(recipe)
     if recipe.scratch:
         tokenizer = train_tokenizer(
             _tokenizer_texts(recipe, examples), recipe.scratch.vocab_size, recipe.data.max_context_tokens
@@ -99,7 +107,7 @@ def _tokenizer_texts(recipe: TeacherRecipe, examples: list[Example]) -> Any:
 
 
 def _distillation(recipe: DistillationRecipe, resume: bool) -> dict[str, Any]:
-    examples = load_examples(recipe.data)
+    examples = load_examples(recipe)
     model, tokenizer = load_decoder(recipe.decoder, recipe.revision)
     shipped = Path(recipe.decoder).is_dir()
     config = BundleConfig(

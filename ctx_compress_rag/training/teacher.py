@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ctx_compress_rag.training.data import Example
-from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
 
 
 class AnswerLoss(nn.Module):
@@ -44,21 +43,22 @@ class AnswerLoss(nn.Module):
 class TextCollator:
     """Examples -> a right-padded batch of full-text prompts, each with a template drawn for it."""
 
-    def __init__(self, builder: PromptBuilder, templates: Sequence[str], max_tokens: int, seed: int) -> None:
+    def __init__(self, builder: PromptBuilder, templates: Sequence[str], max_context_tokens: int, seed: int) -> None:
         self.builder = builder
         self.templates = templates
-        self.max_tokens = max_tokens
+        self.max_context_tokens = max_context_tokens
         self.seed = seed
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         rows = []
         for example in examples:
-            # Seeded by the example: a resumed run draws the same templates.
-            template = random.Random(f"{self.seed}:{example.turns[0].question}").choice(self.templates)
-            rows.append(self.builder.text_row(example, template))
-        ids = nn.utils.rnn.pad_sequence([r.ids[: self.max_tokens] for r in rows], batch_first=True)
-        answers = nn.utils.rnn.pad_sequence([r.answers[: self.max_tokens] for r in rows], batch_first=True)
-        lengths = torch.tensor([min(len(r.ids), self.max_tokens) for r in rows])
+            template = draw_template(self.templates, example, self.seed)
+            # Passages are cut, never the row: its end is the answer.
+            texts = [text for text, _ in self.builder.shortened(example.passages, self.max_context_tokens)]
+            rows.append(self.builder.text_row(example, template, texts))
+        ids = nn.utils.rnn.pad_sequence([row.ids for row in rows], batch_first=True)
+        answers = nn.utils.rnn.pad_sequence([row.answers for row in rows], batch_first=True)
+        lengths = torch.tensor([len(row.ids) for row in rows])
         mask = (torch.arange(ids.shape[1]) < lengths.unsqueeze(1)).long()
         return {"input_ids": ids, "attention_mask": mask, "answers": answers}
 
