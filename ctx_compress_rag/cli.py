@@ -198,6 +198,9 @@ def _eval_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--questions", type=int, default=200, metavar="N", help="at most this many (default: %(default)s)"
     )
+    parser.add_argument(
+        "--passages", type=int, default=4, metavar="N", help="of the invented world, per prompt (default: %(default)s)"
+    )
     parser.add_argument("--ratios", type=int, nargs="+", metavar="R", help="default: 4 8 16 32 64 128")
     parser.add_argument("--codec", help="how slots are stored: int8 or fp16")
     parser.add_argument("--no-extraction", action="store_true", help="leave out the baseline that needs MiniLM")
@@ -216,7 +219,8 @@ def _eval(args: argparse.Namespace) -> None:
         examples = [example for file in args.data for example in read_jsonl(file)]
         data = ", ".join(Path(file).name for file in args.data)
     else:
-        examples, data = world_examples("test", 0, args.questions, max_turns=1), "the invented world"
+        examples = world_examples("test", 0, args.questions, max_turns=1, passages=(args.passages,))
+        data = f"the invented world, {args.passages} passages"
     questions = questions_of(examples, args.questions)
     bundle = Bundle.from_pretrained(args.bundle)
     scores = evaluate(
