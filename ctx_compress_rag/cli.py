@@ -129,9 +129,12 @@ def _ask(args: argparse.Namespace) -> None:
         [hits] = index.search([args.question], args.k)
         prompt = question_prompt(index.store, args.question, hits, None if args.text else args.ratio)
         decoder = TransformersDecoder(index.bundle, index.store)
+        begun = False
         for piece in decoder.stream(prompt, Sampling(max_new_tokens=_ANSWER_TOKENS)):
             if isinstance(piece, str):
-                print(piece, end="", flush=True)
+                # Some tokenizers start an answer with a space.
+                print(piece if begun else piece.lstrip(), end="", flush=True)
+                begun = begun or bool(piece.strip())
             else:
                 print(f"\n\n{piece.prompt_tokens} prompt tokens, {piece.slots} of them slots. Sources:")
     for hit in hits:

@@ -44,5 +44,5 @@ from ctx_compress_rag import Bundle
 bundle = Bundle.from_pretrained("path/to/this/folder")
 ```
 
-Compression loses detail. Check the scores in `training_report.json`, or run `ctx-compress eval`, before you rely on it.
+Compression loses detail: run `ctx-compress eval` on your own questions before you rely on it.
 """
