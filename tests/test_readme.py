@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from chromadb.api.shared_system_client import SharedSystemClient
 
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.training.data import world_examples, write_jsonl
@@ -26,9 +28,12 @@ def _commands(name: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty current folder. Chroma keeps one engine per spelling of a path: `./chroma` was another folder before."""
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    SharedSystemClient.clear_system_cache()
+    yield tmp_path
+    SharedSystemClient.clear_system_cache()
 
 
 def test_the_two_make_commands_are_targets() -> None:

@@ -638,7 +638,7 @@ def test_beside_langchain_chroma(
     from langchain_chroma import Chroma
 
     monkeypatch.chdir(tmp_path)
-    folder = str(tmp_path / "chroma") if absolute else "./chroma"
+    folder = str(tmp_path / "chroma") if absolute else "./relative-chroma"
     vectors = Chroma(collection_name="docs", embedding_function=FewWords(), persist_directory=folder)
     documents = [Document(page_content=passage(i), metadata={"source": f"{i}.txt"}) for i in range(6)]
     ids = vectors.add_documents(documents)
