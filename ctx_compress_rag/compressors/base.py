@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.part import Part
 from ctx_compress_rag.soft_context import SoftContext
 
 
@@ -32,7 +32,7 @@ class SlotBatch(NamedTuple):
         ]
 
 
-class Compressor(nn.Module, ABC):
+class Compressor(Part):
     """Turns token ids of passages into slots.
 
     Attributes:
@@ -43,34 +43,12 @@ class Compressor(nn.Module, ABC):
     nestable: ClassVar[bool]
     dim: int
 
-    def __init__(self, backbone: Backbone) -> None:
-        super().__init__()
-        # A plain tuple hides the shared decoder from nn.Module: its weights are not this module's.
-        self._backbone = (backbone,)
-
-    @property
-    def backbone(self) -> Backbone:
-        """The decoder this compressor was made for."""
-        return self._backbone[0]
-
-    @abstractmethod
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """Make what this compressor trains trainable and return it."""
-
     @abstractmethod
     def forward(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> Mapping[int, SlotBatch]:
         """Compress right-padded passages at each ratio.
 
         Shape: input_ids and attention_mask (batch, length)
         """
-
-    @abstractmethod
-    def saved_state(self) -> dict[str, Tensor]:
-        """The tensors a bundle stores for this compressor."""
-
-    @abstractmethod
-    def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `saved_state` gave."""
 
     @torch.inference_mode()
     def compress_ids(

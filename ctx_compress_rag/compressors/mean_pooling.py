@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.backbone import Backbone, lora_config
 from ctx_compress_rag.compressors.base import Compressor, SlotBatch
 from ctx_compress_rag.config import MeanPoolingConfig
-from ctx_compress_rag.errors import BundleError
+from ctx_compress_rag.part import load_parameters
 from ctx_compress_rag.soft_context import pool
 
 ADAPTER = "compressor"
@@ -91,22 +91,3 @@ def full_attention_mask(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
     """
     hidden = (1.0 - attention_mask.to(dtype)) * torch.finfo(dtype).min
     return hidden[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)
-
-
-def load_parameters(module: nn.Module, state: dict[str, Tensor], expected: object, what: str) -> None:
-    """Copy `state` into `module`'s parameters.
-
-    Raises:
-        BundleError: names or shapes differ from the expected ones.
-    """
-    names = set(expected)  # type: ignore[call-overload]
-    if state.keys() != names:
-        odd = sorted(state.keys() ^ names)
-        raise BundleError(f"the {what}'s weights do not fit its config: {len(odd)} names differ, for example {odd[0]}")
-    parameters = dict(module.named_parameters())
-    with torch.no_grad():
-        for name, value in state.items():
-            if parameters[name].shape != value.shape:
-                shapes = f"{tuple(value.shape)}, its config needs {tuple(parameters[name].shape)}"
-                raise BundleError(f"the {what}'s {name} has shape {shapes}")
-            parameters[name].copy_(value)

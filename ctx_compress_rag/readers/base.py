@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.part import Part
 
 
-class Reader(nn.Module, ABC):
+class Reader(Part):
     """Maps stored slots into the decoder's embedding space and prepares the decoder to read them."""
-
-    def __init__(self, backbone: Backbone) -> None:
-        super().__init__()
-        # A plain tuple hides the shared decoder from nn.Module: its weights are not this module's.
-        self._backbone = (backbone,)
-
-    @property
-    def backbone(self) -> Backbone:
-        """The decoder this reader was made for."""
-        return self._backbone[0]
-
-    @abstractmethod
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """Make what this reader trains trainable and return it."""
 
     @abstractmethod
     def initialise(self, slot_rms: float) -> None:
@@ -42,11 +28,3 @@ class Reader(nn.Module, ABC):
     @abstractmethod
     def decoder(self) -> AbstractContextManager[Any]:
         """The transformers model that reads slots, held for this thread within the context."""
-
-    @abstractmethod
-    def saved_state(self) -> dict[str, Tensor]:
-        """The tensors a bundle stores for this reader, adapters excepted."""
-
-    @abstractmethod
-    def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `saved_state` gave."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ctx_compress_rag.backbone import Backbone, lora_config
-from ctx_compress_rag.compressors.mean_pooling import load_parameters
 from ctx_compress_rag.config import TuneConfig
+from ctx_compress_rag.part import load_parameters
 from ctx_compress_rag.readers.base import Reader
 
 ADAPTER = "reader"

@@ -1,0 +1,57 @@
+"""What both sides of a method, compressor and reader, have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.errors import BundleError
+
+
+class Part(nn.Module, ABC):
+    """One side of a method: trained for a decoder, and saved apart from it."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        # A plain tuple hides the shared decoder from nn.Module: its weights are not this module's.
+        self._backbone = (backbone,)
+
+    @property
+    def backbone(self) -> Backbone:
+        """The decoder this part was made for."""
+        return self._backbone[0]
+
+    @abstractmethod
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Make what this part trains trainable and return it."""
+
+    @abstractmethod
+    def saved_state(self) -> dict[str, Tensor]:
+        """The tensors a bundle stores for this part, adapters excepted."""
+
+    @abstractmethod
+    def load_saved_state(self, state: dict[str, Tensor]) -> None:
+        """Put back what `saved_state` gave."""
+
+
+def load_parameters(module: nn.Module, state: dict[str, Tensor], expected: Iterable[str], what: str) -> None:
+    """Copy `state` into `module`'s parameters.
+
+    Raises:
+        BundleError: names or shapes differ from the expected ones.
+    """
+    names = set(expected)
+    if state.keys() != names:
+        odd = sorted(state.keys() ^ names)
+        raise BundleError(f"the {what}'s weights do not fit its config: {len(odd)} names differ, for example {odd[0]}")
+    parameters = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, value in state.items():
+            if parameters[name].shape != value.shape:
+                shapes = f"{tuple(value.shape)}, its config needs {tuple(parameters[name].shape)}"
+                raise BundleError(f"the {what}'s {name} has shape {shapes}")
+            parameters[name].copy_(value)
