@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.backbone import Backbone, load_decoder
-from ctx_compress_rag.compressors.base import Compressor
+from ctx_compress_rag.compressors.base import Compressor, Tokenized
 from ctx_compress_rag.config import BundleConfig, explain
 from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
 from ctx_compress_rag.methods import METHODS
@@ -72,7 +72,12 @@ class Bundle:
 
     @classmethod
     def from_pretrained(
-        cls, name_or_path: str | Path, *, device: str | torch.device | None = None, revision: str | None = None
+        cls,
+        name_or_path: str | Path,
+        *,
+        device: str | torch.device | None = None,
+        revision: str | None = None,
+        changes: Mapping[str, Any] | None = None,
     ) -> Bundle:
         """Load a bundle from a folder, by shipped name (`demo`), or from the hub.
 
@@ -80,6 +85,8 @@ class Bundle:
             name_or_path: a folder, a shipped name, or a hub id such as `someone/bundle`.
             device: where to put it; None takes CUDA, MPS or the CPU, in that order.
             revision: a hub revision.
+            changes: settings to use in place of the stored config's, for a further stage of training;
+                the stored weights must fit them.
 
         Raises:
             BundleError: it is not there, or damaged; the message names the file.
@@ -87,6 +94,8 @@ class Bundle:
         """
         folder = _find(name_or_path, revision)
         config = _read_config(folder / CONFIG_FILE)
+        if changes:
+            config = BundleConfig(**{**dict(config), **changes})
         shipped = folder / DECODER_FOLDER
         model, tokenizer = load_decoder(
             shipped if config.decoder is None else config.decoder, config.revision, device=device
@@ -231,22 +240,22 @@ class Bundle:
         ratio = ratio or self.config.base_ratio
         if self.config.max_tokens % ratio:
             raise RatioError(f"ratio {ratio} does not divide the encoder's window of {self.config.max_tokens} tokens")
-        passages = [self._passage_ids(text, index) for index, text in enumerate(texts)]
+        passages = [self._tokenized(text, index) for index, text in enumerate(texts)]
         done: list[SoftContext] = []
         with tqdm(total=len(passages), desc="compressing", unit="passage", disable=not progress) as bar:
             for start in range(0, len(passages), _PASSAGES_PER_ROUND):
                 part = passages[start : start + _PASSAGES_PER_ROUND]
-                done += self.compressor.compress_ids(part, ratio, self.config.max_tokens, _TOKENS_PER_BATCH)
+                done += self.compressor.compress(part, ratio, self.config.max_tokens, _TOKENS_PER_BATCH)
                 bar.update(len(part))
         return done
 
-    def _passage_ids(self, text: str, index: int) -> list[int]:
+    def _tokenized(self, text: str, index: int) -> Tokenized:
         ids: list[int] = (
             self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text.strip() else []
         )
         if not ids:
             raise ConfigError(f"passage {index} is blank: there is nothing to compress in {text[:40]!r}")
-        return ids
+        return Tokenized(text, ids)
 
     def at_ratio(self, soft: SoftContext, ratio: int) -> SoftContext:
         """A stored soft context (at the base ratio) at a coarser ratio.
@@ -261,13 +270,18 @@ class Bundle:
             raise RatioError(f"{self.config.method.name} stores one ratio: use ratio={base}, or index again at {ratio}")
         return soft.merge(ratio // base)
 
-    def ratio_for_budget(self, slot_counts: Sequence[int], budget: int) -> int:
-        """The finest ratio at which passages of these base slot counts fit into `budget` slots together.
+    def ratio_for_budget(self, slot_counts: Sequence[int], budget: int, base: int | None = None) -> int:
+        """The finest ratio at which passages of these slot counts fit into `budget` slots together.
+
+        Args:
+            slot_counts: how many slots each passage has as it is stored.
+            budget: most slots in all.
+            base: the ratio that is stored; by default the bundle's base ratio.
 
         Raises:
             RatioError: there are more passages than slots in the budget.
         """
-        base = self.config.base_ratio
+        base = base or self.config.base_ratio
         if sum(slot_counts) <= budget:
             return base
         if not self.compressor.nestable or len(slot_counts) > budget:
@@ -284,9 +298,13 @@ class Bundle:
         embedded: Tensor = self.reader(soft.slots.to(device), soft.token_counts.to(device))
         return embedded
 
-    def soft_decoder(self) -> AbstractContextManager[Any]:
-        """The decoder as it reads soft contexts, held for this thread within the context."""
-        return self.reader.decoder()
+    def soft_decoder(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
+        """The decoder as it reads soft contexts, held for this thread within the context.
+
+        Args:
+            slot_mask: bool (batch, length), where the slots are in the prompts given to it.
+        """
+        return self.reader.decoder(slot_mask)
 
     def text_decoder(self) -> AbstractContextManager[Any]:
         """The decoder as it reads plain text (the teacher), held for this thread within the context."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -39,8 +39,48 @@ class MeanPoolingConfig(_Strict):
     embedding_skip: bool = False
 
 
-MethodConfig = MeanPoolingConfig
-"""The methods' configurations. A second method makes this a union told apart by `name`."""
+class CompressionTokensConfig(_Strict):
+    """Compression tokens (paper 001, section 5.1): one learned token, repeated once for each slot.
+
+    `attention` is how they see each other and the text: "causal" as the decoder does, or
+    "bidirectional" among compression tokens, causal over the text.
+    """
+
+    name: Literal["compression_tokens"] = "compression_tokens"
+    attention: Literal["causal", "bidirectional"] = "bidirectional"
+    encoder: TuneConfig = TuneConfig()
+    decoder: TuneConfig = TuneConfig()
+
+
+class ComprexitConfig(_Strict):
+    """ComprExIT (paper 002): explicit transmission from frozen hidden states to slots."""
+
+    name: Literal["comprexit"] = "comprexit"
+
+
+class SentenceSlotsConfig(_Strict):
+    """Sentence vectors as slots (paper 000, sections 3.1-3.2); xRAG with one slot for each passage."""
+
+    name: Literal["sentence_slots"] = "sentence_slots"
+
+
+class ArcAlignerConfig(_Strict):
+    """ArcAligner (paper 000): sentence slots read with selective LoRA and recursive gates."""
+
+    name: Literal["arcaligner"] = "arcaligner"
+
+
+class RamConfig(_Strict):
+    """RAM (paper 004): close reading of the segments a question needs, skimming of the rest."""
+
+    name: Literal["ram"] = "ram"
+
+
+MethodConfig = Annotated[
+    MeanPoolingConfig | CompressionTokensConfig | ComprexitConfig | SentenceSlotsConfig | ArcAlignerConfig | RamConfig,
+    Field(discriminator="name"),
+]
+"""The methods' configurations, told apart by `name`."""
 
 
 class BundleConfig(_Strict):

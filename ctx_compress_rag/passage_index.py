@@ -240,7 +240,7 @@ class _Recorded:
         self.compressor = SimpleNamespace(nestable=False)
         self.fingerprint: str = about["fingerprint"]
 
-    def compress(self, texts: Sequence[str]) -> list[SoftContext]:
+    def compress(self, texts: Sequence[str], ratio: int | None = None) -> list[SoftContext]:
         raise StoreError(f"the store was opened without its bundle: cannot compress {len(texts)} passages")
 
 

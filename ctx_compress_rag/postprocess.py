@@ -28,7 +28,7 @@ def check_size(store: SoftContextStore, ratio: int | None, token_budget: int | N
         raise ConfigError(f"ratio={ratio} and token_budget={token_budget}: give one of them, the other follows from it")
     if token_budget is not None and token_budget < 1:
         raise ConfigError(f"token_budget={token_budget}: a budget is a number of slots, 1 or more")
-    base = store.bundle.config.base_ratio
+    base = store.base_ratio
     if ratio is not None and (ratio < base or ratio % base):
         raise RatioError(f"ratio={ratio} cannot be made from the stored {base}: choose a multiple of {base}")
 
@@ -52,7 +52,7 @@ def mark(
         store: where the soft contexts are.
         texts: passages, best first or in any order; the order is kept.
         ids: their ids in the store; by default hashes of the texts.
-        ratio: source tokens per slot, a multiple of the bundle's base ratio, which is the default.
+        ratio: source tokens per slot, a multiple of the store's base ratio, which is the default.
         token_budget: instead of a ratio, the most slots that all passages may take together: the finest
             ratio that fits is used for all. Texts that stay text are not counted.
         on_missing: see `OnMissing`.
@@ -85,7 +85,7 @@ def mark(
     chosen = [names[i] for i in wanted]
     if token_budget is not None:
         ratio = _ratio_within(store, chosen, token_budget)
-    markers = store.markers(chosen, ratio or store.bundle.config.base_ratio, scope)
+    markers = store.markers(chosen, ratio or store.base_ratio, scope)
     by_place = dict(zip(wanted, markers, strict=True))
     return [by_place.get(i, text) for i, text in enumerate(texts)]
 
@@ -108,4 +108,4 @@ def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
 
 def _ratio_within(store: SoftContextStore, ids: Sequence[str], budget: int) -> int:
     counts = [passage.n_slots for passage in store.get_passages(ids) if passage is not None]
-    return cast("Bundle", store.bundle).ratio_for_budget(counts, budget)
+    return cast("Bundle", store.bundle).ratio_for_budget(counts, budget, store.base_ratio)

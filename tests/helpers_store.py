@@ -28,9 +28,9 @@ class WordBundle:
         self.dim = dim
         self.calls: list[list[str]] = []
 
-    def compress(self, texts: Sequence[str]) -> list[SoftContext]:
+    def compress(self, texts: Sequence[str], ratio: int | None = None) -> list[SoftContext]:
         self.calls.append(list(texts))
-        return [self.at(text, self.config.base_ratio) for text in texts]
+        return [self.at(text, ratio or self.config.base_ratio) for text in texts]
 
     def at(self, text: str, ratio: int) -> SoftContext:
         """The soft context of a text pooled at a ratio directly, for comparison."""

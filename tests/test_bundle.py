@@ -40,7 +40,7 @@ def widen(bundle: Any) -> Any:
 def logits(bundle: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The decoder's logits as it reads text and as it reads soft contexts."""
     found = []
-    for decoder in (bundle.text_decoder(), bundle.soft_decoder()):
+    for decoder in (bundle.text_decoder(), bundle.soft_decoder(torch.zeros(1, 1, dtype=torch.bool))):
         with torch.no_grad(), decoder as model:
             found.append(model(input_ids=PROMPT).logits)
     return found[0], found[1]
@@ -242,9 +242,9 @@ def test_weights_that_do_not_fit_are_refused(folder: Path) -> None:
     ("change", "message"),
     [
         ({"unknown": 1}, r"unknown: Extra inputs are not permitted"),
-        ({"method": {"name": "mean_pooling", "pooling": "max"}}, r"method.pooling: Extra inputs"),
-        ({"method": {"name": "max_pooling"}}, r"method.name: .*'max_pooling'"),
-        ({"method": {"name": "mean_pooling", "encoder": {"rank": 0}}}, r"method.encoder.rank: .*got '0'"),
+        ({"method": {"name": "mean_pooling", "pooling": "max"}}, r"method.mean_pooling.pooling: Extra inputs"),
+        ({"method": {"name": "max_pooling"}}, r"method: .*'max_pooling'"),
+        ({"method": {"name": "mean_pooling", "encoder": {"rank": 0}}}, r"method.mean_pooling.encoder.rank: .*got '0'"),
         ({"base_ratio": 0}, r"base_ratio: .*got '0'"),
         ({"base_ratio": "four"}, r"base_ratio: .*got 'four'"),
         ({"ratios": []}, "ratios: "),

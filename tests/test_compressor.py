@@ -245,9 +245,9 @@ def test_frozen_means_frozen(make_tiny_bundle: Callable[..., Any], encoder_mode:
     optimiser = torch.optim.SGD(trained, lr=0.1)
     ids = torch.arange(30, 50).unsqueeze(0)
     for _ in range(2):
-        [soft] = made.compressor(ids, torch.ones_like(ids), [4])[4].rows()
+        [soft] = made.compressor.encode(ids, torch.ones_like(ids), [4])[4].rows()
         slots = made.reader(soft.slots, soft.token_counts)
-        with made.soft_decoder() as model:
+        with made.soft_decoder(torch.zeros(1, 1, dtype=torch.bool)) as model:
             loss = model(inputs_embeds=slots.unsqueeze(0)).logits[..., :9].pow(2).mean()
         optimiser.zero_grad()
         loss.backward()
@@ -280,7 +280,7 @@ def test_adapters_do_not_leak(bundle: Any, make_tiny_bundle: Callable[..., Any])
         assert torch.equal(model(input_ids=PROMPT).logits, expected)
         bundle.compress(TEXTS[:1])  # the compressor's adapter, and back
         assert torch.equal(model(input_ids=PROMPT).logits, expected)
-        with pytest.raises(ZeroDivisionError), bundle.soft_decoder() as tuned:
+        with pytest.raises(ZeroDivisionError), bundle.soft_decoder(torch.zeros(1, 1, dtype=torch.bool)) as tuned:
             assert torch.equal(tuned(input_ids=PROMPT).logits, reader)
             raise ZeroDivisionError
         assert torch.equal(model(input_ids=PROMPT).logits, expected)

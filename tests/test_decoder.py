@@ -32,6 +32,7 @@ PASSAGES = {
     "c": "The Harrow Institute was founded in 1911, and it moved to Stavely after the flood. " * 5,
 }
 QUESTION = "Where was Orla Drumwell born?"
+NO_SLOTS = torch.zeros(1, 1, dtype=torch.bool)
 WAIT = 120  # seconds after which a test counts as hanging; nothing here takes a fraction of it, but machines are shared
 
 
@@ -92,7 +93,7 @@ def by_hand(decoder: TransformersDecoder, pieces: list[Any], new_tokens: int) ->
     parts = [p if torch.is_tensor(p) else embed(torch.tensor(p, dtype=torch.long)) for p in pieces]
     ids: list[int] = []
     soft = any(torch.is_tensor(p) for p in pieces)
-    with torch.no_grad(), bundle.soft_decoder() if soft else bundle.text_decoder() as model:
+    with torch.no_grad(), bundle.soft_decoder(NO_SLOTS) if soft else bundle.text_decoder() as model:
         for _ in range(new_tokens):
             inputs = torch.cat([*parts, embed(torch.tensor(ids, dtype=torch.long))]).unsqueeze(0)
             ids.append(int(model(inputs_embeds=inputs, use_cache=False).logits[0, -1].argmax()))
@@ -188,7 +189,10 @@ def test_the_consumer_may_generate_between_pieces_and_change_threads(decoder: Tr
 
 def test_streaming_while_holding_the_decoder_is_refused(decoder: TransformersDecoder) -> None:
     def consume() -> None:
-        with decoder.bundle.soft_decoder(), pytest.raises(CtxCompressError, match="this thread holds the decoder"):
+        with (
+            decoder.bundle.soft_decoder(NO_SLOTS),
+            pytest.raises(CtxCompressError, match="this thread holds the decoder"),
+        ):
             next(decoder.stream(QUESTION))
 
     in_thread(consume)

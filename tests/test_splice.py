@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.compressors.base import Compressor, SlotBatch
+from ctx_compress_rag.compressors.base import SlotBatch, TokenCompressor
 from ctx_compress_rag.config import BundleConfig, MeanPoolingConfig, TuneConfig
 from ctx_compress_rag.decoders.prompt_tokenizer import PromptTokenizer, chat_text
 from ctx_compress_rag.decoders.splice import splice
@@ -104,7 +104,7 @@ def test_slots_of_another_width_are_refused() -> None:
 # Through the store and the decoder
 
 
-class TokenEmbeddings(Compressor):
+class TokenEmbeddings(TokenCompressor):
     """One slot per token: its embedding. What the decoder then reads is the plain prompt."""
 
     nestable = True
@@ -116,7 +116,7 @@ class TokenEmbeddings(Compressor):
     def trained_parameters(self) -> list[torch.nn.Parameter]:
         return []
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
+    def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
         vectors = self.backbone.embeddings(input_ids)
         return {ratio: SlotBatch(*pool(vectors, attention_mask, ratio)) for ratio in ratios}
 

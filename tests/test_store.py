@@ -232,8 +232,8 @@ def test_a_str_in_place_of_ids_is_refused(store: SoftContextStore) -> None:
 class BrokenBundle(WordBundle):
     """Makes a NaN of any text that says so."""
 
-    def compress(self, texts: list[str]) -> list[SoftContext]:
-        softs = super().compress(texts)
+    def compress(self, texts: list[str], ratio: int | None = None) -> list[SoftContext]:
+        softs = super().compress(texts, ratio)
         for text, soft in zip(texts, softs, strict=True):
             if "nan" in text.split():
                 soft.slots[0, 0] = torch.nan
@@ -395,11 +395,11 @@ def test_kill_in_the_middle_loses_nothing_and_a_rerun_completes(tmp_path: Path, 
     code = f"""{WRITE}
 import os, signal
 class Dying(WordBundle):
-    def compress(self, texts):
+    def compress(self, texts, ratio=None):
         if len(self.calls) == 3:
             print(sum(map(len, self.calls)), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().compress(texts)
+        return super().compress(texts, ratio)
 SoftContextStore(sys.argv[1], Dying()).add([passage(i) for i in range(200)], [f"p{{i}}" for i in range(200)])
 """
     run = run_python(code, killed)
@@ -708,3 +708,18 @@ sys.stdin.read()
             assert store.delete(["none"]) == 0
             writer.communicate()
             assert add(store, 3) == AddReport(added=2, updated=0, unchanged=1)
+
+
+def test_a_store_keeps_the_ratio_it_was_made_with(tmp_path: Path) -> None:
+    bundle = WordBundle(nestable=False)
+    with SoftContextStore(tmp_path, bundle, ratio=8) as store:
+        store.add([passage(1)], ["a"], progress=False)
+        assert_same(store.get(["a"])[0], bundle.at(passage(1), 8))
+        with pytest.raises(RatioError, match="only 8 is stored"):
+            store.markers(["a"], 16)
+    with SoftContextStore(tmp_path, bundle) as again:
+        assert again.base_ratio == 8
+        again.add([passage(2)], ["b"], progress=False)
+        assert_same(again.get(["b"])[0], bundle.at(passage(2), 8))
+    with pytest.raises(StoreError, match="has ratio 8, not 4"):
+        SoftContextStore(tmp_path, bundle, ratio=4)

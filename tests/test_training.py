@@ -13,12 +13,13 @@ import yaml
 
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.training.data import Example, Turn, check_held_out, read_jsonl, world_examples, write_jsonl
-from ctx_compress_rag.training.distillation import DistillationCollator, DistillationLoss
+from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
 from ctx_compress_rag.training.prompts import TEMPLATES, PromptBuilder
 from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.teacher import AnswerLoss, TextCollator
 
+NO_SLOTS = torch.zeros(1, 1, dtype=torch.bool)
 EXAMPLES = [
     Example(
         ("Orla Reedwen keeps a goat as a pet.", "Kormoor lies on the river Halen."), (Turn("Which pet?", ("a goat",)),)
@@ -74,7 +75,7 @@ def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
                 with torch.no_grad(), bundle.text_decoder() as teacher:
                     q = teacher(inputs_embeds=history_text[None]).logits[0, -1].double().softmax(-1)
                 for r in objective.ratios:
-                    with torch.no_grad(), bundle.soft_decoder() as student:
+                    with torch.no_grad(), bundle.soft_decoder(NO_SLOTS) as student:
                         p = student(inputs_embeds=history_slots[r][None]).logits[0, -1].double().softmax(-1)
                     total += float((q * (q.log() - p.log())).sum())
                     history_slots[r] = torch.cat([history_slots[r], embed(torch.tensor([token]))])
@@ -114,8 +115,8 @@ def test_gradients_reach_what_is_trained_and_nothing_else(make_tiny_bundle: Any,
 
 def test_shared_passages_are_encoded_once(tiny_bundle: Any) -> None:
     batch = _collator(tiny_bundle)(EXAMPLES)
-    assert len(batch["passage_ids"]) == 2
-    assert batch["passages"] == [[0, 1], [1]]
+    assert len(batch["passages"].texts) == 2
+    assert batch["prompts"].passages == [[0, 1], [1]]
 
 
 def test_answer_loss_is_weighted_cross_entropy(tiny_bundle: Any) -> None:
@@ -348,4 +349,4 @@ def test_a_long_passage_is_cut_and_its_answer_kept(tiny_bundle: Any) -> None:
     assert batch["input_ids"].shape[1] < 64 + 60
     same = DistillationCollator(builder, TEMPLATES[:1], 64, 0, seed=0)([long])
     assert torch.equal(same["text_rows"][0].ids, batch["input_ids"][0])
-    assert same["passage_ids"].shape == (1, 64)
+    assert same["passages"].input_ids.shape == (1, 64)

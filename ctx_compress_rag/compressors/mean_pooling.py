@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ctx_compress_rag.backbone import Backbone, lora_config
-from ctx_compress_rag.compressors.base import Compressor, SlotBatch
+from ctx_compress_rag.compressors.base import SlotBatch, TokenCompressor
 from ctx_compress_rag.config import MeanPoolingConfig
 from ctx_compress_rag.part import load_parameters
 from ctx_compress_rag.soft_context import pool
@@ -17,7 +17,7 @@ from ctx_compress_rag.soft_context import pool
 ADAPTER = "compressor"
 
 
-class MeanPoolingCompressor(Compressor):
+class MeanPoolingCompressor(TokenCompressor):
     """Hidden states of the decoder's own trunk with full attention, averaged over r tokens (eq. 3-4).
 
     The linear map of the paper comes after pooling and belongs to the reader, so what is stored
@@ -64,7 +64,7 @@ class MeanPoolingCompressor(Compressor):
         summed: Tensor = embeddings + self.backbone.embedding_rms() * F.rms_norm(hidden, hidden.shape[-1:])
         return summed
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
+    def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
         """Encode once, pool at every ratio (section 4.2: the encoder's work is shared by the ratios)."""
         hidden = self.hidden_states(input_ids, attention_mask)
         return {ratio: SlotBatch(*pool(hidden, attention_mask, ratio)) for ratio in ratios}

@@ -229,14 +229,15 @@ class TransformersDecoder:
         """One batch, with or without slots; empty when cancelled."""
         backbone = self.bundle.backbone
         limits = [min(sampling.max_new_tokens, (self._window or 1 << 62) - p.length) for p in prompts]
-        decoder = self.bundle.soft_decoder() if prompts[0].slots else self.bundle.text_decoder()
+        batch = splice(backbone.embeddings, [p.pieces for p in prompts])
+        decoder = self.bundle.soft_decoder(batch.slot_mask) if prompts[0].slots else self.bundle.text_decoder()
         with torch.no_grad(), decoder as model:
             if cancelled():
                 return []
             end_ids = self._end_ids(model.generation_config.eos_token_id, sampling.stop)
             watch = TextWatch(backbone.tokenizer, sampling.stop, end_ids, limits, on_text, cancelled)
             model.generate(
-                **splice(backbone.embeddings, [p.pieces for p in prompts]).model_inputs(),
+                **batch.model_inputs(),
                 generation_config=GenerationConfig(
                     max_new_tokens=max(limits),
                     do_sample=False,  # where it is to sample, the processors make the likeliest token a sample

@@ -106,9 +106,19 @@ def evaluate(
         batch_size: questions per forward pass.
         progress: show a progress bar.
     """
-    with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, bundle, codec=codec) as store:
-        decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
-        answers = _answers(decoder, store, questions, ratios, encoder, template, max_new_tokens, progress)
+    answers: _Answers = {}
+    # One store serves all ratios of a nestable method; of another one each ratio needs its own.
+    served = [list(ratios)] if bundle.compressor.nestable else [[ratio] for ratio in ratios]
+    for group in served:
+        base = None if bundle.compressor.nestable else group[0]
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            SoftContextStore(folder, bundle, codec=codec, ratio=base) as store,
+        ):
+            decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
+            answers |= _answers(
+                decoder, store, questions, group, encoder, template, max_new_tokens, progress, whole=not answers
+            )
     return _scores(questions, answers)
 
 
@@ -125,7 +135,9 @@ def _answers(
     template: str,
     max_new_tokens: int,
     progress: bool,
+    whole: bool,
 ) -> _Answers:
+    """The answers at the store's ratios, and with `whole` those from full text and from nothing."""
     store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
     tokenizer = decoder.bundle.tokenizer
     ranked = [rank_sentences(q.passages, q.question, encoder) for q in questions] if encoder is not None else []
@@ -140,10 +152,10 @@ def _answers(
         rows = zip(questions, ranked, budgets, strict=True)
         return [select(sentences, len(q.passages), tokenizer, b) for q, sentences, b in rows]
 
-    contexts: list[tuple[str, int | None, Callable[[], list[list[str]]]]] = [
-        (FULL, None, lambda: [list(q.passages) for q in questions]),
-        (NONE, None, lambda: [[] for _ in questions]),
-    ]
+    contexts: list[tuple[str, int | None, Callable[[], list[list[str]]]]] = []
+    if whole:
+        contexts.append((FULL, None, lambda: [list(q.passages) for q in questions]))
+        contexts.append((NONE, None, lambda: [[] for _ in questions]))
     for ratio in ratios:
         contexts.append((SOFT, ratio, partial(soft, ratio)))
         for system in (TRUNCATED, EXTRACTED) if ranked else (TRUNCATED,):

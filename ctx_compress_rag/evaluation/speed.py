@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.compressors.base import Tokenized
 from ctx_compress_rag.decoders.transformers import Message, Sampling, TransformersDecoder
 from ctx_compress_rag.postprocess import mark
 from ctx_compress_rag.stores import SoftContextStore
@@ -65,7 +67,8 @@ class FirstToken:
 
 def indexing_speed(bundle: Bundle, passages: Sequence[str], folder: str | Path, progress: bool = True) -> IndexingSpeed:
     """Index `passages` into a new store at `folder`, each round beside the bare encoder on the same tokens."""
-    ids = [bundle.tokenizer(p, add_special_tokens=False, verbose=False)["input_ids"] for p in passages]
+    encoded = bundle.tokenizer(list(passages), add_special_tokens=False, verbose=False)["input_ids"]
+    tokenized = [Tokenized(text, ids) for text, ids in zip(passages, encoded, strict=True)]
     ratio, window = bundle.config.base_ratio, bundle.config.max_tokens
     forward: list[float] = []
     stored: list[float] = []
@@ -73,12 +76,12 @@ def indexing_speed(bundle: Bundle, passages: Sequence[str], folder: str | Path, 
         rounds = range(0, len(passages), _PASSAGES_PER_ROUND)
         for start in tqdm(rounds, desc="indexing", unit="round", disable=not progress):
             part = slice(start, start + _PASSAGES_PER_ROUND)
-            forward.append(_seconds(lambda part=part: bundle.compressor.compress_ids(ids[part], ratio, window, 8192)))  # type: ignore[misc]
-            stored.append(_seconds(lambda part=part: store.add(list(passages[part]), progress=False)))  # type: ignore[misc]
+            forward.append(_seconds(partial(bundle.compressor.compress, tokenized[part], ratio, window, 8192)))
+            stored.append(_seconds(partial(store.add, list(passages[part]), progress=False)))
         info = store.info()
     return IndexingSpeed(
         passages=len(passages),
-        tokens=sum(map(len, ids)),
+        tokens=sum(map(len, encoded)),
         passages_per_second=len(passages) / sum(stored),
         forward_passages_per_second=len(passages) / sum(forward),
         ratio=median(s / f for s, f in zip(stored, forward, strict=True)),

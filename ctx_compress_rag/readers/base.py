@@ -26,5 +26,9 @@ class Reader(Part):
         """
 
     @abstractmethod
-    def decoder(self) -> AbstractContextManager[Any]:
-        """The transformers model that reads slots, held for this thread within the context."""
+    def decoder(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
+        """The transformers model that reads slots, held for this thread within the context.
+
+        Args:
+            slot_mask: bool (batch, length), where the slots are in the prompts given to it.
+        """

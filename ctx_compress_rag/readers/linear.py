@@ -73,8 +73,8 @@ class LinearReader(Reader):
         return slots if self.projection is None else self.projection(slots.to(self.projection.weight.dtype))
 
     @contextmanager
-    def decoder(self) -> Iterator[Any]:
-        """The decoder with this reader's adapter, or this reader's own copy of it."""
+    def decoder(self, slot_mask: Tensor) -> Iterator[Any]:
+        """The decoder with this reader's adapter, or this reader's own copy of it; `slot_mask` is not used."""
         with self.backbone.use(ADAPTER if self.tune.mode == "lora" else None) as model:
             yield model if self.own is None else self.own
 

@@ -50,12 +50,15 @@ class SoftContextStore:
         collection: name of the collection that this one stands beside (it need not exist); ignored where
             `location` is a collection.
         codec: "int8" or "fp16" for a new store; an existing one keeps its own.
+        ratio: source tokens per slot in a new store; by default the bundle's base ratio. An existing store
+            keeps its own. Coarser ratios can be asked for later where the bundle's method is nestable; a
+            method that is not serves the store's ratio alone.
         key: secret that markers are signed with; see `keys.find_key` for where it comes from otherwise.
         scope: tenant or user that markers belong to where neither the call nor `markers.scope` says so.
 
     Raises:
         FingerprintMismatchError: the store was made with another bundle.
-        StoreError: it cannot be opened, is of another format, or has another codec than the one asked for.
+        StoreError: it cannot be opened, is of another format, or has another codec or ratio than asked for.
         ConfigError: an argument has an impossible value.
     """
 
@@ -66,6 +69,7 @@ class SoftContextStore:
         *,
         collection: str = "passages",
         codec: str | None = None,
+        ratio: int | None = None,
         key: bytes | None = None,
         scope: str = DEFAULT_SCOPE,
     ) -> None:
@@ -75,7 +79,7 @@ class SoftContextStore:
         self.fingerprint = bundle.fingerprint
         self.scope = scope
         self._markers = None if key is None else MarkerCodec(key, self.fingerprint)
-        self._companion = Companion(connect(location, collection), bundle, codec)
+        self._companion = Companion(connect(location, collection), bundle, codec, ratio)
         self._writing = threading.RLock()
 
     # Writing
@@ -187,7 +191,7 @@ class SoftContextStore:
             bundle=self.bundle.config.name,
             fingerprint=self.fingerprint,
             codec=self.codec,
-            base_ratio=self.bundle.config.base_ratio,
+            base_ratio=self.base_ratio,
             passages=len(ids),
             slots=slots,
             source_tokens=tokens,
@@ -200,6 +204,11 @@ class SoftContextStore:
         """Name of the codec that soft contexts are stored with."""
         return self._companion.codec
 
+    @property
+    def base_ratio(self) -> int:
+        """Source tokens per slot of the stored soft contexts."""
+        return self._companion.ratio
+
     # Markers
 
     def marker(self, id: str, ratio: int, scope: str | None = None) -> str:
@@ -211,7 +220,7 @@ class SoftContextStore:
 
         Args:
             ids: passage ids.
-            ratio: a multiple of the bundle's base ratio.
+            ratio: a multiple of the store's base ratio.
             scope: tenant or user; by default the one of `markers.scope`, or else the store's.
 
         Raises:
@@ -268,7 +277,7 @@ class SoftContextStore:
             while start < len(items):
                 batch = items[start : start + size]
                 began = time.monotonic()
-                softs = self.bundle.compress([passage.text for _, passage in batch])
+                softs = self.bundle.compress([passage.text for _, passage in batch], ratio=self.base_ratio)
                 rows = {
                     id: records.record(
                         passage, soft, fingerprint=self.fingerprint, marker=signer.passage(passage.text), codec=codec
@@ -294,7 +303,7 @@ class SoftContextStore:
         return found
 
     def _factor(self, ratio: int) -> int:
-        base = self.bundle.config.base_ratio
+        base = self.base_ratio
         if ratio < base or ratio % base or ratio // base > MAX_FACTOR:
             raise RatioError(f"ratio {ratio} cannot be made from the stored {base}: choose a multiple of {base}")
         if ratio != base and not self.bundle.compressor.nestable:

@@ -40,15 +40,18 @@ class Companion:
         connection: where it is.
         bundle: the bundle whose soft contexts it holds.
         codec: the codec for a new collection, None for the default; an existing one keeps its own.
+        ratio: source tokens per slot in a new collection, None for the bundle's base ratio; an existing one
+            keeps its own.
 
     Raises:
         FingerprintMismatchError, StoreError: see SoftContextStore.
     """
 
-    def __init__(self, connection: Connection, bundle: Compresses, codec: str | None) -> None:
+    def __init__(self, connection: Connection, bundle: Compresses, codec: str | None, ratio: int | None) -> None:
         self.connection = connection
         self._bundle = bundle
         self._codec_asked = None if codec is None else check_codec(codec)
+        self._ratio_asked = ratio
         self._lock = WriterLock(connection.folder) if connection.folder else None
         self._pid: int | None = os.getpid()
         self._collection: chromadb.Collection | None = None
@@ -60,6 +63,13 @@ class Companion:
         if self._collection is not None:
             return str((self._collection.metadata or {})["codec"])
         return self._codec_asked or DEFAULT_CODEC
+
+    @property
+    def ratio(self) -> int:
+        """Source tokens per slot."""
+        if self._collection is not None:
+            return int((self._collection.metadata or {})["base_ratio"])
+        return self._ratio_asked or self._bundle.config.base_ratio
 
     def ids(self) -> list[str]:
         """All ids."""
@@ -129,7 +139,7 @@ class Companion:
                     "ctx_format": FORMAT,
                     "bundle": self._bundle.config.name,
                     "fingerprint": self._bundle.fingerprint,
-                    "base_ratio": self._bundle.config.base_ratio,
+                    "base_ratio": self.ratio,
                     "codec": self.codec,
                 },
                 embedding_function=None,
@@ -184,6 +194,11 @@ class Companion:
         if self._codec_asked not in (None, metadata["codec"]):
             raise StoreError(
                 f"the store in {where} has codec {metadata['codec']!r}, not {self._codec_asked!r}: leave codec out, or "
+                "index again under another collection name"
+            )
+        if self._ratio_asked not in (None, metadata["base_ratio"]):
+            raise StoreError(
+                f"the store in {where} has ratio {metadata['base_ratio']}, not {self._ratio_asked}: leave it out, or "
                 "index again under another collection name"
             )
         return collection

@@ -117,26 +117,37 @@ class RatioStep(_Strict):
     sample: int | None = Field(default=None, gt=0)
 
 
-class DistillationRecipe(Recipe):
-    """Train a compressor and its reader by distillation from the full-text teacher (paper 001).
+class CompressionRecipe(Recipe):
+    """Train a compressor and its reader: what every such stage has.
 
-    Without a curriculum every step trains all ratios (eq. 6). A curriculum is ours: decoders as small
-    as the demo's do not learn to read slots when they start at coarse ratios.
+    Starts from untrained weights for `decoder`, or from the `bundle` that an earlier stage made. A
+    `method` given beside a bundle replaces that bundle's settings, whose weights it must fit.
+
+    Every step trains all of its ratios. A curriculum is ours: decoders as small as the demo's do not
+    learn to read slots when they start at coarse ratios.
     """
 
-    stage: Literal["distillation"]
     name: str
     reads: str = "general text"
-    decoder: str
+    bundle: Path | None = None
+    decoder: str | None = None
     revision: str | None = None
     teacher: Path | None = None
-    method: MethodConfig
+    method: MethodConfig | None = None
     base_ratio: int = Field(default=4, gt=0)
     ratios: list[int] = [4, 8, 16, 32, 64, 128]
     window: int = Field(default=1024, gt=0)
     curriculum: list[RatioStep] = []
-    reconstruction_weight: float = Field(default=0.0, ge=0)
-    repeat_per_batch: int = Field(default=8, gt=0)
+
+    @model_validator(mode="after")
+    def _one_start(self) -> CompressionRecipe:
+        if (self.bundle is None) == (self.decoder is None):
+            raise ValueError("give either decoder (a folder or hub id) or bundle (made by an earlier stage)")
+        if self.decoder and self.method is None:
+            raise ValueError("a new bundle needs a method")
+        if self.bundle and (self.revision or self.teacher):
+            raise ValueError("revision and teacher are the bundle's own: leave them out")
+        return self
 
     def ratios_at(self, step: int) -> list[int]:
         """The ratios to train at an optimiser step; the same at every call."""
@@ -149,11 +160,25 @@ class DistillationRecipe(Recipe):
         return sorted(random.Random(f"{self.seed}:{step}").sample(current.ratios, current.sample))
 
 
-AnyRecipe = Annotated[TeacherRecipe | DistillationRecipe, Field(discriminator="stage")]
+class DistillationRecipe(CompressionRecipe):
+    """Distillation from the full-text teacher (paper 001), summed over ratios (eq. 6)."""
+
+    stage: Literal["distillation"]
+    reconstruction_weight: float = Field(default=0.0, ge=0)
+    repeat_per_batch: int = Field(default=8, gt=0)
+
+
+class AnswerRecipe(CompressionRecipe):
+    """The likelihood of answers read from slots (papers 000 and 002, fine-tuning)."""
+
+    stage: Literal["answer"]
+
+
+AnyRecipe = Annotated[TeacherRecipe | DistillationRecipe | AnswerRecipe, Field(discriminator="stage")]
 _ADAPTER: TypeAdapter[AnyRecipe] = TypeAdapter(AnyRecipe)
 
 
-def load_recipe(path: str | Path) -> TeacherRecipe | DistillationRecipe:
+def load_recipe(path: str | Path) -> AnyRecipe:
     """Read a recipe from a YAML file, or a shipped one by name (`demo/teacher`).
 
     Raises:

@@ -16,10 +16,18 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.training.data import Example, check_held_out, read_jsonl, world_examples
-from ctx_compress_rag.training.distillation import DistillationCollator, DistillationLoss
-from ctx_compress_rag.training.loop import is_main_process, train
+from ctx_compress_rag.training.loop import Collate, is_main_process, train
+from ctx_compress_rag.training.objectives.base import SlotObjective
+from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
+from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
 from ctx_compress_rag.training.prompts import PromptBuilder
-from ctx_compress_rag.training.recipes import DistillationRecipe, Recipe, TeacherRecipe, load_recipe
+from ctx_compress_rag.training.recipes import (
+    CompressionRecipe,
+    DistillationRecipe,
+    Recipe,
+    TeacherRecipe,
+    load_recipe,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +46,7 @@ def run_recipe(path: str | Path, resume: bool = True) -> Path:
     torch.set_flush_denormal(True)
     recipe.output.mkdir(parents=True, exist_ok=True)
     logger.info("%s: %d steps, seed %d, into %s", path, recipe.optim.steps, recipe.seed, recipe.output)
-    report = _teacher(recipe, resume) if isinstance(recipe, TeacherRecipe) else _distillation(recipe, resume)
+    report = _teacher(recipe, resume) if isinstance(recipe, TeacherRecipe) else _compression(recipe, resume)
     report["recipe"] = recipe.model_dump(mode="json")
     if is_main_process():
         (recipe.output / "training_report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
@@ -106,26 +114,10 @@ def _tokenizer_texts(recipe: TeacherRecipe, examples: list[Example]) -> Any:
     yield from recipe.data.templates * 200
 
 
-def _distillation(recipe: DistillationRecipe, resume: bool) -> dict[str, Any]:
+def _compression(recipe: CompressionRecipe, resume: bool) -> dict[str, Any]:
     examples = load_examples(recipe)
-    model, tokenizer = load_decoder(recipe.decoder, recipe.revision)
-    shipped = Path(recipe.decoder).is_dir()
-    config = BundleConfig(
-        name=recipe.name,
-        method=recipe.method,
-        decoder=None if shipped else recipe.decoder,
-        revision=None if shipped else recipe.revision,
-        base_ratio=recipe.base_ratio,
-        ratios=recipe.ratios,
-        max_tokens=recipe.window,
-        reads=recipe.reads,
-    )
-    bundle = Bundle.build(config, Backbone(model, tokenizer), teacher=recipe.teacher)
-    builder = PromptBuilder(tokenizer, recipe.data.max_answer_tokens)
-    repeat = recipe.repeat_per_batch if recipe.reconstruction_weight else 0
-    collate = DistillationCollator(builder, recipe.data.templates, recipe.data.max_context_tokens, repeat, recipe.seed)
-    bundle.reader.initialise(_slot_rms(bundle, examples))
-    objective = DistillationLoss(bundle, recipe.reconstruction_weight)
+    bundle = _start(recipe, examples)
+    objective, collate = _objective(recipe, bundle)
 
     def choose_ratios(step: int) -> None:
         objective.ratios = recipe.ratios_at(step)
@@ -136,6 +128,42 @@ def _distillation(recipe: DistillationRecipe, resume: bool) -> dict[str, Any]:
     if is_main_process():
         bundle.save_pretrained(recipe.output / "bundle")
     return report
+
+
+def _start(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
+    """The bundle that training starts from."""
+    settings: dict[str, Any] = {
+        "name": recipe.name,
+        "base_ratio": recipe.base_ratio,
+        "ratios": recipe.ratios,
+        "max_tokens": recipe.window,
+        "reads": recipe.reads,
+    }
+    if recipe.method is not None:
+        settings["method"] = recipe.method
+    if recipe.bundle is not None:
+        return Bundle.from_pretrained(recipe.bundle, changes=settings)
+    assert recipe.decoder is not None
+    model, tokenizer = load_decoder(recipe.decoder, recipe.revision)
+    shipped = Path(recipe.decoder).is_dir()
+    decoder = None if shipped else recipe.decoder
+    config = BundleConfig(decoder=decoder, revision=None if shipped else recipe.revision, **settings)
+    bundle = Bundle.build(config, Backbone(model, tokenizer), teacher=recipe.teacher)
+    bundle.reader.initialise(_slot_rms(bundle, examples))
+    return bundle
+
+
+def _objective(recipe: CompressionRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:
+    """What the recipe's stage minimises, and what feeds it."""
+    data = recipe.data
+    builder = PromptBuilder(bundle.tokenizer, data.max_answer_tokens)
+    if isinstance(recipe, DistillationRecipe):
+        repeat = recipe.repeat_per_batch if recipe.reconstruction_weight else 0
+        return (
+            DistillationLoss(bundle, recipe.reconstruction_weight),
+            DistillationCollator(builder, data.templates, data.max_context_tokens, repeat, recipe.seed),
+        )
+    return LikelihoodLoss(bundle), AnswerCollator(builder, data.templates, data.max_context_tokens, recipe.seed)
 
 
 def _slot_rms(bundle: Bundle, examples: list[Example]) -> float:

@@ -1,0 +1,113 @@
+"""Distillation from the full-text teacher, summed over ratios (paper 001, section 4.2)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.compressors.base import PassageBatch
+from ctx_compress_rag.decoders.splice import splice
+from ctx_compress_rag.training.data import Example, Turn
+from ctx_compress_rag.training.objectives.base import PassageTable, SlotObjective, SlotRows, predict
+from ctx_compress_rag.training.prompts import PromptBuilder, SlotRow, TokenRow, draw_template
+
+REPEAT = "Repeat the text."
+
+
+class DistillationLoss(SlotObjective):
+    """Sum over ratios of KL(teacher || student) on the answers' tokens (eq. 5-6), mean over examples.
+
+    Args:
+        bundle: what is trained. Its decoder as it reads plain text is the teacher.
+        reconstruction_weight: weight of the next-token loss of passages repeated from their slots;
+            not in the paper, 0 leaves it out.
+    """
+
+    def __init__(self, bundle: Bundle, reconstruction_weight: float = 0.0) -> None:
+        super().__init__(bundle)
+        self.reconstruction_weight = reconstruction_weight
+
+    def forward(  # type: ignore[override]
+        self, passages: PassageBatch, text_rows: list[TokenRow], prompts: SlotRows, repeats: SlotRows
+    ) -> dict[str, Tensor]:
+        """The loss of a batch.
+
+        Args:
+            passages: the batch's passages.
+            text_rows: each example with its passages as text, for the teacher.
+            prompts: each example with holes for its passages.
+            repeats: prompts whose answer is a passage's own text.
+        """
+        targets = self._teacher_log_probs(text_rows)
+        loss = torch.zeros((), device=targets.device)
+        for batch in self.compress(passages).values():
+            logits, _ = self.answer_logits(prompts, batch)
+            student = F.log_softmax(logits, dim=-1)
+            loss = loss + F.kl_div(student, targets, reduction="sum", log_target=True) / len(text_rows)
+            if self.reconstruction_weight and repeats.rows:
+                logits, answers = self.answer_logits(repeats, batch)
+                loss = loss + self.reconstruction_weight * F.cross_entropy(logits, answers)
+        return {"loss": loss}
+
+    @torch.no_grad()
+    def _teacher_log_probs(self, rows: Sequence[TokenRow]) -> Tensor:
+        """Log-probabilities at the answers' tokens, rows one after the other: (answer tokens, vocabulary)."""
+        pieces = [[row.ids] for row in rows]
+        inputs = splice(self.bundle.backbone.embeddings, pieces, "left").model_inputs()
+        with self.bundle.text_decoder() as model:
+            logits, _ = predict(model, inputs, pieces, [row.answers for row in rows])
+        return F.log_softmax(logits, dim=-1)
+
+
+class DistillationCollator:
+    """Examples -> the arguments of `DistillationLoss`.
+
+    Args:
+        builder: renders prompts.
+        templates: prompt templates, one drawn for each example.
+        max_context_tokens: longest context of an example, shared evenly by its passages.
+        repeat: how many passages of a batch are also repeated from their slots.
+        seed: of the draws.
+    """
+
+    def __init__(
+        self, builder: PromptBuilder, templates: Sequence[str], max_context_tokens: int, repeat: int, seed: int
+    ) -> None:
+        self.builder = builder
+        self.templates = templates
+        self.max_context_tokens = max_context_tokens
+        self.repeat = repeat
+        self.seed = seed
+
+    def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
+        table = PassageTable()
+        text_rows: list[TokenRow] = []
+        slot_rows: list[SlotRow] = []
+        places: list[list[int]] = []
+        for example in examples:
+            template = draw_template(self.templates, example, self.seed)
+            short = self.builder.shortened(example.passages, self.max_context_tokens)
+            text_rows.append(self.builder.text_row(example, template, [text for text, _ in short]))
+            slot_rows.append(self.builder.slot_row(example, template))
+            places.append([table.place(text, ids) for text, ids in short])
+        rng = random.Random(f"{self.seed}:{examples[0].turns[0].question}")
+        repeated = rng.sample(list(table.places), min(self.repeat, len(table.places)))
+        repeats = SlotRows(
+            [
+                self.builder.slot_row(Example((text,), (Turn(REPEAT, (text,)),)), "{context}\n\n{question}")
+                for text in repeated
+            ],
+            [[table.places[text]] for text in repeated],
+        )
+        return {
+            "passages": table.batch(),
+            "text_rows": text_rows,
+            "prompts": SlotRows(slot_rows, places),
+            "repeats": repeats,
+        }

@@ -1,0 +1,57 @@
+"""Negative log-likelihood of answers read from slots (paper 000, eq. 10; paper 002, section 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ctx_compress_rag.compressors.base import PassageBatch
+from ctx_compress_rag.training.data import Example
+from ctx_compress_rag.training.objectives.base import PassageTable, SlotObjective, SlotRows
+from ctx_compress_rag.training.prompts import PromptBuilder, SlotRow, draw_template
+
+
+class LikelihoodLoss(SlotObjective):
+    """Cross-entropy of the answers' tokens given the slots, mean over tokens, summed over the step's ratios.
+
+    What the answers are, the collator decides: answers to questions, the passages' own text
+    (reconstruction), or the text that follows them (next token).
+    """
+
+    def forward(self, passages: PassageBatch, prompts: SlotRows) -> dict[str, Tensor]:  # type: ignore[override]
+        """The loss of a batch: its passages, and prompts with holes for them."""
+        loss = torch.zeros((), device=self.bundle.backbone.device)
+        for batch in self.compress(passages).values():
+            loss = loss + F.cross_entropy(*self.answer_logits(prompts, batch))
+        return {"loss": loss}
+
+
+class AnswerCollator:
+    """Examples -> the arguments of `LikelihoodLoss`: questions answered from slots.
+
+    Args:
+        builder: renders prompts.
+        templates: prompt templates, one drawn for each example.
+        max_context_tokens: longest context of an example, shared evenly by its passages.
+        seed: of the draws.
+    """
+
+    def __init__(self, builder: PromptBuilder, templates: Sequence[str], max_context_tokens: int, seed: int) -> None:
+        self.builder = builder
+        self.templates = templates
+        self.max_context_tokens = max_context_tokens
+        self.seed = seed
+
+    def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
+        table = PassageTable()
+        rows: list[SlotRow] = []
+        places: list[list[int]] = []
+        for example in examples:
+            rows.append(self.builder.slot_row(example, draw_template(self.templates, example, self.seed)))
+            short = self.builder.shortened(example.passages, self.max_context_tokens)
+            places.append([table.place(text, ids) for text, ids in short])
+        return {"passages": table.batch(), "prompts": SlotRows(rows, places)}
