@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ctx_compress_rag.passage_index import Hit
+from ctx_compress_rag.postprocess import mark, mode_of
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.training.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
 
@@ -27,5 +28,6 @@ def question_prompt(
     """
     texts = [hit.text for hit in hits]
     if ratio is not None:
-        texts = store.markers(store.ensure(texts, [hit.id for hit in hits]), ratio)
+        ids = [hit.id for hit in hits]
+        texts = mark(store, texts, ids, ratio=ratio, mode=mode_of(store.bundle), question=question)
     return messages(TEMPLATES[0], PASSAGE_SEPARATOR.join(texts), question)

@@ -6,8 +6,9 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ctx_compress_rag import __version__
 from ctx_compress_rag.errors import CtxCompressError
@@ -48,6 +49,9 @@ def _parser() -> argparse.ArgumentParser:
         ("info", "say what is in an index", _info_options, _info),
         ("train", "train a bundle by recipes", _train_options, _train),
         ("eval", "score a bundle beside its baselines", _eval_options, _eval),
+        ("compare", "train methods with an equal budget and score them", _compare_options, _compare),
+        ("adapt-eval", "train and score adapting to demonstrations", _adapt_eval_options, _adapt_eval),
+        ("inspect", "draw what a bundle does with a text", _inspect_options, _inspect),
         ("bench", "time indexing and the first token", _bench_options, _bench),
         ("demo", "see it work on a small corpus", _demo_options, _demo),
     ):
@@ -207,6 +211,9 @@ def _eval_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ratios", type=int, nargs="+", metavar="R", help="default: 4 8 16 32 64 128")
     parser.add_argument("--codec", help="how slots are stored: int8 or fp16")
     parser.add_argument("--no-extraction", action="store_true", help="leave out the baseline that needs MiniLM")
+    parser.add_argument(
+        "--perplexity", action="store_true", help="also score how well passages are said again from their slots"
+    )
     parser.add_argument("--output", default="ctx-compress-eval", metavar="DIR", help="default: ./%(default)s")
 
 
@@ -215,6 +222,7 @@ def _eval(args: argparse.Namespace) -> None:
     from ctx_compress_rag.bundle import Bundle
     from ctx_compress_rag.demo.minilm import load_minilm
     from ctx_compress_rag.evaluation.harness import RATIOS, evaluate, questions_of, save, table
+    from ctx_compress_rag.evaluation.perplexity import perplexity_table, reconstruction_perplexity
     from ctx_compress_rag.training.data import read_jsonl, world_examples
 
     _quiet_models()
@@ -226,6 +234,10 @@ def _eval(args: argparse.Namespace) -> None:
         data = f"the invented world, {args.passages} passages"
     questions = questions_of(examples, args.questions)
     bundle = Bundle.from_pretrained(args.bundle)
+    perplexities = []
+    if args.perplexity:  # first: a ratio that cannot be had is told before all questions are answered
+        passages = list(dict.fromkeys(passage for question in questions for passage in question.passages))
+        perplexities = reconstruction_perplexity(bundle, passages, args.ratios or RATIOS)
     scores = evaluate(
         bundle,
         questions,
@@ -233,10 +245,143 @@ def _eval(args: argparse.Namespace) -> None:
         encoder=None if args.no_extraction else load_minilm(),
         codec=args.codec,
     )
-    about = {"bundle": bundle.config.name, "fingerprint": bundle.fingerprint, "data": data, "questions": len(questions)}
+    about: dict[str, Any] = {
+        "bundle": bundle.config.name,
+        "fingerprint": bundle.fingerprint,
+        "data": data,
+        "questions": len(questions),
+    }
+    if perplexities:
+        about["reconstruction_perplexity"] = [asdict(perplexity) for perplexity in perplexities]
     save(scores, args.output, about)
     print(table(scores))
+    if perplexities:
+        print(f"\n{perplexity_table(perplexities)}")
     print(f"\n{len(questions)} questions from {data}; also in {args.output}/scores.json, .md and .png")
+
+
+# compare
+
+
+def _compare_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "comparison", nargs="?", default="demo", metavar="FILE", help="a YAML file of entries (default: all methods)"
+    )
+    parser.add_argument(
+        "--budget",
+        type=int,
+        default=1000,
+        metavar="STEPS",
+        help="steps of training for each entry (default: %(default)s)",
+    )
+    parser.add_argument("--entries", nargs="+", metavar="NAME", help="only these (default: all in the file)")
+    parser.add_argument("--questions", type=int, default=200, metavar="N", help="to score with (default: %(default)s)")
+    parser.add_argument("--passages", type=int, default=1, metavar="N", help="in each prompt (default: %(default)s)")
+    parser.add_argument("--decoder", metavar="DIR", help="a decoder's folder or hub id (default: the demo bundle's)")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="entries trained at a time (default: %(default)s)"
+    )
+    parser.add_argument("--table-only", action="store_true", help="train nothing: a table of what is finished")
+    parser.add_argument("--output", default="ctx-compress-compare", metavar="DIR", help="default: ./%(default)s")
+
+
+def _compare(args: argparse.Namespace) -> None:
+    """Train methods with an equal budget from the same frozen decoder; write one table and one picture.
+
+    Run it again after an interruption: finished entries are kept, the others go on at their last checkpoint.
+    """
+    from ctx_compress_rag.bundle import DECODER_FOLDER, SHIPPED
+    from ctx_compress_rag.evaluation.compare import Plan, compare
+    from ctx_compress_rag.evaluation.compare_report import save, text
+    from ctx_compress_rag.evaluation.comparison import Budget, chosen, load_comparison
+
+    _quiet_models()
+    comparison = load_comparison(args.comparison)
+    names = chosen(comparison, args.entries)
+    output = Path(args.output)
+    if not args.table_only:
+        plan = Plan(
+            output,
+            args.decoder or str(SHIPPED["demo"] / DECODER_FOLDER),
+            Budget(args.budget, args.passages),
+            args.questions,
+            comparison.ratios,
+        )
+        compare(comparison, names, plan, args.jobs)
+    print(text(comparison, save(comparison, output)))
+    print(f"\nalso in {args.output}/compare.md and compare.png")
+
+
+# inspect
+
+
+def _inspect_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("text", metavar="FILE", help="a text; what exceeds the bundle's window is left out")
+    parser.add_argument("--bundle", required=True, help="a bundle's folder or hub id, of a method that has pictures")
+    parser.add_argument("--ratio", type=int, metavar="R", help="source tokens per slot (default: the bundle's own)")
+    parser.add_argument("--output", default="ctx-compress-inspect", metavar="DIR", help="default: ./%(default)s")
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    """Draw what a bundle's method does with a text, and write the numbers as JSON.
+
+    ComprExIT: gates over layers, and the transmission plan from tokens to slots.
+    ArcAligner: how many loops its gates give each slot, layer by layer.
+    """
+    from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.errors import DataError
+    from ctx_compress_rag.evaluation.inspect import inspect
+
+    try:
+        text = Path(args.text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the text {args.text!r}: {error}") from error
+    _quiet_models()
+    for file in inspect(Bundle.from_pretrained(args.bundle), text, args.output, args.ratio):
+        print(file)
+
+
+# adapt-eval
+
+
+def _adapt_eval_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--recipes", default="rag_gd/demo", metavar="DIR", help="a folder of recipes (default: the shipped %(default)s)"
+    )
+    parser.add_argument(
+        "--data", nargs="+", default=[], metavar="FILE", help="JSONL files, each a task (default: the invented world's)"
+    )
+    parser.add_argument(
+        "--split", choices=("dev", "test"), default="test", help="of the invented world's tasks (default: %(default)s)"
+    )
+    parser.add_argument("--questions", type=int, default=400, metavar="N", help="default: %(default)s")
+    parser.add_argument("--timed", type=int, default=20, metavar="N", help="questions timed (default: %(default)s)")
+    parser.add_argument(
+        "--answer-tokens", type=int, default=32, metavar="N", help="most of an answer (default: %(default)s)"
+    )
+    parser.add_argument("--output", default="ctx-compress-adapt-eval", metavar="DIR", help="default: ./%(default)s")
+
+
+def _adapt_eval(args: argparse.Namespace) -> None:
+    """Score a decoder that adapts to demonstrations by a predicted update (RAG-GD), beside its baselines.
+
+    Trains what is missing first: the base retrieval adapter, a soft prefix, the predictors. Run it again after an
+    interruption to go on.
+    """
+    from ctx_compress_rag.adaptation.evaluation import evaluate, table
+
+    _quiet_models()
+    scores = evaluate(
+        args.recipes,
+        args.output,
+        files=args.data,
+        split=args.split,
+        questions=args.questions,
+        timed=args.timed,
+        max_new_tokens=args.answer_tokens,
+    )
+    print(table(scores))
+    print(f"\n{args.questions} questions, each with demonstrations; also in {args.output}/scores.json, .md and .png")
 
 
 # bench

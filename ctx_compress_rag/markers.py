@@ -9,6 +9,10 @@ slots alone does not fix where the windows begin. The tag is HMAC(key, scope, id
 that a user or a document wrote, one of another tenant's scope, or one that was altered, is not
 honoured and stays literal text. The form is lower-case ASCII without characters that templates,
 JSON or HTML treat specially.
+
+A part of a passage that was skimmed for one question (paper 004) has a marker of the same form. Its letters
+name part, passage and question, and its tag is of another kind, so that neither sort passes for the other.
+It may have 0 slots: skimmed and dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ MIN_KEY_BYTES = 16
 DEFAULT_SCOPE = "default"
 _PASSAGE_LETTERS, _FACTOR_LETTERS, _TAG_LETTERS = 17, 3, 16
 MAX_FACTOR = 16**_FACTOR_LETTERS
-_MARKER = re.compile(r"\[\[ctx:([a-p]{20})\.([1-9][0-9]{0,6})\.([a-p]{16})\]\]")
+_MARKER = re.compile(r"\[\[ctx:([a-p]{20})\.(0|[1-9][0-9]{0,6})\.([a-p]{16})\]\]")
+_STORED, _SKIMMED = _KINDS = ("tag", "skimmed tag")  # "tag" is in the markers of stores made before
+_ONE = "a" * _FACTOR_LETTERS  # factor 1
 _HEX_TO_LETTERS = str.maketrans("0123456789abcdef", "abcdefghijklmnop")
 _LETTERS_TO_HEX = str.maketrans("abcdefghijklmnop", "0123456789abcdef")
 
@@ -63,15 +69,17 @@ class Marker:
 
     Attributes:
         id: its 20 letters.
-        slots: how many places the passage takes in the prompt.
+        slots: how many places it takes in the prompt.
+        skimmed: whether it stands for a part of a passage as one question needed it, not for a stored passage.
     """
 
     id: str
     slots: int
+    skimmed: bool = False
 
     @property
     def passage(self) -> str:
-        """The letters that name the passage, whatever the ratio."""
+        """The letters that name the passage, whatever the ratio, or the skimmed part."""
         return self.id[:_PASSAGE_LETTERS]
 
     @property
@@ -98,6 +106,10 @@ class MarkerCodec:
         """The 17 letters that name a passage of this text."""
         return self._letters(_PASSAGE_LETTERS, "passage", self._fingerprint, text)
 
+    def skimmed(self, *fields: str) -> str:
+        """The 17 letters that name a part of a passage skimmed for a question; `fields` tell it from others."""
+        return self._letters(_PASSAGE_LETTERS, "skimmed", self._fingerprint, *fields)
+
     def write(self, passage: str, factor: int, slots: int, scope: str) -> str:
         """The marker of a passage (as `passage` names it) with `factor` base slots merged into one.
 
@@ -107,7 +119,12 @@ class MarkerCodec:
         if not 1 <= factor <= MAX_FACTOR:
             raise RatioError(f"cannot merge {factor} slots into one: a marker holds factors of 1 to {MAX_FACTOR}")
         id = passage + f"{factor - 1:0{_FACTOR_LETTERS}x}".translate(_HEX_TO_LETTERS)
-        return f"[[ctx:{id}.{slots}.{self._tag(scope, id, str(slots))}]]"
+        return f"[[ctx:{id}.{slots}.{self._tag(_STORED, scope, id, str(slots))}]]"
+
+    def write_skimmed(self, part: str, slots: int, scope: str) -> str:
+        """The marker of a skimmed part (as `skimmed` names it); 0 slots where it was dropped."""
+        id = part + _ONE
+        return f"[[ctx:{id}.{slots}.{self._tag(_SKIMMED, scope, id, str(slots))}]]"
 
     def split(self, text: str, scope: str) -> list[str | Marker]:
         """Text parts and this scope's markers, in order; nothing else is taken out, no part is empty.
@@ -118,12 +135,13 @@ class MarkerCodec:
         start = refused = 0
         for match in _MARKER.finditer(text):
             id, slots, tag = match.groups()
-            if not hmac.compare_digest(tag, self._tag(scope, id, slots)):
+            kinds = [kind for kind in _KINDS if hmac.compare_digest(tag, self._tag(kind, scope, id, slots))]
+            if not kinds:
                 refused += 1
                 continue
             if match.start() > start:
                 parts.append(text[start : match.start()])
-            parts.append(Marker(id, int(slots)))
+            parts.append(Marker(id, int(slots), kinds == [_SKIMMED]))
             start = match.end()
         if start < len(text):
             parts.append(text[start:])
@@ -135,8 +153,8 @@ class MarkerCodec:
             )
         return parts
 
-    def _tag(self, scope: str, id: str, slots: str) -> str:
-        return self._letters(_TAG_LETTERS, "tag", scope, id, slots)
+    def _tag(self, kind: str, scope: str, id: str, slots: str) -> str:
+        return self._letters(_TAG_LETTERS, kind, scope, id, slots)
 
     def _letters(self, length: int, *fields: str) -> str:
         # Each field goes in with its length, so that no two lists of fields give the same message.

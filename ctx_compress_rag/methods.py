@@ -8,9 +8,16 @@ from typing import Any
 
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.compressors.base import Compressor
+from ctx_compress_rag.compressors.compression_tokens import CompressionTokensCompressor
+from ctx_compress_rag.compressors.comprexit import ComprexitCompressor
 from ctx_compress_rag.compressors.mean_pooling import MeanPoolingCompressor
+from ctx_compress_rag.compressors.ram import RamCompressor
+from ctx_compress_rag.compressors.sentence_slots import SentenceSlotsCompressor
+from ctx_compress_rag.readers.arcaligner import ArcAlignerReader
 from ctx_compress_rag.readers.base import Reader
 from ctx_compress_rag.readers.linear import LinearReader
+from ctx_compress_rag.readers.mlp import MlpReader
+from ctx_compress_rag.readers.projector import ProjectorReader
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,29 @@ METHODS: dict[str, Method] = {
         compressor=MeanPoolingCompressor,
         reader=lambda backbone, config, compressor: LinearReader(
             backbone, compressor.dim, config.decoder, config.linear
+        ),
+    ),
+    "compression_tokens": Method(
+        compressor=CompressionTokensCompressor,
+        reader=lambda backbone, config, compressor: LinearReader(backbone, compressor.dim, config.decoder),
+    ),
+    "sentence_slots": Method(
+        compressor=SentenceSlotsCompressor,
+        reader=lambda backbone, config, compressor: ProjectorReader(backbone, compressor.dim, config.decoder),
+    ),
+    "arcaligner": Method(
+        compressor=SentenceSlotsCompressor,
+        reader=lambda backbone, config, compressor: ArcAlignerReader(backbone, compressor.dim, config),
+    ),
+    "comprexit": Method(
+        compressor=ComprexitCompressor,
+        reader=lambda backbone, config, compressor: MlpReader(backbone, compressor.dim),
+    ),
+    "ram": Method(
+        compressor=RamCompressor,
+        # W_align of eq. 5 is the reader's map; without skimming there is nothing for it to map.
+        reader=lambda backbone, config, compressor: LinearReader(
+            backbone, compressor.dim, config.decoder, config.skimming != "none"
         ),
     ),
 }

@@ -7,7 +7,14 @@ from typing import Any
 
 from ctx_compress_rag.config import BundleConfig
 
-PAPERS = {"mean_pooling": "Simple Context Compression: Mean-Pooling and Multi-Ratio Training"}
+PAPERS = {
+    "mean_pooling": "Simple Context Compression: Mean-Pooling and Multi-Ratio Training",
+    "compression_tokens": "Simple Context Compression: Mean-Pooling and Multi-Ratio Training",
+    "sentence_slots": "ArcAligner: Adaptive Recursive Aligner for Compressed Context Embeddings in RAG",
+    "arcaligner": "ArcAligner: Adaptive Recursive Aligner for Compressed Context Embeddings in RAG",
+    "comprexit": "Context Compression via Explicit Information Transmission",
+    "ram": "Read As Human: Compressing Context via Parallelizable Close Reading and Skimming",
+}
 
 
 def model_card(config: BundleConfig, report: Mapping[str, Any], fingerprint: str) -> str:

@@ -9,25 +9,45 @@ from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
-    from ctx_compress_rag.stores import SoftContextStore
+    from ctx_compress_rag.stores import Compresses, SoftContextStore
 
 OnMissing = Literal["compress", "error", "text"]
 """A passage that is not stored, or stored with another text: compress it now, raise, or leave its text."""
 
+Mode = Literal["soft", "close_reading"]
+"""A marker in place of each passage; or text where the question needs it and markers for the rest (paper 004)."""
 
-def check_size(store: SoftContextStore, ratio: int | None, token_budget: int | None, on_missing: str) -> None:
+
+def mode_of(bundle: Compresses) -> Mode:
+    """The mode that a bundle's passages are read in: "close_reading" for ram, "soft" for every other method."""
+    from ctx_compress_rag.compressors.ram import RamCompressor
+
+    return "close_reading" if isinstance(bundle.compressor, RamCompressor) else "soft"
+
+
+def check_size(
+    store: SoftContextStore, ratio: int | None, token_budget: int | None, on_missing: str, mode: str = "soft"
+) -> None:
     """Refuse arguments that `mark` could never serve with this store.
 
     Raises:
-        ConfigError: both a ratio and a budget are given, a budget is below 1, or `on_missing` is unknown.
-        RatioError: the ratio cannot be made from the store's base ratio.
+        ConfigError: both a ratio and a budget are given, a budget is below 1, `on_missing` is unknown, or the
+            mode is, or is not that of the store's bundle.
+        RatioError: the ratio cannot be made from the store's base ratio; in close reading, it is below 2.
     """
+    _check_mode(store, mode)
     if on_missing not in get_args(OnMissing):
         raise ConfigError(f"on_missing={on_missing!r}: choose one of {', '.join(get_args(OnMissing))}")
     if ratio is not None and token_budget is not None:
         raise ConfigError(f"ratio={ratio} and token_budget={token_budget}: give one of them, the other follows from it")
     if token_budget is not None and token_budget < 1:
         raise ConfigError(f"token_budget={token_budget}: a budget is a number of slots, 1 or more")
+    if mode == "close_reading":
+        if token_budget is not None:
+            raise ConfigError(f"token_budget={token_budget}: close reading takes a ratio, how much shorter to make all")
+        if ratio is not None and ratio < 2:
+            raise RatioError(f"ratio={ratio}: close reading makes the context shorter by 2 or more")
+        return
     base = store.base_ratio
     if ratio is not None and (ratio < base or ratio % base):
         raise RatioError(f"ratio={ratio} cannot be made from the stored {base}: choose a multiple of {base}")
@@ -42,8 +62,14 @@ def mark(
     token_budget: int | None = None,
     on_missing: OnMissing = "compress",
     scope: str | None = None,
+    mode: Mode = "soft",
+    question: str | None = None,
 ) -> list[str]:
     """For each retrieved text the marker that stands for it, or the text itself.
+
+    In close reading (a RAM bundle) each text keeps the segments that the question needs, and has markers in
+    the place of the others: see `close_reading.close_read`. The slots of those are in the store object's
+    memory, for this question only: the LLM must read with the same object.
 
     Blank texts stay as they are. A text that holds a marker already is expanded first, so that marking twice
     does not store the marker as the passage. Safe in threads.
@@ -52,20 +78,30 @@ def mark(
         store: where the soft contexts are.
         texts: passages, best first or in any order; the order is kept.
         ids: their ids in the store; by default hashes of the texts.
-        ratio: source tokens per slot, a multiple of the store's base ratio, which is the default.
+        ratio: source tokens per slot, a multiple of the store's base ratio, which is the default. In close
+            reading, how many times shorter all texts together become, 2 or more; by default the least that
+            the bundle was trained for.
         token_budget: instead of a ratio, the most slots that all passages may take together: the finest
             ratio that fits is used for all. Texts that stay text are not counted.
         on_missing: see `OnMissing`.
         scope: tenant or user; by default the one of `markers.scope`, or else the store's.
+        mode: "close_reading" for a RAM bundle, "soft" for any other.
+        question: what is asked; needed for close reading, and not used otherwise.
 
     Raises:
-        ConfigError: an argument has an impossible value, or an id came with two texts.
+        ConfigError: an argument has an impossible value, an id came with two texts, the mode is not that of the
+            store's bundle, or close reading has no question.
         RatioError: the ratio cannot be made, or there are more passages than slots in the budget.
         MissingPassageError: with on_missing="error", a passage is not stored with this text.
     """
     from ctx_compress_rag.stores.passages import content_id
 
-    check_size(store, ratio, token_budget, on_missing)
+    check_size(store, ratio, token_budget, on_missing, mode)
+    if mode == "close_reading" and not (question and question.strip()):
+        raise ConfigError(
+            "close reading needs the question: give it to compress_documents (LangChain; a "
+            "ContextualCompressionRetriever does), as query_bundle or query_str (LlamaIndex), or as question= of mark"
+        )
     if ids is not None and len(ids) != len(texts):
         raise ConfigError(f"{len(ids)} ids for {len(texts)} texts: give one id per text")
     texts = [expand(store, text, scope) for text in texts]
@@ -83,20 +119,54 @@ def mark(
             )
         wanted = [i for i, there in zip(wanted, stored, strict=True) if there]
     chosen = [names[i] for i in wanted]
-    if token_budget is not None:
-        ratio = _ratio_within(store, chosen, token_budget)
-    markers = store.markers(chosen, ratio or store.base_ratio, scope)
+    if mode == "close_reading":
+        markers = _close_read(store, [texts[i] for i in wanted], chosen, ratio, question or "", scope)
+    else:
+        if token_budget is not None:
+            ratio = _ratio_within(store, chosen, token_budget)
+        markers = store.markers(chosen, ratio or store.base_ratio, scope)
     by_place = dict(zip(wanted, markers, strict=True))
     return [by_place.get(i, text) for i, text in enumerate(texts)]
 
 
+def _check_mode(store: SoftContextStore, mode: str) -> None:
+    if mode not in get_args(Mode):
+        raise ConfigError(f"mode={mode!r}: choose one of {', '.join(get_args(Mode))}")
+    if mode == mode_of(store.bundle):
+        return
+    name = store.bundle.config.name
+    if mode == "soft":
+        raise ConfigError(f"bundle {name!r} (ram) reads passages question by question: choose mode='close_reading'")
+    raise ConfigError(
+        f"mode={mode!r}: bundle {name!r} was not trained to choose what to read: choose mode='soft', or a bundle "
+        "trained with method ram"
+    )
+
+
+def _close_read(
+    store: SoftContextStore,
+    texts: Sequence[str],
+    ids: Sequence[str],
+    ratio: int | None,
+    question: str,
+    scope: str | None,
+) -> list[str]:
+    from ctx_compress_rag.close_reading import close_read
+
+    if not texts:
+        return []
+    ratio = ratio or min(cast("Bundle", store.bundle).config.ratios)
+    return close_read(store, texts, ids, ratio=ratio, question=question, scope=scope)
+
+
 def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
-    """A prompt with each marker replaced by its passage's text, for an LLM that knows no markers.
+    """A prompt with each marker replaced by the text it stands for, for an LLM that knows no markers.
 
     Markers of another key or scope stay as they are.
 
     Raises:
-        MissingPassageError: a passage was deleted or its text changed since the marker was written.
+        MissingPassageError: a passage was deleted or its text changed since the marker was written, or the
+            slots of a skimmed part are no longer in memory.
     """
     parts = store.split(text, scope)
     markers = [part for part in parts if not isinstance(part, str)]

@@ -8,16 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.backbone import Backbone, lora_config
-from ctx_compress_rag.compressors.base import SlotBatch, TokenCompressor
+from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.compressors.base import SlotBatch
+from ctx_compress_rag.compressors.trunk import ADAPTER, TrunkCompressor
 from ctx_compress_rag.config import MeanPoolingConfig
 from ctx_compress_rag.part import load_parameters
 from ctx_compress_rag.soft_context import pool
 
-ADAPTER = "compressor"
 
-
-class MeanPoolingCompressor(TokenCompressor):
+class MeanPoolingCompressor(TrunkCompressor):
     """Hidden states of the decoder's own trunk with full attention, averaged over r tokens (eq. 3-4).
 
     The linear map of the paper comes after pooling and belongs to the reader, so what is stored
@@ -27,30 +26,15 @@ class MeanPoolingCompressor(TokenCompressor):
     nestable = True
 
     def __init__(self, backbone: Backbone, config: MeanPoolingConfig) -> None:
-        super().__init__(backbone)
-        self.config = config
-        self.dim = backbone.dim
-        self.encoder: nn.Module | None = None
-        if config.encoder.mode == "lora":
-            backbone.add_adapter(ADAPTER, lora_config(config.encoder))
-        elif config.encoder.mode == "full":
-            self.encoder = backbone.copy_model().base_model
-
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """Make what this compressor trains trainable and return it."""
-        if self.encoder is not None:
-            self.encoder.train().requires_grad_(True)
-            self.encoder.get_input_embeddings().weight.requires_grad_(False)  # type: ignore[operator]
-            return [p for p in self.encoder.parameters() if p.requires_grad]
-        return self.backbone.train_adapter(ADAPTER) if self.config.encoder.mode == "lora" else []
+        super().__init__(backbone, config.encoder)
+        self.embedding_skip = config.embedding_skip
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Final hidden states under full attention.
 
         Shape: (batch, length), (batch, length) -> (batch, length, dim)
         """
-        with self.backbone.use(ADAPTER if self.config.encoder.mode == "lora" else None) as model:
-            trunk = self.encoder if self.encoder is not None else model.base_model
+        with self.trunk() as trunk:
             embeddings = self.backbone.embeddings(input_ids)
             hidden: Tensor = trunk(
                 inputs_embeds=embeddings,
@@ -58,7 +42,7 @@ class MeanPoolingCompressor(TokenCompressor):
                 position_ids=torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0),
                 use_cache=False,
             ).last_hidden_state
-        if not self.config.embedding_skip:
+        if not self.embedding_skip:
             return hidden
         # Hidden states are many times larger than embeddings, which would drown in the sum.
         summed: Tensor = embeddings + self.backbone.embedding_rms() * F.rms_norm(hidden, hidden.shape[-1:])
@@ -70,11 +54,8 @@ class MeanPoolingCompressor(TokenCompressor):
         return {ratio: SlotBatch(*pool(hidden, attention_mask, ratio)) for ratio in ratios}
 
     def saved_state(self) -> dict[str, Tensor]:
-        """The encoder's own weights, if it has any; its embeddings are the decoder's."""
-        if self.encoder is None:
-            return {}
-        shared = self.backbone.embeddings.weight
-        return {name: p.detach().cpu().contiguous() for name, p in self.encoder.named_parameters() if p is not shared}
+        """The encoder's own weights, if it has any, under transformers' names."""
+        return {name.removeprefix("encoder."): value for name, value in super().saved_state().items()}
 
     def load_saved_state(self, state: dict[str, Tensor]) -> None:
         """Put back what `saved_state` gave."""

@@ -43,11 +43,15 @@ _GREEDY = Sampling()
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A prompt as pieces of token ids (int64) and slots (float, in the decoder's embedding space)."""
+    """A prompt as pieces of token ids (int64) and slots (float, in the decoder's embedding space).
+
+    `soft` where it had a marker, perhaps one of no slots: the reader's decoder is to read it.
+    """
 
     pieces: list[Tensor]
     length: int
     slots: int
+    soft: bool
 
 
 class TransformersDecoder:
@@ -108,7 +112,7 @@ class TransformersDecoder:
         done: dict[int, Generation] = {}
         for soft in (False, True):
             # Neighbours of like length, so that little of a batch is padding.
-            group = [i for i, prompt in enumerate(prepared) if (prompt.slots > 0) is soft]
+            group = [i for i, prompt in enumerate(prepared) if prompt.soft is soft]
             group.sort(key=lambda i: prepared[i].length)
             for start in range(0, len(group), self.batch_size):
                 batch = group[start : start + self.batch_size]
@@ -159,7 +163,7 @@ class TransformersDecoder:
             ids = self._tokenizer.encode(texts, add_special_tokens=add_bos)
             slots = [embedded[marker] for marker in markers]
             pieces = [piece for pair in zip(ids, slots, strict=False) for piece in pair] + [ids[-1]]
-            prompt = _Prepared(pieces, sum(len(piece) for piece in pieces), sum(len(s) for s in slots))
+            prompt = _Prepared(pieces, sum(len(p) for p in pieces), sum(len(s) for s in slots), bool(markers))
             self._check_length(index, prompt)
             prepared.append(prompt)
         return prepared
@@ -230,7 +234,7 @@ class TransformersDecoder:
         backbone = self.bundle.backbone
         limits = [min(sampling.max_new_tokens, (self._window or 1 << 62) - p.length) for p in prompts]
         batch = splice(backbone.embeddings, [p.pieces for p in prompts])
-        decoder = self.bundle.soft_decoder(batch.slot_mask) if prompts[0].slots else self.bundle.text_decoder()
+        decoder = self.bundle.soft_decoder(batch.slot_mask) if prompts[0].soft else self.bundle.text_decoder()
         with torch.no_grad(), decoder as model:
             if cancelled():
                 return []

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ctx_compress_rag.compressors.sentence_units import sentences
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.extras import needs
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -72,14 +72,12 @@ def rank_sentences(
         language: ISO 639-1 code of the passages' language, for the sentence splitter.
 
     Raises:
-        MissingExtraError: the `demo` extra is not installed.
+        MissingExtraError: the `sentences` extra is not installed.
     """
-    with needs("demo"):
-        from sentencex import segment
     places = [
         (sentence, passage, position)
         for passage, text in enumerate(passages)
-        for position, sentence in enumerate(filter(None, map(str.strip, segment(language, text))))
+        for position, sentence in enumerate(filter(None, map(str.strip, sentences(text, language))))
     ]
     if not places:
         return []

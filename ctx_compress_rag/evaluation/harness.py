@@ -6,7 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoders.transformers import Message, Sampling, TransformersDecoder
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.baselines import rank_sentences, select, truncate
 from ctx_compress_rag.evaluation.metrics import (
     Interval,
@@ -25,13 +26,16 @@ from ctx_compress_rag.evaluation.metrics import (
     token_f1,
 )
 from ctx_compress_rag.evaluation.plots import Curve, plot_scores
-from ctx_compress_rag.postprocess import mark
+from ctx_compress_rag.postprocess import mark, mode_of
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.training.data import Example
 from ctx_compress_rag.training.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
 
 RATIOS = (4, 8, 16, 32, 64, 128)
 FULL, NONE, SOFT, TRUNCATED, EXTRACTED = "full text", "no context", "soft context", "truncation", "extraction"
+
+_AT_ONCE = 64  # questions: the slots that close reading makes for a question must stay until they are read
+_SKIMMED = _AT_ONCE * 1024
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,25 @@ def questions_of(examples: Sequence[Example], limit: int | None = None) -> list[
     return questions[:limit]
 
 
+@dataclass(frozen=True)
+class Answers:
+    """What one system answered at one ratio.
+
+    Attributes:
+        texts: an answer for each question.
+        prompt_tokens: mean length of the prompts, a slot counting as one.
+        stored_bytes: mean size of a passage's slots as they are stored; None where nothing is stored.
+    """
+
+    texts: list[str]
+    prompt_tokens: float
+    stored_bytes: float | None
+
+
+SystemAnswers = dict[tuple[str, int | None], Answers]
+"""Answers by system and ratio."""
+
+
 def evaluate(
     bundle: Bundle,
     questions: Sequence[Question],
@@ -93,12 +116,13 @@ def evaluate(
     """Answer every question from full text, from nothing, and from its context made shorter in each way.
 
     Soft contexts take the way they take in use: through a store, its codec, markers and the splice.
-    Truncation and extraction get, for each question, as many tokens as the soft context has slots.
+    Truncation and extraction get, for each question, as many tokens as the soft context has slots, and as
+    close reading (RAM) keeps text beside them.
 
     Args:
         bundle: what is scored; its decoder reads all baselines, too.
         questions: questions with their passages.
-        ratios: multiples of the bundle's base ratio.
+        ratios: multiples of the bundle's base ratio; for RAM, 2 or more.
         encoder: a sentence-transformers model for extraction; None leaves extraction out.
         codec: how slots are stored; None takes the store's default.
         template: the prompt, see `training.prompts`.
@@ -106,24 +130,58 @@ def evaluate(
         batch_size: questions per forward pass.
         progress: show a progress bar.
     """
-    answers: _Answers = {}
-    # One store serves all ratios of a nestable method; of another one each ratio needs its own.
-    served = [list(ratios)] if bundle.compressor.nestable else [[ratio] for ratio in ratios]
-    for group in served:
-        base = None if bundle.compressor.nestable else group[0]
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            SoftContextStore(folder, bundle, codec=codec, ratio=base) as store,
-        ):
-            decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
-            answers |= _answers(
-                decoder, store, questions, group, encoder, template, max_new_tokens, progress, whole=not answers
-            )
+    systems = (FULL, NONE, SOFT, TRUNCATED) if encoder is None else (FULL, NONE, SOFT, TRUNCATED, EXTRACTED)
+    answers = answer(
+        bundle,
+        questions,
+        ratios,
+        systems,
+        encoder=encoder,
+        codec=codec,
+        template=template,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        progress=progress,
+    )
     return _scores(questions, answers)
 
 
-_Answers = dict[tuple[str, int | None], tuple[list[str], float]]
-"""For each system and ratio its answers, and the mean length of its prompts."""
+def answer(
+    bundle: Bundle,
+    questions: Sequence[Question],
+    ratios: Sequence[int],
+    systems: Sequence[str],
+    *,
+    encoder: Any | None = None,
+    codec: str | None = None,
+    template: str = TEMPLATES[0],
+    max_new_tokens: int = 32,
+    batch_size: int = 16,
+    progress: bool = True,
+) -> SystemAnswers:
+    """Answer every question with each of `systems`: FULL, NONE, SOFT, TRUNCATED, EXTRACTED.
+
+    The other arguments are those of `evaluate`.
+
+    Raises:
+        ConfigError: extraction without an encoder.
+    """
+    if EXTRACTED in systems and encoder is None:
+        raise ConfigError("extraction needs a sentence encoder: give one, or leave it out")
+    answers: SystemAnswers = {}
+    # One store serves all ratios of a nestable method, and of one that decides when it is asked; of another
+    # each ratio needs its own.
+    shared = bundle.compressor.nestable or mode_of(bundle) == "close_reading"
+    for group in [list(ratios)] if shared else [[ratio] for ratio in ratios]:
+        base = None if shared else group[0]
+        left = [system for system in systems if (system, None) not in answers]  # full text and nothing: once
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            SoftContextStore(folder, bundle, codec=codec, ratio=base, skimmed_slots=_SKIMMED) as store,
+        ):
+            decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
+            answers |= _answers(decoder, store, questions, group, left, encoder, template, max_new_tokens, progress)
+    return answers
 
 
 def _answers(
@@ -131,40 +189,49 @@ def _answers(
     store: SoftContextStore,
     questions: Sequence[Question],
     ratios: Sequence[int],
+    systems: Sequence[str],
     encoder: Any | None,
     template: str,
     max_new_tokens: int,
     progress: bool,
-    whole: bool,
-) -> _Answers:
-    """The answers at the store's ratios, and with `whole` those from full text and from nothing."""
+) -> SystemAnswers:
+    """The answers of `systems`, from slots at the store's ratios."""
     store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
     tokenizer = decoder.bundle.tokenizer
-    ranked = [rank_sentences(q.passages, q.question, encoder) for q in questions] if encoder is not None else []
+    ranked = {q: rank_sentences(q.passages, q.question, encoder) for q in questions} if encoder is not None else {}
+    mode = mode_of(decoder.bundle)
 
-    def soft(ratio: int) -> list[list[str]]:
-        return [mark(store, q.passages, ratio=ratio) for q in questions]
+    def soft(q: Question, ratio: int) -> list[str]:
+        return mark(store, q.passages, ratio=ratio, mode=mode, question=q.question)
 
-    def shortened(system: str, ratio: int) -> list[list[str]]:
-        budgets = [sum(decoder.count_tokens(marker) for marker in markers) for markers in soft(ratio)]
+    @cache
+    def budget(q: Question, ratio: int) -> int:
+        """Places that the soft context takes in the prompt: slots, and tokens of what close reading keeps."""
+        return sum(decoder.count_tokens(text) for text in soft(q, ratio))
+
+    def given(system: str, ratio: int | None, q: Question) -> list[str]:
+        if ratio is None:
+            return list(q.passages) if system == FULL else []
+        if system == SOFT:
+            return soft(q, ratio)
         if system == TRUNCATED:
-            return [truncate(q.passages, tokenizer, b) for q, b in zip(questions, budgets, strict=True)]
-        rows = zip(questions, ranked, budgets, strict=True)
-        return [select(sentences, len(q.passages), tokenizer, b) for q, sentences, b in rows]
+            return truncate(q.passages, tokenizer, budget(q, ratio))
+        return select(ranked[q], len(q.passages), tokenizer, budget(q, ratio))
 
-    contexts: list[tuple[str, int | None, Callable[[], list[list[str]]]]] = []
-    if whole:
-        contexts.append((FULL, None, lambda: [list(q.passages) for q in questions]))
-        contexts.append((NONE, None, lambda: [[] for _ in questions]))
-    for ratio in ratios:
-        contexts.append((SOFT, ratio, partial(soft, ratio)))
-        for system in (TRUNCATED, EXTRACTED) if ranked else (TRUNCATED,):
-            contexts.append((system, ratio, partial(shortened, system, ratio)))
-    answers: _Answers = {}
-    for system, ratio, make in tqdm(contexts, desc="answering", unit="system", disable=not progress):
-        prompts = [_prompt(template, texts, q.question) for texts, q in zip(make(), questions, strict=True)]
-        made = decoder.generate(prompts, Sampling(max_new_tokens=max_new_tokens))
-        answers[system, ratio] = [g.text.strip() for g in made], float(np.mean([g.prompt_tokens for g in made]))
+    wanted: list[tuple[str, int | None]] = [(system, None) for system in (FULL, NONE) if system in systems]
+    wanted += [(system, ratio) for ratio in ratios for system in (SOFT, TRUNCATED, EXTRACTED) if system in systems]
+    answers: SystemAnswers = {}
+    for system, ratio in tqdm(wanted, desc="answering", unit="system", disable=not progress):
+        made = []
+        for start in range(0, len(questions), _AT_ONCE):
+            asked = questions[start : start + _AT_ONCE]
+            prompts = [_prompt(template, given(system, ratio, q), q.question) for q in asked]
+            made += decoder.generate(prompts, Sampling(max_new_tokens=max_new_tokens))
+        answers[system, ratio] = Answers(
+            [g.text.strip() for g in made],
+            float(np.mean([g.prompt_tokens for g in made])),
+            store.info().payload_bytes / len(store) if system == SOFT else None,
+        )
     return answers
 
 
@@ -173,24 +240,28 @@ def _prompt(template: str, texts: Sequence[str], question: str) -> list[Message]
     return [dict(message) for message in messages(template, context, question)]
 
 
-def _scores(questions: Sequence[Question], answers: _Answers) -> list[Score]:
-    def each(metric: Callable[[str, Sequence[str]], float], given: Sequence[str]) -> list[float]:
-        return [metric(answer, q.answers) for answer, q in zip(given, questions, strict=True)]
+def each(
+    metric: Callable[[str, Sequence[str]], float], given: Sequence[str], questions: Sequence[Question]
+) -> list[float]:
+    """A metric's score of each question's answer."""
+    return [metric(text, q.answers) for text, q in zip(given, questions, strict=True)]
 
-    f1 = {key: each(token_f1, given) for key, (given, _) in answers.items()}
+
+def _scores(questions: Sequence[Question], answers: SystemAnswers) -> list[Score]:
+    f1 = {key: each(token_f1, given.texts, questions) for key, given in answers.items()}
     full, none = f1[FULL, None], f1[NONE, None]
     return [
         Score(
             system=key[0],
             ratio=key[1],
-            exact_match=float(np.mean(each(exact_match, given))),
+            exact_match=float(np.mean(each(exact_match, given.texts, questions))),
             f1=float(np.mean(f1[key])),
             f1_error=standard_error(f1[key]),
-            contains=float(np.mean(each(contains_answer, given))),
+            contains=float(np.mean(each(contains_answer, given.texts, questions))),
             normalized=teacher_normalized(f1[key], none, full) if key[0] not in (FULL, NONE) else None,
-            prompt_tokens=tokens,
+            prompt_tokens=given.prompt_tokens,
         )
-        for key, (given, tokens) in answers.items()
+        for key, given in answers.items()
     ]
 
 

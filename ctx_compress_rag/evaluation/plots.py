@@ -1,16 +1,22 @@
-"""The picture of score against compression ratio."""
+"""Pictures of score against compression ratio."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.extras import needs
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _COLOURS = ("#1f5fa8", "#d9722e", "#5a9e4b", "#8a5fb0", "#a8483f")
 _MARKERS = "osD^v"
+MOST_CURVES = len(_COLOURS)
+_XLABEL = "source tokens per slot (compression ratio)"
 
 
 @dataclass(frozen=True)
@@ -55,15 +61,88 @@ def plot_scores(
         ConfigError: no curve, or more than can be told apart.
         MissingExtraError: matplotlib is not installed.
     """
-    if not 0 < len(curves) <= len(_COLOURS):
-        raise ConfigError(f"a picture holds 1 to {len(_COLOURS)} curves, got {len(curves)}")
+    _check(curves)
+    figure = _figure(7.2, 4.2)
+    axes = figure.subplots()
+    _draw(axes, curves, levels, sorted({ratio for curve in curves for ratio in curve.ratios}))
+    axes.set_ylim(0, _top(curves, levels))
+    axes.set_xlabel(_XLABEL)
+    axes.set_ylabel(ylabel)
+    if title:
+        axes.set_title(title, loc="left", fontsize=11)
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return _save(figure, path)
+
+
+def plot_panels(
+    path: str | Path,
+    panels: Mapping[str, Sequence[Curve]],
+    shared: Sequence[Curve],
+    levels: Mapping[str, float],
+    ticks: Sequence[float],
+    *,
+    ylabel: str = "answer F1",
+    title: str | None = None,
+) -> Path:
+    """Save several pictures of score against compression ratio side by side, on the same axes, as one PNG.
+
+    Args:
+        path: the file; its folder is made.
+        panels: the curves of each picture by its heading, at most five each.
+        shared: curves that every picture shows in grey, for comparison.
+        levels: scores that have no ratio, drawn as horizontal lines in every picture.
+        ticks: the ratios named on the axis.
+        ylabel: what the score is.
+        title: a line above the pictures.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: there is no picture, or one has no curve or more than can be told apart.
+        MissingExtraError: matplotlib is not installed.
+    """
+    if not panels:
+        raise ConfigError("there is nothing to draw: no panels")
+    for curves in panels.values():
+        _check(curves)
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = _figure(4.4 * columns, 3.6 * rows)
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    drawn = [curve for curves in panels.values() for curve in curves] + list(shared)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    for axes, (heading, curves) in zip(grid.flat, panels.items(), strict=False):
+        for curve, style in zip(shared, ("--", ":", "-."), strict=False):
+            axes.plot(curve.ratios, curve.scores, color="#999999", linestyle=style, linewidth=1.3, label=curve.label)
+        _draw(axes, curves, levels, ticks)
+        axes.set_ylim(0, _top(drawn, levels))
+        axes.set_title(heading, loc="left", fontsize=10)
+        axes.legend(frameon=False, fontsize=7, loc="best")
+    figure.supxlabel(_XLABEL, fontsize=10)
+    figure.supylabel(ylabel, fontsize=10)
+    if title:
+        figure.suptitle(title, fontsize=11)
+    return _save(figure, path)
+
+
+def _check(curves: Sequence[Curve]) -> None:
+    if not 0 < len(curves) <= MOST_CURVES:
+        raise ConfigError(f"a picture holds 1 to {MOST_CURVES} curves, got {len(curves)}")
+
+
+def _figure(width: float, height: float) -> Figure:
     with needs("demo"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    return figure
+
+
+def _draw(axes: Any, curves: Sequence[Curve], levels: Mapping[str, float], ticks: Sequence[float]) -> None:
     for i, curve in enumerate(curves):
         bars = None
         if curve.low is not None and curve.high is not None:
@@ -86,22 +165,20 @@ def plot_scores(
         )
     for i, (label, level) in enumerate(levels.items()):
         axes.axhline(level, color="#555555", linestyle=(":", "-.")[i % 2], linewidth=1.3, label=label, zorder=1)
-
     axes.set_xscale("log", base=2)
-    ticks = sorted({ratio for curve in curves for ratio in curve.ratios})
     axes.set_xticks(ticks, [f"{ratio:g}x" for ratio in ticks])
     axes.minorticks_off()
-    highest = max([*levels.values(), *(value for curve in curves for value in curve.high or curve.scores)])
-    axes.set_ylim(0, max(1.0, highest) * 1.05)
-    axes.set_xlabel("source tokens per slot (compression ratio)")
-    axes.set_ylabel(ylabel)
-    if title:
-        axes.set_title(title, loc="left", fontsize=11)
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
+
+def _top(curves: Sequence[Curve], levels: Mapping[str, float]) -> float:
+    highest = max([*levels.values(), *(value for curve in curves for value in curve.high or curve.scores)])
+    return max(1.0, highest) * 1.05
+
+
+def _save(figure: Figure, path: str | Path) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")

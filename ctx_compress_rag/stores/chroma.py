@@ -29,6 +29,7 @@ from ctx_compress_rag.stores.passages import (
     content_id,
     to_passages,
 )
+from ctx_compress_rag.stores.skimmed import Skimmed, SkimmedSlots
 
 _FIRST_BATCH = 8  # passages compressed before the first write; doubled while a batch takes less than ...
 _BATCH_SECONDS = 2.0  # ... so that a kill loses little on a slow machine and a fast one has full batches
@@ -55,6 +56,8 @@ class SoftContextStore:
             method that is not serves the store's ratio alone.
         key: secret that markers are signed with; see `keys.find_key` for where it comes from otherwise.
         scope: tenant or user that markers belong to where neither the call nor `markers.scope` says so.
+        skimmed_slots: how many slots that hold for one question only (close reading) this object keeps in
+            memory; beyond that the least recently used go. Each takes the bundle's slot width times 4 bytes.
 
     Raises:
         FingerprintMismatchError: the store was made with another bundle.
@@ -72,6 +75,7 @@ class SoftContextStore:
         ratio: int | None = None,
         key: bytes | None = None,
         scope: str = DEFAULT_SCOPE,
+        skimmed_slots: int = 16_384,
     ) -> None:
         if not scope:
             raise ConfigError("a scope needs a name: give the tenant's or user's id")
@@ -80,6 +84,7 @@ class SoftContextStore:
         self.scope = scope
         self._markers = None if key is None else MarkerCodec(key, self.fingerprint)
         self._companion = Companion(connect(location, collection), bundle, codec, ratio)
+        self._skimmed = SkimmedSlots(skimmed_slots)
         self._writing = threading.RLock()
 
     # Writing
@@ -240,6 +245,33 @@ class SoftContextStore:
             written.append(signer.write(found[id]["marker"], merged, -(-slots // merged), scope))
         return written
 
+    def skimmed_markers(self, parts: Sequence[Skimmed], scope: str | None = None) -> list[str]:
+        """The markers that stand for parts of passages as one question made them slots, in order.
+
+        The slots stay in this object's memory, among the `skimmed_slots` last used: markers of them are for
+        this process and soon.
+
+        Args:
+            parts: the parts that one prompt needs.
+            scope: tenant or user; by default the one of `markers.scope`, or else the store's.
+
+        Raises:
+            ConfigError: together they have more slots than are kept.
+        """
+        needed = sum(part.cost for part in parts)
+        if needed > self._skimmed.limit:
+            raise ConfigError(
+                f"a prompt needs {needed} skimmed slots and the store keeps {self._skimmed.limit}: "
+                f"retrieve fewer passages, or open the store with skimmed_slots={needed} or more"
+            )
+        signer, scope = self._signer(), self._scope(scope)
+        written = []
+        for part in parts:
+            name = signer.skimmed(*part.fields)
+            self._skimmed.put(name, part)
+            written.append(signer.write_skimmed(name, part.soft.n_slots, scope))
+        return written
+
     def split(self, text: str, scope: str | None = None) -> list[str | Marker]:
         """Text parts and markers of a prompt, in order; a marker of another key or scope stays text."""
         return self._signer().split(text, self._scope(scope))
@@ -248,17 +280,20 @@ class SoftContextStore:
         """The soft contexts that markers stand for, at the markers' ratios, in order.
 
         Raises:
-            MissingPassageError: a passage was deleted or its text changed since the marker was written.
+            MissingPassageError: a passage was deleted or its text changed since the marker was written, or
+                the slots of a skimmed part are no longer in memory.
             PayloadError: a record is damaged.
         """
-        found = self._by_marker(markers)
+        parts, found = self._by_marker(markers)
         base = {name: records.read_soft(id, stored) for name, (id, stored) in found.items()}
+        base |= {name: part.soft for name, part in parts.items()}
         return [base[marker.passage].merge(marker.factor) for marker in markers]
 
     def text_of(self, markers: Sequence[Marker]) -> list[str]:
-        """The passages' own texts, in order. Raises as `fetch` does."""
-        found = self._by_marker(markers)
+        """The passages' own texts, of a skimmed part its own, in order. Raises as `fetch` does."""
+        parts, found = self._by_marker(markers)
         texts = {name: records.read_passage(id, stored).text for name, (id, stored) in found.items()}
+        texts |= {name: part.text for name, part in parts.items()}
         return [texts[marker.passage] for marker in markers]
 
     # Inside
@@ -290,17 +325,26 @@ class SoftContextStore:
                 if time.monotonic() - began < _BATCH_SECONDS:
                     size = min(2 * size, WRITE_RECORDS)
 
-    def _by_marker(self, markers: Sequence[Marker]) -> dict[str, tuple[str, dict[str, Any]]]:
-        """(id, record) by the passage's name in the markers; all are there."""
-        stored = self._companion.read_by("marker", [marker.passage for marker in markers])
+    def _by_marker(self, markers: Sequence[Marker]) -> tuple[dict[str, Skimmed], dict[str, tuple[str, dict[str, Any]]]]:
+        """Skimmed parts, and (id, record) of stored passages, by their names in the markers; all are there."""
+        kept = {marker.passage: self._skimmed.get(marker.passage) for marker in markers if marker.skimmed}
+        parts = {name: part for name, part in kept.items() if part is not None}
+        if len(parts) < len(kept):
+            raise MissingPassageError(
+                f"the slots of {len(kept) - len(parts)} skimmed part(s) are gone: they hold for one question, in the "
+                f"memory of the store that wrote their markers, which keeps the last {self._skimmed.limit}; give "
+                "postprocessor and LLM the same store, retrieve again, or open it with a larger skimmed_slots"
+            )
+        names = [marker.passage for marker in markers if not marker.skimmed]
+        stored = self._companion.read_by("marker", names)
         found = {str(record["marker"]): (id, record) for id, record in stored.items()}
-        missing = [marker for marker in markers if marker.passage not in found]
+        missing = [marker for marker in markers if not marker.skimmed and marker.passage not in found]
         if missing:
             raise MissingPassageError(
                 f"no passage in {self._companion.connection.where} for {len(missing)} marker(s), the first "
                 f"{missing[0].id!r}: it was deleted or its text changed after the prompt was made; retrieve again"
             )
-        return found
+        return parts, found
 
     def _factor(self, ratio: int) -> int:
         base = self.base_ratio

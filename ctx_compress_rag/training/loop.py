@@ -120,8 +120,7 @@ def train(
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=optim.batch_size // (micro * processes),
         learning_rate=optim.learning_rate,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr": optim.final_learning_rate},
+        **_schedule(optim),
         warmup_steps=round(optim.warmup_ratio * optim.steps),
         adam_beta1=optim.betas[0],
         adam_beta2=optim.betas[1],
@@ -141,6 +140,9 @@ def train(
         dataloader_pin_memory=False,
         label_names=[],
     )
+    # Several GPUs in one process would make the Trainer use DataParallel, which cannot split our batches:
+    # `torchrun` gives each GPU a process of its own.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
     trainer = _Trainer(
         model=model,
         args=arguments,
@@ -167,6 +169,14 @@ def train(
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "seed": seed,
     }
+
+
+def _schedule(optim: OptimConfig) -> dict[str, Any]:
+    """The schedule's name and settings for transformers."""
+    if optim.schedule == "linear":  # a polynomial of power 1, which can end above zero
+        settings = {"lr_end": optim.final_learning_rate, "power": 1.0}
+        return {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": settings}
+    return {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": optim.final_learning_rate}}
 
 
 def plot_loss(history: Sequence[dict[str, Any]], path: Path) -> None:

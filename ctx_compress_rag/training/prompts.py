@@ -25,6 +25,16 @@ TEMPLATES: tuple[str, ...] = (
     "Given the context information and not prior knowledge, answer the query.\nQuery: {question}\nAnswer: ",
 )
 
+# Paper 000, table 7, up to [T], the text, which is the answer; {context} is [B], the slots.
+PARAPHRASES: tuple[str, ...] = (
+    "Background: {context}. This is equivalent to:",
+    "Rewrite the background in your own words: {context} \N{RIGHTWARDS ARROW}",
+    "Provide a restatement of the background: {context}. Return:",
+    "{context} is a paraphrase of what? Answer with:",
+    "These two expressions convey the same meaning: (1) {context} (2)",
+    "Restate {context} using a single sentence. Output only",
+)
+
 
 def messages(template: str, context: str, question: str) -> list[dict[str, str]]:
     """Chat messages for a question; a template's part before "|||" is the system message."""
@@ -64,8 +74,8 @@ class SlotRow:
 class PromptBuilder:
     """Renders examples for one tokenizer. The answers' ids are the same in both kinds of row."""
 
-    # Stands for a passage until the prompt is split there; a private-use character that no template has.
-    _HOLE = "\ue000"
+    # Stands for slots until the prompt is split there. Icon fonts use private-use characters, one at a time.
+    HOLE = "\ue000slots\ue000"
 
     def __init__(self, tokenizer: Any, max_answer_tokens: int = 256) -> None:
         self.tokenizer = tokenizer
@@ -112,15 +122,16 @@ class PromptBuilder:
                 answers.append(torch.full(part.shape, is_answer))
         return TokenRow(torch.cat(ids), torch.cat(answers))
 
-    def slot_row(self, example: Example, template: str) -> SlotRow:
-        """The example with a hole for each passage."""
-        context = PASSAGE_SEPARATOR.join(self._HOLE for _ in example.passages)
+    def slot_row(self, example: Example, template: str, context: str | None = None) -> SlotRow:
+        """The example with a hole for each passage, or with `context`, text with a `HOLE` for each run of slots."""
+        if context is None:
+            context = PASSAGE_SEPARATOR.join(self.HOLE for _ in example.passages)
         ids: list[Tensor] = []
         answers: list[Tensor] = []
         for number, (text, turn) in enumerate(
             zip(self._turn_texts(example, template, context), example.turns, strict=True)
         ):
-            parts = self._prompt_tokenizer.encode(text.split(self._HOLE) if number == 0 else [text])
+            parts = self._prompt_tokenizer.encode(text.split(self.HOLE) if number == 0 else [text])
             masks = [torch.zeros(part.shape, dtype=torch.bool) for part in parts]
             answer = self._answer_ids(turn.answers[0])
             parts[-1] = torch.cat((parts[-1], answer))

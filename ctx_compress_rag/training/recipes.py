@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from ctx_compress_rag.config import MethodConfig, TuneConfig, explain
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.training.prompts import TEMPLATES
+from ctx_compress_rag.training.prompts import PARAPHRASES, TEMPLATES
 
 SHIPPED = Path(__file__).parent / "recipes"
 
@@ -31,15 +31,20 @@ class WorldData(_Strict):
 
 
 class DataConfig(_Strict):
-    """Where examples come from: JSONL files, or the invented world."""
+    """Where examples come from: JSONL files, or the invented world, its parts one after the other."""
 
     files: list[Path] = []
-    world: WorldData | None = None
+    world: list[WorldData] = []
     max_turns: int = Field(default=1, gt=0)
     held_out: list[Path] = []
     max_context_tokens: int = Field(default=1024, gt=0)
     max_answer_tokens: int = Field(default=256, gt=0)
     templates: list[str] = Field(default=list(TEMPLATES), min_length=1)
+
+    @field_validator("world", mode="before")
+    @classmethod
+    def _parts(cls, world: Any) -> Any:
+        return [world] if isinstance(world, dict) else world
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
@@ -52,13 +57,17 @@ class DataConfig(_Strict):
 
 
 class OptimConfig(_Strict):
-    """Optimisation; the defaults are paper 001, table 6."""
+    """Optimisation; the defaults are paper 001, table 6.
+
+    After the warmup the learning rate falls from `learning_rate` to `final_learning_rate` by `schedule`.
+    """
 
     steps: int = Field(default=48_000, gt=0)
     batch_size: int = Field(default=32, gt=0)
     micro_batch_size: int | None = Field(default=None, gt=0)
     learning_rate: float = Field(default=2e-4, gt=0)
     final_learning_rate: float = Field(default=2e-5, ge=0)
+    schedule: Literal["cosine", "linear"] = "cosine"
     warmup_ratio: float = Field(default=0.05, ge=0, lt=1)
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)
@@ -71,6 +80,12 @@ class OptimConfig(_Strict):
     def _whole_micro_batches(self) -> OptimConfig:
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             raise ValueError(f"batch_size {self.batch_size} is no multiple of micro_batch_size {self.micro_batch_size}")
+        return self
+
+    @model_validator(mode="after")
+    def _falls(self) -> OptimConfig:
+        if self.schedule == "linear" and self.final_learning_rate >= self.learning_rate:
+            raise ValueError(f"final_learning_rate {self.final_learning_rate} is not below {self.learning_rate}")
         return self
 
 
@@ -168,13 +183,156 @@ class DistillationRecipe(CompressionRecipe):
     repeat_per_batch: int = Field(default=8, gt=0)
 
 
+class NextTokenRecipe(CompressionRecipe):
+    """The likelihood of the text that follows a compressed beginning (paper 002, section 3.3).
+
+    `data.max_context_tokens` are compressed and `data.max_answer_tokens` predicted; questions are not used.
+    """
+
+    stage: Literal["next_token"]
+
+
+class ReconstructionRecipe(CompressionRecipe):
+    """The likelihood of passages said again from their slots (paper 000, stage I, eq. 10).
+
+    Each distinct passage of the data is a row of its own; questions are left out. A passage is cut to
+    `data.max_context_tokens`, which bounds the answer, too.
+
+    Attributes:
+        paraphrases: prompts with a {context} for the slots, one drawn for each passage (table 7).
+    """
+
+    stage: Literal["reconstruction"]
+    paraphrases: list[str] = Field(default=list(PARAPHRASES), min_length=1)
+
+    @model_validator(mode="after")
+    def _slots_have_a_place(self) -> ReconstructionRecipe:
+        for template in self.paraphrases:
+            if template.count("{context}") != 1:
+                raise ValueError(f"a paraphrase needs one {{context}}: {template!r}")
+        return self
+
+
 class AnswerRecipe(CompressionRecipe):
     """The likelihood of answers read from slots (papers 000 and 002, fine-tuning)."""
 
     stage: Literal["answer"]
 
 
-AnyRecipe = Annotated[TeacherRecipe | DistillationRecipe | AnswerRecipe, Field(discriminator="stage")]
+class RamRecipe(CompressionRecipe):
+    """Answers read from kept and skimmed segments, and which to keep (paper 004, eq. 7-9).
+
+    One training for all ratios: each question draws one of the step's.
+
+    Attributes:
+        base_ratio: the method's `segment_tokens`.
+        ratios: the paper's alpha, how many times shorter a prompt's context becomes.
+        temperature: tau of eq. 8.
+        contrastive: false is the paper's ablation without contrastive loss.
+    """
+
+    stage: Literal["ram"]
+    base_ratio: int = Field(default=50, gt=0)
+    ratios: list[int] = [2, 4, 8, 16, 32]
+    window: int = Field(default=1000, gt=0)
+    temperature: float = Field(default=0.1, gt=0)
+    contrastive: bool = True
+
+
+class TaskData(_Strict):
+    """Where demonstrations come from: JSONL files, each a task, or the invented world's task families."""
+
+    files: list[Path] = []
+    families: Literal["train", "dev"] | None = None
+    held_out: list[Path] = []
+    max_context_tokens: int = Field(default=1024, gt=0)
+    max_answer_tokens: int = Field(default=256, gt=0)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TaskData:
+        if bool(self.files) == bool(self.families):
+            raise ValueError("give either files or families")
+        return self
+
+
+class AdaptationRecipe(_Strict):
+    """A stage of adapting a frozen decoder to demonstrations (paper 003).
+
+    Attributes:
+        bundle: whose decoder it is; passages are read as text, or with `ratio` as soft contexts.
+        decoder: in place of a bundle, a folder or hub id; it reads text.
+        ratio: source tokens per slot.
+    """
+
+    output: Path
+    seed: int = 0
+    bundle: str | None = None
+    decoder: str | None = None
+    revision: str | None = None
+    ratio: int | None = Field(default=None, gt=0)
+    data: TaskData
+    optim: OptimConfig = OptimConfig()
+
+    @model_validator(mode="after")
+    def _one_decoder(self) -> AdaptationRecipe:
+        if (self.decoder is None) == (self.bundle is None):
+            raise ValueError("give either decoder (a folder or hub id) or bundle")
+        if self.decoder and self.ratio:
+            raise ValueError("ratio needs a bundle, whose compressor makes the slots")
+        return self
+
+
+class RetrievalAdapterRecipe(AdaptationRecipe):
+    """The base retrieval adapter: Q/K/V LoRA trained on retrieval-formatted examples (appendix G)."""
+
+    stage: Literal["retrieval_adapter"]
+    rank: int = Field(default=16, gt=0)
+    alpha: int = Field(default=32, gt=0)
+
+
+class PromptTuningRecipe(AdaptationRecipe):
+    """Prompt tuning on the same examples: a baseline. The paper does not say how long its prefix is."""
+
+    stage: Literal["prompt_tuning"]
+    virtual_tokens: int = Field(default=20, gt=0)
+
+
+class UpdatePredictorRecipe(AdaptationRecipe):
+    """The predictor of updates, by the gradient's update (eq. 9; RAG-GD) or by the answers (HyperTuning).
+
+    Attributes:
+        base: the base retrieval adapter's folder.
+        loss: "matching" or "task".
+        inner_steps: K of eq. 8.
+        inner_learning_rate: its eta.
+        magnitude_weight: lambda of eq. 9.
+        demonstrations: N, in each support context.
+        hidden, code: widths of the encoder's layers.
+    """
+
+    stage: Literal["update_predictor"]
+    base: Path
+    loss: Literal["matching", "task"] = "matching"
+    inner_steps: int = Field(default=5, gt=0)
+    inner_learning_rate: float = Field(default=1e-2, gt=0)
+    magnitude_weight: float = Field(default=0.1, ge=0)
+    demonstrations: int = Field(default=3, gt=0)
+    hidden: int = Field(default=256, gt=0)
+    code: int = Field(default=64, gt=0)
+
+
+AnyRecipe = Annotated[
+    TeacherRecipe
+    | DistillationRecipe
+    | NextTokenRecipe
+    | AnswerRecipe
+    | ReconstructionRecipe
+    | RamRecipe
+    | RetrievalAdapterRecipe
+    | PromptTuningRecipe
+    | UpdatePredictorRecipe,
+    Field(discriminator="stage"),
+]
 _ADAPTER: TypeAdapter[AnyRecipe] = TypeAdapter(AnyRecipe)
 
 
@@ -191,8 +349,19 @@ def load_recipe(path: str | Path) -> AnyRecipe:
         shipped = sorted(str(f.relative_to(SHIPPED).with_suffix("")) for f in SHIPPED.rglob("*.yaml"))
         raise ConfigError(f"no recipe {str(path)!r}: give a YAML file or one of {', '.join(shipped)}")
     try:
-        return _ADAPTER.validate_python(yaml.safe_load(file.read_text(encoding="utf-8")))
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} is not valid YAML: {error}") from None
+    return parse_recipe(settings, str(file))
+
+
+def parse_recipe(settings: Any, where: str) -> AnyRecipe:
+    """A recipe from its keys and values; `where` is named in the error.
+
+    Raises:
+        ConfigError: a key or value it may not have.
+    """
+    try:
+        return _ADAPTER.validate_python(settings)
     except ValidationError as error:
-        raise ConfigError(f"{file}: {explain(error)}") from None
+        raise ConfigError(f"{where}: {explain(error)}") from None

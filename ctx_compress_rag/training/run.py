@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ctx_compress_rag.adaptation.training import run_adaptation
 from ctx_compress_rag.backbone import Backbone, load_decoder, lora_config
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
@@ -20,11 +21,18 @@ from ctx_compress_rag.training.loop import Collate, is_main_process, train
 from ctx_compress_rag.training.objectives.base import SlotObjective
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
+from ctx_compress_rag.training.objectives.next_token import NextTokenCollator
+from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
+from ctx_compress_rag.training.objectives.reconstruction import ReconstructionCollator, passages_of
 from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipes import (
+    AdaptationRecipe,
     CompressionRecipe,
     DistillationRecipe,
+    NextTokenRecipe,
+    RamRecipe,
     Recipe,
+    ReconstructionRecipe,
     TeacherRecipe,
     load_recipe,
 )
@@ -46,7 +54,12 @@ def run_recipe(path: str | Path, resume: bool = True) -> Path:
     torch.set_flush_denormal(True)
     recipe.output.mkdir(parents=True, exist_ok=True)
     logger.info("%s: %d steps, seed %d, into %s", path, recipe.optim.steps, recipe.seed, recipe.output)
-    report = _teacher(recipe, resume) if isinstance(recipe, TeacherRecipe) else _compression(recipe, resume)
+    if isinstance(recipe, TeacherRecipe):
+        report = _teacher(recipe, resume)
+    elif isinstance(recipe, AdaptationRecipe):
+        report = run_adaptation(recipe, resume)
+    else:
+        report = _compression(recipe, resume)
     report["recipe"] = recipe.model_dump(mode="json")
     if is_main_process():
         (recipe.output / "training_report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
@@ -55,12 +68,22 @@ def run_recipe(path: str | Path, resume: bool = True) -> Path:
     return recipe.output
 
 
+def _device() -> str:
+    """Where training runs: not on an Apple GPU, which the loop does not use."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def load_examples(recipe: Recipe) -> list[Example]:
     """The recipe's training examples, checked against its held-out files."""
     data = recipe.data
     if data.world:
-        world = data.world
-        examples = world_examples(world.split, world.seed, world.examples, data.max_turns, world.passages, world.named)
+        examples = [
+            example
+            for part in data.world
+            for example in world_examples(
+                part.split, part.seed, part.examples, data.max_turns, part.passages, part.named
+            )
+        ]
         held_out = world_examples("test", 0, 400) + world_examples("dev", 0, 400)
     else:
         examples = [e for file in data.files for e in read_jsonl(file, data.max_turns)]
@@ -86,7 +109,7 @@ def _teacher(recipe: TeacherRecipe, resume: bool) -> dict[str, Any]:
         )
         decoder = new_decoder(recipe.scratch.config, tokenizer)
     else:
-        decoder, tokenizer = load_decoder(recipe.decoder or "", recipe.revision)
+        decoder, tokenizer = load_decoder(recipe.decoder or "", recipe.revision, _device())
         if recipe.tune.mode == "lora":
             decoder = get_peft_model(decoder, lora_config(recipe.tune))
         else:
@@ -116,6 +139,8 @@ def _tokenizer_texts(recipe: TeacherRecipe, examples: list[Example]) -> Any:
 
 def _compression(recipe: CompressionRecipe, resume: bool) -> dict[str, Any]:
     examples = load_examples(recipe)
+    if isinstance(recipe, ReconstructionRecipe):
+        examples = passages_of(examples)
     bundle = _start(recipe, examples)
     objective, collate = _objective(recipe, bundle)
 
@@ -142,9 +167,9 @@ def _start(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
     if recipe.method is not None:
         settings["method"] = recipe.method
     if recipe.bundle is not None:
-        return Bundle.from_pretrained(recipe.bundle, changes=settings)
+        return Bundle.from_pretrained(recipe.bundle, device=_device(), changes=settings)
     assert recipe.decoder is not None
-    model, tokenizer = load_decoder(recipe.decoder, recipe.revision)
+    model, tokenizer = load_decoder(recipe.decoder, recipe.revision, _device())
     shipped = Path(recipe.decoder).is_dir()
     decoder = None if shipped else recipe.decoder
     config = BundleConfig(decoder=decoder, revision=None if shipped else recipe.revision, **settings)
@@ -162,6 +187,22 @@ def _objective(recipe: CompressionRecipe, bundle: Bundle) -> tuple[SlotObjective
         return (
             DistillationLoss(bundle, recipe.reconstruction_weight),
             DistillationCollator(builder, data.templates, data.max_context_tokens, repeat, recipe.seed),
+        )
+    if isinstance(recipe, NextTokenRecipe):
+        return (
+            LikelihoodLoss(bundle),
+            NextTokenCollator(bundle.tokenizer, data.max_context_tokens, data.max_answer_tokens),
+        )
+    if isinstance(recipe, ReconstructionRecipe):
+        whole = PromptBuilder(bundle.tokenizer, data.max_context_tokens + 1)  # and the end token
+        return (
+            LikelihoodLoss(bundle),
+            ReconstructionCollator(whole, recipe.paraphrases, data.max_context_tokens, recipe.seed),
+        )
+    if isinstance(recipe, RamRecipe):
+        return (
+            RamLoss(bundle, builder, recipe.temperature, recipe.contrastive),
+            RamCollator(builder, bundle.config.base_ratio, data.templates, data.max_context_tokens, recipe.seed),
         )
     return LikelihoodLoss(bundle), AnswerCollator(builder, data.templates, data.max_context_tokens, recipe.seed)
 

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.markers import Marker
-from ctx_compress_rag.postprocess import OnMissing, check_size, mark
+from ctx_compress_rag.postprocess import Mode, OnMissing, check_size, mark
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.passages import content_id
 
@@ -29,17 +29,24 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
     A document is looked up in the store by its id, then by its text: the vector store and the soft context
     store need not have been given the same ids.
 
+    With `mode="close_reading"` (RAM bundles) a document keeps the segments that the question needs as text, and
+    markers stand for the rest. The question is the `query` of `compress_documents`, which a
+    `ContextualCompressionRetriever` gives; a plain LCEL step has none. The LLM must be given the same store.
+
     Args:
         store: where the soft contexts are.
-        ratio: source tokens per slot, a multiple of the bundle's base ratio; None takes the base ratio.
+        ratio: source tokens per slot, a multiple of the bundle's base ratio; None takes the base ratio. In close
+            reading, how many times shorter all documents together become, 2 or more; None takes the least that
+            the bundle was trained for.
         token_budget: slots that the compressed documents of one call may take together, at one common ratio,
             the finest that fits; not together with `ratio`. Documents left as text do not count.
         on_missing: what to do with a document that is not in the store: "compress" and store it, raise an
             "error", or leave it as "text".
         scope: tenant or user the markers belong to; None takes the one of `markers.scope`, or else the store's.
+        mode: "close_reading" for a RAM bundle, "soft" for any other.
 
     Raises:
-        ConfigError: an argument is unknown or has an impossible value.
+        ConfigError: an argument is unknown or has an impossible value, or the mode is not the bundle's.
         RatioError: the ratio cannot be made from what is stored.
     """
 
@@ -50,20 +57,27 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
     token_budget: int | None = None
     on_missing: OnMissing = "compress"
     scope: str | None = None
+    mode: Mode = "soft"
 
     def __init__(self, **kwargs: Any) -> None:
         try:
             super().__init__(**kwargs)
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
-        check_size(self.store, self.ratio, self.token_budget, self.on_missing)
+        check_size(self.store, self.ratio, self.token_budget, self.on_missing, self.mode)
 
     def compress_documents(
         self, documents: Sequence[Document], query: str = "", callbacks: Callbacks | None = None
     ) -> list[Document]:
-        """Documents with markers in place of their texts; the query plays no part.
+        """Documents with markers in place of their texts, or of what close reading skims of them.
+
+        Args:
+            documents: the documents.
+            query: the question; plays a part in close reading alone.
+            callbacks: LangChain's own.
 
         Raises:
+            ConfigError: close reading without a query.
             MissingPassageError: a document is not stored and `on_missing` is "error".
             RatioError: there are more documents than slots in `token_budget`.
         """
@@ -76,6 +90,8 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
             token_budget=self.token_budget,
             on_missing=self.on_missing,
             scope=self.scope,
+            mode=self.mode,
+            question=query,
         )
         for document, marker in zip(done, markers, strict=True):
             document.page_content = marker
@@ -97,20 +113,18 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
     def restore_sources(self, documents: Sequence[Document]) -> list[Document]:
         """Copies of the documents, with the passages' texts in place of markers: for citations, after the answer.
 
-        Only a document that is one marker of this key and scope is changed; restoring twice is the same as once.
+        Only a document with markers of this key and scope is changed; restoring twice is the same as once.
 
         Raises:
-            MissingPassageError: the passage was deleted since.
+            MissingPassageError: the passage was deleted since, or, after close reading, the store has since kept
+                so many slots for other questions that those of this one are gone.
         """
         copies = [document.model_copy(deep=True) for document in documents]
-        markers: dict[int, Marker] = {}
-        for place, document in enumerate(copies):
-            match self.store.split(document.page_content.strip(), self.scope):
-                case [Marker() as marker]:
-                    markers[place] = marker
-        texts = self.store.text_of(list(markers.values())) if markers else []
-        for place, text in zip(markers, texts, strict=True):
-            copies[place].page_content = text
+        split = [self.store.split(document.page_content, self.scope) for document in copies]
+        markers = [part for parts in split for part in parts if isinstance(part, Marker)]
+        texts = iter(self.store.text_of(markers) if markers else [])
+        for document, parts in zip(copies, split, strict=True):
+            document.page_content = "".join(next(texts) if isinstance(part, Marker) else part for part in parts)
         return copies
 
     def _names(self, documents: Sequence[Document]) -> list[str]:

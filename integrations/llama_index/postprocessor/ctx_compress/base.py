@@ -9,7 +9,7 @@ from llama_index.core.callbacks import CallbackManager
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 
-from ctx_compress_rag.postprocess import OnMissing, check_size, mark
+from ctx_compress_rag.postprocess import Mode, OnMissing, check_size, mark
 from ctx_compress_rag.stores import SoftContextStore
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text
 
@@ -22,9 +22,14 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
     default show the marker to the LLM alone (see `CompressedTextNode`). Nodes with images, sound or video,
     and blank ones, pass through as they are. Works in threads and in an event loop.
 
+    With `mode="close_reading"` (RAM bundles) a node keeps the segments that the question needs as text, and
+    markers stand for the rest. The LLM must be given the same store.
+
     Args:
         store: where the soft contexts are.
-        ratio: source tokens per slot, a multiple of the bundle's base ratio, which is the default.
+        ratio: source tokens per slot, a multiple of the bundle's base ratio, which is the default. In close
+            reading, how many times shorter all passages together become, 2 or more; by default the least that
+            the bundle was trained for.
         token_budget: instead of a ratio, the most slots that all passages of a question may take together.
         on_missing: what to do with a passage that the store does not have: "compress" and store it, raise
             an "error", or send its "text".
@@ -32,10 +37,12 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
             `ctx_compress_rag.markers.scope`, or else the store's.
         replace_text: make the marker the node's text, for readers that do not ask for `MetadataMode.LLM`
             (`CitationQueryEngine`). `restore_sources` then needs the store.
+        mode: "close_reading" for a RAM bundle, "soft" for any other.
         callback_manager: LlamaIndex's own.
 
     Raises:
-        ConfigError: both a ratio and a budget are given, or the budget is below 1.
+        ConfigError: both a ratio and a budget are given, the budget is below 1, or the mode is not the
+            bundle's; or, with nodes, close reading without a query.
         RatioError: the ratio cannot be made from the store's base ratio; or, with nodes, there are more
             passages than slots in the budget.
         MissingPassageError: with nodes and on_missing="error", a passage is not stored with this text.
@@ -47,6 +54,7 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
     on_missing: OnMissing = "compress"
     scope: str | None = None
     replace_text: bool = False
+    mode: Mode = "soft"
 
     def __init__(
         self,
@@ -57,9 +65,10 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         on_missing: OnMissing = "compress",
         scope: str | None = None,
         replace_text: bool = False,
+        mode: Mode = "soft",
         callback_manager: CallbackManager | None = None,
     ) -> None:
-        check_size(store, ratio, token_budget, on_missing)
+        check_size(store, ratio, token_budget, on_missing, mode)
         fields: dict[str, Any] = {
             "store": store,
             "ratio": ratio,
@@ -67,6 +76,7 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
             "on_missing": on_missing,
             "scope": scope,
             "replace_text": replace_text,
+            "mode": mode,
             "callback_manager": callback_manager or CallbackManager([]),
         }
         super().__init__(**fields)
@@ -89,6 +99,8 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
             token_budget=self.token_budget,
             on_missing=self.on_missing,
             scope=self.scope,
+            mode=self.mode,
+            question=query_bundle.query_str if query_bundle else None,
         )
         changed = {place: new for (place, old), new in zip(read.items(), marked, strict=True) if new != old}
         return [

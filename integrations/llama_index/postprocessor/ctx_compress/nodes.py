@@ -21,7 +21,7 @@ class CompressedTextNode(TextNode):
     Saved, as JSON or in a docstore, it is the plain text node it was: a marker has no use beyond one question.
 
     Attributes:
-        marker: what stands for the text in the prompt.
+        marker: what stands for the text in the prompt: a marker, or kept text with markers (close reading).
         original: the node it was made from, untouched.
     """
 

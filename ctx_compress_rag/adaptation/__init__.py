@@ -1,0 +1,27 @@
+"""Adapting a decoder to a few demonstrations in one forward pass (paper 003, RAG-GD), and its baselines."""
+
+from ctx_compress_rag.adaptation.adapter import Adapter
+from ctx_compress_rag.adaptation.decoder import (
+    Adaptation,
+    Adapted,
+    AdaptiveDecoder,
+    generate_together,
+    text_bundle,
+)
+from ctx_compress_rag.adaptation.demonstrations import Demonstration
+from ctx_compress_rag.adaptation.methods import BaseAdapter, FewShot, PredictedUpdate, PromptTuning, TestTimeSGD
+
+__all__ = [
+    "Adaptation",
+    "Adapted",
+    "Adapter",
+    "AdaptiveDecoder",
+    "BaseAdapter",
+    "Demonstration",
+    "FewShot",
+    "PredictedUpdate",
+    "PromptTuning",
+    "TestTimeSGD",
+    "generate_together",
+    "text_bundle",
+]

@@ -1,0 +1,220 @@
+"""Low-rank changes of a decoder's Q/K/V projections: applied for a while, row by row, saved as peft adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from ctx_compress_rag.errors import BundleError, ConfigError
+
+SEPARATE = frozenset({"q_proj", "k_proj", "v_proj"})
+FUSED = "qkv_proj"
+
+_PEFT_PREFIX = "base_model.model."
+_CONFIG_FILE = "adapter_config.json"
+_WEIGHTS_FILE = "adapter_model.safetensors"
+# What a peft adapter may have beside plain low-rank factors, and we cannot read.
+_UNREAD = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "layers_to_transform", "modules_to_save")
+
+Shapes = Mapping[str, tuple[int, int]]
+"""For each projection, by its name in the decoder, its widths in and out."""
+
+
+def projections(model: Any) -> dict[str, tuple[int, int]]:
+    """The Q/K/V projections of every attention block: name in the model -> (d_in, d_out).
+
+    A decoder that computes the three by one matrix (Phi-3's `qkv_proj`) has one projection per block, and
+    one adapter on it: its rows are those of Q, K and V, which then share the factor on the input's side.
+
+    Raises:
+        ConfigError: a block has other projections than these.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    blocks: dict[str, set[str]] = {}
+    for name, module in model.named_modules():
+        block, _, last = name.rpartition(".")
+        if last in SEPARATE or last == FUSED:
+            found[name] = (int(module.in_features), int(module.out_features))
+            blocks.setdefault(block, set()).add(last)
+    odd = {block: sorted(names) for block, names in blocks.items() if names not in (SEPARATE, {FUSED})}
+    if odd or not found:
+        what = f"only {next(iter(odd.values()))} in {next(iter(odd))}" if odd else "none of them"
+        raise ConfigError(
+            f"cannot adapt a {type(model).__name__}: its attention needs q_proj, k_proj and v_proj, or qkv_proj, "
+            f"and has {what}"
+        )
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """A low-rank change of each projection's weight: scale * b @ a.
+
+    Attributes:
+        a: for each projection (rank, d_in), or (rows, rank, d_in) where each row of a batch has its own.
+        b: likewise (d_out, rank), or (rows, d_out, rank).
+        scale: peft's lora_alpha / r; 1 for updates.
+    """
+
+    a: Mapping[str, Tensor]
+    b: Mapping[str, Tensor]
+    scale: float = 1.0
+
+    @property
+    def rank(self) -> int:
+        """Columns of `b`."""
+        return next(iter(self.b.values())).shape[-1]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Widths in and out, by projection."""
+        return {name: (a.shape[-1], self.b[name].shape[-2]) for name, a in self.a.items()}
+
+    def to(self, device: torch.device) -> Adapter:
+        """The same on a device."""
+        return Adapter(
+            {n: t.to(device) for n, t in self.a.items()}, {n: t.to(device) for n, t in self.b.items()}, self.scale
+        )
+
+    def plus(self, update: Adapter) -> Adapter:
+        """This change and `update` together, exactly: [scale b, update's b] @ [a; update's a].
+
+        The rank is the sum of both. If the update has rows, so has the sum.
+        """
+        a, b = {}, {}
+        for name, update_a in update.a.items():
+            rows = update_a.shape[:-2]
+            a[name] = torch.cat([self.a[name].expand(*rows, -1, -1), update_a], dim=-2)
+            own_b = (self.scale * self.b[name]).expand(*rows, -1, -1)
+            b[name] = torch.cat([own_b, update.scale * update.b[name]], dim=-1)
+        return Adapter(a, b)
+
+    def rows(self, indices: Tensor | Sequence[int]) -> Adapter:
+        """An adapter whose row i is row `indices[i]` of this one; one without rows is for every row as it is."""
+        if next(iter(self.a.values())).ndim == 2:
+            return self
+        index = torch.as_tensor(indices, device=next(iter(self.a.values())).device)
+        return Adapter({n: t[index] for n, t in self.a.items()}, {n: t[index] for n, t in self.b.items()}, self.scale)
+
+    def row(self, index: int) -> Adapter:
+        """Row `index` as an adapter without rows."""
+        return Adapter({n: t[index] for n, t in self.a.items()}, {n: t[index] for n, t in self.b.items()}, self.scale)
+
+    @staticmethod
+    def stack(adapters: Sequence[Adapter | None]) -> Adapter | None:
+        """One adapter with a row for each of these; None, for a row that changes nothing, becomes zeros.
+
+        Adapters of less rank are filled up with zeros, which change nothing. If all are the same object, or
+        None, that is the result.
+        """
+        first = next((adapter for adapter in adapters if adapter is not None), None)
+        if first is None or all(adapter is first for adapter in adapters):
+            return first
+        rank = max(adapter.rank for adapter in adapters if adapter is not None)
+        rows = [
+            adapter or Adapter(first.a, {n: torch.zeros_like(t) for n, t in first.b.items()}) for adapter in adapters
+        ]
+        return Adapter(
+            {n: torch.stack([F.pad(x.a[n], (0, 0, 0, rank - x.rank)) for x in rows]) for n in first.a},
+            {n: torch.stack([F.pad(x.scale * x.b[n], (0, rank - x.rank)) for x in rows]) for n in first.b},
+        )
+
+    def save_pretrained(self, folder: str | Path, decoder: str | None = None) -> None:
+        """Write an ordinary peft LoRA adapter, in float32; other engines can serve it.
+
+        Args:
+            folder: where to.
+            decoder: the decoder's hub id or path, for the file's `base_model_name_or_path`.
+        """
+        from peft import LoraConfig
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        LoraConfig(
+            r=self.rank,
+            lora_alpha=round(self.scale * self.rank),
+            target_modules=sorted({name.rpartition(".")[2] for name in self.a}),
+            base_model_name_or_path=decoder,
+            task_type="CAUSAL_LM",
+            inference_mode=True,
+        ).save_pretrained(str(folder))
+        tensors = {}
+        for name in self.a:
+            tensors[f"{_PEFT_PREFIX}{name}.lora_A.weight"] = self.a[name].detach().float().cpu().contiguous()
+            tensors[f"{_PEFT_PREFIX}{name}.lora_B.weight"] = self.b[name].detach().float().cpu().contiguous()
+        save_file(tensors, folder / _WEIGHTS_FILE)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, model: Any) -> Adapter:
+        """Read a peft LoRA adapter of a decoder's Q/K/V projections.
+
+        Args:
+            folder: where it is.
+            model: the decoder it is for; the tensors go to its device.
+
+        Raises:
+            BundleError: it is not there, has more than low-rank factors of one rank, or does not fit the decoder.
+        """
+        folder = Path(folder)
+        try:
+            config = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
+            tensors = load_file(folder / _WEIGHTS_FILE)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise BundleError(f"{str(folder)!r} is no peft adapter folder ({error})") from error
+        unread = [key for key in _UNREAD if config.get(key)]
+        if config.get("peft_type") != "LORA" or unread:
+            what = unread or [f"peft_type {config.get('peft_type')!r}"]
+            raise BundleError(
+                f"the adapter in {folder} has {what[0]}: only plain LoRA of one rank can be adapted further"
+            )
+        shapes, rank = projections(model), int(config["r"])
+        expected = {f"{_PEFT_PREFIX}{n}.lora_A.weight": (rank, shape[0]) for n, shape in shapes.items()}
+        expected |= {f"{_PEFT_PREFIX}{n}.lora_B.weight": (shape[1], rank) for n, shape in shapes.items()}
+        odd = sorted(k for k in tensors.keys() | expected if k not in tensors or tensors[k].shape != expected.get(k))
+        if odd:
+            raise BundleError(
+                f"the adapter in {folder} does not fit this decoder's Q/K/V projections: {len(odd)} tensors are "
+                f"missing, superfluous or of another shape, for example {odd[0]}"
+            )
+        device = model.device
+        return cls(
+            {n: tensors[f"{_PEFT_PREFIX}{n}.lora_A.weight"].float().to(device) for n in shapes},
+            {n: tensors[f"{_PEFT_PREFIX}{n}.lora_B.weight"].float().to(device) for n in shapes},
+            config["lora_alpha"] / rank,
+        )
+
+
+@contextmanager
+def applied(model: Any, adapter: Adapter | None) -> Iterator[None]:
+    """Add an adapter's change to the projections' outputs within the context; None adds nothing.
+
+    The weights stay as they are, and whatever peft adapters are active stay active: the change comes on
+    top. With rows, row i of every batch given to the model gets row i's change. Hold the model's lock.
+    """
+    handles = []
+    try:
+        if adapter is not None:
+            for name in adapter.a:
+                hook = partial(_add_change, adapter.a[name], adapter.b[name], adapter.scale)
+                handles.append(model.get_submodule(name).register_forward_hook(hook))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _add_change(a: Tensor, b: Tensor, scale: float, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """A forward hook: output + scale * x a^T b^T, in the factors' precision."""
+    change = (inputs[0].to(a.dtype) @ a.mT) @ b.mT
+    return output + (scale * change).to(output.dtype)

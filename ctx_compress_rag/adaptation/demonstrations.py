@@ -1,0 +1,49 @@
+"""Demonstrations: a question with its passages and its answer, and the chats they become."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ctx_compress_rag.postprocess import mark
+from ctx_compress_rag.training.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.stores import SoftContextStore
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """One solved example of the task at hand (x, D, y).
+
+    Attributes:
+        question: what was asked.
+        passages: what was retrieved for it: texts, or markers of a store's soft contexts.
+        answer: the answer as it should be given.
+    """
+
+    question: str
+    passages: tuple[str, ...]
+    answer: str
+
+    def chat(self) -> list[dict[str, str]]:
+        """The chat messages that ask the question about the passages, without the answer."""
+        return messages(TEMPLATES[0], PASSAGE_SEPARATOR.join(self.passages), self.question)
+
+    def marked(self, store: SoftContextStore, ratio: int | None = None) -> Demonstration:
+        """The same with soft contexts for passages: missing ones are compressed and stored now.
+
+        Args:
+            store: where the soft contexts are.
+            ratio: source tokens per slot; None takes the store's own.
+        """
+        return replace(self, passages=tuple(mark(store, self.passages, ratio=ratio)))
+
+
+def shots(demonstrations: Sequence[Demonstration]) -> list[dict[str, str]]:
+    """The demonstrations as earlier turns of a chat, questions with answers (few-shot prompting)."""
+    chat = []
+    for demonstration in demonstrations:
+        chat += [*demonstration.chat(), {"role": "assistant", "content": demonstration.answer}]
+    return chat

@@ -1,0 +1,127 @@
+"""Tasks and episodes: demonstrations of a task, and a question of the same task."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ctx_compress_rag.adaptation.demonstrations import Demonstration
+from ctx_compress_rag.demo.task_families import draw, families
+from ctx_compress_rag.demo.world import Split
+from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.training.data import Example, read_jsonl
+from ctx_compress_rag.training.prompts import PromptBuilder
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A support context C of a task, and a question of it with its answer.
+
+    Attributes:
+        task: the task's name.
+        support: the demonstrations.
+        query: the question.
+    """
+
+    task: str
+    support: tuple[Demonstration, ...]
+    query: Demonstration
+
+
+class Tasks(ABC):
+    """Where episodes come from."""
+
+    @abstractmethod
+    def draw(self, rng: random.Random, demonstrations: int) -> Episode:
+        """An episode of a task drawn at random, with so many demonstrations."""
+
+
+class FamilyTasks(Tasks):
+    """The invented world's task families of a split, with names of that split."""
+
+    def __init__(self, split: Split) -> None:
+        self.split = split
+        self.families = families(split)
+
+    def draw(self, rng: random.Random, demonstrations: int) -> Episode:
+        family = rng.choice(self.families)
+        *support, query = (draw(family, self.split, rng) for _ in range(demonstrations + 1))
+        return Episode(family.name, tuple(support), query)
+
+
+class FileTasks(Tasks):
+    """JSONL files (see `training.data.read_jsonl`), each of them a task.
+
+    Args:
+        files: the files.
+        builder: for the decoder's tokens.
+        max_context_tokens: passages are cut to this many tokens, shared evenly by a question's passages.
+        max_answer_tokens: answers are cut to this many.
+
+    Raises:
+        DataError: a file is not there, malformed, or has a single question.
+    """
+
+    def __init__(
+        self, files: Sequence[Path], builder: PromptBuilder, max_context_tokens: int, max_answer_tokens: int
+    ) -> None:
+        self.examples = {file.stem: read_jsonl(file) for file in files}
+        self.builder = builder
+        self.max_context_tokens = max_context_tokens
+        self.max_answer_tokens = max_answer_tokens
+        for name, examples in self.examples.items():
+            if len(examples) < 2:
+                raise DataError(f"the task {name} has one question: none is left to demonstrate it with")
+
+    def draw(self, rng: random.Random, demonstrations: int) -> Episode:
+        name = rng.choice(list(self.examples))
+        examples = self.examples[name]
+        if len(examples) <= demonstrations:
+            raise DataError(f"the task {name} has {len(examples)} questions: {demonstrations} demonstrations need more")
+        *support, query = (self._cut(example) for example in rng.sample(examples, demonstrations + 1))
+        return Episode(name, tuple(support), query)
+
+    def _cut(self, example: Example) -> Demonstration:
+        turn = example.turns[0]
+        passages = tuple(text for text, _ in self.builder.shortened(example.passages, self.max_context_tokens))
+        [(answer, _)] = self.builder.shortened([turn.answers[0]], self.max_answer_tokens)
+        return Demonstration(turn.question, passages, answer)
+
+
+class Episodes(Sequence[Any]):
+    """Episodes by number, drawn when asked for: a run that was cut off goes on with the same ones.
+
+    Args:
+        tasks: where they come from.
+        length: how many.
+        demonstrations: of each.
+        seed: of the draws.
+    """
+
+    def __init__(self, tasks: Tasks, length: int, demonstrations: int, seed: int) -> None:
+        self.tasks = tasks
+        self.length = length
+        self.demonstrations = demonstrations
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self.length))]
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        return self.tasks.draw(random.Random(f"{self.seed}:{index}"), self.demonstrations)
+
+
+def with_slots(episode: Episode, store: Any, ratio: int | None) -> Episode:
+    """The episode with soft contexts of a store for passages; None leaves them as text."""
+    if ratio is None:
+        return episode
+    support = tuple(demonstration.marked(store, ratio) for demonstration in episode.support)
+    return replace(episode, support=support, query=episode.query.marked(store, ratio))

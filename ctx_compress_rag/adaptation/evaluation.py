@@ -1,0 +1,230 @@
+"""Score ways to follow demonstrations side by side, with what each costs: what `ctx-compress adapt-eval` does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tqdm.auto import tqdm
+
+from ctx_compress_rag.adaptation.cost import Cost, measure
+from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, generate_together
+from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, FileTasks, Tasks, with_slots
+from ctx_compress_rag.adaptation.systems import BASE, Recipes, System
+from ctx_compress_rag.adaptation.training import open_decoder
+from ctx_compress_rag.decoders.generation import Sampling
+from ctx_compress_rag.evaluation.metrics import Interval, exact_match, paired_difference, token_f1
+from ctx_compress_rag.extras import needs
+from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.recipes import AdaptationRecipe, UpdatePredictorRecipe
+
+
+@dataclass(frozen=True)
+class Score:
+    """One system.
+
+    Attributes:
+        system: its name.
+        exact_match, f1: means over questions with 95 % bootstrap intervals.
+        gain: F1 over the base adapter's, question by question, likewise.
+        by_task: mean F1 of each task.
+        cost: per question.
+    """
+
+    system: str
+    exact_match: Interval
+    f1: Interval
+    gain: Interval
+    by_task: dict[str, float]
+    cost: Cost
+
+
+def evaluate(
+    where: str | Path,
+    folder: str | Path,
+    *,
+    files: Sequence[str] = (),
+    split: Literal["dev", "test"] = "test",
+    questions: int = 400,
+    timed: int = 20,
+    max_new_tokens: int = 32,
+    seed: int = 0,
+    progress: bool = True,
+) -> list[Score]:
+    """Train what is missing of a folder of recipes, and score all of it beside the baselines.
+
+    Every question comes with demonstrations of its own task, and every system gets the same ones. What is
+    trained stays in the recipes' outputs and answers stay in `folder`: a second run goes on where one was
+    cut off. Writes scores.json, scores.md and scores.png.
+
+    Args:
+        where: a folder of recipes, or a shipped one by name.
+        folder: for answers and scores.
+        files: JSONL files, each a task; none takes the invented world's task families.
+        split: of the families; "dev" is for choosing recipes' settings.
+        questions: how many.
+        timed: how many of them are timed.
+        max_new_tokens: longest answer.
+        seed: of the draws.
+        progress: show progress bars.
+
+    Raises:
+        ConfigError: the recipes do not belong together, or what is there was made by others.
+    """
+    recipes = Recipes.find(where)
+    decoder = open_decoder(recipes.base)
+    recipes.train_missing(decoder)
+    systems = recipes.systems(decoder)
+    shown = [recipe.demonstrations for recipe in recipes.others if isinstance(recipe, UpdatePredictorRecipe)]
+    tasks = _tasks(recipes.base, decoder, files, split)
+    drawn = Episodes(tasks, questions, max(shown, default=3), seed)
+    episodes = [with_slots(episode, decoder.store, recipes.base.ratio) for episode in drawn]
+    about = {
+        "recipes": [recipe.model_dump(mode="json") for recipe in (recipes.base, *recipes.others)],
+        "fingerprint": decoder.bundle.fingerprint,
+        "data": [Path(file).name for file in files] or f"task families, {split}",
+        "questions": questions,
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+    }
+    folder, sampling = Path(folder), Sampling(max_new_tokens=max_new_tokens)
+    answers = answer_all(decoder, systems, episodes, sampling, folder / "answers", about, progress)
+    costs = measure(decoder, systems, episodes[:timed], sampling)
+    scores = score(episodes, answers, costs)
+    _save(scores, folder, about | {"timed": timed, "device": str(decoder.bundle.backbone.device)})
+    return scores
+
+
+def _tasks(
+    recipe: AdaptationRecipe, decoder: AdaptiveDecoder, files: Sequence[str], split: Literal["dev", "test"]
+) -> Tasks:
+    if not files:
+        return FamilyTasks(split)
+    builder = PromptBuilder(decoder.bundle.tokenizer)
+    return FileTasks([Path(f) for f in files], builder, recipe.data.max_context_tokens, recipe.data.max_answer_tokens)
+
+
+def answer_all(
+    decoder: AdaptiveDecoder,
+    systems: Sequence[System],
+    episodes: Sequence[Episode],
+    sampling: Sampling,
+    folder: Path,
+    about: Mapping[str, Any],
+    progress: bool = False,
+) -> dict[str, list[str]]:
+    """Each system's answers, each question after its own demonstrations.
+
+    Args:
+        decoder: the decoder.
+        systems: what to score.
+        episodes: the questions.
+        sampling: how they are answered.
+        folder: where answers are kept; those of the same `about` are not made again.
+        about: what they depend on.
+        progress: show a progress bar.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    answers = {}
+    for system in tqdm(systems, desc="answering", unit="system", disable=not progress):
+        file = folder / f"{system.name.replace(' ', '_').replace(',', '')}.json"
+        kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if kept.get("about") != about:
+            kept = {"about": about, "answers": _answers(decoder, system, episodes, sampling)}
+            file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        answers[system.name] = kept["answers"]
+    return answers
+
+
+def _answers(decoder: AdaptiveDecoder, system: System, episodes: Sequence[Episode], sampling: Sampling) -> list[str]:
+    done: list[str] = []
+    for start in range(0, len(episodes), decoder.batch_size):
+        part = episodes[start : start + decoder.batch_size]
+        adapted = [decoder.adapt(episode.support, system.adaptation) for episode in part]
+        made = generate_together(adapted, [episode.query.chat() for episode in part], sampling)
+        done += [generation.text.strip() for generation in made]
+    return done
+
+
+def score(episodes: Sequence[Episode], answers: Mapping[str, Sequence[str]], costs: Mapping[str, Cost]) -> list[Score]:
+    """Scores of the answers, system by system; one of them is the base adapter."""
+
+    def each(metric: Any, system: str) -> list[float]:
+        return [metric(given, [e.query.answer]) for given, e in zip(answers[system], episodes, strict=True)]
+
+    base = each(token_f1, BASE)
+    nothing = [0.0] * len(episodes)
+    scores = []
+    for system in answers:
+        f1 = each(token_f1, system)
+        tasks: dict[str, list[float]] = {}
+        for value, episode in zip(f1, episodes, strict=True):
+            tasks.setdefault(episode.task, []).append(value)
+        scores.append(
+            Score(
+                system=system,
+                exact_match=paired_difference(each(exact_match, system), nothing),
+                f1=paired_difference(f1, nothing),
+                gain=paired_difference(f1, base),
+                by_task={task: sum(values) / len(values) for task, values in sorted(tasks.items())},
+                cost=costs[system],
+            )
+        )
+    return scores
+
+
+def table(scores: Sequence[Score]) -> str:
+    """The scores as a Markdown table."""
+    lines = [
+        "| system | EM | F1 | F1 over base adapter | adapt ms | answer ms | adapt GFLOPs | answer GFLOPs |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for s in scores:
+        gain = "" if s.system == BASE else f"{s.gain.value:+.3f} ({s.gain.low:+.3f} to {s.gain.high:+.3f})"
+        c = s.cost
+        lines.append(
+            f"| {s.system} | {_interval(s.exact_match)} | {_interval(s.f1)} | {gain} | {c.adapt_ms:.1f} | "
+            f"{c.answer_ms:.1f} | {c.adapt_flops / 1e9:.2f} | {c.answer_flops / 1e9:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def _interval(interval: Interval) -> str:
+    return f"{interval.value:.3f} ({interval.low:.3f} to {interval.high:.3f})"
+
+
+def _save(scores: Sequence[Score], folder: Path, about: Mapping[str, Any]) -> None:
+    record = {**about, "scores": [asdict(s) for s in scores]}
+    (folder / "scores.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (folder / "scores.md").write_text(table(scores) + "\n", encoding="utf-8")
+    plot(scores, folder / "scores.png", f"{about['questions']} questions, {about['data']}")
+
+
+def plot(scores: Sequence[Score], path: Path, title: str) -> None:
+    """F1 with its interval against the time a question takes, adapting included, on a log scale (as figure 4)."""
+    with needs("demo"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 4.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for number, s in enumerate(scores):
+        bars = [[s.f1.value - s.f1.low], [s.f1.high - s.f1.value]]
+        marker = "o" if s.system.startswith("RAG-GD") else "s" if s.system.startswith("TT-SGD") else "^"
+        axes.errorbar(
+            s.cost.adapt_ms + s.cost.answer_ms, s.f1.value, yerr=bars, marker=marker, color=f"C{number % 10}",
+            markerfacecolor=None if number < 10 else "white", linestyle="none", capsize=3, label=s.system,
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_xlabel("milliseconds per question, adapting and answering")
+    axes.set_ylabel("answer F1 (bars: 95 % bootstrap)")
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.grid(color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, format="png")

@@ -1,0 +1,201 @@
+"""Ways to follow demonstrations, under one interface: RAG-GD and the baselines of paper 003 (section 5.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ctx_compress_rag.adaptation.adapter import Adapter
+from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDecoder
+from ctx_compress_rag.adaptation.demonstrations import Demonstration
+from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
+from ctx_compress_rag.adaptation.updates import sgd
+from ctx_compress_rag.config import explain
+from ctx_compress_rag.errors import BundleError
+
+BASE_FOLDER = "base"
+
+_CONFIG_FILE = "config.json"
+_WEIGHTS_FILE = "model.safetensors"
+_PREFIX_FILE = "adapter_model.safetensors"
+_PREFIX_KEY = "prompt_embeddings"
+
+
+@dataclass(frozen=True, eq=False)
+class BaseAdapter(Adaptation):
+    """The base retrieval adapter, whatever the demonstrations. None is the decoder alone."""
+
+    base: Adapter | None
+
+    def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
+        return Adapted(self.base)
+
+
+@dataclass(frozen=True, eq=False)
+class FewShot(Adaptation):
+    """The demonstrations in the prompt, read by the base adapter, or with None by the decoder alone."""
+
+    base: Adapter | None
+
+    def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
+        return Adapted(self.base, shots=tuple(demonstrations))
+
+
+@dataclass(frozen=True, eq=False)
+class TestTimeSGD(Adaptation):
+    """TT-SGD: K steps of gradient descent on the demonstrations, at question time (eq. 8)."""
+
+    __test__ = False  # not a test, for all its name
+
+    base: Adapter
+    steps: int
+    learning_rate: float
+
+    def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
+        update = sgd(decoder, [decoder.rows(demonstrations)], self.base, self.steps, self.learning_rate)
+        return Adapted(update.adapted().row(0))
+
+
+@dataclass(frozen=True, eq=False)
+class PromptTuning(Adaptation):
+    """A learned soft prefix, whatever the demonstrations: (tokens, dim)."""
+
+    prefix: Tensor
+
+    def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
+        return Adapted(prefix=self.prefix)
+
+    def save_pretrained(self, folder: str | Path, decoder: str | None = None) -> None:
+        """Write an ordinary peft prompt-tuning adapter; `decoder` is the decoder's hub id or path."""
+        from peft import PromptTuningConfig
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        PromptTuningConfig(
+            num_virtual_tokens=len(self.prefix),
+            token_dim=self.prefix.shape[1],
+            base_model_name_or_path=decoder,
+            task_type="CAUSAL_LM",
+            inference_mode=True,
+        ).save_pretrained(str(folder))
+        save_file({_PREFIX_KEY: self.prefix.detach().float().cpu().contiguous()}, folder / _PREFIX_FILE)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, decoder: AdaptiveDecoder) -> PromptTuning:
+        """Read a peft prompt-tuning adapter for `decoder`.
+
+        Raises:
+            BundleError: it is not there, or of another width than the decoder's embeddings.
+        """
+        prefix = _read(Path(folder) / _PREFIX_FILE).get(_PREFIX_KEY)
+        if prefix is None or prefix.ndim != 2 or prefix.shape[1] != decoder.bundle.backbone.dim:
+            what = "no prompt" if prefix is None else f"a prompt of shape {tuple(prefix.shape)}"
+            raise BundleError(f"{folder} holds {what}: this decoder needs vectors of {decoder.bundle.backbone.dim}")
+        weight = decoder.bundle.backbone.embeddings.weight
+        return cls(prefix.to(weight.device, weight.dtype))
+
+
+class PredictorConfig(BaseModel):
+    """What is in a predicted update's config.json.
+
+    Attributes:
+        format: version of the format.
+        loss: what the predictor was trained by: "matching" is RAG-GD, "task" HyperTuning.
+        inner_steps, inner_learning_rate: K and eta of the gradient descent that it stands for; HyperTuning's
+            first updates have that size.
+        demonstrations: how many it was trained with.
+        hidden, code: widths of its encoder's layers.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal[1] = 1
+    loss: Literal["matching", "task"] = "matching"
+    inner_steps: int = Field(gt=0)
+    inner_learning_rate: float = Field(gt=0)
+    demonstrations: int = Field(gt=0)
+    hidden: int = Field(default=256, gt=0)
+    code: int = Field(default=64, gt=0)
+
+
+@dataclass(frozen=True, eq=False)
+class PredictedUpdate(Adaptation):
+    """RAG-GD: an update predicted from the demonstrations in one forward pass (algorithm 1, phase 2).
+
+    HyperTuning is the same with a predictor that was trained by the answers' loss.
+    """
+
+    base: Adapter
+    predictor: UpdatePredictor
+    config: PredictorConfig
+
+    @classmethod
+    def build(cls, base: Adapter, decoder: AdaptiveDecoder, config: PredictorConfig) -> PredictedUpdate:
+        """One with an untrained predictor.
+
+        Args:
+            base: the base retrieval adapter.
+            decoder: what it is for.
+            config: the predictor's settings.
+        """
+        dim = int(decoder.bundle.backbone.model.config.get_text_config().hidden_size)
+        predictor = UpdatePredictor(dim, base.shapes, base.rank, config.hidden, config.code)
+        return cls(base, predictor.to(next(iter(base.a.values())).device), config)
+
+    def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
+        pooled = pooled_states(decoder, [decoder.rows(demonstrations)], self.base)
+        with torch.no_grad():
+            return Adapted(self.base.plus(self.predictor(pooled)).row(0))
+
+    def save_pretrained(self, folder: str | Path, decoder: str | None = None) -> None:
+        """Write the predictor, and the base adapter beside it as a peft adapter, under `base/`."""
+        folder = Path(folder)
+        self.base.save_pretrained(folder / BASE_FOLDER, decoder)
+        save_file({n: t.detach().cpu().contiguous() for n, t in self._tensors().items()}, folder / _WEIGHTS_FILE)
+        (folder / _CONFIG_FILE).write_text(self.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, decoder: AdaptiveDecoder) -> PredictedUpdate:
+        """Read what `save_pretrained` wrote, for `decoder`.
+
+        Raises:
+            BundleError: it is not there, damaged, or was made for a decoder of other shapes.
+        """
+        folder = Path(folder)
+        try:
+            text = (folder / _CONFIG_FILE).read_text(encoding="utf-8")
+            config = PredictorConfig.model_validate_json(text)
+        except OSError as error:
+            raise BundleError(f"{str(folder)!r} holds no update predictor: {_CONFIG_FILE} is missing") from error
+        except ValidationError as error:
+            raise BundleError(f"{folder / _CONFIG_FILE}: {explain(error)}") from None
+        base = Adapter.from_pretrained(folder / BASE_FOLDER, decoder.bundle.backbone.model)
+        made = cls.build(base, decoder, config)
+        state, expected = _read(folder / _WEIGHTS_FILE), made._tensors()
+        odd = [n for n in sorted(state.keys() | expected) if n not in state or n not in expected]
+        odd += [n for n in sorted(state.keys() & expected) if state[n].shape != expected[n].shape]
+        if odd:
+            raise BundleError(
+                f"the predictor in {folder} does not fit this decoder and its config, for example {odd[0]}"
+            )
+        made.predictor.load_state_dict(dict(state))
+        made.predictor.requires_grad_(False)
+        return made
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return dict(self.predictor.state_dict())
+
+
+def _read(path: Path) -> Mapping[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise BundleError(f"{path} is missing or damaged ({error})") from error

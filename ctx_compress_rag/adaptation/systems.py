@@ -1,0 +1,118 @@
+"""The systems of a comparison: a folder of recipes, what they trained, and the baselines beside it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from ctx_compress_rag.adaptation.adapter import Adapter
+from ctx_compress_rag.adaptation.decoder import Adaptation, AdaptiveDecoder
+from ctx_compress_rag.adaptation.methods import BaseAdapter, FewShot, PredictedUpdate, PromptTuning, TestTimeSGD
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.training.recipes import (
+    SHIPPED,
+    AdaptationRecipe,
+    PromptTuningRecipe,
+    RetrievalAdapterRecipe,
+    UpdatePredictorRecipe,
+    load_recipe,
+)
+
+logger = logging.getLogger(__name__)
+
+ALONE, BASE = "decoder alone", "base adapter"
+_REPORT_FILE = "training_report.json"
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to follow demonstrations, by name."""
+
+    name: str
+    adaptation: Adaptation
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """What a comparison trains.
+
+    Attributes:
+        base: the retrieval adapter's recipe.
+        others: soft prefixes and predictors on the same decoder.
+        files: where each recipe is, the base's first; the order in which they are to be run.
+    """
+
+    base: RetrievalAdapterRecipe
+    others: tuple[AdaptationRecipe, ...]
+    files: tuple[Path, ...]
+
+    @classmethod
+    def find(cls, where: str | Path) -> Recipes:
+        """The recipes in a folder, or in a shipped one by name (`rag_gd/demo`).
+
+        Raises:
+            ConfigError: it has not one retrieval adapter, or its recipes do not belong together.
+        """
+        folder = Path(where) if Path(where).is_dir() else SHIPPED / str(where)
+        loaded = {file: load_recipe(file) for file in sorted(folder.glob("*.yaml"))}
+        found = {file: recipe for file, recipe in loaded.items() if isinstance(recipe, AdaptationRecipe)}
+        bases = {file: recipe for file, recipe in found.items() if isinstance(recipe, RetrievalAdapterRecipe)}
+        if len(bases) != 1:
+            raise ConfigError(f"{str(where)!r} has {len(bases)} retrieval_adapter recipes: a comparison needs one")
+        [(base_file, base)] = bases.items()
+        others = {file: recipe for file, recipe in found.items() if file != base_file}
+        for file, recipe in others.items():
+            for key in ("bundle", "decoder", "revision", "ratio"):
+                if getattr(recipe, key) != getattr(base, key):
+                    raise ConfigError(
+                        f"{file}: {key} is {getattr(recipe, key)}, not {getattr(base, key)} as in {base_file}"
+                    )
+            if isinstance(recipe, UpdatePredictorRecipe) and recipe.base != base.output:
+                raise ConfigError(f"{file}: base is {recipe.base}, and the retrieval adapter goes to {base.output}")
+        return cls(base, tuple(others.values()), (base_file, *others))
+
+    def train_missing(self, decoder: AdaptiveDecoder) -> None:
+        """Run what has not been run to its end; an interrupted recipe goes on at its last checkpoint.
+
+        Raises:
+            ConfigError: an output was made for another decoder, or by a recipe that has changed since.
+        """
+        from ctx_compress_rag.training.run import run_recipe
+
+        for file, recipe in zip(self.files, (self.base, *self.others), strict=True):
+            report = recipe.output / _REPORT_FILE
+            if not report.exists():
+                logger.info("training %s", file)
+                run_recipe(file)
+                continue
+            made = json.loads(report.read_text(encoding="utf-8"))
+            if made.get("recipe") != recipe.model_dump(mode="json"):
+                raise ConfigError(f"{recipe.output} was made before {file} was changed: remove it to train it again")
+            if made.get("fingerprint") != decoder.bundle.fingerprint:
+                raise ConfigError(f"{recipe.output} was made for another decoder: remove it to train it again")
+
+    def systems(self, decoder: AdaptiveDecoder) -> list[System]:
+        """What was trained, and the baselines, in the order of a table."""
+        base = Adapter.from_pretrained(self.base.output, decoder.bundle.backbone.model)
+        systems = [
+            System(ALONE, BaseAdapter(None)),
+            System(f"{ALONE}, few-shot", FewShot(None)),
+            System(BASE, BaseAdapter(base)),
+            System(f"{BASE}, few-shot", FewShot(base)),
+        ]
+        for recipe in self.others:
+            if isinstance(recipe, PromptTuningRecipe):
+                systems.append(System("prompt tuning", PromptTuning.from_pretrained(recipe.output, decoder)))
+        outputs = [recipe.output for recipe in self.others if isinstance(recipe, UpdatePredictorRecipe)]
+        predicted = [PredictedUpdate.from_pretrained(output, decoder) for output in outputs]
+        systems += [System("HyperTuning", each) for each in predicted if each.config.loss == "task"]
+        matching = sorted(
+            (each for each in predicted if each.config.loss == "matching"), key=lambda each: each.config.inner_steps
+        )
+        for each in matching:
+            steps, rate = each.config.inner_steps, each.config.inner_learning_rate
+            systems.append(System(f"TT-SGD, K={steps}", TestTimeSGD(base, steps, rate)))
+        systems += [System(f"RAG-GD, K={each.config.inner_steps}", each) for each in matching]
+        return systems

@@ -1,0 +1,148 @@
+"""Training the base retrieval adapter, a soft prefix or an update predictor by recipe."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import chromadb
+import torch
+from torch import nn
+
+from ctx_compress_rag.adaptation.adapter import Adapter
+from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, text_bundle
+from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, FileTasks, Tasks, with_slots
+from ctx_compress_rag.adaptation.methods import PredictedUpdate, PredictorConfig, PromptTuning
+from ctx_compress_rag.adaptation.predictor import pooled_states
+from ctx_compress_rag.adaptation.updates import sgd
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.demo.task_families import check_families, families
+from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.training.data import check_held_out, read_jsonl
+from ctx_compress_rag.training.loop import Collate, is_main_process, train
+from ctx_compress_rag.training.objectives.retrieval_adapter import PromptTuningLoss, RetrievalAdapterLoss
+from ctx_compress_rag.training.objectives.update_predictor import MatchingObjective, TaskObjective
+from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.recipes import (
+    AdaptationRecipe,
+    PromptTuningRecipe,
+    RetrievalAdapterRecipe,
+    UpdatePredictorRecipe,
+)
+
+logger = logging.getLogger(__name__)
+
+# Contexts that a predictor's gains are measured on.
+_CALIBRATED_ON = 8
+
+
+def run_adaptation(recipe: AdaptationRecipe, resume: bool) -> dict[str, Any]:
+    """Train what the recipe says, and write it to `recipe.output`; returns the report.
+
+    The decoder's weights stay as they are.
+    """
+    decoder = open_decoder(recipe)
+    demonstrations = recipe.demonstrations if isinstance(recipe, UpdatePredictorRecipe) else 0
+    count = recipe.optim.steps * recipe.optim.batch_size
+    episodes = Episodes(load_tasks(recipe, decoder), count, demonstrations, recipe.seed)
+    objective, collate, save = _stage(recipe, decoder, episodes)
+    report = train(objective, episodes, collate, recipe.optim, recipe.output, recipe.seed, resume=resume)
+    if is_main_process():
+        save()
+    return report | {"fingerprint": decoder.bundle.fingerprint}
+
+
+def open_decoder(recipe: AdaptationRecipe, device: str | torch.device | None = None) -> AdaptiveDecoder:
+    """The recipe's decoder; where passages become slots, with a store for them in memory."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if recipe.decoder is not None:
+        return AdaptiveDecoder(text_bundle(recipe.decoder, recipe.revision, device))
+    assert recipe.bundle is not None
+    bundle = Bundle.from_pretrained(recipe.bundle, device=device, revision=recipe.revision)
+    if recipe.ratio is None:
+        return AdaptiveDecoder(bundle)
+    base = None if bundle.compressor.nestable else recipe.ratio
+    # Chroma's stores in memory share one engine: a name of its own keeps this one apart.
+    collection = f"adaptation-{secrets.token_hex(8)}"
+    store = SoftContextStore(
+        chromadb.EphemeralClient(), bundle, collection=collection, ratio=base, key=secrets.token_bytes(32)
+    )
+    return AdaptiveDecoder(bundle, store)
+
+
+def load_tasks(recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> Tasks:
+    """The recipe's training tasks, checked against what is held out.
+
+    Raises:
+        DataError: a family, passage or question is held out.
+    """
+    data = recipe.data
+    if data.families is not None:
+        check_families(families(data.families), families("test"))
+        return FamilyTasks(data.families)
+    builder = PromptBuilder(decoder.bundle.tokenizer)
+    tasks = FileTasks(data.files, builder, data.max_context_tokens, data.max_answer_tokens)
+    held_out = [example for file in data.held_out for example in read_jsonl(file)]
+    for examples in tasks.examples.values():
+        check_held_out(examples, held_out)
+    return tasks
+
+
+def _stage(
+    recipe: AdaptationRecipe, decoder: AdaptiveDecoder, episodes: Episodes
+) -> tuple[nn.Module, Collate, Callable[[], None]]:
+    """What the stage minimises, what feeds it, and what writes its result."""
+    name = decoder.bundle.config.decoder
+
+    def slots(batch: Sequence[Any]) -> list[Episode]:
+        return [with_slots(episode, decoder.store, recipe.ratio) for episode in batch]
+
+    def collate_examples(batch: Sequence[Any]) -> dict[str, Any]:
+        return {"rows": decoder.rows([episode.query for episode in slots(batch)])}
+
+    def collate_contexts(batch: Sequence[Any]) -> dict[str, Any]:
+        whole = slots(batch)
+        return {
+            "contexts": [decoder.rows(episode.support) for episode in whole],
+            "queries": [decoder.rows([episode.query]) for episode in whole],
+        }
+
+    if isinstance(recipe, RetrievalAdapterRecipe):
+        trained = RetrievalAdapterLoss(decoder, recipe.rank, recipe.alpha)
+        return trained, collate_examples, lambda: trained.adapter().save_pretrained(recipe.output, name)
+    if isinstance(recipe, PromptTuningRecipe):
+        prefixed = PromptTuningLoss(decoder, recipe.virtual_tokens, recipe.seed)
+        return prefixed, collate_examples, lambda: PromptTuning(prefixed.prefix).save_pretrained(recipe.output, name)
+    assert isinstance(recipe, UpdatePredictorRecipe)
+    update = _untrained(
+        recipe, decoder, [collate_contexts([episodes[i]]) for i in range(min(_CALIBRATED_ON, len(episodes)))]
+    )
+    objective: nn.Module
+    if recipe.loss == "matching":
+        objective = MatchingObjective(decoder, update, recipe.magnitude_weight)
+    else:
+        objective = TaskObjective(decoder, update)
+    return objective, collate_contexts, lambda: update.save_pretrained(recipe.output, name)
+
+
+def _untrained(
+    recipe: UpdatePredictorRecipe, decoder: AdaptiveDecoder, first: Sequence[dict[str, Any]]
+) -> PredictedUpdate:
+    """A predictor with weights drawn by the seed, and gains measured on the first contexts: always the same."""
+    base = Adapter.from_pretrained(recipe.base, decoder.bundle.backbone.model)
+    config = PredictorConfig(
+        loss=recipe.loss,
+        inner_steps=recipe.inner_steps,
+        inner_learning_rate=recipe.inner_learning_rate,
+        demonstrations=recipe.demonstrations,
+        hidden=recipe.hidden,
+        code=recipe.code,
+    )
+    torch.manual_seed(recipe.seed)
+    update = PredictedUpdate.build(base, decoder, config)
+    contexts = [context for batch in first for context in batch["contexts"]]
+    target = sgd(decoder, contexts, base, recipe.inner_steps, recipe.inner_learning_rate).change()
+    update.predictor.calibrate(pooled_states(decoder, contexts, base), target)
+    return update

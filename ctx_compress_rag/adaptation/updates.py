@@ -1,0 +1,151 @@
+"""The update that gradient descent on demonstrations makes (paper 003, section 5.1, eq. 8), and how it is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ctx_compress_rag.adaptation.adapter import Adapter, applied
+from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, Row
+from ctx_compress_rag.training.objectives.base import predict
+
+
+@dataclass(frozen=True, eq=False)
+class GradientUpdate:
+    """How far gradient descent has moved the base adapter's factors, one row for each context.
+
+    Attributes:
+        base: the adapter W0 that it started from.
+        a: change of each projection's `a`: (contexts, rank, d_in).
+        b: change of each projection's `b`: (contexts, d_out, rank).
+    """
+
+    base: Adapter
+    a: dict[str, Tensor]
+    b: dict[str, Tensor]
+
+    def adapted(self) -> Adapter:
+        """The adapter W^(K) after the steps, one row for each context."""
+        return Adapter(
+            {n: self.base.a[n] + change for n, change in self.a.items()},
+            {n: self.base.b[n] + change for n, change in self.b.items()},
+            self.base.scale,
+        )
+
+    def change(self) -> Adapter:
+        """The change of each projection's weight, W^(K) - W0: eq. 8's update, at twice the base's rank.
+
+        The steps move the factors, and the product moves by
+            s (b + db)(a + da) - s b a = s [db, b] @ [a + da; da],
+        written so that nothing large is subtracted from something large.
+        """
+        after = self.adapted()
+        return Adapter(
+            {n: torch.cat([after.a[n], change], dim=-2) for n, change in self.a.items()},
+            {n: torch.cat([change, self.base.b[n].expand_as(change)], dim=-1) for n, change in self.b.items()},
+            self.base.scale,
+        )
+
+
+def answer_losses(
+    decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Row]], adapter: Adapter | None, prefix: Tensor | None = None
+) -> Tensor:
+    """Mean cross-entropy of each context's answer tokens given questions and passages: (contexts,).
+
+    Args:
+        decoder: what reads the rows.
+        contexts: rows in groups.
+        adapter: what is applied; with rows, one for each context.
+        prefix: (tokens, dim), vectors put before each row.
+    """
+    rows = [row for context in contexts for row in context]
+    owners = torch.tensor([number for number, context in enumerate(contexts) for _ in context])
+    pieces, answers = [row.pieces for row in rows], [row.answers for row in rows]
+    if prefix is not None:
+        pieces = [[prefix, *row] for row in pieces]
+        answers = [F.pad(flags, (len(prefix), 0)) for flags in answers]
+    batch = decoder.splice(pieces)
+    if adapter is not None:
+        adapter = adapter.rows(owners)
+    with decoder.model_for(batch, any(row.soft for row in rows)) as model, applied(model, adapter):
+        logits, ids = predict(model, batch.model_inputs(), pieces, answers)
+    losses = F.cross_entropy(logits, ids, reduction="none")
+    tokens = torch.tensor([int(row.answers.sum()) for row in rows])
+    of_token = owners.repeat_interleave(tokens).to(losses.device)
+    sums = torch.zeros(len(contexts), device=losses.device).index_add(0, of_token, losses)
+    return sums / torch.bincount(of_token, minlength=len(contexts))
+
+
+def sgd(
+    decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Row]], base: Adapter, steps: int, learning_rate: float
+) -> GradientUpdate:
+    """K steps of plain SGD on each context's answer loss, from the base adapter's factors (eq. 8).
+
+    Gradients are taken with respect to the adapter's factors alone (appendix G). Contexts do not touch
+    each other: they share forward passes, and have factors of their own.
+
+    Args:
+        decoder: the frozen decoder.
+        contexts: the rows of each support context C.
+        base: the base retrieval adapter W0, without rows.
+        steps: K.
+        learning_rate: eta.
+
+    Returns: the change of the factors, detached.
+    """
+    count = len(contexts)
+    a = {n: torch.zeros(count, *t.shape, device=t.device) for n, t in base.a.items()}
+    b = {n: torch.zeros(count, *t.shape, device=t.device) for n, t in base.b.items()}
+    moved = [*a.values(), *b.values()]
+    for _ in range(steps):
+        with torch.enable_grad():
+            for change in moved:
+                change.requires_grad_(True)
+            # Summed: the gradient of a context's own factors is that of its own loss.
+            loss = answer_losses(decoder, contexts, GradientUpdate(base, a, b).adapted()).sum()
+            gradients = torch.autograd.grad(loss, moved)
+        with torch.no_grad():
+            for change, gradient in zip(moved, gradients, strict=True):
+                change.requires_grad_(False).sub_(gradient, alpha=learning_rate)
+    return GradientUpdate(base, a, b)
+
+
+def inner_products(one: Adapter, other: Adapter) -> dict[str, Tensor]:
+    """Frobenius inner products of two changes, by projection: (rows,).
+
+    <b a, b' a'> = sum((b^T b') * (a a'^T)): no d x d matrix is formed.
+    """
+    scale = one.scale * other.scale
+    return {n: scale * ((one.b[n].mT @ other.b[n]) * (one.a[n] @ other.a[n].mT)).sum(dim=(-2, -1)) for n in one.a}
+
+
+def norms(adapter: Adapter) -> dict[str, Tensor]:
+    """Frobenius norms of a change, by projection: (rows,); never zero, so that they can be divided by."""
+    products = inner_products(adapter, adapter)
+    return {n: product.clamp(min=torch.finfo(product.dtype).tiny).sqrt() for n, product in products.items()}
+
+
+def matching_loss(predicted: Adapter, target: Adapter, magnitude_weight: float = 0.1) -> Tensor:
+    """1 - cosine + lambda |log of the ratio of norms|, summed over layers and projections (eq. 9): (contexts,).
+
+    What is compared are the changes of the projections' weights, d_out x d_in, and not of the factors. The
+    paper defines both sides so: the prediction is U V^T in R^(d x d), the target W^(K) - W0. Factors would
+    not do, either: b R and R^-1 a are the same adapter for every invertible R, so that the distance between
+    factors depends on which of them training happened to find, and a target of factors' changes says nothing
+    of the update applied. The target's rank is twice the prediction's; its best approximation at the
+    adapter's own rank is what the predictor is to find.
+
+    Args:
+        predicted: U V^T, a row for each context.
+        target: the gradient's change, likewise.
+        magnitude_weight: lambda.
+    """
+    products, own, wanted = inner_products(predicted, target), norms(predicted), norms(target)
+    terms = [
+        1 - products[n] / (own[n] * wanted[n]) + magnitude_weight * (own[n] / wanted[n]).log().abs() for n in products
+    ]
+    return torch.stack(terms).sum(dim=0)

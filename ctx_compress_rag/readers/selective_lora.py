@@ -1,0 +1,147 @@
+"""Selective LoRA: low-rank updates that act on slot positions only (paper 000, section 3.3)."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ctx_compress_rag.config import SelectiveLoraConfig
+from ctx_compress_rag.errors import ConfigError
+
+
+class SlotPlaces:
+    """Where the slots of a batch are.
+
+    Args:
+        mask: bool (batch, length).
+
+    Attributes:
+        index: int64 (slots,): the slots' places among all positions, row after row.
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        self.shape = mask.shape
+        self.index = mask.flatten().nonzero().squeeze(1)
+
+    def take(self, states: Tensor) -> Tensor:
+        """The states at slots: (batch, length, dim) -> (slots, dim).
+
+        Raises:
+            ConfigError: `states` are not those of all positions, as where a router sends tokens to experts.
+        """
+        rows = states.flatten(0, -2)
+        if len(rows) != self.shape.numel():
+            raise ConfigError(f"a layer got {len(rows)} of {self.shape.numel()} positions: which are slots is unknown")
+        return rows[self.index]
+
+    def put(self, states: Tensor, slots: Tensor) -> Tensor:
+        """A copy of `states` with other states at slots: (batch, length, dim), (slots, dim) -> (batch, length, dim)."""
+        return states.flatten(0, -2).index_copy(0, self.index, slots.to(states.dtype)).view_as(states)
+
+
+class SlotUpdate(nn.Module):
+    """The low-rank update of one linear layer: (alpha / rank) B A x, zero until it is trained.
+
+    Args:
+        linear: the frozen layer.
+        config: rank, scale and dropout.
+    """
+
+    def __init__(self, linear: nn.Linear, config: SelectiveLoraConfig) -> None:
+        super().__init__()
+        self.scale = config.alpha / config.rank
+        self.dropout = config.dropout
+        self.a = nn.Parameter(torch.empty(config.rank, linear.in_features))
+        self.b = nn.Parameter(torch.zeros(linear.out_features, config.rank))
+        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The update for the layer's inputs at slots.
+
+        Shape: (slots, in) -> (slots, out)
+        """
+        x = F.dropout(x.to(self.a.dtype), self.dropout, self.training and torch.is_grad_enabled())
+        return self.scale * F.linear(F.linear(x, self.a), self.b)
+
+
+class SelectiveLora(nn.Module):
+    """M * (B A x) beside every linear layer of one decoder layer.
+
+    Equation 3 writes the layer as F(H) + M * dF(H) and leaves open where the mask M enters. Taken at the
+    layer's output, it would need two runs, and two keys and values for each position: a text position on
+    the frozen path would have to see the slots' frozen keys, a slot the text's adapted ones. Here the
+    mask enters each linear layer, W x + M * B A x, as in the method that the paper cites for it (P-LoRA;
+    Dong et al., 2024): dF is all that these updates change. A text position then meets the frozen
+    weights alone, at every layer, and its keys and values are the frozen decoder's for the state it is
+    in. That state is the frozen model's as long as no slot stands before it; after one, it has read the
+    slot's adapted keys and values, which is what the update is for.
+
+    Args:
+        layer: the decoder layer.
+        config: rank, scale and dropout.
+
+    Raises:
+        ConfigError: the layer has no linear layers.
+    """
+
+    def __init__(self, layer: nn.Module, config: SelectiveLoraConfig) -> None:
+        super().__init__()
+        linears = dict(_linears(layer))
+        if not linears:
+            raise ConfigError(
+                f"{type(layer).__name__} has no nn.Linear to adapt: this decoder cannot take selective LoRA"
+            )
+        self.updates = nn.ModuleDict({name: SlotUpdate(linear, config) for name, linear in linears.items()})
+        # A plain tuple hides the decoder's layers from nn.Module.
+        self._linears = tuple(linears.values())
+
+    @contextmanager
+    def on(self, slots: SlotPlaces) -> Iterator[None]:
+        """Add the updates at slots within the context."""
+        with ExitStack() as hooks:
+            for linear, update in zip(self._linears, self.updates.values(), strict=True):
+                hooks.callback(linear.register_forward_hook(partial(_add, update, slots)).remove)
+            yield
+
+
+def _add(update: nn.Module, slots: SlotPlaces, linear: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+    # In place, at slots alone: other positions keep their bits, and cost nothing.
+    change = update(slots.take(args[0])).to(output.dtype)
+    output.view(-1, output.shape[-1]).index_add_(0, slots.index, change)
+
+
+def _linears(layer: nn.Module) -> Iterable[tuple[str, nn.Linear]]:
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear) and "lora_" not in name:  # an ordinary adapter's own
+            yield name.removesuffix(".base_layer").replace(".", "_"), module
+
+
+def twin(model: nn.Module) -> Any:
+    """The same modules over the same tensors: what is hooked to one of the two leaves the other alone."""
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def decoder_layers(trunk: nn.Module, count: int) -> nn.ModuleList:
+    """The list of a transformers decoder's layers, whatever the architecture calls it.
+
+    Args:
+        trunk: the decoder without its head.
+        count: how many layers it has.
+
+    Raises:
+        ConfigError: it has no such list.
+    """
+    for child in trunk.children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return child
+    raise ConfigError(f"{type(trunk).__name__} holds no list of its {count} layers: ArcAligner cannot read with it")

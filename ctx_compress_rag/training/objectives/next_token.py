@@ -1,0 +1,58 @@
+"""Next-token prediction from slots: what `LikelihoodLoss` takes in its first phase (paper 002, section 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.training.data import Example
+from ctx_compress_rag.training.objectives.base import PassageTable, SlotRows
+from ctx_compress_rag.training.prompts import PASSAGE_SEPARATOR, SlotRow
+
+
+class NextTokenCollator:
+    """Examples -> the arguments of `LikelihoodLoss`: text that goes on after its compressed beginning.
+
+    An example's passages are joined to one text; its questions are not used. The beginning of the text is
+    compressed, what follows it is predicted, after the decoder's BOS and the slots (paper 002, appendix A.4:
+    512 and 128 tokens). A text shorter than both together is cut in the same proportion, a longer one is
+    left at their end.
+
+    Args:
+        tokenizer: the decoder's.
+        context_tokens: longest beginning.
+        continuation_tokens: longest continuation.
+    """
+
+    def __init__(self, tokenizer: Any, context_tokens: int, continuation_tokens: int) -> None:
+        self.tokenizer = tokenizer
+        self.context_tokens = context_tokens
+        self.continuation_tokens = continuation_tokens
+
+    def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
+        bos = self.tokenizer.bos_token_id
+        before = torch.tensor([] if bos is None else [bos], dtype=torch.long)
+        table = PassageTable()
+        rows: list[SlotRow] = []
+        places: list[list[int]] = []
+        for example in examples:
+            context, continuation = self._cut(PASSAGE_SEPARATOR.join(example.passages))
+            rows.append(
+                SlotRow((before, continuation), (torch.zeros_like(before).bool(), torch.ones_like(continuation).bool()))
+            )
+            places.append([table.place(self.tokenizer.decode(context), context)])
+        return {"passages": table.batch(), "prompts": SlotRows(rows, places)}
+
+    def _cut(self, text: str) -> tuple[Tensor, Tensor]:
+        """Token ids of the text's beginning and of what follows it."""
+        ids = torch.tensor(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
+        if len(ids) < 2:
+            raise DataError(f"nothing follows the first token of {text[:40]!r}: leave the example out")
+        most = self.context_tokens + self.continuation_tokens
+        ids = ids[:most]
+        cut = max(1, len(ids) * self.context_tokens // most)
+        return ids[:cut], ids[cut:]

@@ -1,0 +1,173 @@
+"""What RAM learns: answers from a context half kept, half skimmed, and which segments to keep (paper 004, eq. 7-9)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, repeat
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.compressors.base import SlotBatch, padded
+from ctx_compress_rag.compressors.ram import RamCompressor, relevance, segment_means
+from ctx_compress_rag.errors import ConfigError, DataError
+from ctx_compress_rag.segments import Segments, layout, shown, slots_of_runs
+from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.training.data import Example
+from ctx_compress_rag.training.objectives.base import SlotObjective, SlotRows
+from ctx_compress_rag.training.prompts import PASSAGE_SEPARATOR, PromptBuilder, draw_template
+
+
+@dataclass(frozen=True)
+class RamRow:
+    """One question.
+
+    Attributes:
+        example: its passages, question and answers.
+        template: of its prompt.
+        passages: which of the batch's passages the prompt has, in order.
+        question: the question's token ids.
+        positives: for each segment of these passages, whether it holds an answer.
+    """
+
+    example: Example
+    template: str
+    passages: list[int]
+    question: list[int]
+    positives: list[bool]
+
+
+class RamLoss(SlotObjective):
+    """L_nll + L_con (eq. 9), mean over questions.
+
+    The ratio is drawn for each question from the step's ratios (section 4.1). Prompts are put together as
+    `close_reading.close_read` and the decoder do it: kept segments are text, and tokenised with the prompt.
+    The choice of segments passes no gradient: representations learn from L_con, skimmed vectors and with
+    them the encoder and the alignment matrix from L_nll.
+
+    Args:
+        bundle: a RAM bundle.
+        builder: renders prompts.
+        temperature: tau of eq. 8.
+        contrastive: leave False for the paper's ablation without L_con.
+
+    Raises:
+        ConfigError: the bundle is of another method.
+    """
+
+    def __init__(
+        self, bundle: Bundle, builder: PromptBuilder, temperature: float = 0.1, contrastive: bool = True
+    ) -> None:
+        if not isinstance(bundle.compressor, RamCompressor):
+            raise ConfigError(f"stage ram trains method ram, not {bundle.config.method.name}: choose one of the two")
+        super().__init__(bundle)
+        self.builder = builder
+        self.temperature = temperature
+        self.contrastive = contrastive
+
+    @property
+    def ram(self) -> RamCompressor:
+        """The compressor."""
+        return cast(RamCompressor, self.compressor)
+
+    def forward(self, passages: list[Segments], rows: list[RamRow]) -> dict[str, Tensor]:  # type: ignore[override]
+        """The loss of a batch: its passages, each once, and the questions about them."""
+        ids, mask = padded([ids for passage in passages for ids in passage.ids], self.bundle.backbone.device)
+        hidden = self.ram.read(ids, mask)
+        means, counts = segment_means(hidden, mask), mask.sum(1)
+        first = list(accumulate((len(passage.ids) for passage in passages), initial=0))
+        prompts, softs, contrast = SlotRows([], []), list[SoftContext](), list[Tensor]()
+        for row, question in zip(rows, self._questions(rows), strict=True):
+            own = [passages[p] for p in row.passages]
+            places = [i for p in row.passages for i in range(first[p], first[p + 1])]
+            ratio = self.ratios[int(torch.randint(len(self.ratios), ()))]
+            kept = self.ram.choose(question, means[places], int(counts[places].sum()), ratio)
+            skimmed = [place for place, stays in zip(places, kept, strict=True) if not stays]
+            vectors = self.ram.condense(hidden[skimmed], mask[skimmed], question)
+            layouts = layout(own, kept)
+            slots = slots_of_runs(vectors, counts[skimmed], layouts)
+            context = PASSAGE_SEPARATOR.join(shown(own, layouts, repeat(self.builder.HOLE)))
+            prompts.rows.append(self.builder.slot_row(row.example, row.template, context))
+            prompts.passages.append(list(range(len(softs), len(softs) + len(slots))))
+            softs += slots
+            contrast.append(self._contrast(question, means[places], row.positives))
+        loss = self._likelihood(prompts, softs)
+        if self.contrastive:
+            loss = loss + torch.stack(contrast).mean()
+        return {"loss": loss}
+
+    def _questions(self, rows: Sequence[RamRow]) -> Tensor:
+        """r_q of each question: (rows, dim)."""
+        ids, mask = padded([row.question for row in rows], self.bundle.backbone.device)
+        return segment_means(self.ram.read(ids, mask), mask)
+
+    def _contrast(self, question: Tensor, segments: Tensor, positives: Sequence[bool]) -> Tensor:
+        """L_con of a question (eq. 8); 0 where no segment holds an answer."""
+        log_p = (relevance(question, segments) / self.temperature).log_softmax(0)
+        positive = torch.tensor(positives, device=log_p.device)
+        return -log_p[positive].sum() / max(1, int(positive.sum()))
+
+    def _likelihood(self, prompts: SlotRows, softs: Sequence[SoftContext]) -> Tensor:
+        """L_nll (eq. 7): mean over each answer's tokens, then over questions."""
+        slots = nn.utils.rnn.pad_sequence([soft.slots for soft in softs], batch_first=True)
+        counts = nn.utils.rnn.pad_sequence([soft.token_counts for soft in softs], batch_first=True)
+        logits, targets = self.answer_logits(prompts, SlotBatch(slots, counts))
+        lengths = [int(torch.cat(row.answers).sum()) for row in prompts.rows]
+        answers = zip(logits.split(lengths), targets.split(lengths), strict=True)
+        return torch.stack([F.cross_entropy(*answer) for answer in answers]).mean()
+
+
+class RamCollator:
+    """Examples -> the arguments of `RamLoss`: each question a prompt of its own, for its context depends on it.
+
+    Positives are the segments that hold an accepted answer, word by word. The paper takes the datasets'
+    marked positions, or a large model's judgement; a question whose answer is nowhere in the text (yes, no)
+    has none, and no contrastive term.
+
+    Args:
+        builder: renders prompts.
+        segment_tokens: tokens in a segment.
+        templates: prompt templates, one drawn for each question.
+        max_context_tokens: longest context of an example, shared evenly by its passages.
+        seed: of the draws.
+    """
+
+    def __init__(
+        self, builder: PromptBuilder, segment_tokens: int, templates: Sequence[str], max_context_tokens: int, seed: int
+    ) -> None:
+        self.builder = builder
+        self.segment_tokens = segment_tokens
+        self.templates = templates
+        self.max_context_tokens = max_context_tokens
+        self.seed = seed
+
+    def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
+        passages: dict[str, Segments] = {}
+        rows: list[RamRow] = []
+        for example in examples:
+            texts = [text for text, _ in self.builder.shortened(example.passages, self.max_context_tokens)]
+            for text in texts:
+                if text not in passages:
+                    passages[text] = Segments.of(self.builder.tokenizer, text, self.segment_tokens)
+            for turn in example.turns:
+                alone = Example(example.passages, (turn,))
+                rows.append(
+                    RamRow(
+                        alone,
+                        draw_template(self.templates, alone, self.seed),
+                        [list(passages).index(text) for text in texts],
+                        self._question_ids(turn.question),
+                        [flag for text in texts for flag in passages[text].holding(turn.answers)],
+                    )
+                )
+        return {"passages": list(passages.values()), "rows": rows}
+
+    def _question_ids(self, question: str) -> list[int]:
+        ids: list[int] = self.builder.passage_ids(question).tolist()
+        if not ids:
+            raise DataError(f"the question {question!r} has no tokens: ram chooses by the question, leave it out")
+        return ids

@@ -1,0 +1,57 @@
+"""What an update predictor is trained by: the gradient's update (RAG-GD), or the answers (HyperTuning)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, Row
+from ctx_compress_rag.adaptation.methods import PredictedUpdate
+from ctx_compress_rag.adaptation.predictor import pooled_states
+from ctx_compress_rag.adaptation.updates import answer_losses, matching_loss, sgd
+
+Contexts = list[list[Row]]
+"""The demonstrations of each support context."""
+
+
+class MatchingObjective(nn.Module):
+    """Eq. 9 against the K-step SGD update of eq. 8, mean over contexts. No answer loss (appendix G).
+
+    Args:
+        decoder: the frozen decoder.
+        update: holds the predictor to train and the frozen base adapter.
+        magnitude_weight: lambda of eq. 9.
+    """
+
+    def __init__(self, decoder: AdaptiveDecoder, update: PredictedUpdate, magnitude_weight: float) -> None:
+        super().__init__()
+        self._frozen = (decoder, update)  # a plain tuple hides the decoder's weights from nn.Module
+        self.predictor = update.predictor
+        self.magnitude_weight = magnitude_weight
+
+    def forward(self, contexts: Contexts, queries: Contexts) -> dict[str, Tensor]:
+        """The loss of a batch; `queries` are not used."""
+        decoder, update = self._frozen
+        config = update.config
+        target = sgd(decoder, contexts, update.base, config.inner_steps, config.inner_learning_rate).change()
+        predicted = self.predictor(pooled_states(decoder, contexts, update.base))
+        return {"loss": matching_loss(predicted, target, self.magnitude_weight).mean()}
+
+
+class TaskObjective(nn.Module):
+    """The answer loss of a question of the same task, read with the predicted update (HyperTuning).
+
+    Args:
+        decoder: the frozen decoder.
+        update: holds the predictor to train and the frozen base adapter.
+    """
+
+    def __init__(self, decoder: AdaptiveDecoder, update: PredictedUpdate) -> None:
+        super().__init__()
+        self._frozen = (decoder, update)
+        self.predictor = update.predictor
+
+    def forward(self, contexts: Contexts, queries: Contexts) -> dict[str, Tensor]:
+        """The loss of a batch: a context's `queries` are answered with its update."""
+        decoder, update = self._frozen
+        predicted = self.predictor(pooled_states(decoder, contexts, update.base))
+        return {"loss": answer_losses(decoder, queries, update.base.plus(predicted)).mean()}

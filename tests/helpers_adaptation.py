@@ -1,0 +1,60 @@
+"""Demonstrations, and adapters with random factors, for tiny decoders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ctx_compress_rag.adaptation import Adapter, Demonstration
+from ctx_compress_rag.adaptation.adapter import projections
+
+DEMONSTRATIONS = [
+    Demonstration(
+        "Which pet does Orla Reedwen keep?",
+        ("Orla Reedwen keeps a goat as a pet.", "Kormoor lies on the river Halen."),
+        "a goat",
+    ),
+    Demonstration("Which river flows through Kormoor?", ("Kormoor lies on the river Halen.",), "the river Halen"),
+    Demonstration(
+        "What does Ivo Stormley like to eat?",
+        ("Ivo Stormley likes to eat plum cake best of all. He keeps a crow.", "Ada Halson is a poet."),
+        "plum cake",
+    ),
+]
+QUESTIONS = [
+    Demonstration("Which pet does Ivo Stormley keep?", ("Ivo Stormley keeps a crow as a pet.",), "a crow"),
+    Demonstration("Where was Ada Halson born?", ("Ada Halson was born in Kormoor.", "Kormoor is old."), "Kormoor"),
+    Demonstration("Who is the mayor of Kormoor?", ("The mayor of Kormoor is Vera Holmby.",), "Vera Holmby"),
+]
+
+
+def random_adapter(model: Any, rank: int, seed: int, size: float = 0.3, scale: float = 2.0, rows: int = 0) -> Adapter:
+    """An adapter with normal factors for a decoder's Q/K/V projections."""
+    generator = torch.Generator().manual_seed(seed)
+    lead = (rows,) if rows else ()
+    shapes = projections(model)
+    return Adapter(
+        {n: size * torch.randn(*lead, rank, d_in, generator=generator) for n, (d_in, _) in shapes.items()},
+        {n: size * torch.randn(*lead, d_out, rank, generator=generator) for n, (_, d_out) in shapes.items()},
+        scale,
+    )
+
+
+def plain_copy(model: Any) -> Any:
+    """A transformers model of the same class with the same weights of its own, and no adapters."""
+    copy = type(model)(model.config)
+    state = {n.replace(".base_layer", ""): p.detach() for n, p in model.named_parameters() if "lora_" not in n}
+    copy.load_state_dict(state, strict=False)
+    copy.tie_weights()
+    return copy.eval().requires_grad_(False)
+
+
+def merged_copy(model: Any, adapter: Adapter) -> Any:
+    """A plain copy whose weights hold the adapter's product, added in float64."""
+    copy = plain_copy(model)
+    for name in adapter.a:
+        weight = copy.get_submodule(name).weight
+        change = adapter.scale * adapter.b[name].double() @ adapter.a[name].double()
+        weight.copy_(weight.double() + change)
+    return copy

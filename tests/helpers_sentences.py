@@ -1,0 +1,47 @@
+"""A tiny sentence-transformers model in a folder, and bundles that use it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DIM = 24
+
+
+def save_encoder(folder: Path, tokenizer: Any, seed: int = 0, dim: int = DIM) -> Path:
+    """A random BERT with mean pooling, as sentence-transformers saves it; the tokenizer may be any."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+    from transformers import AutoTokenizer, BertConfig, BertModel
+
+    tokenizer.save_pretrained(folder / "bert")
+    # Padding on the left would move a BERT's positions.
+    AutoTokenizer.from_pretrained(folder / "bert", padding_side="right").save_pretrained(folder / "bert")
+    torch.manual_seed(seed)
+    shape = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=dim,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.5,
+    )
+    BertModel(shape).save_pretrained(folder / "bert")
+    transformer = modules.Transformer(str(folder / "bert"), max_seq_length=128)
+    SentenceTransformer(modules=[transformer, modules.Pooling(dim, "mean")], device="cpu").save(str(folder))
+    return folder
+
+
+def sentence_bundle(like: Any, method: Any, base_ratio: int = 8, max_tokens: int = 256) -> Any:
+    """An untrained bundle of `method` on another bundle's decoder, its projector drawn for its slots."""
+    from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.config import BundleConfig
+
+    config = BundleConfig(name="tiny", method=method, base_ratio=base_ratio, ratios=[base_ratio], max_tokens=max_tokens)
+    bundle = Bundle.build(config, like.backbone)
+    slots = torch.cat([soft.slots for soft in bundle.compress(["Orla keeps a goat.", "Kormoor lies by the sea."])])
+    bundle.reader.initialise(float(slots.pow(2).mean().sqrt()))
+    return bundle

@@ -1,0 +1,140 @@
+"""Task families: what they ask, that training never has a test family, and how episodes are drawn."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ctx_compress_rag.adaptation.episodes import Episodes, FamilyTasks, FileTasks
+from ctx_compress_rag.demo import wording
+from ctx_compress_rag.demo.task_families import (
+    CONTENTS,
+    ECHOES,
+    FAMILIES,
+    LEADS,
+    Family,
+    check_families,
+    draw,
+    families,
+)
+from ctx_compress_rag.demo.world import split_of
+from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.evaluation.metrics import exact_match, token_f1
+from ctx_compress_rag.training.data import Example, Turn, write_jsonl
+from ctx_compress_rag.training.prompts import PromptBuilder
+
+
+def test_every_family_is_in_one_split_and_every_part_is_trained() -> None:
+    by_split = {split: families(split) for split in ("train", "dev", "test")}  # type: ignore[arg-type]
+    assert {split: len(each) for split, each in by_split.items()} == {"train": 24, "dev": 8, "test": 8}
+    assert sorted(f.name for each in by_split.values() for f in each) == sorted(f.name for f in FAMILIES)
+    assert len({f.name for f in FAMILIES}) == 40
+    trained = by_split["train"]
+    assert {(f.content, f.echo) for f in trained} == {(c, e) for c in CONTENTS for e in ECHOES}
+    assert {(f.content, f.lead) for f in trained} == {(c, w) for c in CONTENTS for w in LEADS}
+    assert {(f.echo, f.lead) for f in trained} == {(e, w) for e in ECHOES for w in LEADS}
+    for held_out in ("dev", "test"):
+        check_families(trained, by_split[held_out])
+        with pytest.raises(DataError, match=by_split[held_out][3].name):
+            check_families([*trained, by_split[held_out][3]], by_split[held_out])
+
+
+def test_episodes_of_a_split_have_its_families_and_names_alone() -> None:
+    names = {split: {f.name for f in families(split)} for split in ("train", "test")}  # type: ignore[arg-type]
+    for split in ("train", "test"):
+        tasks = FamilyTasks(split)  # type: ignore[arg-type]
+        seen = set()
+        for episode in Episodes(tasks, 60, 2, seed=3):
+            seen.add(episode.task)
+            for demonstration in (*episode.support, episode.query):
+                roots = [w.strip(".?,") for p in demonstration.passages for w in p.split()]
+                splits = {split_of(root) for root in roots if root in _COMPOUNDS}
+                assert splits == {split}
+        assert seen <= names[split] and len(seen) >= 6
+    assert not names["train"] & names["test"]
+
+
+_COMPOUNDS = {head + tail for heads, tails in wording.COMPOUNDS for head in heads for tail in tails}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_the_answer_follows_the_convention(family: Family) -> None:
+    """Read back from the passages: whose fact it is, and what stands beside it."""
+    for seed in range(5):
+        drawn = draw(family, "train", random.Random(seed))
+        first, second = drawn.passages
+        assert drawn.answer.startswith(family.lead)
+        body = drawn.answer.removeprefix(family.lead).strip()
+        names = {p: _name(p) for p in drawn.passages}
+        [asked] = [p for p in drawn.passages if names[p] in drawn.question]
+        about = asked if family.content == "asked" else (second if asked == first else first)
+        value = {
+            "value": body,
+            "name and value": body.removeprefix(f"{names[about]} "),
+            "value and name": body.removesuffix(f" {names[about]}"),
+            "value twice": body[: (len(body) - len(" and ")) // 2],
+        }[family.echo]
+        assert family.answer(names[about], value) == drawn.answer
+        assert value in about and value not in drawn.question
+        if family.echo in ("name and value", "value and name"):
+            assert value != body
+
+
+def _name(passage: str) -> str:
+    """The name that the opening gives: what stands where it has {name}, in the opening that leaves least."""
+    opening = passage.split(". ")[0] + "."
+    patterns = [pattern.split("{name}") for openings in wording.OPENINGS.values() for pattern in openings]
+    fitting = [(a, b) for a, b in patterns if opening.startswith(a) and opening.endswith(b)]
+    return min((opening.removeprefix(a).removesuffix(b) for a, b in fitting), key=len)
+
+
+def test_the_scores_tell_the_families_apart() -> None:
+    """Of the same question, no two families' answers are an exact match, and few have the same words."""
+    answers = [family.answer("Orla Reedwen", "plum cake") for family in FAMILIES[:20]]
+    answers += [family.answer("Ivo Stormley", "roast duck") for family in FAMILIES[20:]]
+    for i, one in enumerate(answers):
+        for j, other in enumerate(answers):
+            assert exact_match(one, [other]) == float(i == j)
+            if i != j and FAMILIES[i].content != FAMILIES[j].content:
+                assert token_f1(one, [other]) < 0.7
+
+
+def test_episodes_are_the_same_at_every_look() -> None:
+    episodes = Episodes(FamilyTasks("train"), 10, 3, seed=1)
+    assert len(episodes) == 10
+    assert episodes[7] == episodes[7] == list(episodes)[7]
+    assert episodes[2:4] == [episodes[2], episodes[3]]
+    assert Episodes(FamilyTasks("train"), 10, 3, seed=2)[7] != episodes[7]
+    with pytest.raises(IndexError):
+        episodes[10]
+
+
+def test_files_are_tasks(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """Support and question are of one file, never the same row, and cut to the tokens allowed."""
+    for task in ("one", "two"):
+        rows = [
+            Example(
+                (f"Passage {i} of {task}. " * 30, "Short."), (Turn(f"Question {i} of {task}?", (f"answer {i} " * 9,)),)
+            )
+            for i in range(5)
+        ]
+        write_jsonl(tmp_path / f"{task}.jsonl", rows)
+    tasks = FileTasks([tmp_path / "one.jsonl", tmp_path / "two.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6)
+    seen = set()
+    for episode in Episodes(tasks, 30, 3, seed=0):
+        seen.add(episode.task)
+        whole = (*episode.support, episode.query)
+        assert len({d.question for d in whole}) == 4
+        for d in whole:
+            assert episode.task in d.question and episode.task in d.passages[0]
+            assert len(tiny_tokenizer(d.passages[0], add_special_tokens=False)["input_ids"]) <= 21
+            assert len(tiny_tokenizer(d.answer, add_special_tokens=False)["input_ids"]) <= 7
+    assert seen == {"one", "two"}
+    with pytest.raises(DataError, match="5 questions: 5 demonstrations"):
+        tasks.draw(random.Random(0), 5)
+    write_jsonl(tmp_path / "lonely.jsonl", rows[:1])
+    with pytest.raises(DataError, match="lonely has one question"):
+        FileTasks([tmp_path / "lonely.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6)

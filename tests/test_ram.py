@@ -1,0 +1,481 @@
+"""RAM (paper 004): its equations in float64, what is kept and skimmed, and its training."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import helpers_architectures as architectures
+import pytest
+import torch
+import yaml
+from helpers_ram import (
+    FROZEN,
+    plain_choice,
+    plain_ids,
+    plain_mean,
+    plain_segments,
+    plain_skim,
+    plain_states,
+    ram_bundle,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.compressors.base import padded
+from ctx_compress_rag.compressors.ram import RamCompressor, relevance, segment_means, skimmed
+from ctx_compress_rag.config import BundleConfig, MeanPoolingConfig, RamConfig
+from ctx_compress_rag.errors import ConfigError, DataError, RatioError
+from ctx_compress_rag.segments import Segments, layout, shown, slots_of_runs
+from ctx_compress_rag.training.data import Example, Turn, write_jsonl
+from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
+from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.recipes import RamRecipe, load_recipe
+from ctx_compress_rag.training.run import run_recipe
+
+EXAMPLES = [
+    Example(
+        ("Orla Reedwen keeps a goat as a pet and lives by the mill.", "Kormoor lies on the river Halen, near Dun."),
+        (Turn("Which pet does Orla keep?", ("a goat",)),),
+    ),
+    Example(
+        ("Kormoor lies on the river Halen, near Dun.",),
+        (Turn("Which river?", ("Halen",)), Turn("Is it a town?", ("yes", "no"))),
+    ),
+]
+PLAIN = "{context}\n\n{question}"
+SEPARATOR = "\n\n"
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_tokenizer: Any) -> Bundle:
+    return ram_bundle(tiny_tokenizer)
+
+
+def collator(bundle: Bundle, template: str = PLAIN) -> RamCollator:
+    return RamCollator(PromptBuilder(bundle.tokenizer), bundle.config.base_ratio, [template], 512, seed=0)
+
+
+def objective(bundle: Bundle, ratio: int = 2, **options: Any) -> RamLoss:
+    loss = RamLoss(bundle, PromptBuilder(bundle.tokenizer), **options)
+    loss.ratios = [ratio]
+    return loss
+
+
+def move(bundle: Bundle) -> None:
+    """Random numbers in what training starts at zero or at another module's values."""
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in bundle.backbone.model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        for module in (bundle.compressor, bundle.reader):
+            for parameter in module.parameters():
+                if parameter is not bundle.backbone.embeddings.weight:
+                    parameter.add_(0.05 * torch.randn_like(parameter))
+
+
+# Equations
+
+
+@pytest.mark.parametrize("mode", ["full", "frozen"])
+def test_what_is_stored_is_the_mean_of_each_segment_read_alone(tiny_tokenizer: Any, mode: str) -> None:
+    """Eq. 1, with transformers' own causal forward on each segment by itself."""
+    made = ram_bundle(tiny_tokenizer, encoder={"mode": mode})
+    move(made)
+    encoder = made.compressor.encoder if mode == "full" else made.backbone.model.base_model
+    texts = [passage for example in EXAMPLES for passage in example.passages]
+    for text, soft in zip(texts, made.compress(texts), strict=True):
+        segments = plain_segments(made, text)
+        expected = torch.stack([plain_mean(plain_states(encoder, ids)) for ids in segments])
+        torch.testing.assert_close(soft.slots.double(), expected, atol=1e-4, rtol=1e-4)
+        assert soft.token_counts.tolist() == [len(ids) for ids in segments]
+
+
+@pytest.mark.parametrize("name", architectures.NAMES)
+def test_every_architecture_reads_segments_alone(name: str) -> None:
+    """Eq. 1 against each family's own forward: embedding scales, sliding windows shorter than a segment, padding."""
+    backbone = Backbone(architectures.model(name), architectures.tokenizer(name))
+    compressor = RamCompressor(backbone, RamConfig(segment_tokens=12, encoder=FROZEN))
+    passages = [ids.tolist() for ids in architectures.random_ids(name, [29, 12, 5])]
+    for passage, soft in zip(passages, compressor.compress_ids(passages, 12, 24, 60), strict=True):
+        segments = [passage[i : i + 12] for i in range(0, len(passage), 12)]
+        expected = torch.stack([plain_mean(plain_states(backbone.model.base_model, ids)) for ids in segments])
+        torch.testing.assert_close(soft.slots.double(), expected, atol=1e-4, rtol=1e-3)
+    for text in architectures.TEXTS:
+        cut = Segments.of(backbone.tokenizer, text, 7)
+        assert "".join(text[a:b] for a, b in pairwise(cut.bounds)) == text
+
+
+def test_other_ratios_are_not_stored(bundle: Bundle) -> None:
+    with pytest.raises(RatioError, match="one vector for each segment of 4 tokens"):
+        bundle.compress(["Kormoor lies on the river Halen."], ratio=8)
+
+
+floats = st.floats(-3, 3, allow_nan=False, width=32)
+
+
+@st.composite
+def representations(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    n = draw(st.integers(1, 12))
+    torch.manual_seed(draw(st.integers(0, 10_000)))
+    return torch.randn(6), torch.randn(n, 6)
+
+
+@given(vectors=representations(), ratio=st.integers(2, 40), missing=st.integers(0, 3))
+@settings(deadline=None, max_examples=80)
+def test_the_k_likeliest_segments_are_kept(
+    bundle: Bundle, vectors: tuple[Tensor, Tensor], ratio: int, missing: int
+) -> None:
+    """Eq. 2 and 3; the last segment may be short of `missing` tokens."""
+    question, segments = vectors
+    tokens = 4 * len(segments) - missing
+    kept = bundle.compressor.choose(question, segments, tokens, ratio)
+    assert kept == plain_choice(question.double(), list(segments.double()), tokens, ratio, 4)
+    assert sum(kept) == tokens // (4 * ratio) < len(segments)  # from ratio 2 on something is always skimmed
+
+
+def test_of_equals_the_earlier_is_kept(bundle: Bundle) -> None:
+    vector = torch.randn(6)
+    assert bundle.compressor.choose(vector, vector.expand(4, 6), 16, 2) == [True, True, False, False]
+
+
+@given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=5), seed=st.integers(0, 10_000))
+@settings(deadline=None, max_examples=40)
+def test_skimming_is_query_guided_pooling(lengths: list[int], seed: int) -> None:
+    """Eq. 1, 4 and the cosine of eq. 8 on random states, padding or not."""
+    torch.manual_seed(seed)
+    hidden, question = torch.randn(len(lengths), max(lengths), 5), torch.randn(5)
+    mask = torch.tensor([[1] * n + [0] * (max(lengths) - n) for n in lengths])
+    pooled, means = skimmed(hidden, mask, question), segment_means(hidden, mask)
+    cosines = relevance(question, means)
+    for n, states, vector, mean, cosine in zip(lengths, hidden.double(), pooled, means, cosines, strict=True):
+        torch.testing.assert_close(vector.double(), plain_skim(states[:n], question.double()), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(mean.double(), plain_mean(states[:n]), atol=1e-5, rtol=1e-4)
+        plain = (mean @ question) / (mean.norm() * question.norm())
+        assert float(cosine) == pytest.approx(float(plain), abs=1e-5)
+
+
+@pytest.mark.parametrize("ratio", [2, 3])
+@pytest.mark.parametrize("change", [{}, {"skimming": "average"}, {"skimming": "none"}, {"close_reading": False}])
+def test_the_loss_is_the_papers(tiny_tokenizer: Any, change: dict[str, Any], ratio: int) -> None:
+    """Eq. 1 to 9, question by question and token by token, and the ablations of section 4.5."""
+    made = ram_bundle(tiny_tokenizer, seed=3, encoder=FROZEN, decoder=FROZEN, **change)
+    move(made)
+    batch = collator(made)(EXAMPLES)
+    with torch.no_grad():
+        whole = float(objective(made, ratio)(**batch)["loss"])
+        likelihood = float(objective(made, ratio, contrastive=False)(**batch)["loss"])
+
+    encoder, embed = made.backbone.model.base_model, made.backbone.embeddings
+    nll, contrast, kept_somewhere = [], [], 0
+    asked = [(example.passages, turn) for example in EXAMPLES for turn in example.turns]
+    for (passages, turn), row in zip(asked, batch["rows"], strict=True):
+        r_q = plain_mean(plain_states(encoder, plain_ids(made, turn.question)))
+        segments = [plain_segments(made, passage) for passage in passages]
+        states = [plain_states(encoder, ids) for passage in segments for ids in passage]
+        r = [plain_mean(s) for s in states]
+        tokens = sum(len(s) for s in states)
+        kept = plain_choice(r_q, r, tokens, ratio, 4) if change.get("close_reading", True) else [False] * len(r)
+        kept_somewhere += sum(kept)
+        # Eq. 5 and 6: text and vectors in order, neighbouring text tokenised as one.
+        parts: list[str | Tensor] = ["<|user|>"]
+        number = 0
+        for place, (passage, ids) in enumerate(zip(passages, segments, strict=True)):
+            parts.append(SEPARATOR if place else "")
+            ends = made.tokenizer(passage, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
+            bounds = [0, *(ends[i - 1][1] for i in range(4, len(ends), 4)), len(passage)]
+            for i in range(len(ids)):
+                if kept[number]:
+                    parts.append(passage[bounds[i] : bounds[i + 1]])
+                elif change.get("skimming") == "none":
+                    parts.append(torch.empty(0, 32))
+                else:
+                    c = r[number] if change.get("skimming") == "average" else plain_skim(states[number], r_q)
+                    parts.append((made.reader.projection.weight.double() @ c)[None])
+                number += 1
+        parts.append(f"{SEPARATOR}{turn.question}<|assistant|>")
+        embedded: list[Tensor] = []
+        text = ""
+        for part in [*parts, torch.empty(0, 32)]:
+            if isinstance(part, str):
+                text += part
+            else:
+                embedded += [embed(torch.tensor(plain_ids(made, text), dtype=torch.long)).double(), part.double()]
+                text = ""
+        history = torch.cat(embedded)
+        answer = plain_ids(made, turn.answers[0] + "<|end|>")
+        losses = []
+        for token in answer:  # eq. 7
+            with torch.no_grad():
+                logits = made.backbone.model(inputs_embeds=history[None].float()).logits[0, -1].double()
+            losses.append(float(logits.exp().sum().log() - logits[token]))
+            history = torch.cat([history, embed(torch.tensor([token])).double()])
+        nll.append(sum(losses) / len(losses))
+        cosines = [float(r_q @ r_i / (r_q.norm() * r_i.norm())) for r_i in r]
+        total = sum(math.exp(c / 0.1) for c in cosines)
+        terms = [-math.log(math.exp(c / 0.1) / total) for c, yes in zip(cosines, row.positives, strict=True) if yes]
+        contrast.append(sum(terms) / len(terms) if terms else 0.0)  # eq. 8
+    assert likelihood == pytest.approx(sum(nll) / 3, rel=1e-3)
+    assert whole - likelihood == pytest.approx(sum(contrast) / 3, rel=1e-3)  # eq. 9
+    assert contrast[0] > 0.01 and contrast[2] == 0  # "yes" is nowhere in the text
+    assert kept_somewhere > 2 or change == {"close_reading": False}
+
+
+# Segments
+
+
+@given(text=st.text(min_size=1, max_size=80) | st.text("ab é🙂ß\n", min_size=1, max_size=80), size=st.integers(1, 9))
+@settings(deadline=None, max_examples=150)
+def test_segments_are_the_passage(tiny_tokenizer: Any, text: str, size: int) -> None:
+    """Every token and every character once, in order, whatever the text."""
+    cut = Segments.of(tiny_tokenizer, text, size)
+    ids = tiny_tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert [id for segment in cut.ids for id in segment] == ids
+    assert all(n == size for n in cut.token_counts[:-1]) and (not ids or 0 < cut.token_counts[-1] <= size)
+    assert "".join(text[a:b] for a, b in pairwise(cut.bounds)) == text
+    assert cut.bounds == sorted(cut.bounds)
+
+
+PROSE = "The harbour of Velmora was built by Oda Brink in 1612, and its lighthouse still burns whale oil."
+
+
+@given(data=st.data(), size=st.integers(1, 6))
+@settings(deadline=None, max_examples=60)
+def test_what_is_shown_keeps_order_text_and_size(tiny_tokenizer: Any, data: st.DataObject, size: int) -> None:
+    """Eq. 6 for any choice: kept runs are substrings, holes stand for the others, in place."""
+    passages = [Segments.of(tiny_tokenizer, text, size) for text in (PROSE, PROSE[20:60], PROSE[::-1])]
+    total = sum(len(p.ids) for p in passages)
+    kept = data.draw(st.lists(st.booleans(), min_size=total, max_size=total))
+    layouts = layout(passages, kept)
+    holes = [f"<{i}>" for i in range(total)]
+    texts = shown(passages, layouts, iter(holes))
+    skimmed_runs = [(p, run) for p, runs in zip(passages, layouts, strict=True) for run in runs if not run.kept]
+    assert [kept[i] for i in range(total)] == [
+        run.kept for runs in layouts for run in runs for _ in range(run.start, run.end)
+    ]
+    restored = texts
+    for hole, (passage, run) in zip(holes, skimmed_runs, strict=False):
+        restored = [text.replace(hole, passage.text_of(run)) for text in restored]
+    assert restored == [p.text for p in passages]
+    vectors = torch.arange(float(total - sum(kept))).unsqueeze(1)
+    counts = torch.tensor([n for p in passages for n in p.token_counts])[~torch.tensor(kept)]
+    softs = slots_of_runs(vectors, counts, layouts)
+    assert [s.n_slots for s in softs] == [run.end - run.start for _, run in skimmed_runs]
+    assert sum(s.n_slots for s in softs) == total - sum(kept)
+    if softs:
+        assert torch.equal(torch.cat([s.slots for s in softs]), vectors)
+    assert all(not s.n_slots for s in slots_of_runs(vectors[:0], counts, layouts))
+
+
+def test_kept_text_is_nearly_the_tokens_that_were_counted(tiny_tokenizer: Any) -> None:
+    """A kept run is tokenised with the prompt: where it begins within a word, tokens at its edge may differ."""
+    differ = 0
+    for size in (3, 4, 7):
+        cut = Segments.of(tiny_tokenizer, PROSE, size)
+        for i, ids in enumerate(cut.ids):
+            text = PROSE[cut.bounds[i] : cut.bounds[i + 1]]
+            again = tiny_tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert abs(len(again) - len(ids)) <= 2
+            differ += again != ids
+            begins_a_word = text[:1].isspace() or i == 0
+            assert (
+                again == ids or not begins_a_word or not cut.text[cut.bounds[i + 1] : cut.bounds[i + 1] + 1].isspace()
+            )
+    assert differ
+
+
+def test_positives_are_the_segments_that_hold_a_part_of_an_answer(tiny_tokenizer: Any) -> None:
+    text = "Oda Brink built it. Nobody else than oda brink, not Brinkley."
+    cut = Segments.of(tiny_tokenizer, text, 2)
+    where = [text[a:b] for (a, b), yes in zip(pairwise(cut.bounds), cut.holding(["Oda Brink"]), strict=True) if yes]
+    first, second = "Oda Brink", "oda brink"
+    joined = "".join(where)
+    assert first in joined and second in joined and "Nobody" not in joined and "ley" not in joined
+    assert not any(cut.holding(["Brin", "yes", " ", ""]))
+    assert cut.holding(["nobody", "Oda Brink"]) == [
+        a or b for a, b in zip(cut.holding(["Nobody"]), cut.holding([" Oda Brink "]), strict=True)
+    ]
+
+
+# Training
+
+
+@pytest.mark.parametrize("encoder", ["lora", "full", "frozen"])
+@pytest.mark.parametrize("decoder", ["lora", "full", "frozen"])
+def test_gradients_reach_what_is_trained_and_nothing_else(tiny_tokenizer: Any, encoder: str, decoder: str) -> None:
+    """One optimiser step moves every trained parameter and leaves every other bit as it was."""
+    made = ram_bundle(tiny_tokenizer, encoder={"mode": encoder}, decoder={"mode": decoder})
+    loss = objective(made)
+    base = {n: p.detach().clone() for n, p in made.backbone.own_state().items()}
+    trained = {n: p for n, p in loss.named_parameters() if p.requires_grad}
+    move(made)  # LoRA's B starts at zero, which leaves A without a gradient in the first step
+    before = {n: p.detach().clone() for n, p in trained.items()}
+    loss(**collator(made)(EXAMPLES))["loss"].backward()
+    torch.optim.SGD(trained.values(), lr=1.0).step()
+    assert any("projection" in name for name in trained)
+    assert not [n for n, p in trained.items() if torch.equal(p, before[n])]
+    assert all(torch.equal(p, base[n]) for n, p in made.backbone.own_state().items())
+
+
+def test_the_choice_itself_passes_no_gradient(tiny_tokenizer: Any) -> None:
+    """Without skimmed vectors the encoder learns from the contrastive loss alone."""
+    made = ram_bundle(tiny_tokenizer, skimming="none", decoder={"mode": "full"})
+    assert made.reader.projection is None
+    for contrastive in (False, True):
+        loss = objective(made, contrastive=contrastive)
+        loss(**collator(made)(EXAMPLES))["loss"].backward()
+        grads = [p.grad for p in made.compressor.parameters() if p.requires_grad]
+        assert grads and any(g is not None and bool(g.any()) for g in grads) == contrastive
+        assert any(p.grad is not None and bool(p.grad.any()) for p in made.reader.parameters())
+
+
+def test_a_ratio_is_drawn_for_each_question(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    choose = bundle.compressor.choose
+    monkeypatch.setattr(bundle.compressor, "choose", lambda *args: drawn.append(args[3]) or choose(*args))
+    loss = objective(bundle)
+    loss.ratios = [2, 4, 8]
+    batch = collator(bundle)(EXAMPLES * 6)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.manual_seed(7)
+            loss(**batch)
+    assert set(drawn) == {2, 4, 8}
+    assert drawn[: len(drawn) // 2] == drawn[len(drawn) // 2 :]
+
+
+def test_each_question_is_a_prompt_and_each_passage_read_once(bundle: Bundle) -> None:
+    batch = collator(bundle)(EXAMPLES)
+    assert [p.text for p in batch["passages"]] == list(EXAMPLES[0].passages)
+    assert [row.passages for row in batch["rows"]] == [[0, 1], [1], [1]]
+    assert [row.example.turns for row in batch["rows"]] == [(t,) for e in EXAMPLES for t in e.turns]
+    assert [any(row.positives) for row in batch["rows"]] == [True, True, False]
+    with pytest.raises(DataError, match="no tokens"):
+        collator(bundle)([Example(("text",), (Turn("", ("text",)),))])
+
+
+def test_a_long_context_is_cut(bundle: Bundle) -> None:
+    builder = PromptBuilder(bundle.tokenizer)
+    long = Example(("Kormoor lies on the river Halen. " * 40, "Dun."), (Turn("Which river?", ("Halen",)),))
+    batch = RamCollator(builder, 4, [PLAIN], 64, seed=0)([long])
+    assert [sum(p.token_counts) for p in batch["passages"]] == [32, len(plain_ids(bundle, "Dun."))]
+
+
+def test_the_stage_and_the_method_belong_together(make_tiny_bundle: Any) -> None:
+    other = make_tiny_bundle()
+    with pytest.raises(ConfigError, match="stage ram trains method ram, not mean_pooling"):
+        RamLoss(other, PromptBuilder(other.tokenizer))
+
+
+def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="leave nothing to read"):
+        RamConfig(close_reading=False, skimming="none")
+    shape = {"name": "x", "method": RamConfig(), "max_tokens": 1000}
+    assert BundleConfig(**shape, base_ratio=50, ratios=[2, 3, 32]).ratios == [2, 3, 32]
+    with pytest.raises(ValueError, match="segment_tokens, 50"):
+        BundleConfig(**shape, base_ratio=4, ratios=[2])
+    with pytest.raises(ValueError, match="ratios begin at 2"):
+        BundleConfig(**shape, base_ratio=50, ratios=[1, 2])
+    with pytest.raises(ValueError, match="no multiple"):
+        BundleConfig(**{**shape, "method": MeanPoolingConfig()}, base_ratio=4, ratios=[6])
+
+
+def test_the_shipped_recipe_has_the_papers_numbers() -> None:
+    recipe = load_recipe("ram/ram")
+    assert isinstance(recipe, RamRecipe) and isinstance(recipe.method, RamConfig)
+    assert (recipe.ratios, recipe.temperature, recipe.contrastive) == ([2, 4, 8, 16, 32], 0.1, True)
+    assert (recipe.method.segment_tokens, recipe.base_ratio, recipe.data.max_context_tokens) == (50, 50, 20_000)
+    assert (recipe.method.encoder.mode, recipe.method.decoder.mode) == ("full", "full")
+    assert (recipe.optim.batch_size, recipe.optim.learning_rate, recipe.optim.final_learning_rate) == (32, 1e-5, 0)
+    assert recipe.optim.schedule == "linear"
+    assert recipe.optim.steps == 5 * 20_000 // 32  # one pass over the paper's examples
+
+
+def recipe_file(folder: Path, decoder: Path, data: Path, steps: int) -> Path:
+    folder.mkdir(exist_ok=True)
+    recipe = {
+        "stage": "ram",
+        "name": "tiny",
+        "output": str(folder / "run"),
+        "decoder": str(decoder),
+        "method": {"name": "ram", "segment_tokens": 4, "encoder": {"mode": "lora"}, "decoder": FROZEN},
+        "base_ratio": 4,
+        "ratios": [2, 4],
+        "window": 64,
+        "data": {"files": [str(data)], "max_turns": 2, "max_context_tokens": 128},
+        "optim": {"steps": steps, "batch_size": 2, "learning_rate": 1e-3, "save_every": 2, "log_every": 1},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder / "recipe.yaml"
+
+
+def test_a_recipe_makes_a_bundle_and_resumes(bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ratios are drawn anew at each step, and yet a run that was cut off ends like one that was not."""
+    bundle.backbone.model.save_pretrained(tmp_path / "decoder")
+    bundle.tokenizer.save_pretrained(tmp_path / "decoder")
+    write_jsonl(tmp_path / "data.jsonl", EXAMPLES * 4)
+    whole = run_recipe(recipe_file(tmp_path / "whole", tmp_path / "decoder", tmp_path / "data.jsonl", 4))
+    cut = recipe_file(tmp_path / "cut", tmp_path / "decoder", tmp_path / "data.jsonl", 4)
+    with monkeypatch.context() as patch:
+        from transformers import Trainer
+
+        real = Trainer.training_step
+
+        def dies(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.state.global_step == 3:
+                raise KeyboardInterrupt
+            return real(self, *args, **kwargs)
+
+        patch.setattr(Trainer, "training_step", dies)
+        with pytest.raises(KeyboardInterrupt):
+            run_recipe(cut)
+    run_recipe(cut)
+
+    def losses(folder: Path) -> list[float]:
+        return [row["loss"] for row in json.loads((folder / "loss.json").read_text())]
+
+    assert losses(tmp_path / "cut" / "run") == pytest.approx(losses(whole), rel=1e-4)
+    assert json.loads((tmp_path / "cut" / "run" / "training_report.json").read_text())["resumed"] is True
+    made = Bundle.from_pretrained(whole / "bundle")
+    assert isinstance(made.config.method, RamConfig) and made.report["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"encoder": {"mode": "lora"}, "decoder": {"mode": "lora"}}, {"skimming": "none"}]
+)
+def test_a_saved_bundle_has_the_same_bits(tiny_tokenizer: Any, tmp_path: Path, change: dict[str, Any]) -> None:
+    made = ram_bundle(tiny_tokenizer, **change)
+    move(made)
+    made.save_pretrained(tmp_path)
+    loaded = Bundle.from_pretrained(tmp_path)
+    assert loaded.fingerprint == made.fingerprint and loaded.config == made.config
+    texts = list(EXAMPLES[0].passages)
+    for a, b in zip(made.compress(texts), loaded.compress(texts), strict=True):
+        assert torch.equal(a.slots, b.slots) and torch.equal(a.token_counts, b.token_counts)
+    question = plain_ids(made, "Which pet?")
+    segments = plain_segments(made, texts[0])
+    one, two = (b.compressor.skim(segments, b.compressor.question(question), 64) for b in (made, loaded))
+    assert torch.equal(one, two) and len(one) == (0 if change.get("skimming") == "none" else len(segments))
+
+
+def test_a_batch_reads_as_each_segment_alone(bundle: Bundle) -> None:
+    """Padding and company change nothing, in what is stored and in what is skimmed."""
+    texts = [PROSE, "Dun.", EXAMPLES[0].passages[0]]
+    for text, soft in zip(texts, bundle.compress(texts), strict=True):
+        torch.testing.assert_close(soft.slots, bundle.compress([text])[0].slots, atol=1e-4, rtol=1e-4)
+    asked = bundle.compressor.question(plain_ids(bundle, "Who built the harbour?"))
+    segments = plain_segments(bundle, PROSE)
+    together = bundle.compressor.skim(segments, asked, 8192)
+    alone = torch.cat([bundle.compressor.skim([ids], asked, 8192) for ids in segments])
+    torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(bundle.compressor.skim(segments, asked, 4), alone, atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        ids, mask = padded(segments, torch.device("cpu"))
+        assert bundle.compressor.read(ids, mask).shape == (len(segments), 4, 32)
