@@ -95,7 +95,11 @@ class Backbone:
         model = type(self.model)(self.model.config)
         model.load_state_dict(self.own_state(), strict=False)
         model.generation_config = self.model.generation_config
-        model.to(self.device, self.model.dtype).set_input_embeddings(self.embeddings)
+        model.to(self.device)
+        for parameter in model.parameters():
+            # Weights alone: in bfloat16 the frequencies of rotary positions, which are buffers, would shift.
+            parameter.data = parameter.data.to(self.model.dtype)
+        model.set_input_embeddings(self.embeddings)
         model.tie_weights()
         return model.eval().requires_grad_(False)
 

@@ -64,7 +64,7 @@ class ComprexitConfig(_Strict):
 
     Widths are the paper's (section 4.1, table 7), `slot_dim` that of anchors and slots: only so does the method
     add about 1% of parameters, as it says. So are `segment_tokens` and `iterations`. It gives neither
-    `temperature` (tau of eq. 6), here the square root of `gate_dim` as in attention, nor `epsilon`, the weight
+    `temperature` (tau of eq. 6), here the square root of 256 as in attention, nor `epsilon`, the weight
     of the entropy in eq. 11: at 0.1, where costs go from 0 to 2, the iterations converge.
     """
 
@@ -124,7 +124,8 @@ class ArcAlignerConfig(SentenceUnits):
     Attributes:
         lora: None is the paper's ablation without LoRA.
         loops: most passes after the mandatory one (T of algorithm 1); 0 switches the gates off: stages I
-            and II, and the ablation without recursion.
+            and II, and the ablation without recursion. The tables' "max loops 3" is taken for T; appendix E
+            counts the mandatory pass too, by which it would be 2.
         gated_layers: which of the decoder's layers have gates, from 0.
         gate: "open" is the ablation without gate: every slot takes all loops.
         gate_width: width of the gates' inner layer; the paper names none.

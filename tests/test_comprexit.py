@@ -24,7 +24,7 @@ from ctx_compress_rag.compressors.base import SlotBatch, Tokenized, padded
 from ctx_compress_rag.compressors.comprexit import ComprexitCompressor
 from ctx_compress_rag.compressors.transport import TransportPlan, WindowAttention, sinkhorn
 from ctx_compress_rag.config import BundleConfig, ComprexitConfig
-from ctx_compress_rag.errors import BundleError, DataError, RatioError
+from ctx_compress_rag.errors import BundleError, RatioError
 from ctx_compress_rag.readers.mlp import MlpReader
 from ctx_compress_rag.training.data import Example, Turn, world_examples, write_jsonl
 from ctx_compress_rag.training.objectives.likelihood import LikelihoodLoss
@@ -245,6 +245,16 @@ def test_the_plan_nears_the_linear_programmes(make: Callable[..., Bundle]) -> No
     assert gaps[0] > gaps[1] > gaps[2] and gaps[2] < 5e-3
 
 
+@pytest.mark.parametrize("iterations", [1, 30])
+def test_rows_and_columns_of_no_mass_take_no_part(iterations: int) -> None:
+    """From the first iteration on, so that padding changes nothing before convergence either."""
+    cost, sent, received = marginals(torch.Generator().manual_seed(2), 9, 3)
+    alone = sinkhorn(cost, sent.log(), received.log(), 0.1, iterations)
+    log_sent, log_received = (F.pad(mass.log(), (0, 2), value=-math.inf) for mass in (sent, received))
+    beside = sinkhorn(F.pad(cost, (0, 2, 0, 2), value=0.3), log_sent, log_received, 0.1, iterations)
+    torch.testing.assert_close(beside, F.pad(alone, (0, 2, 0, 2)), atol=1e-12, rtol=1e-9)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_marginals_hold_at_the_defaults(seed: int) -> None:
     """30 iterations in float32 on whole segments of 128 tokens and 32 slots, and on a short one beside them."""
@@ -448,63 +458,6 @@ def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
 
 
 # Next-token training
-
-
-def words(number: int) -> str:
-    return " ".join(f"word{i}" for i in range(number))
-
-
-def test_next_token_rows(tiny_tokenizer: Any) -> None:
-    """A text's beginning fills the hole, and what follows it is predicted."""
-    collate = NextTokenCollator(tiny_tokenizer, 40, 10)
-    examples = [
-        Example((words(200),), (Turn("What?", ("x",)),)),  # longer than both together
-        Example(("Pellmouth is a town.", "Kormoor lies on the river Halen."), (Turn("What?", ("x",)),)),
-    ]
-    batch = collate(examples)
-    assert batch["prompts"].passages == [[0], [1]]
-    sizes = []
-    for example, row, text, ids, mask in zip(
-        examples,
-        batch["prompts"].rows,
-        batch["passages"].texts,
-        batch["passages"].input_ids,
-        batch["passages"].attention_mask,
-        strict=True,
-    ):
-        whole = tiny_tokenizer("\n\n".join(example.passages), add_special_tokens=False)["input_ids"]
-        context, (before, continuation) = ids[mask.bool()].tolist(), row.ids
-        assert context + continuation.tolist() == whole[: len(context) + len(continuation)]
-        assert tiny_tokenizer.decode(context) == text
-        assert before.tolist() == [] and [a.tolist() for a in row.answers] == [[], [True] * len(continuation)]
-        sizes.append((len(context), len(continuation), len(whole)))
-    assert sizes[0][:2] == (40, 10) and sizes[0][2] > 50
-    context_size, continuation_size, whole_size = sizes[1]
-    assert context_size + continuation_size == whole_size < 50  # nothing of a short text is left out
-    assert context_size == whole_size * 40 // 50
-
-
-@given(length=st.integers(2, 90), context=st.integers(1, 60), continuation=st.integers(1, 60))
-@settings(deadline=None, max_examples=60)
-def test_next_token_cuts(tiny_tokenizer: Any, length: int, context: int, continuation: int) -> None:
-    text = tiny_tokenizer.decode(some_ids(length))
-    whole = len(tiny_tokenizer(text, add_special_tokens=False)["input_ids"])
-    batch = NextTokenCollator(tiny_tokenizer, context, continuation)([Example((text,), (Turn("", ("",)),))])
-    [row] = batch["prompts"].rows
-    first, second = int(batch["passages"].attention_mask.sum()), len(row.ids[1])
-    assert 1 <= first <= context and second >= 1
-    assert first + second == min(whole, context + continuation)
-    if whole >= context + continuation:
-        assert (first, second) == (context, continuation)
-
-
-def test_a_bos_stands_before_the_slots_and_single_tokens_are_refused() -> None:
-    tokenizer = architectures.tokenizer("Llama")
-    batch = NextTokenCollator(tokenizer, 8, 4)([Example((TEXTS[0],), (Turn("", ("",)),))])
-    [row] = batch["prompts"].rows
-    assert row.ids[0].tolist() == [tokenizer.bos_token_id] and not row.answers[0].any()
-    with pytest.raises(DataError, match="nothing follows the first token of 'a'"):
-        NextTokenCollator(tokenizer, 8, 4)([Example(("a",), (Turn("", ("",)),))])
 
 
 def test_next_token_loss_is_plain_cross_entropy(make: Callable[..., Bundle]) -> None:

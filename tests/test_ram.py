@@ -479,3 +479,12 @@ def test_a_batch_reads_as_each_segment_alone(bundle: Bundle) -> None:
     with torch.no_grad():
         ids, mask = padded(segments, torch.device("cpu"))
         assert bundle.compressor.read(ids, mask).shape == (len(segments), 4, 32)
+
+
+def test_yes_and_no_are_found_nowhere(tiny_tokenizer: Any) -> None:
+    """The word 'no' stands in many a text that does not answer with it."""
+    text = "There is no doubt about it. Ada said yes."
+    collate = RamCollator(PromptBuilder(tiny_tokenizer), 4, ["{context} {question}"], 512, seed=0)
+    rows = collate([Example((text,), (Turn("Was it so?", ("No",)), Turn("Who said it?", ("Ada",))))])["rows"]
+    assert not any(rows[0].positives)
+    assert any(rows[1].positives)

@@ -29,7 +29,7 @@ class _Start(NamedTuple):
 
 
 def sentences(text: str, language: str = "en") -> list[str]:
-    """The text's sentences by sentencex, a rule-based splitter; joined, they are the text.
+    """The text's sentences by sentencex, a rule-based splitter (the paper uses spaCy); joined, they are the text.
 
     Args:
         text: the text.

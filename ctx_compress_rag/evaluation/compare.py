@@ -186,7 +186,7 @@ def _in_processes(todo: Sequence[Job], jobs: int) -> None:
     failed: dict[str, BaseException] = {}
     # A process for each job: what one leaves in memory does not slow the next.
     with (
-        ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=1) as pool,
+        ProcessPoolExecutor(jobs, get_context("spawn"), _end_with_parent, max_tasks_per_child=1) as pool,
         tqdm(total=sum(job.steps for job in todo), desc="training", unit="step") as bar,
     ):
         running: dict[Future[None], Job] = {pool.submit(_run_apart, job, threads): job for job in todo}
@@ -208,7 +208,6 @@ def _in_processes(todo: Sequence[Job], jobs: int) -> None:
 
 def _run_apart(job: Job, threads: int) -> None:
     """Run a job in a process of its own, what it prints going to its log."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     job.folder.mkdir(parents=True, exist_ok=True)
     with open(job.folder / "log.txt", "ab", buffering=0) as log:
@@ -218,11 +217,15 @@ def _run_apart(job: Job, threads: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it is killed: its next run would train the same entry beside it."""
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    """End this process when the command is killed: its next run would train the same entry beside it."""
+
+    def watch() -> None:
+        parent = parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _steps_done(recipe: CompressionRecipe) -> int:

@@ -125,8 +125,8 @@ class RamCollator:
     """Examples -> the arguments of `RamLoss`: each question a prompt of its own, for its context depends on it.
 
     Positives are the segments that hold an accepted answer, word by word. The paper takes the datasets'
-    marked positions, or a large model's judgement; a question whose answer is nowhere in the text (yes, no)
-    has none, and no contrastive term.
+    marked positions, or a large model's judgement; a question whose answer is nowhere in the text has none,
+    and no contrastive term. Neither has one whose answer is yes or no: the words are found, the answer is not.
 
     Args:
         builder: renders prompts.
@@ -161,7 +161,7 @@ class RamCollator:
                         draw_template(self.templates, alone, self.seed),
                         [list(passages).index(text) for text in texts],
                         self._question_ids(turn.question),
-                        [flag for text in texts for flag in passages[text].holding(turn.answers)],
+                        [flag for text in texts for flag in passages[text].holding(_spans(turn.answers))],
                     )
                 )
         return {"passages": list(passages.values()), "rows": rows}
@@ -171,3 +171,8 @@ class RamCollator:
         if not ids:
             raise DataError(f"the question {question!r} has no tokens: ram chooses by the question, leave it out")
         return ids
+
+
+def _spans(answers: Sequence[str]) -> list[str]:
+    """The answers that a text can hold."""
+    return [answer for answer in answers if answer.strip().lower() not in ("yes", "no")]
