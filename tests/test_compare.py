@@ -360,6 +360,24 @@ def _wait_until(met: Callable[[], bool], seconds: float = 300) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--jobs", "0"], "0 jobs"),
+        (["--questions", "1"], "1 questions have no standard error"),
+        (["--passages", "9"], "9 passages"),
+        (["--budget", "0"], "a budget of 0 steps"),
+        (["--entries", "nobody"], "no entry 'nobody'"),
+    ],
+)
+def test_impossible_options_are_refused_before_anything_is_written(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], option: list[str], message: str
+) -> None:
+    assert main([*command, "--output", str(tmp_path / "new"), *option]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_nothing_to_show_yet(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--output", str(tmp_path / "new"), "--table-only"]) == 2
     assert "run the comparison first" in capsys.readouterr().err

@@ -32,6 +32,7 @@ from ctx_compress_rag.backbone import Backbone, load_decoder
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig, MeanPoolingConfig, TuneConfig
 from ctx_compress_rag.demo.minilm import load_minilm
+from ctx_compress_rag.demo.world import PASSAGES_PER_WORLD
 from ctx_compress_rag.errors import ConfigError, CtxCompressError
 from ctx_compress_rag.evaluation.comparison import Budget, Comparison, stage_recipes
 from ctx_compress_rag.evaluation.harness import (
@@ -116,9 +117,16 @@ def compare(comparison: Comparison, names: Sequence[str], plan: Plan, jobs: int)
         jobs: processes that work at a time, each with its share of the processor's threads.
 
     Raises:
-        ConfigError: the folder holds another run, or an entry cannot be trained as it is written.
+        ConfigError: a number is impossible, the folder holds another run, or an entry cannot be trained as it is
+            written.
         CtxCompressError: an entry failed; with several jobs the others are finished first.
     """
+    if jobs < 1:
+        raise ConfigError(f"{jobs} jobs can do nothing: give 1 or more")
+    if plan.questions < 2:
+        raise ConfigError(f"{plan.questions} questions have no standard error: give 2 or more")
+    if not 1 <= plan.budget.passages <= PASSAGES_PER_WORLD:
+        raise ConfigError(f"{plan.budget.passages} passages in a prompt: a world has 1 to {PASSAGES_PER_WORLD}")
     work = [Job(plan, BASELINES)]
     for name in names:
         folder = plan.output / "entries" / name
