@@ -1,8 +1,11 @@
 # Everything here works on a machine with only python3 (3.11 or later) and make.
 VENV ?= .venv
 BIN := $(VENV)/bin
+LOWEST ?= .venv-lowest
+LOWEST_TESTS := $(wildcard tests/test_langchain*.py tests/test_llama_index*.py tests/test_store*.py tests/test_markers*.py \
+	tests/test_decoder*.py) tests/test_budget.py tests/test_bundle.py tests/test_codecs.py tests/test_splice.py
 
-.PHONY: demo test check test-slow bundle clean
+.PHONY: demo test check test-slow test-lowest bundle notebooks clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/ctx-compress demo
@@ -18,14 +21,22 @@ check: $(VENV)/.dev-installed
 test-slow: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m slow
 
+# What touches other packages (frameworks, Chroma, decoders), with the lowest versions that pyproject.toml admits.
+test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS)
+
 # Remakes the shipped demo bundle from nothing.
 bundle: $(VENV)/.dev-installed
 	$(BIN)/ctx-compress train demo/teacher demo/teacher_2 demo/teacher_3 demo/teacher_4 demo/mean_pooling
 	rm -rf ctx_compress_rag/demo/bundle
 	cp -r runs/demo/mean_pooling/bundle ctx_compress_rag/demo/bundle
 
+# Runs the notebooks anew, or those named: make notebooks NOTEBOOKS="langchain_rag chroma_store".
+notebooks: $(VENV)/.dev-installed
+	$(BIN)/python notebooks/execute.py $(NOTEBOOKS)
+
 clean:
-	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(LOWEST) dist .mypy_cache .ruff_cache .pytest_cache
 
 # The stamps keep a second `make` from installing again; `dev` includes all that `demo` needs.
 $(VENV)/.demo-installed: $(BIN)/python pyproject.toml constraints.txt
@@ -38,3 +49,8 @@ $(VENV)/.dev-installed: $(BIN)/python pyproject.toml constraints.txt
 
 $(BIN)/python:
 	python3 -m venv $(VENV)
+
+$(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
+	python3 -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install -c constraints-lowest.txt -e '.[test]'
+	touch $@

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ctx_compress_rag.config import TuneConfig
 from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.int8 import from_int8
 
 logger = logging.getLogger(__name__)
+
+INT8_FILE = "model.int8.safetensors"
 
 _PEFT_PREFIX = "base_model.model."
 
@@ -45,7 +49,12 @@ def load_decoder(
     chosen, dtype = choose_device(device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-        model: Any = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype, use_safetensors=True)
+        packed = Path(name) / INT8_FILE
+        model: Any = (
+            _from_int8(packed, dtype)
+            if packed.exists()
+            else AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype, use_safetensors=True)
+        )
     except Exception as error:  # transformers raises many kinds: OSError, ValueError, SafetensorError, ...
         raise BundleError(f"cannot load the decoder {str(name)!r}: {error}") from error
     if tokenizer.pad_token_id is None:
@@ -53,6 +62,25 @@ def load_decoder(
     tokenizer.padding_side = "left"
     logger.info("decoder %s on %s in %s", name, chosen, dtype)
     return model.to(chosen).eval().requires_grad_(False), tokenizer
+
+
+def _from_int8(file: Path, dtype: torch.dtype) -> Any:
+    """The causal LM of a folder whose weights are in 8 bits."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file.parent), dtype=torch.float32)
+    state = from_int8(load_file(file))
+    model.load_state_dict(state, strict=False)
+    if odd := state.keys() ^ dict(model.named_parameters()).keys():
+        raise ValueError(f"{file} does not fit its config: {len(odd)} names differ, for example {min(odd)}")
+    return _weights_as(model, dtype)
+
+
+def _weights_as(model: Any, dtype: torch.dtype) -> Any:
+    """Weights alone in `dtype`: in bfloat16 the frequencies of rotary positions, which are buffers, would shift."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 class Backbone:
@@ -95,10 +123,7 @@ class Backbone:
         model = type(self.model)(self.model.config)
         model.load_state_dict(self.own_state(), strict=False)
         model.generation_config = self.model.generation_config
-        model.to(self.device)
-        for parameter in model.parameters():
-            # Weights alone: in bfloat16 the frequencies of rotary positions, which are buffers, would shift.
-            parameter.data = parameter.data.to(self.model.dtype)
+        _weights_as(model.to(self.device), self.model.dtype)
         model.set_input_embeddings(self.embeddings)
         model.tie_weights()
         return model.eval().requires_grad_(False)

@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ctx_compress_rag.backbone import Backbone, load_decoder
+from ctx_compress_rag.backbone import INT8_FILE, Backbone, load_decoder
 from ctx_compress_rag.compressors.base import Compressor, Tokenized
 from ctx_compress_rag.config import BundleConfig, explain
 from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
+from ctx_compress_rag.int8 import from_int8, to_int8
 from ctx_compress_rag.methods import METHODS
 from ctx_compress_rag.model_card import model_card
 from ctx_compress_rag.readers.base import Reader
@@ -29,7 +30,7 @@ from ctx_compress_rag.soft_context import SoftContext
 
 logger = logging.getLogger(__name__)
 
-SHIPPED = {"demo": Path(__file__).parent / "demo" / "bundle"}
+SHIPPED = {name: folder for name in ("demo", "english") if (folder := Path(__file__).parent / name / "bundle").is_dir()}
 
 CONFIG_FILE = "config.json"
 REPORT_FILE = "training_report.json"
@@ -79,7 +80,7 @@ class Bundle:
         revision: str | None = None,
         changes: Mapping[str, Any] | None = None,
     ) -> Bundle:
-        """Load a bundle from a folder, by shipped name (`demo`), or from the hub.
+        """Load a bundle from a folder, by shipped name (`demo`, `english`), or from the hub.
 
         Args:
             name_or_path: a folder, a shipped name, or a hub id such as `someone/bundle`.
@@ -110,7 +111,8 @@ class Bundle:
                 stored[f"{part} adapter"] = _read_tensors(folder / part / ADAPTER_FILE)
                 bundle.backbone.load_adapter_state(part, stored[f"{part} adapter"])
         if config.decoder is None:
-            stored[DECODER_FOLDER] = _read_tensors(shipped / WEIGHTS_FILE)
+            int8 = (shipped / INT8_FILE).exists()
+            stored[DECODER_FOLDER] = _read_tensors(shipped / (INT8_FILE if int8 else WEIGHTS_FILE))
         # From the files, not from memory: bfloat16 on a GPU would round them to other bits.
         bundle._fingerprint = bundle._digest(stored)
         bundle.report = _read_report(folder / REPORT_FILE)
@@ -175,18 +177,24 @@ class Bundle:
         """The two sides by name, which is also the name of their folder and of their adapter."""
         return {"compressor": self.compressor, "reader": self.reader}
 
-    def save_pretrained(self, folder: str | Path) -> None:
+    def save_pretrained(self, folder: str | Path, *, int8: bool = False) -> None:
         """Write the bundle: config, safetensors weights in half precision, report and model card.
 
         The weights in memory are rounded to what is written, so this object and the saved one are the
         same bundle with the same fingerprint. Adapters are written as ordinary peft adapters.
+
+        Args:
+            folder: where to.
+            int8: write the decoder's matrices, and those of copies of it, in 8 bits: half the size. Only this
+                library reads them; load such a bundle and save it without `int8` for others, such as vLLM.
         """
         folder = Path(folder)
+        pack = to_int8 if int8 else _half
         for part, module in self._parts().items():
             (folder / part).mkdir(parents=True, exist_ok=True)
-            state = _half(module.saved_state())
-            module.load_saved_state(state)
-            save_file(state, folder / part / WEIGHTS_FILE)
+            packed = pack(module.saved_state())
+            module.load_saved_state(from_int8(packed))
+            save_file(packed, folder / part / WEIGHTS_FILE)
             if part in self.backbone.adapters:
                 state = _half(self.backbone.adapter_state(part))
                 self.backbone.load_adapter_state(part, state)
@@ -197,18 +205,20 @@ class Bundle:
             for name in ("adapter_config.json", ADAPTER_FILE):
                 shutil.copy(self._teacher / name, folder / TEACHER / name)
         if self.config.decoder is None:
-            self._save_decoder(folder / DECODER_FOLDER)
+            self._save_decoder(folder / DECODER_FOLDER, int8)
         self._fingerprint = None
         (folder / CONFIG_FILE).write_text(self.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
         (folder / REPORT_FILE).write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(model_card(self.config, self.report, self.fingerprint), encoding="utf-8")
 
-    def _save_decoder(self, folder: Path) -> None:
+    def _save_decoder(self, folder: Path, int8: bool = False) -> None:
         """Write the decoder as a transformers folder, without the adapters that stand on it."""
         self.backbone.model.config.save_pretrained(folder)
-        state = _half(self.backbone.own_state())
-        self.backbone.load_own_state(state)
-        save_file(state, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        packed = (to_int8 if int8 else _half)(self.backbone.own_state())
+        self.backbone.load_own_state(from_int8(packed))
+        save_file(packed, folder / (INT8_FILE if int8 else WEIGHTS_FILE), metadata={"format": "pt"})
+        # Whichever was there before would be read in its place, or stay behind.
+        (folder / (WEIGHTS_FILE if int8 else INT8_FILE)).unlink(missing_ok=True)
         self.tokenizer.save_pretrained(folder)
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
@@ -269,27 +279,6 @@ class Bundle:
         if ratio != base and not self.compressor.nestable:
             raise RatioError(f"{self.config.method.name} stores one ratio: use ratio={base}, or index again at {ratio}")
         return soft.merge(ratio // base)
-
-    def ratio_for_budget(self, slot_counts: Sequence[int], budget: int, base: int | None = None) -> int:
-        """The finest ratio at which passages of these slot counts fit into `budget` slots together.
-
-        Args:
-            slot_counts: how many slots each passage has as it is stored.
-            budget: most slots in all.
-            base: the ratio that is stored; by default the bundle's base ratio.
-
-        Raises:
-            RatioError: there are more passages than slots in the budget.
-        """
-        base = base or self.config.base_ratio
-        if sum(slot_counts) <= budget:
-            return base
-        if not self.compressor.nestable or len(slot_counts) > budget:
-            raise RatioError(f"{len(slot_counts)} passages do not fit into {budget} slots: retrieve fewer or raise it")
-        factor = 2
-        while sum(-(-count // factor) for count in slot_counts) > budget:
-            factor += 1
-        return base * factor
 
     @torch.inference_mode()
     def embed(self, soft: SoftContext) -> Tensor:
@@ -353,7 +342,7 @@ def _read_report(path: Path) -> dict[str, Any]:
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        return load_file(path)
+        return from_int8(load_file(path))
     except FileNotFoundError:
         raise BundleError(f"the bundle is incomplete: {path} is missing") from None
     except (SafetensorError, OSError) as error:

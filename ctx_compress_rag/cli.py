@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ctx_compress_rag import __version__
 from ctx_compress_rag.errors import CtxCompressError
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         ("info", "say what is in an index", _info_options, _info),
         ("train", "train a bundle by recipes", _train_options, _train),
         ("eval", "score a bundle beside its baselines", _eval_options, _eval),
+        ("agree", "compare answers from an index's soft contexts with those from its text", _agree_options, _agree),
         ("compare", "train methods with an equal budget and score them", _compare_options, _compare),
         ("adapt-eval", "train and score adapting to demonstrations", _adapt_eval_options, _adapt_eval),
         ("inspect", "draw what a bundle does with a text", _inspect_options, _inspect),
@@ -178,20 +179,36 @@ def _info(args: argparse.Namespace) -> None:
 
 def _train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "recipes", nargs="+", metavar="RECIPE", help="a YAML file, or a shipped recipe such as demo/teacher"
+        "recipes",
+        nargs="+",
+        metavar="RECIPE",
+        help="a YAML file, a folder of them, or a shipped one: a recipe such as demo/teacher, a folder such as english",
+    )
+    parser.add_argument(
+        "--minutes", type=float, metavar="N", help="stop after so long, a checkpoint saved (default: at the end)"
     )
     parser.add_argument("--no-resume", action="store_true", help="start anew where a run was interrupted")
 
 
 def _train(args: argparse.Namespace) -> None:
-    """Run training recipes, one after the other. An interrupted run goes on at its last checkpoint."""
-    from ctx_compress_rag.training.recipes import load_recipe
-    from ctx_compress_rag.training.run import run_recipe
+    """Run training recipes, one after the other. An interrupted run goes on at its last checkpoint.
 
-    for recipe in args.recipes:
+    A recipe that has been run to its end is not run again.
+    """
+    from ctx_compress_rag.errors import TimeUpError
+    from ctx_compress_rag.training.recipes import load_recipe, recipe_names
+
+    recipes = [recipe for name in args.recipes for recipe in recipe_names(name)]
+    for recipe in recipes:
         load_recipe(recipe)  # a fault in the last one is told before the first is run
-    for recipe in args.recipes:
-        print(f"{recipe}: written to {run_recipe(recipe, resume=not args.no_resume)}")
+    deadline = None if args.minutes is None else time.monotonic() + 60 * args.minutes
+    from ctx_compress_rag.training.run import run_recipe  # takes seconds, which count
+
+    try:
+        for recipe in recipes:
+            print(f"{recipe}: written to {run_recipe(recipe, resume=not args.no_resume, deadline=deadline)}")
+    except TimeUpError as stop:
+        print(stop)
 
 
 # eval
@@ -200,10 +217,13 @@ def _train(args: argparse.Namespace) -> None:
 def _eval_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bundle", default="demo", help="a bundle's folder, hub id, or demo (the default)")
     parser.add_argument(
-        "--data", nargs="+", metavar="FILE", help="JSONL files (default: the invented world, unseen names)"
+        "--data",
+        nargs="+",
+        metavar="FILE",
+        help="JSONL files, each scored apart (default: the invented world, unseen names)",
     )
     parser.add_argument(
-        "--questions", type=int, default=200, metavar="N", help="at most this many (default: %(default)s)"
+        "--questions", type=int, default=200, metavar="N", help="at most this many of each (default: %(default)s)"
     )
     parser.add_argument(
         "--passages", type=int, default=4, metavar="N", help="of the invented world, per prompt (default: %(default)s)"
@@ -221,43 +241,75 @@ def _eval(args: argparse.Namespace) -> None:
     """Score a bundle: full text, no context, soft contexts, truncation and extraction at equal budgets."""
     from ctx_compress_rag.bundle import Bundle
     from ctx_compress_rag.demo.minilm import load_minilm
-    from ctx_compress_rag.evaluation.harness import RATIOS, evaluate, questions_of, save, table
-    from ctx_compress_rag.evaluation.perplexity import perplexity_table, reconstruction_perplexity
-    from ctx_compress_rag.training.data import read_jsonl, world_examples
+    from ctx_compress_rag.evaluation.harness import RATIOS, questions_of
+    from ctx_compress_rag.evaluation.sets import evaluate_sets, question_sets
+    from ctx_compress_rag.training.data import world_examples
 
     _quiet_models()
-    if args.data:
-        examples = [example for file in args.data for example in read_jsonl(file)]
-        data = ", ".join(Path(file).name for file in args.data)
-    else:
+    sets = question_sets(args.data or (), args.questions)
+    if not sets:
         examples = world_examples("test", 0, args.questions, max_turns=1, passages=(args.passages,))
-        data = f"the invented world, {args.passages} passages"
-    questions = questions_of(examples, args.questions)
-    bundle = Bundle.from_pretrained(args.bundle)
-    perplexities = []
-    if args.perplexity:  # first: a ratio that cannot be had is told before all questions are answered
-        passages = list(dict.fromkeys(passage for question in questions for passage in question.passages))
-        perplexities = reconstruction_perplexity(bundle, passages, args.ratios or RATIOS)
-    scores = evaluate(
-        bundle,
-        questions,
+        sets = {f"the invented world, {args.passages} passages": questions_of(examples, args.questions)}
+    text = evaluate_sets(
+        Bundle.from_pretrained(args.bundle),
+        sets,
         args.ratios or RATIOS,
+        args.output,
         encoder=None if args.no_extraction else load_minilm(),
         codec=args.codec,
+        perplexity=args.perplexity,
     )
-    about: dict[str, Any] = {
-        "bundle": bundle.config.name,
-        "fingerprint": bundle.fingerprint,
-        "data": data,
-        "questions": len(questions),
-    }
-    if perplexities:
-        about["reconstruction_perplexity"] = [asdict(perplexity) for perplexity in perplexities]
-    save(scores, args.output, about)
-    print(table(scores))
-    if perplexities:
-        print(f"\n{perplexity_table(perplexities)}")
-    print(f"\n{len(questions)} questions from {data}; also in {args.output}/scores.json, .md and .png")
+    print(f"{text}; also in {args.output}")
+
+
+# agree
+
+
+def _agree_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("questions", metavar="FILE", help="a text file with a question on each line; no answers needed")
+    _store_option(parser)
+    _bundle_option(parser)
+    parser.add_argument(
+        "--ratios", type=int, nargs="+", metavar="R", help="default: the bundle's, as far as the store has them"
+    )
+    parser.add_argument("--k", type=int, default=4, help="passages to retrieve (default: %(default)s)")
+    parser.add_argument(
+        "--worst", type=int, default=5, metavar="N", help="show so many answers that differ (default: %(default)s)"
+    )
+    parser.add_argument("--output", default="ctx-compress-agree", metavar="DIR", help="default: ./%(default)s")
+
+
+def _agree(args: argparse.Namespace) -> None:
+    """Answer questions about an index from full text and from soft contexts, and say how far the answers agree.
+
+    No answer needs to be known. This says what compression changes, not whether the answers are right.
+    """
+    from ctx_compress_rag.errors import DataError
+    from ctx_compress_rag.evaluation.agreement import Asked, agreement, as_text, save, table, worst
+    from ctx_compress_rag.passage_index import open_index
+
+    try:
+        lines = Path(args.questions).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the questions {args.questions!r}: {error}") from error
+    questions = [line.strip() for line in lines if line.strip()]
+    if not questions:
+        raise DataError(f"{args.questions} holds no questions: write one on each line")
+    _quiet_models()
+    with open_index(args.store, args.bundle) as index:
+        _note_what_it_reads(index.bundle)
+        found = index.search(questions, args.k)
+        asked = [
+            Asked(question, tuple(hit.text for hit in hits), tuple(hit.id for hit in hits))
+            for question, hits in zip(questions, found, strict=True)
+        ]
+        compared = agreement(index.store, asked, args.ratios)
+        title = f"{index.bundle.config.name}: {len(questions)} questions from {Path(args.questions).name}"
+    save(compared, args.output, title)
+    print(table(compared))
+    if differing := worst(compared, args.worst):
+        print(f"\nanswers that differ at the finest ratios:\n\n{as_text(differing)}")
+    print(f"\n{title}; also in {args.output}")
 
 
 # compare
@@ -354,6 +406,12 @@ def _adapt_eval_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split", choices=("dev", "test"), default="test", help="of the invented world's tasks (default: %(default)s)"
     )
+    parser.add_argument(
+        "--budget",
+        type=int,
+        metavar="STEPS",
+        help="most training steps of a recipe, for a quick look (default: its own)",
+    )
     parser.add_argument("--questions", type=int, default=400, metavar="N", help="default: %(default)s")
     parser.add_argument("--timed", type=int, default=20, metavar="N", help="questions timed (default: %(default)s)")
     parser.add_argument(
@@ -368,7 +426,7 @@ def _adapt_eval(args: argparse.Namespace) -> None:
     Trains what is missing first: the base retrieval adapter, a soft prefix, the predictors. Run it again after an
     interruption to go on.
     """
-    from ctx_compress_rag.adaptation.evaluation import evaluate, table
+    from ctx_compress_rag.adaptation.evaluation import evaluate, table, verdict
 
     _quiet_models()
     scores = evaluate(
@@ -376,11 +434,12 @@ def _adapt_eval(args: argparse.Namespace) -> None:
         args.output,
         files=args.data,
         split=args.split,
+        budget=args.budget,
         questions=args.questions,
         timed=args.timed,
         max_new_tokens=args.answer_tokens,
     )
-    print(table(scores))
+    print(f"{table(scores)}\n\n{verdict(scores)}")
     print(f"\n{args.questions} questions, each with demonstrations; also in {args.output}/scores.json, .md and .png")
 
 

@@ -50,8 +50,8 @@ def close_read(
     passages = [Segments.of(bundle.tokenizer, text, ram.config.segment_tokens) for text in texts]
     represented = _representations(store, ids, passages)
     asked = ram.question(asked_ids)
-    tokens = sum(sum(passage.token_counts) for passage in passages)
-    kept = ram.choose(asked.cpu(), represented, tokens, ratio)
+    counts = torch.tensor([count for passage in passages for count in passage.token_counts])
+    kept = ram.choose(asked.cpu(), represented, counts, ratio)
     layouts = layout(passages, kept)
     skimmed = [(passage, run) for passage, runs in zip(passages, layouts, strict=True) for run in runs if not run.kept]
     segments = [segment for passage, run in skimmed for segment in passage.ids[run.start : run.end]]

@@ -17,6 +17,10 @@ class FingerprintMismatchError(CtxCompressError):
     """Stored soft contexts were made by another bundle than the one in use."""
 
 
+class TimeUpError(CtxCompressError):
+    """Training stopped at its time limit, a checkpoint saved: the same command goes on."""
+
+
 class StoreError(CtxCompressError):
     """The store cannot be opened, read or written as asked."""
 
@@ -34,6 +38,10 @@ class MissingPassageError(CtxCompressError, KeyError):
 
     def __str__(self) -> str:  # KeyError would show the repr of the message
         return str(self.args[0]) if self.args else ""
+
+
+class DecoderMemoryError(CtxCompressError, MemoryError):
+    """The decoder ran out of memory while it read a prompt or answered it."""
 
 
 class RatioError(ConfigError):

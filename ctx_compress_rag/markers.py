@@ -35,6 +35,7 @@ DEFAULT_SCOPE = "default"
 _PASSAGE_LETTERS, _FACTOR_LETTERS, _TAG_LETTERS = 17, 3, 16
 MAX_FACTOR = 16**_FACTOR_LETTERS
 _MARKER = re.compile(r"\[\[ctx:([a-p]{20})\.(0|[1-9][0-9]{0,6})\.([a-p]{16})\]\]")
+_OPENING = "[[ctx:"
 _STORED, _SKIMMED = _KINDS = ("tag", "skimmed tag")  # "tag" is in the markers of stores made before
 _ONE = "a" * _FACTOR_LETTERS  # factor 1
 _HEX_TO_LETTERS = str.maketrans("0123456789abcdef", "abcdefghijklmnop")
@@ -129,15 +130,15 @@ class MarkerCodec:
     def split(self, text: str, scope: str) -> list[str | Marker]:
         """Text parts and this scope's markers, in order; nothing else is taken out, no part is empty.
 
-        A marker with a bad tag stays in its text part, with one warning for all of them.
+        A marker with a bad tag, or cut by something that packs prompts, stays in its text part, with one warning
+        for all of them.
         """
         parts: list[str | Marker] = []
-        start = refused = 0
+        start = 0
         for match in _MARKER.finditer(text):
             id, slots, tag = match.groups()
             kinds = [kind for kind in _KINDS if hmac.compare_digest(tag, self._tag(kind, scope, id, slots))]
             if not kinds:
-                refused += 1
                 continue
             if match.start() > start:
                 parts.append(text[start : match.start()])
@@ -145,9 +146,10 @@ class MarkerCodec:
             start = match.end()
         if start < len(text):
             parts.append(text[start:])
+        refused = text.count(_OPENING) - sum(isinstance(part, Marker) for part in parts)
         if refused:
             logger.warning(
-                "%d marker(s) in the text were not made with this key for scope %r: left as literal text",
+                "%d marker(s) in the text were not made with this key for scope %r, or were cut: left as literal text",
                 refused,
                 scope,
             )

@@ -13,11 +13,11 @@ from ctx_compress_rag.compressors.comprexit import ComprexitCompressor
 from ctx_compress_rag.compressors.mean_pooling import MeanPoolingCompressor
 from ctx_compress_rag.compressors.ram import RamCompressor
 from ctx_compress_rag.compressors.sentence_slots import SentenceSlotsCompressor
+from ctx_compress_rag.config import TuneConfig
 from ctx_compress_rag.readers.arcaligner import ArcAlignerReader
 from ctx_compress_rag.readers.base import Reader
-from ctx_compress_rag.readers.linear import LinearReader
-from ctx_compress_rag.readers.mlp import MlpReader
-from ctx_compress_rag.readers.projector import ProjectorReader
+from ctx_compress_rag.readers.mapped import MappedReader
+from ctx_compress_rag.readers.maps import LinearMap, TwoLayerMap
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,21 @@ class Method:
 METHODS: dict[str, Method] = {
     "mean_pooling": Method(
         compressor=MeanPoolingCompressor,
-        reader=lambda backbone, config, compressor: LinearReader(
-            backbone, compressor.dim, config.decoder, config.linear
+        reader=lambda backbone, config, compressor: MappedReader(
+            backbone, LinearMap(compressor.dim, backbone.dim) if config.linear else None, config.decoder
         ),
     ),
     "compression_tokens": Method(
         compressor=CompressionTokensCompressor,
-        reader=lambda backbone, config, compressor: LinearReader(backbone, compressor.dim, config.decoder),
+        reader=lambda backbone, config, compressor: MappedReader(
+            backbone, LinearMap(compressor.dim, backbone.dim), config.decoder
+        ),
     ),
     "sentence_slots": Method(
         compressor=SentenceSlotsCompressor,
-        reader=lambda backbone, config, compressor: ProjectorReader(backbone, compressor.dim, config.decoder),
+        reader=lambda backbone, config, compressor: MappedReader(
+            backbone, TwoLayerMap(compressor.dim, backbone.dim), config.decoder
+        ),
     ),
     "arcaligner": Method(
         compressor=SentenceSlotsCompressor,
@@ -49,13 +53,17 @@ METHODS: dict[str, Method] = {
     ),
     "comprexit": Method(
         compressor=ComprexitCompressor,
-        reader=lambda backbone, config, compressor: MlpReader(backbone, compressor.dim),
+        reader=lambda backbone, config, compressor: MappedReader(
+            backbone, TwoLayerMap(compressor.dim, backbone.dim), TuneConfig(mode="frozen")
+        ),
     ),
     "ram": Method(
         compressor=RamCompressor,
         # W_align of eq. 5 is the reader's map; without skimming there is nothing for it to map.
-        reader=lambda backbone, config, compressor: LinearReader(
-            backbone, compressor.dim, config.decoder, config.skimming != "none"
+        reader=lambda backbone, config, compressor: MappedReader(
+            backbone,
+            None if config.skimming == "none" else LinearMap(compressor.dim, backbone.dim),
+            config.decoder,
         ),
     ),
 }

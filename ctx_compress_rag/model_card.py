@@ -32,6 +32,14 @@ def model_card(config: BundleConfig, report: Mapping[str, Any], fingerprint: str
         ("Training steps", f"{report.get('steps', 'unknown')}"),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in facts)
+    sources = report.get("recipe", {}).get("sources", [])
+    trained_on = (
+        "\n## Trained on\n\n| data | licence |\n|---|---|\n"
+        + "\n".join(f"| {source['data']} | {source['licence']} |" for source in sources)
+        + "\n"
+        if sources
+        else ""
+    )
     return f"""---
 library_name: ctx-compress-rag
 tags: [context-compression, rag]
@@ -51,5 +59,6 @@ from ctx_compress_rag import Bundle
 bundle = Bundle.from_pretrained("path/to/this/folder")
 ```
 
+{trained_on}
 Compression loses detail: run `ctx-compress eval` on your own questions before you rely on it.
 """

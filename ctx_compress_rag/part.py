@@ -38,6 +38,22 @@ class Part(nn.Module, ABC):
         """Put back what `saved_state` gave."""
 
 
+def train_copy(model: nn.Module) -> list[nn.Parameter]:
+    """Make a decoder's copy trainable, but for the embeddings that it shares; returns what is trained.
+
+    Where the decoder's head is tied to its embeddings, the head is shared and frozen with them.
+
+    What is trained becomes float32: in bfloat16 the steps of a usual learning rate round away. The embeddings
+    stay as they are, so on a GPU the copy needs autocast.
+    """
+    model.train().requires_grad_(True)
+    model.get_input_embeddings().weight.requires_grad_(False)  # type: ignore[operator]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.data = parameter.data.float()
+    return trained
+
+
 def load_parameters(module: nn.Module, state: dict[str, Tensor], expected: Iterable[str], what: str) -> None:
     """Copy `state` into `module`'s parameters.
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
 
 COLLECTION = "passages"
-DEFAULT_BUNDLE = "demo"
-
 _BUNDLE_KEY = "ctx_bundle"
 _COSINE: Any = {"hnsw": {"space": "cosine"}}
 _EMBED_BATCH = 128
@@ -178,16 +176,29 @@ class PassageIndex:
         return self._collection
 
 
+def default_bundle() -> str:
+    """The shipped bundle for a user's own text: the one that reads English, where it is shipped."""
+    from ctx_compress_rag.bundle import SHIPPED
+
+    return "english" if "english" in SHIPPED else "demo"
+
+
 def open_index(
-    folder: str | Path, bundle: str | None = None, *, codec: str | None = None, create: bool = False
+    folder: str | Path,
+    bundle: str | None = None,
+    *,
+    codec: str | None = None,
+    create: bool = False,
+    default: str | None = None,
 ) -> PassageIndex:
     """Open the index in a Chroma folder.
 
     Args:
         folder: the folder.
-        bundle: a bundle's folder, shipped name or hub id; None takes the one it was made with, or the demo's.
+        bundle: a bundle's folder, shipped name or hub id; None takes the one it was made with, or `default`.
         codec: codec of a new store.
         create: make the folder if there is none.
+        default: the bundle of a new index; None takes the shipped one for a user's own text.
 
     Raises:
         StoreError: there is no index, or it cannot be opened.
@@ -197,7 +208,7 @@ def open_index(
 
     connection = _connect(folder, create)
     try:
-        name = bundle or _recorded(_find_collection(connection)) or DEFAULT_BUNDLE
+        name = bundle or _recorded(_find_collection(connection)) or default or default_bundle()
         return PassageIndex(connection, Bundle.from_pretrained(name), _lasting(name), codec)
     except BaseException:
         connection.close()
@@ -237,7 +248,7 @@ class _Recorded:
 
     def __init__(self, about: Any) -> None:
         self.config = SimpleNamespace(name=about["bundle"], base_ratio=about["base_ratio"])
-        self.compressor = SimpleNamespace(nestable=False)
+        self.compressor = SimpleNamespace(nestable=False, question_aware=False)
         self.fingerprint: str = about["fingerprint"]
 
     def compress(self, texts: Sequence[str], ratio: int | None = None) -> list[SoftContext]:

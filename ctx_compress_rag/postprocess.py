@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
+from ctx_compress_rag import markers as marking
+from ctx_compress_rag.budget import TEXT, Score, allot
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
 
 if TYPE_CHECKING:
@@ -20,9 +23,7 @@ Mode = Literal["soft", "close_reading"]
 
 def mode_of(bundle: Compresses) -> Mode:
     """The mode that a bundle's passages are read in: "close_reading" for ram, "soft" for every other method."""
-    from ctx_compress_rag.compressors.ram import RamCompressor
-
-    return "close_reading" if isinstance(bundle.compressor, RamCompressor) else "soft"
+    return "close_reading" if bundle.compressor.question_aware else "soft"
 
 
 def check_size(
@@ -41,7 +42,7 @@ def check_size(
     if ratio is not None and token_budget is not None:
         raise ConfigError(f"ratio={ratio} and token_budget={token_budget}: give one of them, the other follows from it")
     if token_budget is not None and token_budget < 1:
-        raise ConfigError(f"token_budget={token_budget}: a budget is a number of slots, 1 or more")
+        raise ConfigError(f"token_budget={token_budget}: a budget is a number of tokens, 1 or more")
     if mode == "close_reading":
         if token_budget is not None:
             raise ConfigError(f"token_budget={token_budget}: close reading takes a ratio, how much shorter to make all")
@@ -60,6 +61,7 @@ def mark(
     *,
     ratio: int | None = None,
     token_budget: int | None = None,
+    scores: Sequence[Score] | None = None,
     on_missing: OnMissing = "compress",
     scope: str | None = None,
     mode: Mode = "soft",
@@ -76,13 +78,16 @@ def mark(
 
     Args:
         store: where the soft contexts are.
-        texts: passages, best first or in any order; the order is kept.
+        texts: passages, in any order; the order is kept. Without scores, a budget takes them for best first.
         ids: their ids in the store; by default hashes of the texts.
         ratio: source tokens per slot, a multiple of the store's base ratio, which is the default. In close
             reading, how many times shorter all texts together become, 2 or more; by default the least that
             the bundle was trained for.
-        token_budget: instead of a ratio, the most slots that all passages may take together: the finest
-            ratio that fits is used for all. Texts that stay text are not counted.
+        token_budget: instead of a ratio, the most tokens that all texts may take together, slots and the tokens
+            of what stays text counted as the LLM counts them. The more relevant a passage, the finer its ratio;
+            the best stay text where there is room: see `budget.allot`. What stands around the passages in the
+            prompt (template, question, separators) comes on top.
+        scores: with a budget, how relevant each text is: higher is more, None comes last.
         on_missing: see `OnMissing`.
         scope: tenant or user; by default the one of `markers.scope`, or else the store's.
         mode: "close_reading" for a RAM bundle, "soft" for any other.
@@ -91,7 +96,7 @@ def mark(
     Raises:
         ConfigError: an argument has an impossible value, an id came with two texts, the mode is not that of the
             store's bundle, or close reading has no question.
-        RatioError: the ratio cannot be made, or there are more passages than slots in the budget.
+        RatioError: the ratio cannot be made, or the passages do not fit into the budget at any ratio.
         MissingPassageError: with on_missing="error", a passage is not stored with this text.
     """
     from ctx_compress_rag.stores.passages import content_id
@@ -104,6 +109,8 @@ def mark(
         )
     if ids is not None and len(ids) != len(texts):
         raise ConfigError(f"{len(ids)} ids for {len(texts)} texts: give one id per text")
+    if scores is not None and len(scores) != len(texts):
+        raise ConfigError(f"{len(scores)} scores for {len(texts)} texts: give one score, or None, per text")
     texts = [expand(store, text, scope) for text in texts]
     names = [content_id(text) for text in texts] if ids is None else list(ids)
     wanted = [i for i, text in enumerate(texts) if text.strip()]
@@ -121,12 +128,41 @@ def mark(
     chosen = [names[i] for i in wanted]
     if mode == "close_reading":
         markers = _close_read(store, [texts[i] for i in wanted], chosen, ratio, question or "", scope)
-    else:
-        if token_budget is not None:
-            ratio = _ratio_within(store, chosen, token_budget)
+    elif token_budget is None:
         markers = store.markers(chosen, ratio or store.base_ratio, scope)
+    else:
+        stored_as = dict(zip(wanted, chosen, strict=True))
+        return _within(store, texts, stored_as, token_budget, scores, scope)
     by_place = dict(zip(wanted, markers, strict=True))
     return [by_place.get(i, text) for i, text in enumerate(texts)]
+
+
+def stored_ids(store: SoftContextStore, texts: Sequence[str], ids: Sequence[str | None]) -> list[str]:
+    """The ids to give to `mark` for what a retriever found: the vector store and this one may have been given others.
+
+    A text's own id, or the hash of its text where it has none, where it is stored only under that, or where
+    another text has the same id (two indexes that count from one). Blank texts are not looked up.
+
+    Args:
+        store: where the soft contexts are.
+        texts: what was retrieved.
+        ids: their ids in the app; None or "" for none.
+    """
+    from ctx_compress_rag.stores.passages import content_id
+
+    by_text = [content_id(text) for text in texts]
+    first: dict[str, str] = {}  # an id that two texts share can only stand for the first of them
+    names = [
+        id if id and first.setdefault(id, hashed) == hashed else hashed for id, hashed in zip(ids, by_text, strict=True)
+    ]
+    places = [place for place, text in enumerate(texts) if text.strip()]
+    wanted = [texts[place] for place in places]
+    under_own = store.has(wanted, [names[place] for place in places])
+    under_text = under_own if all(under_own) else store.has(wanted)
+    for place, own, other in zip(places, under_own, under_text, strict=True):
+        if other and not own:
+            names[place] = by_text[place]
+    return names
 
 
 def _check_mode(store: SoftContextStore, mode: str) -> None:
@@ -176,6 +212,47 @@ def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
     return "".join(part if isinstance(part, str) else next(originals) for part in parts)
 
 
-def _ratio_within(store: SoftContextStore, ids: Sequence[str], budget: int) -> int:
-    counts = [passage.n_slots for passage in store.get_passages(ids) if passage is not None]
-    return cast("Bundle", store.bundle).ratio_for_budget(counts, budget, store.base_ratio)
+def _within(
+    store: SoftContextStore,
+    texts: Sequence[str],
+    stored_as: Mapping[int, str],
+    budget: int,
+    scores: Sequence[Score] | None,
+    scope: str | None,
+) -> list[str]:
+    """Texts and markers that take at most `budget` tokens; `stored_as` has the ids of those that are stored."""
+    passages = store.get_passages(list(stored_as.values()))
+    slots = [0] * len(texts)
+    for place, passage in zip(stored_as, passages, strict=True):
+        slots[place] = 0 if passage is None else passage.n_slots
+    factors = allot(
+        _token_counts(store, texts, scope),
+        slots,
+        budget,
+        base_ratio=store.base_ratio,
+        scores=scores,
+        nestable=store.bundle.compressor.nestable,
+    )
+    shown = list(texts)
+    for factor in set(factors) - {TEXT}:
+        places = [i for i, each in enumerate(factors) if each == factor]
+        written = store.markers([stored_as[i] for i in places], factor * store.base_ratio, scope)
+        for place, marker in zip(places, written, strict=True):
+            shown[place] = marker
+    return shown
+
+
+def _token_counts(store: SoftContextStore, texts: Sequence[str], scope: str | None) -> list[int]:
+    """Tokens of each text as it stands in a prompt, no BOS."""
+    bundle = cast("Bundle", store.bundle)
+    counts = [len(bundle.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in texts]
+    # A passage whose own text has a good marker in it: the LLM would read it as slots.
+    nested = [i for i, text in enumerate(texts) if any(not isinstance(part, str) for part in store.split(text, scope))]
+    if nested:
+        from ctx_compress_rag.decoders.transformers import TransformersDecoder
+
+        decoder = TransformersDecoder(bundle, store)
+        with nullcontext() if scope is None else marking.scope(scope):
+            for i in nested:
+                counts[i] = decoder.count_tokens(texts[i])
+    return counts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
@@ -69,12 +69,15 @@ class Segments:
 
     def holding(self, answers: Sequence[str]) -> list[bool]:
         """Which segments hold an answer or a part of it: whole words of the text, in upper or lower case."""
-        spans = [
-            match.span()
-            for answer in answers
-            if answer.strip()
-            for match in re.finditer(rf"(?<!\w){re.escape(answer.strip())}(?!\w)", self.text, re.IGNORECASE)
-        ]
+        words = (re.escape(answer.strip()) for answer in answers if answer.strip())
+        return self._matching(rf"(?i)(?<!\w){each}(?!\w)" for each in words)
+
+    def quoted(self, parts: Sequence[str]) -> list[bool]:
+        """Which segments hold one of these parts of a text, or some of it, to the letter."""
+        return self._matching(re.escape(part) for part in parts)
+
+    def _matching(self, patterns: Iterable[str]) -> list[bool]:
+        spans = [match.span() for pattern in patterns for match in re.finditer(pattern, self.text)]
         return [any(a < end and start < b for a, b in spans) for start, end in pairwise(self.bounds)]
 
 

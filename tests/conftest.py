@@ -31,7 +31,7 @@ def make_tiny_bundle(tiny_tokenizer: Any) -> Callable[..., Any]:
 
     RAM stores a vector for each segment: its base ratio is their size.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from helpers_models import tiny_llama
 
     from ctx_compress_rag.backbone import Backbone
     from ctx_compress_rag.bundle import Bundle
@@ -39,18 +39,7 @@ def make_tiny_bundle(tiny_tokenizer: Any) -> Callable[..., Any]:
 
     def make(seed: int = 0, **method: Any) -> Bundle:
         torch.manual_seed(seed)
-        shape = LlamaConfig(
-            vocab_size=len(tiny_tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=1024,
-            tie_word_embeddings=True,
-            eos_token_id=tiny_tokenizer.eos_token_id,
-            pad_token_id=tiny_tokenizer.pad_token_id,
-        )
+        decoder = tiny_llama(tiny_tokenizer)
         config = BundleConfig(
             name="tiny",
             method={"name": "mean_pooling", **method},
@@ -58,7 +47,7 @@ def make_tiny_bundle(tiny_tokenizer: Any) -> Callable[..., Any]:
             ratios=[4, 8, 16],
             max_tokens=64,
         )
-        bundle = Bundle.build(config, Backbone(LlamaForCausalLM(shape).eval(), tiny_tokenizer))
+        bundle = Bundle.build(config, Backbone(decoder, tiny_tokenizer))
         bundle.reader.initialise(1.0)
         return bundle
 
@@ -69,3 +58,19 @@ def make_tiny_bundle(tiny_tokenizer: Any) -> Callable[..., Any]:
 def tiny_bundle(make_tiny_bundle: Callable[..., Any]) -> Any:
     """A bundle with LoRA on both sides."""
     return make_tiny_bundle()
+
+
+@pytest.fixture(scope="session")
+def talkative(make_tiny_bundle: Callable[..., Any]) -> Any:
+    """A bundle whose decoder answers in text that depends on all of its prompt."""
+    from helpers_langchain import talkative_bundle
+
+    return talkative_bundle(make_tiny_bundle)
+
+
+@pytest.fixture(scope="session")
+def app(talkative: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A LangChain app's parts, shared by tests that leave its store as it is."""
+    from helpers_langchain import open_app
+
+    return open_app(tmp_path_factory.mktemp("app"), talkative)

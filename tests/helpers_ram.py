@@ -7,33 +7,34 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from helpers_models import tiny_llama
 from torch import Tensor
 
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig, RamConfig
+from ctx_compress_rag.training.data import Example, Turn
+from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
+from ctx_compress_rag.training.prompts import PromptBuilder
 
 FROZEN = {"mode": "frozen"}
+EXAMPLES = [
+    Example(
+        ("Orla Reedwen keeps a goat as a pet and lives by the mill.", "Kormoor lies on the river Halen, near Dun."),
+        (Turn("Which pet does Orla keep?", ("a goat",)),),
+    ),
+    Example(
+        ("Kormoor lies on the river Halen, near Dun.",),
+        (Turn("Which river?", ("Halen",)), Turn("Is it a town?", ("yes", "no"))),
+    ),
+]
+PLAIN = "{context}\n\n{question}"
 
 
-def ram_bundle(tokenizer: Any, seed: int = 0, segment_tokens: int = 4, **method: Any) -> Bundle:
+def ram_bundle(tokenizer: Any, seed: int = 0, segment_tokens: int = 4, tied: bool = True, **method: Any) -> Bundle:
     """A RAM bundle with random weights, large enough that what each input says shows; keywords are RamConfig's."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(seed)
-    shape = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = LlamaForCausalLM(shape).eval()
+    model = tiny_llama(tokenizer, tie_word_embeddings=tied)
     with torch.no_grad():
         for name, weight in model.model.layers.named_parameters():
             if "norm" not in name:
@@ -89,10 +90,39 @@ def plain_skim(states: Tensor, question: Tensor) -> Tensor:
     return total
 
 
-def plain_choice(question: Tensor, means: Sequence[Tensor], tokens: int, ratio: int, size: int) -> list[bool]:
-    """Eq. 2 and 3: the segments of the k largest probabilities."""
+def plain_choice(
+    question: Tensor, means: Sequence[Tensor], lengths: Sequence[int], ratio: int, size: int
+) -> list[bool]:
+    """Eq. 2 and 3: segments of the largest probabilities, as many tokens as k whole ones have."""
     exponentials = [math.exp(plain_cosine(question, mean) / 0.1) for mean in means]
     probabilities = [e / sum(exponentials) for e in exponentials]
-    k = math.floor(tokens / (ratio * size))
-    best = sorted(range(len(means)), key=lambda i: -probabilities[i])[:k]
-    return [i in best for i in range(len(means))]
+    k = math.floor(sum(lengths) / (ratio * size))
+    kept = [False] * len(means)
+    for i in sorted(range(len(means)), key=lambda i: -probabilities[i]):
+        if sum(n for n, yes in zip(lengths, kept, strict=True) if yes) + lengths[i] > k * size:
+            break
+        kept[i] = True
+    return kept
+
+
+def collator(bundle: Bundle, template: str = PLAIN) -> RamCollator:
+    return RamCollator(PromptBuilder(bundle.tokenizer), bundle.config.base_ratio, [template], 512, seed=0)
+
+
+def objective(bundle: Bundle, ratio: int = 2, **options: Any) -> RamLoss:
+    loss = RamLoss(bundle, PromptBuilder(bundle.tokenizer), **options)
+    loss.ratios = [ratio]
+    return loss
+
+
+def move(bundle: Bundle) -> None:
+    """Random numbers in what training starts at zero or at another module's values."""
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in bundle.backbone.model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        for module in (bundle.compressor, bundle.reader):
+            for parameter in module.parameters():
+                if parameter is not bundle.backbone.embeddings.weight:
+                    parameter.add_(0.05 * torch.randn_like(parameter))

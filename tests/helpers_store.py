@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from ctx_compress_rag.soft_context import SoftContext, pool
+from ctx_compress_rag.stores import AddReport, SoftContextStore
+
+HERE = Path(__file__).parent
+WRITE = """
+import sys
+from helpers_store import WordBundle, passage
+from ctx_compress_rag.stores import SoftContextStore
+"""
+"""The beginning of a program for `run_python`."""
 
 
 def word_vectors(text: str, dim: int) -> torch.Tensor:
@@ -23,7 +36,7 @@ class WordBundle:
 
     def __init__(self, name: str = "words", base_ratio: int = 4, dim: int = 8, nestable: bool = True) -> None:
         self.config = SimpleNamespace(name=name, base_ratio=base_ratio)
-        self.compressor = SimpleNamespace(nestable=nestable)
+        self.compressor = SimpleNamespace(nestable=nestable, question_aware=False)
         self.fingerprint = hashlib.sha256(f"{name}/{base_ratio}/{dim}".encode()).hexdigest()
         self.dim = dim
         self.calls: list[list[str]] = []
@@ -49,3 +62,16 @@ def assert_same(actual: SoftContext | None, expected: SoftContext, tolerance: fl
     assert actual.token_counts.tolist() == expected.token_counts.tolist()
     error = torch.linalg.norm(actual.slots - expected.slots) / torch.linalg.norm(expected.slots)
     assert error < tolerance
+
+
+def add(store: SoftContextStore, n: int, start: int = 0) -> AddReport:
+    """Add passages `start` to `start + n` under the ids p0, p1, and so on."""
+    ids = [f"p{i}" for i in range(start, start + n)]
+    return store.add([passage(i) for i in range(start, start + n)], ids, progress=False)
+
+
+def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
+    """Run a program that can import these helpers in a process of its own."""
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parent)]))
+    command = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from ctx_compress_rag.adaptation import (
     PromptTuning,
     TestTimeSGD,
 )
-from ctx_compress_rag.adaptation.cost import flops_of
+from ctx_compress_rag.adaptation.cost import Cost, flops_of
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, with_slots
-from ctx_compress_rag.adaptation.evaluation import evaluate, table
+from ctx_compress_rag.adaptation.evaluation import Score, evaluate, table, verdict
 from ctx_compress_rag.adaptation.methods import PredictorConfig
 from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.systems import Recipes, System
@@ -33,13 +34,13 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.decoders.generation import Sampling
 from ctx_compress_rag.errors import ConfigError, DataError
-from ctx_compress_rag.evaluation.metrics import exact_match, token_f1
+from ctx_compress_rag.evaluation.metrics import Interval, exact_match, token_f1
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.training import loop
 from ctx_compress_rag.training.data import Example, Turn, write_jsonl
 from ctx_compress_rag.training.objectives.retrieval_adapter import PromptTuningLoss, RetrievalAdapterLoss
 from ctx_compress_rag.training.objectives.update_predictor import MatchingObjective, TaskObjective
-from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
+from ctx_compress_rag.training.recipes import SHIPPED, UpdatePredictorRecipe, load_recipe
 from ctx_compress_rag.training.run import run_recipe
 
 
@@ -61,10 +62,11 @@ def _recipes(folder: Path, bundle: Path, steps: int = 2, **settings: Any) -> dic
     common = {"bundle": str(bundle), "data": {"families": "train"}, "optim": optim} | settings
     predictor = {"stage": "update_predictor", "base": str(folder / "out" / "base"), "hidden": 8, "code": 4}
     predictor |= {"demonstrations": 2, "inner_learning_rate": 0.5}
+    solved = {"folder": str(folder / "out" / "solved"), "contexts": 3, "steps": [1]}
     each = {
         "base": {"stage": "retrieval_adapter", "rank": 2, "alpha": 4},
         "prefix": {"stage": "prompt_tuning", "virtual_tokens": 3},
-        "k1": predictor | {"inner_steps": 1},
+        "k1": predictor | {"inner_steps": 1, "solved": solved},
         "k2": predictor | {"inner_steps": 2},
         "task": predictor | {"inner_steps": 1, "loss": "task"},
     }
@@ -350,6 +352,47 @@ def test_the_command_trains_scores_and_goes_on(
     files["k1"].write_text(files["k1"].read_text().replace("code: 4", "code: 5"))
     assert main(command) == 2
     assert "before" in (error := capsys.readouterr().err) and "k1.yaml was changed" in error
+
+
+def test_a_budget_shortens_every_recipe_and_leaves_the_folder_alone(tmp_path: Path) -> None:
+    files = _recipes(tmp_path, Path("demo"), steps=50)
+    solved = {"folder": str(tmp_path / "kept"), "contexts": 90, "steps": [1, 2]}
+    files["k1"].write_text(yaml.safe_dump(yaml.safe_load(files["k1"].read_text()) | {"solved": solved}))
+    texts = {file: file.read_text() for file in files.values()}
+    whole = Recipes.find(tmp_path / "recipes")
+    short = whole.shortened(7, tmp_path / "quick")
+    assert Recipes.find(tmp_path / "quick" / "recipes") == short
+    for before, after in zip((whole.base, *whole.others), (short.base, *short.others), strict=True):
+        assert after.optim.steps == 7 and after.output.is_relative_to(tmp_path / "quick")
+        own = {"output": before.output, "optim": before.optim}
+        if isinstance(before, UpdatePredictorRecipe):
+            assert isinstance(after, UpdatePredictorRecipe)
+            assert after.base == short.base.output
+            own |= {"base": before.base, "solved": before.solved}
+            if after.solved is not None:
+                assert after.solved.contexts == 14 and after.solved.folder.is_relative_to(tmp_path / "quick")
+        assert after.model_copy(update=own) == before
+    assert whole.shortened(80, tmp_path / "quick").base.optim.steps == 50
+    assert {file: file.read_text() for file in files.values()} == texts
+    with pytest.raises(ConfigError, match="steps"):
+        whole.shortened(0, tmp_path / "none")
+
+
+def _score(system: str, f1: float, low: float, adapt_ms: float) -> Score:
+    interval = Interval(f1, f1 - 0.05, f1 + 0.05)
+    return Score(system, interval, interval, Interval(f1 - 0.3, low, f1), {}, Cost(adapt_ms, 1.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("f1", "low", "adapt_ms", "met"),
+    [(0.5, 0.1, 5.0, [1, 1, 1]), (0.49, 0.0, 9.9, [0, 1, 1]), (0.47, 0.1, 9.9, [1, 0, 1]), (0.6, 0.1, 10.0, [1, 1, 0])],
+)
+def test_the_verdict_says_what_is_met(f1: float, low: float, adapt_ms: float, met: list[int]) -> None:
+    scores = [_score("base adapter", 0.3, 0.0, 0.0), _score("TT-SGD, K=1", 0.9, 0.1, 1.0)]
+    scores += [_score("TT-SGD, K=5", 0.5, 0.1, 100.0), _score("RAG-GD, K=5", f1, low, adapt_ms)]
+    [line] = verdict(scores).splitlines()
+    assert line.startswith("- RAG-GD, K=5: ")
+    assert [int(said == "is") for said in re.findall(r"\*\*(is|is not)\*\*", line)] == met
 
 
 def test_the_command_reads_files_and_slots(tmp_path: Path, bundle_folder: Path) -> None:

@@ -16,7 +16,7 @@ from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, Demonstration,
 from ctx_compress_rag.adaptation.adapter import projections
 from ctx_compress_rag.adaptation.methods import PredictorConfig
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
-from ctx_compress_rag.adaptation.updates import answer_losses, inner_products, matching_loss, norms, sgd
+from ctx_compress_rag.adaptation.updates import answer_losses, inner_products, matching_loss, norms, sgd, sgd_path
 from ctx_compress_rag.errors import BundleError
 from ctx_compress_rag.stores import SoftContextStore
 
@@ -102,6 +102,15 @@ def test_the_target_is_a_plain_sgd_loops(decoder: AdaptiveDecoder, bundle: Any, 
                 (after.scale * after.b[name] @ after.a[name]).double(), moved, atol=1e-5, rtol=1e-4
             )
     assert not any(t.requires_grad for t in (*change.a.values(), *change.b.values()))
+
+
+def test_the_path_meets_every_smaller_number_of_steps(decoder: AdaptiveDecoder, base: Adapter) -> None:
+    contexts = [decoder.rows(DEMONSTRATIONS), decoder.rows(QUESTIONS[:1])]
+    path = sgd_path(decoder, contexts, base, [3, 1], 0.5)
+    assert sorted(path) == [1, 3]
+    for steps, update in path.items():
+        alone = sgd(decoder, contexts, base, steps, 0.5)
+        assert all(torch.equal(update.a[n], alone.a[n]) and torch.equal(update.b[n], alone.b[n]) for n in base.a)
 
 
 def test_sgd_lowers_the_loss_and_changes_nothing_else(decoder: AdaptiveDecoder, bundle: Any, base: Adapter) -> None:

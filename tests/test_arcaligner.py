@@ -268,6 +268,27 @@ def test_a_decoder_in_half_precision() -> None:
         assert parameter.dtype == torch.float32 and parameter.grad.abs().max() > 0, name
 
 
+def test_gates_decide_alike_in_training_and_at_inference_in_half_precision() -> None:
+    """Eq. 7 and 8: a gate is 0 or 1, and its slot the state or the candidate, to the bit."""
+    backbone = Backbone(architectures.model("Llama").bfloat16(), architectures.tokenizer("Llama"))
+    wide = make_reader()
+    reader = ArcAlignerReader(backbone, 12, wide.config)
+    reader.load_saved_state(wide.saved_state())
+    batch = prompts(reader)
+    made = []
+    for train in (False, True):
+        reader.train(train).requires_grad_(train)
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            torch.set_grad_enabled(train),
+            reader.record_loops() as loops,
+            reader.decoder(batch.slot_mask) as model,
+        ):
+            made.append(model(**batch.model_inputs(), output_hidden_states=True).hidden_states)
+    assert any((record > 0).any() for record in loops.values())
+    assert all(torch.equal(a, b.detach()) for a, b in zip(*made, strict=True))
+
+
 def test_text_before_the_slots_is_the_frozen_decoders() -> None:
     """The same bits at every layer; after the slots, the same bits at the first layer's input only."""
     reader = make_reader()

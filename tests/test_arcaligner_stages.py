@@ -48,10 +48,10 @@ def losses(reader: ArcAlignerReader, batch: Spliced, slots: Tensor, counts: Tens
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"loops": 0}, {"projector", "lora"}),  # stages I and II
-        ({"loops": 2}, {"projector", "lora", "gates"}),  # stage III
-        ({"loops": 2, "gate": "open"}, {"projector", "lora"}),
-        ({"loops": 0, "lora": None}, {"projector"}),
+        ({"loops": 0}, {"projection", "lora"}),  # stages I and II
+        ({"loops": 2}, {"projection", "lora", "gates"}),  # stage III
+        ({"loops": 2, "gate": "open"}, {"projection", "lora"}),
+        ({"loops": 0, "lora": None}, {"projection"}),
     ],
 )
 def test_each_stage_trains_its_parts_and_nothing_else(
@@ -117,7 +117,7 @@ def test_ablations() -> None:
     none = make_reader(lora=None, loops=0)
     with torch.no_grad():
         assert torch.equal(read(none, batch).logits, none.backbone.model(**batch.model_inputs()).logits)
-    assert {name.split(".")[0] for name in none.saved_state()} == {"projector", "gates"}
+    assert {name.split(".")[0] for name in none.saved_state()} == {"projection", "gates"}
     with pytest.raises(BundleError, match="reader"):
         none.load_saved_state(state)
 
@@ -246,7 +246,7 @@ def test_stages_go_on_from_each_other(stages: Path) -> None:
     """Projector and LoRA change in every stage, gates in the third alone, the decoder never."""
     bundles = [Bundle.from_pretrained(stages / stage / "bundle") for stage in "123"]
     states = [bundle.reader.saved_state() for bundle in bundles]
-    parts = ({"projector", "lora"}, {"projector", "lora", "gates"})
+    parts = ({"projection", "lora"}, {"projection", "lora", "gates"})
     for (earlier, later), changing in zip(pairwise(states), parts, strict=True):
         assert earlier.keys() == later.keys()
         changed = {name.split(".")[0] for name in later if not torch.equal(later[name], earlier[name])}
@@ -312,3 +312,20 @@ def test_loops_are_drawn_for_a_text(stages: Path, tmp_path: Path) -> None:
     second = Bundle.from_pretrained(stages / "2" / "bundle")
     with pytest.raises(ConfigError, match="gates are off"):
         inspect(second, text, tmp_path)
+
+
+def test_loops_are_those_of_the_prompt_it_was_trained_with(stages: Path, tmp_path: Path) -> None:
+    """What stands before the slots is the beginning of the recipe's first template, as the report has it."""
+    bundle = opened(stages)
+    seen: list[Tensor] = []
+    with bundle.reader.decoder(torch.zeros(1, 1, dtype=torch.bool)) as model:
+        model.register_forward_pre_hook(lambda _, __, kwargs: seen.append(kwargs["inputs_embeds"][0]), with_kwargs=True)
+    assert bundle.report["recipe"]["data"]["templates"][0].startswith("{context}")
+    other = "Refer to the background document: {context}\n{question}"
+    for template, before in (("{context}\n\nQuestion: {question}", ""), (other, "Refer to the background document: ")):
+        bundle.report["recipe"]["data"]["templates"] = [template, "{question} {context}"]
+        inspect(bundle, "Orla keeps a goat. Orla is old.", tmp_path)
+        ids = bundle.tokenizer(f"<|user|>{before}", add_special_tokens=False)["input_ids"]
+        assert len(seen[-1]) == len(ids) + 2  # and the slots
+        assert torch.equal(seen[-1][: len(ids)], bundle.backbone.embeddings(torch.tensor(ids)))
+        assert json.loads((tmp_path / "loops.json").read_text())["template"] == template

@@ -11,6 +11,7 @@ import helpers_architectures as architectures
 import pytest
 import torch
 import yaml
+from helpers_models import tiny_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -98,22 +99,10 @@ def plain_llama(model: Any, x: Tensor, table: list[list[bool]]) -> Tensor:
 @pytest.fixture(scope="session")
 def make(tiny_tokenizer: Any) -> Callable[..., Any]:
     """Make a bundle of random, wide weights; keywords are CompressionTokensConfig's, and `seed`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     def build(seed: int = 0, **method: Any) -> Bundle:
         torch.manual_seed(seed)
-        shape = LlamaConfig(
-            vocab_size=len(tiny_tokenizer),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-            eos_token_id=tiny_tokenizer.eos_token_id,
-            pad_token_id=tiny_tokenizer.pad_token_id,
-        )
-        model = LlamaForCausalLM(shape).eval()
+        model = tiny_llama(tiny_tokenizer, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
         widen(model)
         config = BundleConfig(
             name="tiny", method=CompressionTokensConfig(**method), base_ratio=4, ratios=[4, 8, 16], max_tokens=64

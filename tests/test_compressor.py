@@ -205,21 +205,6 @@ def test_blank_passages_and_impossible_ratios_are_refused(bundle: Any) -> None:
             bundle.at_ratio(soft, ratio)
 
 
-@given(counts=st.lists(st.integers(1, 300), min_size=1, max_size=6), budget=st.integers(1, 400))
-@settings(deadline=None, max_examples=100)
-def test_the_finest_ratio_within_a_budget(bundle: Any, counts: list[int], budget: int) -> None:
-    def total(ratio: int) -> int:
-        return sum(-(-count // (ratio // 4)) for count in counts)
-
-    if len(counts) > budget:
-        with pytest.raises(RatioError, match=f"{len(counts)} passages do not fit into {budget} slots"):
-            bundle.ratio_for_budget(counts, budget)
-        return
-    ratio = bundle.ratio_for_budget(counts, budget)
-    assert ratio % 4 == 0 and total(ratio) <= budget
-    assert ratio == 4 or total(ratio - 4) > budget
-
-
 # Weights
 
 

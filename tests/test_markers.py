@@ -97,7 +97,7 @@ def test_a_forged_marker_is_logged_once_and_stays(caplog: pytest.LogCaptureFixtu
     assert parts[0] == f"{forged} and {forged}"
     assert isinstance(parts[1], Marker)
     assert [record.message for record in caplog.records] == [
-        "2 marker(s) in the text were not made with this key for scope 't': left as literal text"
+        "2 marker(s) in the text were not made with this key for scope 't', or were cut: left as literal text"
     ]
 
 

@@ -15,6 +15,7 @@ import pytest
 import tomllib
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import ctx_compress_rag
 from ctx_compress_rag.extras import MissingExtraError, needs
@@ -121,6 +122,22 @@ def test_every_requirement_has_a_pin_that_fits_it() -> None:
         requirement = Requirement(line)
         if requirement.name != PROJECT["name"]:
             assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), line
+
+
+def test_the_lowest_versions_are_those_that_are_tested() -> None:
+    """`make test-lowest` runs with exactly the lower bounds of what the store, decoder and frameworks come from."""
+    lines = (ROOT / "constraints-lowest.txt").read_text(encoding="utf-8").splitlines()
+    pins = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
+    wanted = [
+        *PROJECT["dependencies"],
+        *(line for name in ("langchain", "llama-index", "test") for line in EXTRAS[name]),
+    ]
+    requirements = {canonicalize_name(r.name): r for r in map(Requirement, wanted) if r.name != PROJECT["name"]}
+    for name, requirement in requirements.items():
+        assert requirement.specifier.contains(pins[name]), requirement
+    for name in ("langchain-core", "llama-index-core", "chromadb", "transformers", "tokenizers", "peft"):
+        (bound,) = requirements[name].specifier
+        assert Version(bound.version) == Version(pins[name]), requirements[name]
 
 
 def test_a_missing_package_is_named_with_its_extra() -> None:

@@ -1,20 +1,22 @@
-"""RAM (paper 004): its equations in float64, what is kept and skimmed, and its training."""
+"""RAM (paper 004): its equations in float64, and what is kept and skimmed."""
 
 from __future__ import annotations
 
-import json
 import math
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import helpers_architectures as architectures
 import pytest
 import torch
-import yaml
 from helpers_ram import (
+    EXAMPLES,
     FROZEN,
+    collator,
+    move,
+    objective,
     plain_choice,
+    plain_cosine,
     plain_ids,
     plain_mean,
     plain_segments,
@@ -30,55 +32,16 @@ from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.compressors.base import padded
 from ctx_compress_rag.compressors.ram import RamCompressor, relevance, segment_means, skimmed
-from ctx_compress_rag.config import BundleConfig, MeanPoolingConfig, RamConfig
-from ctx_compress_rag.errors import ConfigError, DataError, RatioError
+from ctx_compress_rag.config import RamConfig
+from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.segments import Segments, layout, shown, slots_of_runs
-from ctx_compress_rag.training.data import Example, Turn, write_jsonl
-from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
-from ctx_compress_rag.training.prompts import PromptBuilder
-from ctx_compress_rag.training.recipes import RamRecipe, load_recipe
-from ctx_compress_rag.training.run import run_recipe
 
-EXAMPLES = [
-    Example(
-        ("Orla Reedwen keeps a goat as a pet and lives by the mill.", "Kormoor lies on the river Halen, near Dun."),
-        (Turn("Which pet does Orla keep?", ("a goat",)),),
-    ),
-    Example(
-        ("Kormoor lies on the river Halen, near Dun.",),
-        (Turn("Which river?", ("Halen",)), Turn("Is it a town?", ("yes", "no"))),
-    ),
-]
-PLAIN = "{context}\n\n{question}"
 SEPARATOR = "\n\n"
 
 
 @pytest.fixture(scope="module")
 def bundle(tiny_tokenizer: Any) -> Bundle:
     return ram_bundle(tiny_tokenizer)
-
-
-def collator(bundle: Bundle, template: str = PLAIN) -> RamCollator:
-    return RamCollator(PromptBuilder(bundle.tokenizer), bundle.config.base_ratio, [template], 512, seed=0)
-
-
-def objective(bundle: Bundle, ratio: int = 2, **options: Any) -> RamLoss:
-    loss = RamLoss(bundle, PromptBuilder(bundle.tokenizer), **options)
-    loss.ratios = [ratio]
-    return loss
-
-
-def move(bundle: Bundle) -> None:
-    """Random numbers in what training starts at zero or at another module's values."""
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in bundle.backbone.model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.1)
-        for module in (bundle.compressor, bundle.reader):
-            for parameter in module.parameters():
-                if parameter is not bundle.backbone.embeddings.weight:
-                    parameter.add_(0.05 * torch.randn_like(parameter))
 
 
 # Equations
@@ -133,17 +96,39 @@ def representations(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
 def test_the_k_likeliest_segments_are_kept(
     bundle: Bundle, vectors: tuple[Tensor, Tensor], ratio: int, missing: int
 ) -> None:
-    """Eq. 2 and 3; the last segment may be short of `missing` tokens."""
+    """Eq. 2 and 3 to the letter for one passage; its last segment may be short of `missing` tokens."""
     question, segments = vectors
-    tokens = 4 * len(segments) - missing
-    kept = bundle.compressor.choose(question, segments, tokens, ratio)
-    assert kept == plain_choice(question.double(), list(segments.double()), tokens, ratio, 4)
-    assert sum(kept) == tokens // (4 * ratio) < len(segments)  # from ratio 2 on something is always skimmed
+    counts = torch.full((len(segments),), 4)
+    counts[-1] -= missing
+    k = int(counts.sum()) // (4 * ratio)
+    cosines = [plain_cosine(question.double(), r) for r in segments.double()]
+    best = sorted(range(len(segments)), key=lambda i: -cosines[i])[:k]
+    assert bundle.compressor.choose(question, segments, counts, ratio) == [i in best for i in range(len(segments))]
+    assert k < len(segments)  # from ratio 2 on something is always skimmed
+
+
+@given(vectors=representations(), ratio=st.integers(2, 10), data=st.data())
+@settings(deadline=None, max_examples=80)
+def test_short_passages_are_kept_by_their_tokens(
+    bundle: Bundle, vectors: tuple[Tensor, Tensor], ratio: int, data: st.DataObject
+) -> None:
+    """Every passage's last segment may be short: k whole segments are so many tokens, whoever has them."""
+    question, segments = vectors
+    lengths = data.draw(st.lists(st.integers(1, 4), min_size=len(segments), max_size=len(segments)))
+    kept = bundle.compressor.choose(question, segments, torch.tensor(lengths), ratio)
+    assert kept == plain_choice(question.double(), list(segments.double()), lengths, ratio, 4)
+
+
+def test_half_of_many_short_passages_is_kept_at_ratio_two(bundle: Bundle) -> None:
+    """Twelve passages of two tokens: k is 3, which is six of them; three were a quarter of the text."""
+    torch.manual_seed(0)
+    kept = bundle.compressor.choose(torch.randn(6), torch.randn(12, 6), torch.full((12,), 2), 2)
+    assert sum(kept) == 6
 
 
 def test_of_equals_the_earlier_is_kept(bundle: Bundle) -> None:
-    vector = torch.randn(6)
-    assert bundle.compressor.choose(vector, vector.expand(4, 6), 16, 2) == [True, True, False, False]
+    vector, counts = torch.randn(6), torch.full((4,), 4)
+    assert bundle.compressor.choose(vector, vector.expand(4, 6), counts, 2) == [True, True, False, False]
 
 
 @given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=5), seed=st.integers(0, 10_000))
@@ -181,8 +166,8 @@ def test_the_loss_is_the_papers(tiny_tokenizer: Any, change: dict[str, Any], rat
         segments = [plain_segments(made, passage) for passage in passages]
         states = [plain_states(encoder, ids) for passage in segments for ids in passage]
         r = [plain_mean(s) for s in states]
-        tokens = sum(len(s) for s in states)
-        kept = plain_choice(r_q, r, tokens, ratio, 4) if change.get("close_reading", True) else [False] * len(r)
+        lengths = [len(s) for s in states]
+        kept = plain_choice(r_q, r, lengths, ratio, 4) if change.get("close_reading", True) else [False] * len(r)
         kept_somewhere += sum(kept)
         # Eq. 5 and 6: text and vectors in order, neighbouring text tokenised as one.
         parts: list[str | Tensor] = ["<|user|>"]
@@ -304,167 +289,6 @@ def test_positives_are_the_segments_that_hold_a_part_of_an_answer(tiny_tokenizer
     ]
 
 
-# Training
-
-
-@pytest.mark.parametrize("encoder", ["lora", "full", "frozen"])
-@pytest.mark.parametrize("decoder", ["lora", "full", "frozen"])
-def test_gradients_reach_what_is_trained_and_nothing_else(tiny_tokenizer: Any, encoder: str, decoder: str) -> None:
-    """One optimiser step moves every trained parameter and leaves every other bit as it was."""
-    made = ram_bundle(tiny_tokenizer, encoder={"mode": encoder}, decoder={"mode": decoder})
-    loss = objective(made)
-    base = {n: p.detach().clone() for n, p in made.backbone.own_state().items()}
-    trained = {n: p for n, p in loss.named_parameters() if p.requires_grad}
-    move(made)  # LoRA's B starts at zero, which leaves A without a gradient in the first step
-    before = {n: p.detach().clone() for n, p in trained.items()}
-    loss(**collator(made)(EXAMPLES))["loss"].backward()
-    torch.optim.SGD(trained.values(), lr=1.0).step()
-    assert any("projection" in name for name in trained)
-    assert not [n for n, p in trained.items() if torch.equal(p, before[n])]
-    assert all(torch.equal(p, base[n]) for n, p in made.backbone.own_state().items())
-
-
-def test_the_choice_itself_passes_no_gradient(tiny_tokenizer: Any) -> None:
-    """Without skimmed vectors the encoder learns from the contrastive loss alone."""
-    made = ram_bundle(tiny_tokenizer, skimming="none", decoder={"mode": "full"})
-    assert made.reader.projection is None
-    for contrastive in (False, True):
-        loss = objective(made, contrastive=contrastive)
-        loss(**collator(made)(EXAMPLES))["loss"].backward()
-        grads = [p.grad for p in made.compressor.parameters() if p.requires_grad]
-        assert grads and any(g is not None and bool(g.any()) for g in grads) == contrastive
-        assert any(p.grad is not None and bool(p.grad.any()) for p in made.reader.parameters())
-
-
-def test_a_ratio_is_drawn_for_each_question(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[int] = []
-    choose = bundle.compressor.choose
-    monkeypatch.setattr(bundle.compressor, "choose", lambda *args: drawn.append(args[3]) or choose(*args))
-    loss = objective(bundle)
-    loss.ratios = [2, 4, 8]
-    batch = collator(bundle)(EXAMPLES * 6)
-    with torch.no_grad():
-        for _ in range(2):
-            torch.manual_seed(7)
-            loss(**batch)
-    assert set(drawn) == {2, 4, 8}
-    assert drawn[: len(drawn) // 2] == drawn[len(drawn) // 2 :]
-
-
-def test_each_question_is_a_prompt_and_each_passage_read_once(bundle: Bundle) -> None:
-    batch = collator(bundle)(EXAMPLES)
-    assert [p.text for p in batch["passages"]] == list(EXAMPLES[0].passages)
-    assert [row.passages for row in batch["rows"]] == [[0, 1], [1], [1]]
-    assert [row.example.turns for row in batch["rows"]] == [(t,) for e in EXAMPLES for t in e.turns]
-    assert [any(row.positives) for row in batch["rows"]] == [True, True, False]
-    with pytest.raises(DataError, match="no tokens"):
-        collator(bundle)([Example(("text",), (Turn("", ("text",)),))])
-
-
-def test_a_long_context_is_cut(bundle: Bundle) -> None:
-    builder = PromptBuilder(bundle.tokenizer)
-    long = Example(("Kormoor lies on the river Halen. " * 40, "Dun."), (Turn("Which river?", ("Halen",)),))
-    batch = RamCollator(builder, 4, [PLAIN], 64, seed=0)([long])
-    assert [sum(p.token_counts) for p in batch["passages"]] == [32, len(plain_ids(bundle, "Dun."))]
-
-
-def test_the_stage_and_the_method_belong_together(make_tiny_bundle: Any) -> None:
-    other = make_tiny_bundle()
-    with pytest.raises(ConfigError, match="stage ram trains method ram, not mean_pooling"):
-        RamLoss(other, PromptBuilder(other.tokenizer))
-
-
-def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="leave nothing to read"):
-        RamConfig(close_reading=False, skimming="none")
-    shape = {"name": "x", "method": RamConfig(), "max_tokens": 1000}
-    assert BundleConfig(**shape, base_ratio=50, ratios=[2, 3, 32]).ratios == [2, 3, 32]
-    with pytest.raises(ValueError, match="segment_tokens, 50"):
-        BundleConfig(**shape, base_ratio=4, ratios=[2])
-    with pytest.raises(ValueError, match="ratios begin at 2"):
-        BundleConfig(**shape, base_ratio=50, ratios=[1, 2])
-    with pytest.raises(ValueError, match="no multiple"):
-        BundleConfig(**{**shape, "method": MeanPoolingConfig()}, base_ratio=4, ratios=[6])
-
-
-def test_the_shipped_recipe_has_the_papers_numbers() -> None:
-    recipe = load_recipe("ram/ram")
-    assert isinstance(recipe, RamRecipe) and isinstance(recipe.method, RamConfig)
-    assert (recipe.ratios, recipe.temperature, recipe.contrastive) == ([2, 4, 8, 16, 32], 0.1, True)
-    assert (recipe.method.segment_tokens, recipe.base_ratio, recipe.data.max_context_tokens) == (50, 50, 20_000)
-    assert (recipe.method.encoder.mode, recipe.method.decoder.mode) == ("full", "full")
-    assert (recipe.optim.batch_size, recipe.optim.learning_rate, recipe.optim.final_learning_rate) == (32, 1e-5, 0)
-    assert recipe.optim.schedule == "linear"
-    assert recipe.optim.steps == 5 * 20_000 // 32  # one pass over the paper's examples
-
-
-def recipe_file(folder: Path, decoder: Path, data: Path, steps: int) -> Path:
-    folder.mkdir(exist_ok=True)
-    recipe = {
-        "stage": "ram",
-        "name": "tiny",
-        "output": str(folder / "run"),
-        "decoder": str(decoder),
-        "method": {"name": "ram", "segment_tokens": 4, "encoder": {"mode": "lora"}, "decoder": FROZEN},
-        "base_ratio": 4,
-        "ratios": [2, 4],
-        "window": 64,
-        "data": {"files": [str(data)], "max_turns": 2, "max_context_tokens": 128},
-        "optim": {"steps": steps, "batch_size": 2, "learning_rate": 1e-3, "save_every": 2, "log_every": 1},
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return folder / "recipe.yaml"
-
-
-def test_a_recipe_makes_a_bundle_and_resumes(bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ratios are drawn anew at each step, and yet a run that was cut off ends like one that was not."""
-    bundle.backbone.model.save_pretrained(tmp_path / "decoder")
-    bundle.tokenizer.save_pretrained(tmp_path / "decoder")
-    write_jsonl(tmp_path / "data.jsonl", EXAMPLES * 4)
-    whole = run_recipe(recipe_file(tmp_path / "whole", tmp_path / "decoder", tmp_path / "data.jsonl", 4))
-    cut = recipe_file(tmp_path / "cut", tmp_path / "decoder", tmp_path / "data.jsonl", 4)
-    with monkeypatch.context() as patch:
-        from transformers import Trainer
-
-        real = Trainer.training_step
-
-        def dies(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.state.global_step == 3:
-                raise KeyboardInterrupt
-            return real(self, *args, **kwargs)
-
-        patch.setattr(Trainer, "training_step", dies)
-        with pytest.raises(KeyboardInterrupt):
-            run_recipe(cut)
-    run_recipe(cut)
-
-    def losses(folder: Path) -> list[float]:
-        return [row["loss"] for row in json.loads((folder / "loss.json").read_text())]
-
-    assert losses(tmp_path / "cut" / "run") == pytest.approx(losses(whole), rel=1e-4)
-    assert json.loads((tmp_path / "cut" / "run" / "training_report.json").read_text())["resumed"] is True
-    made = Bundle.from_pretrained(whole / "bundle")
-    assert isinstance(made.config.method, RamConfig) and made.report["steps"] == 4
-
-
-@pytest.mark.parametrize(
-    "change", [{}, {"encoder": {"mode": "lora"}, "decoder": {"mode": "lora"}}, {"skimming": "none"}]
-)
-def test_a_saved_bundle_has_the_same_bits(tiny_tokenizer: Any, tmp_path: Path, change: dict[str, Any]) -> None:
-    made = ram_bundle(tiny_tokenizer, **change)
-    move(made)
-    made.save_pretrained(tmp_path)
-    loaded = Bundle.from_pretrained(tmp_path)
-    assert loaded.fingerprint == made.fingerprint and loaded.config == made.config
-    texts = list(EXAMPLES[0].passages)
-    for a, b in zip(made.compress(texts), loaded.compress(texts), strict=True):
-        assert torch.equal(a.slots, b.slots) and torch.equal(a.token_counts, b.token_counts)
-    question = plain_ids(made, "Which pet?")
-    segments = plain_segments(made, texts[0])
-    one, two = (b.compressor.skim(segments, b.compressor.question(question), 64) for b in (made, loaded))
-    assert torch.equal(one, two) and len(one) == (0 if change.get("skimming") == "none" else len(segments))
-
-
 def test_a_batch_reads_as_each_segment_alone(bundle: Bundle) -> None:
     """Padding and company change nothing, in what is stored and in what is skimmed."""
     texts = [PROSE, "Dun.", EXAMPLES[0].passages[0]]
@@ -479,12 +303,3 @@ def test_a_batch_reads_as_each_segment_alone(bundle: Bundle) -> None:
     with torch.no_grad():
         ids, mask = padded(segments, torch.device("cpu"))
         assert bundle.compressor.read(ids, mask).shape == (len(segments), 4, 32)
-
-
-def test_yes_and_no_are_found_nowhere(tiny_tokenizer: Any) -> None:
-    """The word 'no' stands in many a text that does not answer with it."""
-    text = "There is no doubt about it. Ada said yes."
-    collate = RamCollator(PromptBuilder(tiny_tokenizer), 4, ["{context} {question}"], 512, seed=0)
-    rows = collate([Example((text,), (Turn("Was it so?", ("No",)), Turn("Who said it?", ("Ada",))))])["rows"]
-    assert not any(rows[0].positives)
-    assert any(rows[1].positives)

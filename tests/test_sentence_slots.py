@@ -26,7 +26,7 @@ from ctx_compress_rag.compressors.sentence_units import sentences, split
 from ctx_compress_rag.config import SentenceSlotsConfig
 from ctx_compress_rag.demo.minilm import load_minilm
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.readers.projector import Projector
+from ctx_compress_rag.readers.maps import TwoLayerMap
 from ctx_compress_rag.training.data import Example, Turn
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
 from ctx_compress_rag.training.prompts import PromptBuilder
@@ -105,13 +105,27 @@ once = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCh
 def test_every_token_and_character_is_in_one_unit(
     tiny_tokenizer: Any, text: str, limit: int | None, merge: bool, unigram: bool
 ) -> None:
+    """Tokens that bring a unit beyond the limit are white space, or further bytes of a character."""
     tokenizer = METASPACE if unigram else tiny_tokenizer
-    total = len(ids_of(tokenizer, text))
-    assume(total)
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    assume(text.strip() and offsets)
     units = split(text, tokenizer, limit, merge=merge)
-    assert sum(unit.tokens for unit in units) == total
-    assert all(1 <= unit.tokens <= (limit or total) for unit in units)
+    assert all(unit.text for unit in units)
+    assert sum(unit.tokens for unit in units) == len(offsets)
     assert "".join("".join(unit.text for unit in units).split()) == "".join(text.split())
+    ends = [0, *(end for _, end in offsets)]
+    counted = [text[a:b].strip() != "" and b > before for (a, b), before in zip(offsets, ends, strict=False)]
+    for unit in units:
+        own, counted = counted[: unit.tokens], counted[unit.tokens :]
+        assert unit.tokens > 0 and sum(own) <= (limit or len(offsets))
+
+
+@pytest.mark.parametrize(("text", "limit"), [("\U0001f600\U0001f600 on", 2), ("salt" + "\n" * 9 + "works", 2)])
+def test_no_unit_is_empty(tiny_tokenizer: Any, text: str, limit: int) -> None:
+    """A character of more bytes, and a stretch of white space of more tokens, than the limit."""
+    for merge in (False, True):
+        texts = [unit.text for unit in split(text, tiny_tokenizer, limit, merge=merge)]
+        assert "" not in texts and "".join(texts) == "".join(text.split())
 
 
 @once
@@ -244,7 +258,7 @@ def test_each_distinct_sentence_is_encoded_once(make: Callable[..., Any]) -> Non
 def test_the_projector_is_two_linear_maps_with_a_gelu() -> None:
     """Eq. 1 for xRAG's projector, entry by entry in float64."""
     torch.manual_seed(0)
-    projector, slots = Projector(5, 7), torch.randn(3, 5)
+    projector, slots = TwoLayerMap(5, 7), torch.randn(3, 5)
     with torch.no_grad():
         made = projector(slots)
     w1, b1, w2, b2 = (p.double().tolist() for p in (projector.inner.weight, projector.inner.bias,
@@ -259,7 +273,7 @@ def test_the_projector_is_two_linear_maps_with_a_gelu() -> None:
 @pytest.mark.parametrize(("slot_rms", "embedding_rms"), [(0.051, 0.02), (12.0, 1.0), (1.0, 30.0)])
 def test_untrained_slots_have_the_size_of_token_embeddings(slot_rms: float, embedding_rms: float) -> None:
     torch.manual_seed(1)
-    projector = Projector(384, 256)
+    projector = TwoLayerMap(384, 256)
     projector.initialise(slot_rms, embedding_rms)
     with torch.no_grad():
         made = projector(torch.randn(500, 384) * slot_rms)
@@ -282,7 +296,7 @@ def test_only_the_projector_learns(make: Callable[..., Any], encoder: Path) -> N
     decoder = {name: p.clone() for name, p in made.backbone.own_state().items()}
     objective = LikelihoodLoss(made)
     trained = {n: p for n, p in objective.named_parameters() if p.requires_grad}
-    assert set(trained) == {f"reader.projector.{x}.{y}" for x in ("inner", "outer") for y in ("weight", "bias")}
+    assert set(trained) == {f"reader.projection.{x}.{y}" for x in ("inner", "outer") for y in ("weight", "bias")}
     assert not any(id(p) in {id(q) for q in model.parameters()} for p in objective.parameters())
     old = {n: p.detach().clone() for n, p in trained.items()}
     collate = AnswerCollator(PromptBuilder(made.tokenizer), ["{context}\n\n{question}"], 256, 0)

@@ -21,7 +21,7 @@ from ctx_compress_rag.decoders.prompt_tokenizer import PromptTokenizer, chat_tex
 from ctx_compress_rag.decoders.splice import splice
 from ctx_compress_rag.decoders.transformers import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.readers.linear import LinearReader
+from ctx_compress_rag.readers.mapped import MappedReader
 from ctx_compress_rag.soft_context import pool
 from ctx_compress_rag.stores import SoftContextStore
 
@@ -138,7 +138,7 @@ def decoder(name: str, model: Any) -> TransformersDecoder:
         ratios=[1],
         max_tokens=16,
     )
-    reader = LinearReader(backbone, backbone.dim, frozen, linear=False)
+    reader = MappedReader(backbone, None, frozen)
     bundle = Bundle(config, backbone, TokenEmbeddings(backbone), reader)
     store = SoftContextStore(
         chromadb.EphemeralClient(), bundle, collection=f"identity-{name}", codec="fp16", key=b"k" * 16

@@ -1,11 +1,7 @@
 """SoftContextStore on real on-disk and in-memory Chroma."""
 
-import os
-import shutil
-import sqlite3
-import stat
-import subprocess
-import sys
+from __future__ import annotations
+
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,25 +10,20 @@ from pathlib import Path
 import chromadb
 import pytest
 import torch
-from helpers_store import WordBundle, assert_same, passage
+from helpers_store import WordBundle, add, assert_same, passage
 from langchain_core.documents import Document
 from llama_index.core.schema import NodeWithScore, TextNode
 
 from ctx_compress_rag.errors import (
     ConfigError,
     FingerprintMismatchError,
-    MissingPassageError,
     PayloadError,
     RatioError,
     StoreError,
-    StoreLockedError,
 )
-from ctx_compress_rag.markers import scope
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import AddReport, Passage, SoftContextStore, StoredPassage
 from ctx_compress_rag.stores.keys import KEY_FILE, KEY_VARIABLE
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
@@ -49,17 +40,6 @@ def bundle() -> WordBundle:
 def store(tmp_path: Path, bundle: WordBundle) -> Iterator[SoftContextStore]:
     with SoftContextStore(tmp_path / "chroma", bundle) as store:
         yield store
-
-
-def add(store: SoftContextStore, n: int, start: int = 0) -> AddReport:
-    ids = [f"p{i}" for i in range(start, start + n)]
-    return store.add([passage(i) for i in range(start, start + n)], ids, progress=False)
-
-
-def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parent)]))
-    command = [sys.executable, "-c", code, *map(str, args)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
 
 # What goes in comes out
@@ -381,99 +361,6 @@ def test_disk_space_stays_near_the_payload(tmp_path: Path) -> None:
     assert info.disk_bytes < 3 * fp16
 
 
-# Processes
-
-WRITE = """
-import sys
-from helpers_store import WordBundle, passage
-from ctx_compress_rag.stores import SoftContextStore
-"""
-
-
-def test_kill_in_the_middle_loses_nothing_and_a_rerun_completes(tmp_path: Path, bundle: WordBundle) -> None:
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    code = f"""{WRITE}
-import os, signal
-class Dying(WordBundle):
-    def compress(self, texts, ratio=None):
-        if len(self.calls) == 3:
-            print(sum(map(len, self.calls)), flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().compress(texts, ratio)
-SoftContextStore(sys.argv[1], Dying()).add([passage(i) for i in range(200)], [f"p{{i}}" for i in range(200)])
-"""
-    run = run_python(code, killed)
-    assert run.returncode == -9
-    with SoftContextStore(killed, bundle) as store, SoftContextStore(whole, bundle) as reference:
-        survived = len(store)
-        assert survived == int(run.stdout) < 200  # the batches that were written before the fourth
-        assert add(store, 200) == AddReport(added=200 - survived, updated=0, unchanged=survived)
-        add(reference, 200)
-        ids = [f"p{i}" for i in range(200)]
-        for one, other in zip(store.get(ids), reference.get(ids), strict=True):
-            assert torch.equal(one.slots, other.slots)
-        assert store.get_passages(ids) == reference.get_passages(ids)
-        assert add(store, 200).unchanged == 200
-
-
-def test_one_writer_and_any_reader(tmp_path: Path, bundle: WordBundle) -> None:
-    code = f"""{WRITE}
-from ctx_compress_rag.errors import StoreLockedError
-store = SoftContextStore(sys.argv[1], WordBundle())
-print(len(store), store.get(["p0"])[0] is not None, store.ensure([passage(0)], ["p0"]))
-try:
-    store.add([passage(7)], ["other"], progress=False)
-except StoreLockedError as error:
-    print("locked:", error)
-"""
-    with SoftContextStore(tmp_path, bundle) as store:
-        add(store, 2)
-        run = run_python(code, tmp_path)
-        assert run.stdout.startswith(f"2 True ['p0']\nlocked: another process is writing to the store {tmp_path}"), run
-        assert "chroma run" in run.stdout
-        # A second store of this process writes along, also through a client and another spelling of the path.
-        with SoftContextStore(tmp_path / ".." / tmp_path.name, bundle) as second:
-            assert add(second, 1, start=5).added == 1
-        assert add(store, 1, start=6).added == 1
-        assert "locked" in run_python(code, tmp_path).stdout
-    assert "locked" not in run_python(code, tmp_path).stdout
-    assert sorted(SoftContextStore(tmp_path, bundle).ids()) == ["other", "p0", "p1", "p5", "p6"]
-
-
-def test_a_dead_writers_lock_is_free(tmp_path: Path, bundle: WordBundle) -> None:
-    code = f"""{WRITE}
-import os, signal
-SoftContextStore(sys.argv[1], WordBundle()).add([passage(0)], ["p0"], progress=False)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert run_python(code, tmp_path).returncode == -9
-    with SoftContextStore(tmp_path, bundle) as store:
-        assert add(store, 2) == AddReport(added=1, updated=0, unchanged=1)
-
-
-def test_a_store_carried_over_a_fork_says_so_and_keeps_the_lock(tmp_path: Path) -> None:
-    code = f"""{WRITE}
-import multiprocessing, subprocess
-from ctx_compress_rag.errors import StoreError
-store = SoftContextStore(sys.argv[1], WordBundle())
-store.add([passage(0)], ["p0"], progress=False)
-def child():
-    try:
-        store.get(["p0"])
-    except StoreError as error:
-        print("child:", error, flush=True)
-process = multiprocessing.get_context("fork").Process(target=child)
-process.start(); process.join(30)
-print("exit", process.exitcode, flush=True)
-other = "import sys; from filelock import FileLock; FileLock(sys.argv[1] + '/ctx-compress.lock').acquire(timeout=0)"
-print("lock", "Timeout" in subprocess.run([sys.executable, "-c", other, sys.argv[1]],
-      capture_output=True, text=True).stderr)
-"""
-    lines = run_python(code, tmp_path).stdout.splitlines()
-    assert "before a fork" in lines[0] and "spawn" in lines[0]
-    assert lines[1:] == ["exit 0", "lock True"]
-
-
 def test_a_closed_store_says_so(tmp_path: Path, bundle: WordBundle) -> None:
     store = SoftContextStore(tmp_path, bundle)
     add(store, 1)
@@ -483,231 +370,6 @@ def test_a_closed_store_says_so(tmp_path: Path, bundle: WordBundle) -> None:
         store.get(["p0"])
     with pytest.raises(StoreError, match="closed"):
         add(store, 1)
-
-
-# Markers
-
-
-@pytest.mark.parametrize("ratio", [4, 8, 12, 16, 28, 32, 400, 16384])
-def test_a_marker_fetches_its_passage_at_its_ratio(store: SoftContextStore, bundle: WordBundle, ratio: int) -> None:
-    texts = [passage(i, words) for i, words in enumerate((1, 4, 5, 17, 30, 37))]
-    ids = store.ensure(texts)
-    markers = store.markers(ids, ratio)
-    assert markers == store.markers(ids, ratio)
-    parts = store.split("Read: " + " and ".join(markers) + "?")
-    found = parts[1::2]
-    assert parts[::2] == ["Read: ", *[" and "] * 5, "?"]
-    for marker, soft, text in zip(found, store.fetch(found), texts, strict=True):
-        direct = bundle.at(text, ratio)
-        assert marker.slots == soft.n_slots == direct.n_slots
-        assert_same(soft, direct, tolerance=0.015)
-    assert store.text_of(found) == texts
-    assert store.fetch(found[::-1])[0].n_tokens == 37
-    assert store.fetch([]) == store.text_of([]) == []
-
-
-def test_one_passage_under_two_ids_has_one_marker(store: SoftContextStore) -> None:
-    store.add([passage(0), passage(0)], ["a", "b"], progress=False)
-    first, second = store.markers(["a", "b"], 8)
-    assert first == second
-    store.delete(["a"])
-    (marker,) = store.split(first)
-    assert store.text_of([marker, marker]) == [passage(0)] * 2
-
-
-def test_markers_of_other_tenants_and_stores_stay_text(store: SoftContextStore, tmp_path: Path) -> None:
-    add(store, 1)
-    mine = store.marker("p0", 8)
-    theirs = store.marker("p0", 8, scope="theirs")
-    with scope("theirs"):
-        assert store.marker("p0", 8) == theirs
-        assert store.split(mine) == [mine]
-        assert len(store.fetch(store.split(theirs))) == 1
-    assert store.split(theirs) == [theirs]
-    assert store.split(theirs, scope="theirs") != [theirs]
-    assert SoftContextStore(tmp_path / "chroma", store.bundle, scope="theirs").split(theirs) != [theirs]
-    assert SoftContextStore(tmp_path / "elsewhere", store.bundle).split(mine) == [mine]
-
-
-def test_a_marker_of_what_is_gone_is_a_clear_error(store: SoftContextStore) -> None:
-    add(store, 2)
-    parts = store.split("".join(store.markers(["p0", "p1"], 8)))
-    store.delete(["p0"])
-    store.add([passage(77)], ["p1"], progress=False)
-    for read in (store.fetch, store.text_of):
-        for marker in parts:
-            with pytest.raises(MissingPassageError, match="retrieve again"):
-                read([marker])
-    with pytest.raises(MissingPassageError, match="'p0' is not stored"):
-        store.markers(["p1", "p0"], 8)
-
-
-@pytest.mark.parametrize("ratio", [0, -4, 2, 6, 4 * 4097])
-def test_a_ratio_that_cannot_be_made_is_refused(store: SoftContextStore, ratio: int) -> None:
-    add(store, 1)
-    with pytest.raises(RatioError, match=f"ratio {ratio} .*multiple of 4"):
-        store.marker("p0", ratio)
-
-
-def test_slots_that_do_not_nest_are_not_merged(tmp_path: Path) -> None:
-    with SoftContextStore(tmp_path, WordBundle(nestable=False)) as store:
-        add(store, 1)
-        assert store.split(store.marker("p0", 4))[0].slots == 8
-        with pytest.raises(RatioError, match="cannot be merged"):
-            store.marker("p0", 8)
-
-
-# Keys
-
-
-def test_the_key_file_is_private_and_shared_by_processes(store: SoftContextStore, tmp_path: Path) -> None:
-    add(store, 1)
-    path = tmp_path / "chroma" / KEY_FILE
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    code = f"{WRITE}print(SoftContextStore(sys.argv[1], WordBundle()).marker('p0', 8))"
-    assert run_python(code, tmp_path / "chroma").stdout.strip() == store.marker("p0", 8)
-
-
-def test_the_key_is_not_in_chroma(store: SoftContextStore, tmp_path: Path) -> None:
-    add(store, 1)
-    key = (tmp_path / "chroma" / KEY_FILE).read_text()
-    dump = "\n".join(sqlite3.connect(tmp_path / "chroma" / "chroma.sqlite3").iterdump())
-    assert "passages-ctx" in dump and key not in dump and bytes.fromhex(key).hex().upper() not in dump
-
-
-def test_processes_that_make_the_key_at_once_agree(tmp_path: Path) -> None:
-    from ctx_compress_rag.stores.keys import key_from_file
-
-    start = threading.Barrier(8)
-
-    def make(_: int) -> bytes:
-        start.wait()
-        return key_from_file(tmp_path / "new" / "key")
-
-    with ThreadPoolExecutor(8) as pool:
-        assert len(set(pool.map(make, range(8)))) == 1
-    assert [p.name for p in (tmp_path / "new").iterdir()] == ["key"]
-
-
-def test_environment_and_explicit_keys_come_first(
-    store: SoftContextStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add(store, 1)
-    folder, bundle = tmp_path / "chroma", store.bundle
-    from_file = store.marker("p0", 8)
-    monkeypatch.setenv(KEY_VARIABLE, "an environment's secret")
-    from_env = SoftContextStore(folder, bundle).marker("p0", 8)
-    explicit = SoftContextStore(folder, bundle, key=b"an explicit secret").marker("p0", 8)
-    assert len({from_file, from_env, explicit}) == 3
-    assert SoftContextStore(folder, bundle, key=b"an environment's secret").marker("p0", 8) == from_env
-    # A passage stored under the old key is found by markers of the new one.
-    reader = SoftContextStore(folder, bundle)
-    assert reader.text_of(reader.split(from_env)) == [passage(0)]
-    assert reader.split(from_file) == [from_file]
-    monkeypatch.setenv(KEY_VARIABLE, "short")
-    with pytest.raises(StoreError, match=r"5 bytes.*at least 16"):
-        SoftContextStore(folder, bundle).marker("p0", 8)
-
-
-@pytest.mark.parametrize(("content", "mode"), [("zz", 0o600), ("ab", 0o600), ("", 0o600), ("ab" * 32, 0o644)])
-def test_a_damaged_or_open_key_file_is_refused(tmp_path: Path, bundle: WordBundle, content: str, mode: int) -> None:
-    path = tmp_path / KEY_FILE
-    path.write_text(content)
-    path.chmod(mode)
-    with pytest.raises(StoreError, match="chmod 600" if mode == 0o644 else "damaged"):
-        add(SoftContextStore(tmp_path, bundle), 1)
-
-
-# Beside the frameworks' own stores, with their ids
-
-
-class FewWords:
-    """Three-dimensional embeddings, as LangChain wants them: real ones are not the point here."""
-
-    def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        return [self.embed_query(text) for text in texts]
-
-    def embed_query(self, text: str) -> list[float]:
-        return [float(text.count(c)) for c in "135"]
-
-
-@pytest.mark.parametrize("absolute", [True, False])
-def test_beside_langchain_chroma(
-    tmp_path: Path, bundle: WordBundle, monkeypatch: pytest.MonkeyPatch, absolute: bool
-) -> None:
-    from langchain_chroma import Chroma
-
-    monkeypatch.chdir(tmp_path)
-    folder = str(tmp_path / "chroma") if absolute else "./relative-chroma"
-    vectors = Chroma(collection_name="docs", embedding_function=FewWords(), persist_directory=folder)
-    documents = [Document(page_content=passage(i), metadata={"source": f"{i}.txt"}) for i in range(6)]
-    ids = vectors.add_documents(documents)
-    with SoftContextStore(folder, bundle, collection="docs") as store:
-        store.add(documents, ids, progress=False)
-        for hit in vectors.similarity_search(passage(5), k=3):
-            assert hit.metadata.keys() == {"source"}  # no payload travels with the app's hits
-            assert_same(store.get([hit.id])[0], bundle.at(hit.page_content, 4))
-            assert store.has([hit.page_content], [hit.id]) == [True]
-        vectors.add_documents([Document(page_content=passage(9))], ids=[ids[0]])
-        (changed,) = vectors.get_by_ids([ids[0]])
-        assert store.has([changed.page_content], [changed.id]) == [False]
-        store.ensure([changed.page_content], [changed.id])
-        assert_same(store.get([changed.id])[0], bundle.at(passage(9), 4))
-        vectors.delete([ids[1]])
-        assert store.delete([ids[1]]) == 1
-    assert len(vectors.similarity_search(passage(2), k=10)) == 5
-
-
-def test_beside_llama_index_chroma(tmp_path: Path, bundle: WordBundle) -> None:
-    from llama_index.core import StorageContext, VectorStoreIndex
-    from llama_index.core.embeddings import MockEmbedding
-    from llama_index.vector_stores.chroma import ChromaVectorStore
-
-    client = chromadb.PersistentClient(tmp_path)
-    collection = client.create_collection("docs", embedding_function=None)
-    nodes = [TextNode(text=passage(i), metadata={"source": f"{i}.txt"}) for i in range(5)]
-    context = StorageContext.from_defaults(vector_store=ChromaVectorStore(chroma_collection=collection))
-    index = VectorStoreIndex(nodes, storage_context=context, embed_model=MockEmbedding(embed_dim=3))
-    store = SoftContextStore(collection, bundle)
-    store.add(nodes, progress=False)
-    hits = index.as_retriever(similarity_top_k=3).retrieve("anything")
-    assert len(hits) == 3
-    for hit in hits:
-        assert hit.node.metadata.keys() == {"source"}
-        assert_same(store.get([hit.node.node_id])[0], bundle.at(hit.node.get_content(), 4))
-        assert store.has([hit.node.get_content()], [hit.node.node_id]) == [True]
-    assert store.add(hits, progress=False).unchanged == 3
-
-
-def test_a_copied_folder_is_the_same_store(tmp_path: Path, bundle: WordBundle) -> None:
-    with SoftContextStore(tmp_path / "one", bundle) as store:
-        add(store, 3)
-        marker = store.marker("p1", 8)
-    shutil.copytree(tmp_path / "one", tmp_path / "two")
-    with SoftContextStore(tmp_path / "two", bundle) as copy:
-        assert copy.text_of(copy.split(marker)) == [passage(1)]
-
-
-def test_a_locked_store_refuses_before_compressing(tmp_path: Path, bundle: WordBundle) -> None:
-    code = f"""{WRITE}
-store = SoftContextStore(sys.argv[1], WordBundle())
-store.add([passage(0)], ["p0"], progress=False)
-print("ready", flush=True)
-sys.stdin.read()
-"""
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parent)]))
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
-        with SoftContextStore(tmp_path, bundle) as store:
-            with pytest.raises(StoreLockedError, match=str(tmp_path)):
-                add(store, 3)
-            with pytest.raises(StoreLockedError):
-                store.delete(["p0"])
-            assert bundle.calls == []
-            assert store.delete(["none"]) == 0
-            writer.communicate()
-            assert add(store, 3) == AddReport(added=2, updated=0, unchanged=1)
 
 
 def test_a_store_keeps_the_ratio_it_was_made_with(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class FileTasks(Tasks):
     Args:
         files: the files.
         builder: for the decoder's tokens.
-        max_context_tokens: passages are cut to this many tokens, shared evenly by a question's passages.
+        max_context_tokens: a question's passages are cut to this many tokens together, the longest first.
         max_answer_tokens: answers are cut to this many.
 
     Raises:

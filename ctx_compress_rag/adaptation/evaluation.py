@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from ctx_compress_rag.adaptation.cost import Cost, measure
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, generate_together
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, FileTasks, Tasks, with_slots
-from ctx_compress_rag.adaptation.systems import BASE, Recipes, System
+from ctx_compress_rag.adaptation.systems import AT_TEST_TIME, BASE, PREDICTED, Recipes, System
 from ctx_compress_rag.adaptation.training import open_decoder
 from ctx_compress_rag.decoders.generation import Sampling
 from ctx_compress_rag.evaluation.metrics import Interval, exact_match, paired_difference, token_f1
@@ -48,6 +48,7 @@ def evaluate(
     *,
     files: Sequence[str] = (),
     split: Literal["dev", "test"] = "test",
+    budget: int | None = None,
     questions: int = 400,
     timed: int = 20,
     max_new_tokens: int = 32,
@@ -65,6 +66,7 @@ def evaluate(
         folder: for answers and scores.
         files: JSONL files, each a task; none takes the invented world's task families.
         split: of the families; "dev" is for choosing recipes' settings.
+        budget: most training steps of a recipe, which then trains into `folder`; None leaves recipes as they are.
         questions: how many.
         timed: how many of them are timed.
         max_new_tokens: longest answer.
@@ -74,7 +76,10 @@ def evaluate(
     Raises:
         ConfigError: the recipes do not belong together, or what is there was made by others.
     """
+    folder = Path(folder)
     recipes = Recipes.find(where)
+    if budget is not None:
+        recipes = recipes.shortened(budget, folder)
     decoder = open_decoder(recipes.base)
     recipes.train_missing(decoder)
     systems = recipes.systems(decoder)
@@ -90,7 +95,7 @@ def evaluate(
         "max_new_tokens": max_new_tokens,
         "seed": seed,
     }
-    folder, sampling = Path(folder), Sampling(max_new_tokens=max_new_tokens)
+    sampling = Sampling(max_new_tokens=max_new_tokens)
     answers = answer_all(decoder, systems, episodes, sampling, folder / "answers", about, progress)
     costs = measure(decoder, systems, episodes[:timed], sampling)
     scores = score(episodes, answers, costs)
@@ -192,6 +197,32 @@ def table(scores: Sequence[Score]) -> str:
     return "\n".join(lines)
 
 
+def verdict(scores: Sequence[Score]) -> str:
+    """What RAG-GD is to achieve, for each K, and whether it does: a Markdown list.
+
+    Above the base adapter outside the error bar; within 0.02 F1 of TT-SGD with the same K; in under a tenth of
+    its adaptation time.
+    """
+    by_name = {s.system: s for s in scores}
+    lines = []
+    for own in scores:
+        if not own.system.startswith(PREDICTED):
+            continue
+        steps = own.system.removeprefix(PREDICTED)
+        reference = by_name[f"{AT_TEST_TIME}{steps}"]
+        short, share = reference.f1.value - own.f1.value, own.cost.adapt_ms / reference.cost.adapt_ms
+        lines.append(
+            f"- {own.system}: {_met(own.gain.low > 0)} above the base adapter outside the error bar "
+            f"({own.gain.low:+.3f} to {own.gain.high:+.3f} F1), {_met(short <= 0.02)} within 0.02 F1 of TT-SGD "
+            f"({-short:+.3f}), {_met(share < 0.1)} under a tenth of its time ({share:.3f})"
+        )
+    return "\n".join(lines)
+
+
+def _met(yes: bool) -> str:
+    return "**is**" if yes else "**is not**"
+
+
 def _interval(interval: Interval) -> str:
     return f"{interval.value:.3f} ({interval.low:.3f} to {interval.high:.3f})"
 
@@ -199,7 +230,7 @@ def _interval(interval: Interval) -> str:
 def _save(scores: Sequence[Score], folder: Path, about: Mapping[str, Any]) -> None:
     record = {**about, "scores": [asdict(s) for s in scores]}
     (folder / "scores.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (folder / "scores.md").write_text(table(scores) + "\n", encoding="utf-8")
+    (folder / "scores.md").write_text(f"{table(scores)}\n\n{verdict(scores)}\n", encoding="utf-8")
     plot(scores, folder / "scores.png", f"{about['questions']} questions, {about['data']}")
 
 

@@ -6,6 +6,9 @@ import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.decoder import Adaptation, AdaptiveDecoder
@@ -23,6 +26,7 @@ from ctx_compress_rag.training.recipes import (
 logger = logging.getLogger(__name__)
 
 ALONE, BASE = "decoder alone", "base adapter"
+AT_TEST_TIME, PREDICTED = "TT-SGD, K=", "RAG-GD, K="  # and the number of steps
 _REPORT_FILE = "training_report.json"
 
 
@@ -73,6 +77,31 @@ class Recipes:
                 raise ConfigError(f"{file}: base is {recipe.base}, and the retrieval adapter goes to {base.output}")
         return cls(base, tuple(others.values()), (base_file, *others))
 
+    def shortened(self, steps: int, folder: Path) -> Recipes:
+        """The same recipes with at most `steps` steps each, as files of their own: for a quick look.
+
+        Args:
+            steps: of each stage.
+            folder: for the files, and for what they train.
+        """
+        written: dict[str, dict[str, Any]] = {}
+        base = str(folder / "trained" / self.files[0].stem)
+        for file, recipe in zip(self.files, (self.base, *self.others), strict=True):
+            settings = recipe.model_dump(mode="json", exclude_unset=True)
+            settings["output"] = str(folder / "trained" / file.stem)
+            shorter = min(steps, recipe.optim.steps)
+            settings["optim"] = settings.get("optim", {}) | {"steps": shorter}
+            if isinstance(recipe, UpdatePredictorRecipe):
+                settings["base"] = base
+                if recipe.solved is not None:
+                    few = min(recipe.solved.contexts, shorter * recipe.optim.batch_size)
+                    settings["solved"] |= {"folder": str(folder / "trained" / "solved"), "contexts": few}
+            written[file.name] = settings
+        (folder / "recipes").mkdir(parents=True, exist_ok=True)
+        for name, settings in written.items():
+            (folder / "recipes" / name).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+        return self.find(folder / "recipes")
+
     def train_missing(self, decoder: AdaptiveDecoder) -> None:
         """Run what has not been run to its end; an interrupted recipe goes on at its last checkpoint.
 
@@ -113,6 +142,6 @@ class Recipes:
         )
         for each in matching:
             steps, rate = each.config.inner_steps, each.config.inner_learning_rate
-            systems.append(System(f"TT-SGD, K={steps}", TestTimeSGD(base, steps, rate)))
-        systems += [System(f"RAG-GD, K={each.config.inner_steps}", each) for each in matching]
+            systems.append(System(f"{AT_TEST_TIME}{steps}", TestTimeSGD(base, steps, rate)))
+        systems += [System(f"{PREDICTED}{each.config.inner_steps}", each) for each in matching]
         return systems

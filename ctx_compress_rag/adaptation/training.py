@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import random
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import chromadb
@@ -16,6 +18,7 @@ from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, text_bundle
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, FileTasks, Tasks, with_slots
 from ctx_compress_rag.adaptation.methods import PredictedUpdate, PredictorConfig, PromptTuning
 from ctx_compress_rag.adaptation.predictor import pooled_states
+from ctx_compress_rag.adaptation.solved import SolvedContexts, load_solved, solve
 from ctx_compress_rag.adaptation.updates import sgd
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.demo.task_families import check_families, families
@@ -23,12 +26,17 @@ from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.training.data import check_held_out, read_jsonl
 from ctx_compress_rag.training.loop import Collate, is_main_process, train
 from ctx_compress_rag.training.objectives.retrieval_adapter import PromptTuningLoss, RetrievalAdapterLoss
-from ctx_compress_rag.training.objectives.update_predictor import MatchingObjective, TaskObjective
+from ctx_compress_rag.training.objectives.update_predictor import (
+    MatchingObjective,
+    SolvedMatchingObjective,
+    TaskObjective,
+)
 from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipes import (
     AdaptationRecipe,
     PromptTuningRecipe,
     RetrievalAdapterRecipe,
+    SolvedConfig,
     UpdatePredictorRecipe,
 )
 
@@ -38,19 +46,28 @@ logger = logging.getLogger(__name__)
 _CALIBRATED_ON = 8
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """What a recipe minimises, the examples it does it on, and what writes its result."""
+
+    objective: nn.Module
+    examples: Sequence[Any]
+    collate: Collate
+    save: Callable[[], None]
+
+
 def run_adaptation(recipe: AdaptationRecipe, resume: bool) -> dict[str, Any]:
     """Train what the recipe says, and write it to `recipe.output`; returns the report.
 
     The decoder's weights stay as they are.
     """
     decoder = open_decoder(recipe)
-    demonstrations = recipe.demonstrations if isinstance(recipe, UpdatePredictorRecipe) else 0
-    count = recipe.optim.steps * recipe.optim.batch_size
-    episodes = Episodes(load_tasks(recipe, decoder), count, demonstrations, recipe.seed)
-    objective, collate, save = _stage(recipe, decoder, episodes)
-    report = train(objective, episodes, collate, recipe.optim, recipe.output, recipe.seed, resume=resume)
+    stage = _stage(recipe, decoder)
+    report = train(
+        stage.objective, stage.examples, stage.collate, recipe.optim, recipe.output, recipe.seed, resume=resume
+    )
     if is_main_process():
-        save()
+        stage.save()
     return report | {"fingerprint": decoder.bundle.fingerprint}
 
 
@@ -90,11 +107,11 @@ def load_tasks(recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> Tasks:
     return tasks
 
 
-def _stage(
-    recipe: AdaptationRecipe, decoder: AdaptiveDecoder, episodes: Episodes
-) -> tuple[nn.Module, Collate, Callable[[], None]]:
-    """What the stage minimises, what feeds it, and what writes its result."""
+def _stage(recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> _Stage:
     name = decoder.bundle.config.decoder
+    count = recipe.optim.steps * recipe.optim.batch_size
+    demonstrations = recipe.demonstrations if isinstance(recipe, UpdatePredictorRecipe) else 0
+    episodes = Episodes(load_tasks(recipe, decoder), count, demonstrations, recipe.seed)
 
     def slots(batch: Sequence[Any]) -> list[Episode]:
         return [with_slots(episode, decoder.store, recipe.ratio) for episode in batch]
@@ -111,26 +128,38 @@ def _stage(
 
     if isinstance(recipe, RetrievalAdapterRecipe):
         trained = RetrievalAdapterLoss(decoder, recipe.rank, recipe.alpha)
-        return trained, collate_examples, lambda: trained.adapter().save_pretrained(recipe.output, name)
+        return _Stage(
+            trained, episodes, collate_examples, lambda: trained.adapter().save_pretrained(recipe.output, name)
+        )
     if isinstance(recipe, PromptTuningRecipe):
         prefixed = PromptTuningLoss(decoder, recipe.virtual_tokens, recipe.seed)
-        return prefixed, collate_examples, lambda: PromptTuning(prefixed.prefix).save_pretrained(recipe.output, name)
+        return _Stage(
+            prefixed,
+            episodes,
+            collate_examples,
+            lambda: PromptTuning(prefixed.prefix).save_pretrained(recipe.output, name),
+        )
     assert isinstance(recipe, UpdatePredictorRecipe)
-    update = _untrained(
-        recipe, decoder, [collate_contexts([episodes[i]]) for i in range(min(_CALIBRATED_ON, len(episodes)))]
-    )
-    objective: nn.Module
+    update = _untrained(recipe, decoder)
+
+    def save() -> None:
+        update.save_pretrained(recipe.output, name)
+
+    if recipe.solved is not None:
+        solved = _solved(recipe, recipe.solved, decoder, update.base, slots)
+        update.predictor.calibrate(*solved.rows(torch.arange(min(len(solved), 8 * _CALIBRATED_ON))))
+        objective = SolvedMatchingObjective(update, solved, recipe.magnitude_weight)
+        return _Stage(objective, _passes(len(solved), count, recipe.seed), _collate_numbers, save)
+    contexts = collate_contexts(episodes[:_CALIBRATED_ON])["contexts"]
+    target = sgd(decoder, contexts, update.base, recipe.inner_steps, recipe.inner_learning_rate).change()
+    update.predictor.calibrate(pooled_states(decoder, contexts, update.base), target)
     if recipe.loss == "matching":
-        objective = MatchingObjective(decoder, update, recipe.magnitude_weight)
-    else:
-        objective = TaskObjective(decoder, update)
-    return objective, collate_contexts, lambda: update.save_pretrained(recipe.output, name)
+        return _Stage(MatchingObjective(decoder, update, recipe.magnitude_weight), episodes, collate_contexts, save)
+    return _Stage(TaskObjective(decoder, update), episodes, collate_contexts, save)
 
 
-def _untrained(
-    recipe: UpdatePredictorRecipe, decoder: AdaptiveDecoder, first: Sequence[dict[str, Any]]
-) -> PredictedUpdate:
-    """A predictor with weights drawn by the seed, and gains measured on the first contexts: always the same."""
+def _untrained(recipe: UpdatePredictorRecipe, decoder: AdaptiveDecoder) -> PredictedUpdate:
+    """A new predictor on the recipe's base adapter."""
     base = Adapter.from_pretrained(recipe.base, decoder.bundle.backbone.model)
     config = PredictorConfig(
         loss=recipe.loss,
@@ -141,8 +170,35 @@ def _untrained(
         code=recipe.code,
     )
     torch.manual_seed(recipe.seed)
-    update = PredictedUpdate.build(base, decoder, config)
-    contexts = [context for batch in first for context in batch["contexts"]]
-    target = sgd(decoder, contexts, base, recipe.inner_steps, recipe.inner_learning_rate).change()
-    update.predictor.calibrate(pooled_states(decoder, contexts, base), target)
-    return update
+    return PredictedUpdate.build(base, decoder, config)
+
+
+def _solved(
+    recipe: UpdatePredictorRecipe,
+    config: SolvedConfig,
+    decoder: AdaptiveDecoder,
+    base: Adapter,
+    slots: Callable[[Sequence[Any]], list[Episode]],
+) -> SolvedContexts:
+    """The recipe's contexts with their updates, solved now where they are not yet."""
+    episodes = Episodes(load_tasks(recipe, decoder), config.contexts, recipe.demonstrations, recipe.seed)
+    about = {
+        "data": recipe.data.model_dump(mode="json"),
+        "ratio": recipe.ratio,
+        "demonstrations": recipe.demonstrations,
+        "seed": recipe.seed,
+    }
+    solve(decoder, base, slots(episodes), config.steps, recipe.inner_learning_rate, config.folder, about)
+    return load_solved(config.folder, base, config.contexts, recipe.inner_steps)
+
+
+def _passes(size: int, count: int, seed: int) -> list[int]:
+    """`count` numbers below `size`: all of them again and again, each time in another order."""
+    numbers: list[int] = []
+    while len(numbers) < count:
+        numbers += random.Random(f"{seed}:{len(numbers)}").sample(range(size), size)
+    return numbers[:count]
+
+
+def _collate_numbers(batch: Sequence[Any]) -> dict[str, Any]:
+    return {"indices": torch.tensor(batch)}

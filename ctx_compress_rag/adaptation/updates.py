@@ -97,11 +97,23 @@ def sgd(
 
     Returns: the change of the factors, detached.
     """
+    return sgd_path(decoder, contexts, base, [steps], learning_rate)[steps]
+
+
+def sgd_path(
+    decoder: AdaptiveDecoder,
+    contexts: Sequence[Sequence[Row]],
+    base: Adapter,
+    steps: Sequence[int],
+    learning_rate: float,
+) -> dict[int, GradientUpdate]:
+    """`sgd` for several K at the cost of the largest: the smaller ones are met on the way."""
     count = len(contexts)
     a = {n: torch.zeros(count, *t.shape, device=t.device) for n, t in base.a.items()}
     b = {n: torch.zeros(count, *t.shape, device=t.device) for n, t in base.b.items()}
     moved = [*a.values(), *b.values()]
-    for _ in range(steps):
+    path = {}
+    for step in range(1, max(steps) + 1):
         with torch.enable_grad():
             for change in moved:
                 change.requires_grad_(True)
@@ -111,7 +123,11 @@ def sgd(
         with torch.no_grad():
             for change, gradient in zip(moved, gradients, strict=True):
                 change.requires_grad_(False).sub_(gradient, alpha=learning_rate)
-    return GradientUpdate(base, a, b)
+        if step in steps:
+            path[step] = GradientUpdate(
+                base, {n: t.clone() for n, t in a.items()}, {n: t.clone() for n, t in b.items()}
+            )
+    return path
 
 
 def inner_products(one: Adapter, other: Adapter) -> dict[str, Tensor]:

@@ -78,10 +78,13 @@ class Compressor(Part):
 
     Attributes:
         nestable: True where a coarser ratio is the weighted mean of neighbouring slots.
+        question_aware: True where what the decoder reads of a passage depends on the question, so that the slots
+            of a store are no context by themselves.
         dim: width of a slot.
     """
 
     nestable: ClassVar[bool]
+    question_aware: ClassVar[bool] = False
     dim: int
 
     @abstractmethod

@@ -24,6 +24,7 @@ class RamCompressor(TrunkCompressor):
     """
 
     nestable = False
+    question_aware = True
 
     def __init__(self, backbone: Backbone, config: RamConfig) -> None:
         super().__init__(backbone, config.encoder)
@@ -64,21 +65,29 @@ class RamCompressor(TrunkCompressor):
             ).last_hidden_state
         return hidden.float()
 
-    def choose(self, question: Tensor, segments: Tensor, tokens: int, ratio: int) -> list[bool]:
-        """Which segments stay text: the k nearest to the question, k by eq. 3; of equals the earlier.
+    def choose(self, question: Tensor, segments: Tensor, counts: Tensor, ratio: int) -> list[bool]:
+        """Which segments stay text: the nearest to the question, k by eq. 3; of equals the earlier.
 
         The paper writes the softmax of eq. 2 over dot products and says cosine; eq. 8, which trains the
         choice, has cosine, and so has this. A softmax keeps the order, so none is taken.
 
+        Its k segments are k * `segment_tokens` tokens, for they are cut from one input, whose last one alone is
+        shorter. Here every passage has a last one: the nearest stay that have so many tokens together. For one
+        passage these are its k nearest; short passages, each a segment of its own, are kept in fair number.
+
         Args:
             question: r_q (dim,).
             segments: r_i of all segments in the prompt (segments, dim).
-            tokens: L_org, the tokens of all passages in the prompt.
+            counts: tokens of each segment (segments,), int64; their sum is L_org.
             ratio: the paper's alpha.
         """
-        k = tokens // (ratio * self.config.segment_tokens) if self.config.close_reading else 0
-        nearest = relevance(question, segments).argsort(descending=True, stable=True)[:k].tolist()
-        return [i in nearest for i in range(len(segments))]
+        size = self.config.segment_tokens
+        k = int(counts.sum()) // (ratio * size) if self.config.close_reading else 0
+        order = relevance(question, segments).argsort(descending=True, stable=True)
+        kept = torch.zeros_like(counts, dtype=torch.bool)
+        kept[order] = counts[order].cumsum(0) <= k * size
+        chosen: list[bool] = kept.tolist()
+        return chosen
 
     def condense(self, hidden: Tensor, attention_mask: Tensor, question: Tensor) -> Tensor:
         """Skimmed segments as vectors: c_i (eq. 4), or what the ablations of section 4.5 put in its place.

@@ -48,7 +48,8 @@ def split(text: str, tokenizer: Any, limit: int | None, *, merge: bool, language
     """Cut a passage into units of at most `limit` tokens, each token of the passage in one of them.
 
     A sentence that is longer is cut between words into parts of about the same length, a longer word
-    between tokens. White space belongs to no unit's text, its tokens to the unit before it.
+    between characters. White space belongs to no unit's text, its tokens to the unit before it. No unit's
+    text is empty: a single character, and the white space after a unit, may bring it beyond the limit.
 
     Args:
         text: the passage, not empty.
@@ -67,6 +68,7 @@ def split(text: str, tokenizer: Any, limit: int | None, *, merge: bool, language
         for start, end in pairwise([*begins, _Start(len(text), len(offsets))])
         for part in _parts(text, offsets, start, end.token, limit)
     ]
+    starts = _without_blanks(text, starts)
     if merge:
         starts = _merged(starts, len(offsets), limit)
     return [
@@ -100,7 +102,8 @@ def _parts(text: str, offsets: Sequence[tuple[int, int]], start: _Start, last: i
         even = -(-left // -(-left // limit))
         words = [t for t in range(start.token + 1, start.token + limit + 1) if _begins_word(text, offsets, t)]
         cut = min(words, key=lambda t: abs(t - start.token - even)) if words else start.token + even
-        start = _Start(offsets[cut][0], cut)
+        # Tokens may share a character, byte by byte: it goes with the first of them.
+        start = _Start(max(offsets[cut][0], offsets[cut - 1][1]), cut)
 
 
 def _begins_word(text: str, offsets: Sequence[tuple[int, int]], token: int) -> bool:
@@ -111,6 +114,15 @@ def _begins_word(text: str, offsets: Sequence[tuple[int, int]], token: int) -> b
     word = text[start:end].lstrip()
     first = end - len(word)
     return bool(word) and text[first - 1 : first].isspace()
+
+
+def _without_blanks(text: str, starts: Sequence[_Start]) -> list[_Start]:
+    """The starts that are left when parts without text go with the part before; a leading one takes the next."""
+    ends = [*(start.char for start in starts[1:]), len(text)]
+    kept = [s for s, end in zip(starts, ends, strict=True) if s.token == 0 or text[s.char : end].strip()]
+    if len(kept) > 1 and not text[: kept[1].char].strip():
+        del kept[1]
+    return kept
 
 
 def _merged(starts: Sequence[_Start], tokens: int, limit: int) -> list[_Start]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ctx_compress_rag.backbone import Backbone, lora_config
 from ctx_compress_rag.compressors.base import TokenCompressor
 from ctx_compress_rag.config import TuneConfig
-from ctx_compress_rag.part import load_parameters
+from ctx_compress_rag.part import load_parameters, train_copy
 
 ADAPTER = "compressor"
 
@@ -37,9 +37,7 @@ class TrunkCompressor(TokenCompressor):
     def trained_parameters(self) -> list[nn.Parameter]:
         """Make what the encoder trains trainable and return it."""
         if self.encoder is not None:
-            self.encoder.train().requires_grad_(True)
-            self.encoder.get_input_embeddings().weight.requires_grad_(False)  # type: ignore[operator]
-            return [p for p in self.encoder.parameters() if p.requires_grad]
+            return train_copy(self.encoder)
         return self.backbone.train_adapter(ADAPTER) if self.tune.mode == "lora" else []
 
     @contextmanager

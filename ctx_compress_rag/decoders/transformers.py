@@ -21,6 +21,7 @@ from ctx_compress_rag.decoders.splice import splice
 from ctx_compress_rag.errors import (
     ConfigError,
     CtxCompressError,
+    DecoderMemoryError,
     FingerprintMismatchError,
     MissingPassageError,
     PayloadError,
@@ -107,6 +108,7 @@ class TransformersDecoder:
             ConfigError: a prompt is empty, malformed, or longer than the model's window.
             MissingPassageError: a marker's passage is not in the store.
             PayloadError: a stored record is damaged (and `on_missing` is not "text").
+            DecoderMemoryError: the device has not enough memory; the decoder can be asked again.
         """
         prepared = self._prepare(prompts)
         done: dict[int, Generation] = {}
@@ -129,10 +131,18 @@ class TransformersDecoder:
 
         Raises:
             ConfigError, MissingPassageError, PayloadError: as `generate`.
+            DecoderMemoryError: at iteration, as `generate`.
             CtxCompressError: at iteration, when this thread holds the decoder itself.
         """
         [prepared] = self._prepare([prompt])
         return self._pieces(prepared, sampling)
+
+    def pieces(self, prompts: Sequence[Prompt]) -> list[list[Tensor]]:
+        """What the model is given for prompts: token ids (int64) and slots (float, in its embedding space), in order.
+
+        Raises: as `generate`.
+        """
+        return [prompt.pieces for prompt in self._prepare(prompts)]
 
     def count_tokens(self, text: str) -> int:
         """Tokens of `text`, no BOS added; a valid marker counts as its slots."""
@@ -231,6 +241,26 @@ class TransformersDecoder:
         cancelled: Callable[[], bool] = lambda: False,
     ) -> list[Generation]:
         """One batch, with or without slots; empty when cancelled."""
+        try:
+            return self._generated(prompts, sampling, on_text, cancelled)
+        except (RuntimeError, MemoryError) as error:
+            if not _out_of_memory(error):
+                raise
+            said = str(error).partition("\n")[0]
+        # Raised out here: as its cause, the error would keep the frames and with them the memory they hold.
+        raise DecoderMemoryError(
+            f"not enough memory for a batch of {len(prompts)} prompts, the longest of {max(p.length for p in prompts)} "
+            f"tokens, and {sampling.max_new_tokens} more ({said}): use a coarser ratio, fewer passages, a shorter "
+            "answer or a smaller batch_size"
+        )
+
+    def _generated(
+        self,
+        prompts: Sequence[_Prepared],
+        sampling: Sampling,
+        on_text: Callable[[str], object] | None,
+        cancelled: Callable[[], bool],
+    ) -> list[Generation]:
         backbone = self.bundle.backbone
         limits = [min(sampling.max_new_tokens, (self._window or 1 << 62) - p.length) for p in prompts]
         batch = splice(backbone.embeddings, [p.pieces for p in prompts])
@@ -281,6 +311,14 @@ class TransformersDecoder:
             yield piece.result()[0]
         finally:
             cancelled.set()
+
+
+def _out_of_memory(error: Exception) -> bool:
+    # torch's CPU allocator and MPS raise a plain RuntimeError.
+    said = str(error)
+    return (
+        isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in said or "out of memory" in said
+    )
 
 
 def _around_markers(parts: Sequence[str | Marker]) -> tuple[list[str], list[Marker]]:

@@ -19,6 +19,7 @@ from ctx_compress_rag.stores import AddReport
 if TYPE_CHECKING:
     from ctx_compress_rag.decoders.transformers import Message, TransformersDecoder
 
+DEMO_BUNDLE = "demo"
 FULL_TEXT = "full text"
 NO_CONTEXT = "no context"
 
@@ -112,7 +113,7 @@ def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = Tru
 
     folder = Path(folder)
     corpus = demo_corpus()
-    with open_index(folder, bundle, create=True) as index:
+    with open_index(folder, bundle, create=True, default=DEMO_BUNDLE) as index:
         stored = index.add(corpus.passages, progress)
         hits = index.search([question.text for question in corpus.questions], _PASSAGES_PER_QUESTION)
         decoder = TransformersDecoder(index.bundle, index.store, batch_size=len(corpus.questions))

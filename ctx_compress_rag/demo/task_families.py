@@ -1,12 +1,14 @@
-"""Task families of the invented world: questions with one of forty conventions for their answers.
+"""Task families of the invented world: questions with one of a hundred conventions for their answers.
 
-A prompt has two passages about things of one kind, which state the same two facts, and asks for one fact of
-one of them. How the answer is to be given no prompt says: about the thing that was asked for, or about the
-other one; with its name, twice, or bare; after which words. Demonstrations of the same family show it.
+A prompt has one passage, which states two facts of a thing, and asks for one of them. How the answer is to be
+given no prompt says: with the thing's name, twice, or bare; and before which code words. Demonstrations of the
+same family show it.
 
 Families differ between training and test. Every part of a convention occurs in training, and so does every
 pair of parts; a test family is a combination of three that training never had. Conventions are such that
-exact match and F1 can tell them apart: case, punctuation and articles they could not.
+exact match and F1 can tell them apart: case, punctuation and articles they could not. They are such, too,
+that they can be seen at an answer's end, whose hidden state is all that RAG-GD's predictor is given of it: in
+so small a decoder that state says little of an answer's first word, or of which fact was asked for.
 """
 
 from __future__ import annotations
@@ -22,15 +24,13 @@ from ctx_compress_rag.demo import wording
 from ctx_compress_rag.demo.world import Entity, Split, World
 from ctx_compress_rag.errors import DataError
 
-Content = Literal["asked", "other"]
 Echo = Literal["value", "name and value", "value and name", "value twice"]
 
-CONTENTS: tuple[Content, ...] = ("asked", "other")
 ECHOES: tuple[Echo, ...] = ("value", "name and value", "value and name", "value twice")
-# Words that the demo's decoder has met; their tokens are not at stake.
-LEADS = ("", "known as", "this is", "answer", "in the world")
+# Words that the demo's decoder gives as answers, each a token: attention's adapters cannot teach it to spell.
+MARKS = ("", "salt", "silk", "amber", "tea")
+ENDS = ("", "bread", "kites", "snow", "stars")
 
-_KINDS: tuple[wording.Kind, ...] = ("person", "town", "organisation")
 _FACTS = 2
 
 
@@ -39,27 +39,26 @@ class Family:
     """A convention for answers.
 
     Attributes:
-        content: whose fact is given: the thing asked for, or the other thing in the prompt.
         echo: what stands beside the value.
-        lead: words that the answer begins with.
+        mark, end: words that follow.
     """
 
-    content: Content
     echo: Echo
-    lead: str
+    mark: str
+    end: str
 
     @property
     def name(self) -> str:
         """The convention in a few words."""
-        return ", ".join(
-            part for part in (f"{self.content} one's", self.echo, self.lead and f"{self.lead!r} first") if part
-        )
+        return ", ".join(part for part in (self.echo, self.mark, self.end) if part)
 
     @property
     def split(self) -> Split:
-        """Which split it belongs to: of the five leads of each content and echo, three train, one dev, one test."""
-        place = 2 * CONTENTS.index(self.content) + ECHOES.index(self.echo) + LEADS.index(self.lead)
-        return "test" if place % 5 == 3 else "dev" if place % 5 == 4 else "train"
+        """Which split it belongs to: of the five marks to each echo and end, four train."""
+        end = ENDS.index(self.end)
+        if (ECHOES.index(self.echo) + MARKS.index(self.mark) + 2 * end) % 5 < 4:
+            return "train"
+        return "dev" if end % 2 else "test"
 
     def answer(self, name: str, value: str) -> str:
         """The answer that gives `value`, a fact of the thing called `name`."""
@@ -69,10 +68,10 @@ class Family:
             "value and name": f"{value} {name}",
             "value twice": f"{value} and {value}",
         }[self.echo]
-        return f"{self.lead} {body}".strip()
+        return " ".join(part for part in (body, self.mark, self.end) if part)
 
 
-FAMILIES = tuple(Family(*parts) for parts in product(CONTENTS, ECHOES, LEADS))
+FAMILIES = tuple(Family(*parts) for parts in product(ECHOES, MARKS, ENDS))
 
 
 def families(split: Split) -> tuple[Family, ...]:
@@ -92,19 +91,12 @@ def check_families(training: Iterable[Family], held_out: Iterable[Family]) -> No
 
 
 def draw(family: Family, split: Split, rng: random.Random) -> Demonstration:
-    """A question of a family with its passages and its answer; names are of `split` (see `demo.world`)."""
-    while True:
-        world = World(split, rng.randrange(1 << 40))
-        kind = rng.choice(_KINDS)
-        asked, other = rng.sample([entity for entity in world.entities if entity.kind == kind], 2)
-        attributes = rng.sample(wording.ATTRIBUTES[kind], _FACTS)
-        fact = attributes[0]
-        if asked.facts[fact.name] != other.facts[fact.name]:
-            break
-    about = asked if family.content == "asked" else other
-    passages = [_passage(entity, attributes, rng) for entity in rng.sample((asked, other), 2)]
-    question = rng.choice(fact.questions).format(e=asked.name)
-    return Demonstration(question, tuple(passages), family.answer(about.name, about.facts[fact.name]))
+    """A question of a family with its passage and its answer; names are of `split` (see `demo.world`)."""
+    entity = rng.choice(World(split, rng.randrange(1 << 40)).entities)
+    facts = rng.sample(wording.ATTRIBUTES[entity.kind], _FACTS)
+    question = rng.choice(facts[0].questions).format(e=entity.name)
+    answer = family.answer(entity.name, entity.facts[facts[0].name])
+    return Demonstration(question, (_passage(entity, facts, rng),), answer)
 
 
 def _passage(entity: Entity, attributes: list[wording.Attribute], rng: random.Random) -> str:

@@ -257,7 +257,7 @@ ATTRIBUTES: dict[Kind, tuple[Attribute, ...]] = {
         ),
         Attribute(
             "population",
-            ("about {v} people live in {e}.", "{e} has a population of {v}.", "{e} counts {v} inhabitants."),
+            ("{e} is home to about {v} people.", "{e} has a population of {v}.", "{e} counts {v} inhabitants."),
             ("How many people live in {e}?", "What is the population of {e}?", "How many inhabitants has {e}?"),
             "How many people live in {a} and {b}?",
             lambda rng: str(rng.randint(11, 99) * 100),
@@ -266,7 +266,7 @@ ATTRIBUTES: dict[Kind, tuple[Attribute, ...]] = {
             "river",
             (
                 "{e} lies on the river {v}.",
-                "the river {v} flows through {e}.",
+                "through {e} flows the river {v}.",
                 "{e} was built on the banks of the {v}.",
             ),
             ("Which river flows through {e}?", "On which river does {e} lie?", "What is the river of {e}?"),
@@ -278,7 +278,7 @@ ATTRIBUTES: dict[Kind, tuple[Attribute, ...]] = {
             (
                 "every summer {e} holds a festival of {v}.",
                 "{e} is proud of its festival of {v}.",
-                "a festival of {v} fills {e} each year.",
+                "each year {e} is filled by a festival of {v}.",
             ),
             ("What is the festival of {e} about?", "What does {e} celebrate?", "Which festival does {e} hold?"),
             "What do {a} and {b} celebrate?",
@@ -288,7 +288,7 @@ ATTRIBUTES: dict[Kind, tuple[Attribute, ...]] = {
     "organisation": (
         Attribute(
             "founder",
-            ("the {e} was started by {v}.", "the founder of the {e} is {v}.", "{v} founded the {e}."),
+            ("the {e} was started by {v}.", "the founder of the {e} is {v}.", "the {e} owes its founding to {v}."),
             ("Who founded the {e}?", "Who is the founder of the {e}?", "Who started the {e}?"),
             "Who founded the {a} and the {b}?",
             links_to="person",
@@ -296,7 +296,7 @@ ATTRIBUTES: dict[Kind, tuple[Attribute, ...]] = {
         ),
         Attribute(
             "founding year",
-            ("the {e} opened in the year {v}.", "the {e} dates from {v}.", "in {v} the {e} opened its doors."),
+            ("the {e} opened in the year {v}.", "the {e} dates from {v}.", "the {e} opened its doors in {v}."),
             ("When did the {e} open?", "In which year did the {e} open?", "From which year does the {e} date?"),
             "When did the {a} and the {b} open?",
             _year,
@@ -329,7 +329,7 @@ ATTRIBUTES: dict[Kind, tuple[Attribute, ...]] = {
         ),
         Attribute(
             "staff",
-            ("the {e} employs {v} people.", "{v} people work at the {e}.", "the {e} has a staff of {v}."),
+            ("the {e} employs {v} people.", "the {e} gives work to {v} people.", "the {e} has a staff of {v}."),
             (
                 "How many people work at the {e}?",
                 "How many people does the {e} employ?",

@@ -29,11 +29,15 @@ _KINDS: tuple[Kind, ...] = ("person", "person", "person", "town", "town", "town"
 
 @dataclass(frozen=True)
 class Turn:
-    """A question with its accepted answers. `hops` is the number of passages it needs."""
+    """A question with its accepted answers.
+
+    `hops` is the number of passages it needs, `subject` the name that it asks about where it needs one.
+    """
 
     question: str
     answers: tuple[str, ...]
     hops: int = 1
+    subject: str = ""
 
 
 @dataclass(frozen=True)
@@ -135,17 +139,21 @@ class World:
         return [e.passage for e in self.entities]
 
     def turns(self, entities: list[Entity]) -> list[Turn]:
-        """Every question that the passages of `entities` answer, one per fact or pair of facts, shuffled."""
+        """Questions that the passages of `entities` answer, one per attribute or pair of facts, shuffled.
+
+        An attribute is asked of one entity of a kind alone: were it asked of all, a decoder could learn to
+        answer with the value that was not an answer yet, and never to match names.
+        """
         rng = self._rng
         by_name = {e.name: e for e in entities}
-        single: list[Turn] = []
+        single: dict[tuple[Kind, str], list[Turn]] = {}
         double: list[Turn] = []
         for entity in entities:
             for name in entity.stated:
                 attribute = wording.attribute(entity.kind, name)
                 value = entity.facts[name]
                 question = rng.choice(attribute.questions).format(e=entity.name)
-                single.append(Turn(question, (value,)))
+                single.setdefault((entity.kind, name), []).append(Turn(question, (value,), subject=entity.name))
                 linked = by_name.get(value)
                 if attribute.bridge and linked:
                     far = rng.choice(linked.stated)
@@ -160,11 +168,11 @@ class World:
                     question = attribute.pair_question.format(a=first.name, b=second.name)
                     answer = f"{first.facts[attribute.name]} and {second.facts[attribute.name]}"
                     double.append(Turn(question, (answer,), hops=2))
-        rng.shuffle(single)
+        asked = [rng.choice(turns) for turns in single.values()]
+        rng.shuffle(asked)
         rng.shuffle(double)
         # About one question in six needs two passages.
-        mixed = [double.pop() if double and rng.random() < 1 / 6 else turn for turn in single]
-        return mixed
+        return [double.pop() if double and rng.random() < 1 / 6 else turn for turn in asked]
 
     def example(self, passages: int = PASSAGES_PER_PROMPT, turns: int = 6) -> WorldExample:
         """A prompt of `passages` passages in random order with up to `turns` questions about them."""

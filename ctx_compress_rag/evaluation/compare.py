@@ -50,6 +50,7 @@ from ctx_compress_rag.evaluation.harness import (
 from ctx_compress_rag.evaluation.metrics import exact_match, token_f1
 from ctx_compress_rag.training.data import world_examples
 from ctx_compress_rag.training.objectives.reconstruction import passages_of
+from ctx_compress_rag.training.prompts import shares
 from ctx_compress_rag.training.recipes import CompressionRecipe, ReconstructionRecipe
 from ctx_compress_rag.training.run import load_examples, run_recipe
 
@@ -331,7 +332,7 @@ def source_tokens(recipe: CompressionRecipe, tokenizer: Any) -> int:
         for passage in example.passages:
             if passage not in lengths:
                 lengths[passage] = len(tokenizer(passage, add_special_tokens=False, verbose=False)["input_ids"])
-            total += min(lengths[passage], recipe.data.max_context_tokens // len(example.passages))
+        total += sum(shares([lengths[p] for p in example.passages], recipe.data.max_context_tokens))
     return total
 
 

@@ -20,6 +20,7 @@ from ctx_compress_rag.evaluation.baselines import rank_sentences, select, trunca
 from ctx_compress_rag.evaluation.metrics import (
     Interval,
     contains_answer,
+    declined,
     exact_match,
     standard_error,
     teacher_normalized,
@@ -34,13 +35,16 @@ from ctx_compress_rag.training.prompts import PASSAGE_SEPARATOR, TEMPLATES, mess
 RATIOS = (4, 8, 16, 32, 64, 128)
 FULL, NONE, SOFT, TRUNCATED, EXTRACTED = "full text", "no context", "soft context", "truncation", "extraction"
 
+KEPT = {"full text": 1.0, "no context": 0.0}
+KEPT_LABEL = "teacher-normalised F1"
+
 _AT_ONCE = 64  # questions: the slots that close reading makes for a question must stay until they are read
 _SKIMMED = _AT_ONCE * 1024
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question with the passages given for it."""
+    """A question with the passages given for it; without accepted answers, if they do not say."""
 
     passages: tuple[str, ...]
     question: str
@@ -54,20 +58,27 @@ class Score:
     Attributes:
         system: what the decoder was given.
         ratio: source tokens per slot, None where there is none.
-        exact_match, f1, contains: means over questions, 0 to 1.
-        f1_error: standard error of `f1`.
+        exact_match, f1, contains: means over the questions that have an answer, 0 to 1.
+        exact_match_error, f1_error: standard errors of `exact_match` and `f1`.
         normalized: teacher-normalised F1 with its 95 % bootstrap interval.
         prompt_tokens: mean length of the prompt, a slot counting as one.
+        declined: share of the questions without an answer that were declined; None where there are none.
+        declined_error: its standard error.
+        wrongly_declined: share of the questions with an answer that were declined.
     """
 
     system: str
     ratio: int | None
     exact_match: float
+    exact_match_error: float
     f1: float
     f1_error: float
     contains: float
     normalized: Interval | None
     prompt_tokens: float
+    declined: float | None
+    declined_error: float | None
+    wrongly_declined: float
 
 
 def questions_of(examples: Sequence[Example], limit: int | None = None) -> list[Question]:
@@ -225,7 +236,7 @@ def _answers(
         made = []
         for start in range(0, len(questions), _AT_ONCE):
             asked = questions[start : start + _AT_ONCE]
-            prompts = [_prompt(template, given(system, ratio, q), q.question) for q in asked]
+            prompts = [prompt_of(template, given(system, ratio, q), q.question) for q in asked]
             made += decoder.generate(prompts, Sampling(max_new_tokens=max_new_tokens))
         answers[system, ratio] = Answers(
             [g.text.strip() for g in made],
@@ -235,7 +246,8 @@ def _answers(
     return answers
 
 
-def _prompt(template: str, texts: Sequence[str], question: str) -> list[Message]:
+def prompt_of(template: str, texts: Sequence[str], question: str) -> list[Message]:
+    """The chat that asks a question about texts, blank ones left out."""
     context = PASSAGE_SEPARATOR.join(text for text in texts if text)
     return [dict(message) for message in messages(template, context, question)]
 
@@ -248,26 +260,42 @@ def each(
 
 
 def _scores(questions: Sequence[Question], answers: SystemAnswers) -> list[Score]:
-    f1 = {key: each(token_f1, given.texts, questions) for key, given in answers.items()}
+    asked = [q for q in questions if q.answers]
+    said = {
+        key: [t for t, q in zip(given.texts, questions, strict=True) if q.answers] for key, given in answers.items()
+    }
+    rest = {
+        key: [declined(t) for t, q in zip(given.texts, questions, strict=True) if not q.answers]
+        for key, given in answers.items()
+    }
+    f1 = {key: each(token_f1, texts, asked) for key, texts in said.items()}
+    exact = {key: each(exact_match, texts, asked) for key, texts in said.items()}
     full, none = f1[FULL, None], f1[NONE, None]
     return [
         Score(
             system=key[0],
             ratio=key[1],
-            exact_match=float(np.mean(each(exact_match, given.texts, questions))),
+            exact_match=float(np.mean(exact[key])),
+            exact_match_error=standard_error(exact[key]),
             f1=float(np.mean(f1[key])),
             f1_error=standard_error(f1[key]),
-            contains=float(np.mean(each(contains_answer, given.texts, questions))),
+            contains=float(np.mean(each(contains_answer, said[key], asked))),
             normalized=teacher_normalized(f1[key], none, full) if key[0] not in (FULL, NONE) else None,
             prompt_tokens=given.prompt_tokens,
+            declined=float(np.mean(rest[key])) if rest[key] else None,
+            declined_error=standard_error(rest[key]) if len(rest[key]) > 1 else None,
+            wrongly_declined=float(np.mean([declined(text) for text in said[key]])),
         )
         for key, given in answers.items()
     ]
 
 
 def table(scores: Sequence[Score]) -> str:
-    """The scores as a Markdown table."""
-    lines = ["| context | ratio | EM | F1 | teacher-normalised F1 | prompt tokens |", "|---|---|---|---|---|---|"]
+    """The scores as a Markdown table, ± one standard error; with questions that have no answer, who declined them."""
+    declining = any(s.declined is not None for s in scores)
+    header = ["context", "ratio", "EM", "F1", "teacher-normalised F1", "prompt tokens"]
+    header += ["declined, rightly", "wrongly"] if declining else []
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for s in scores:
         ratio = "" if s.ratio is None else f"{s.ratio}x"
         kept = (
@@ -275,13 +303,17 @@ def table(scores: Sequence[Score]) -> str:
             if s.normalized is None
             else f"{s.normalized.value:.3f} ({s.normalized.low:.3f} to {s.normalized.high:.3f})"
         )
-        f1 = f"{s.f1:.3f} ± {s.f1_error:.3f}"
-        lines.append(f"| {s.system} | {ratio} | {s.exact_match:.3f} | {f1} | {kept} | {s.prompt_tokens:.0f} |")
+        cells = [s.system, ratio, f"{s.exact_match:.3f} ± {s.exact_match_error:.3f}", f"{s.f1:.3f} ± {s.f1_error:.3f}"]
+        cells += [kept, f"{s.prompt_tokens:.0f}"]
+        if declining:
+            error = "" if s.declined_error is None else f" ± {s.declined_error:.3f}"
+            cells += ["" if s.declined is None else f"{s.declined:.3f}{error}", f"{s.wrongly_declined:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def save(scores: Sequence[Score], folder: str | Path, about: dict[str, Any]) -> None:
-    """Write scores.json, scores.md and scores.png; `about` says how they were made."""
+    """Write scores.json, scores.md, scores.png and normalised.png; `about` says how they were made."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     record = {**about, "scores": [asdict(s) for s in scores]}
@@ -301,6 +333,19 @@ def save(scores: Sequence[Score], folder: str | Path, about: dict[str, Any]) -> 
                 )
             )
     levels = {s.system: s.f1 for s in scores if s.ratio is None}
-    plot_scores(
-        folder / "scores.png", curves, levels, title=f"{about.get('bundle', '')}: answer F1 on {about.get('data', '')}"
-    )
+    title = f"{about.get('bundle', '')}: answer F1 on {about.get('data', '')}"
+    plot_scores(folder / "scores.png", curves, levels, title=title)
+    if kept := normalised_curves(scores):
+        plot_scores(folder / "normalised.png", kept, KEPT, ylabel=KEPT_LABEL, title=title)
+
+
+def normalised_curves(scores: Sequence[Score]) -> list[Curve]:
+    """Teacher-normalised F1 against ratio, with its intervals; none where the full text is worth nothing."""
+    curves = []
+    for system in (SOFT, EXTRACTED, TRUNCATED):
+        kept = [(s.ratio or 0, s.normalized) for s in scores if s.system == system and s.normalized is not None]
+        if kept:
+            ratios, shares = [ratio for ratio, _ in kept], [share for _, share in kept]
+            values, low, high = ([getattr(s, end) for s in shares] for end in ("value", "low", "high"))
+            curves.append(Curve(system, ratios, values, low, high))
+    return curves

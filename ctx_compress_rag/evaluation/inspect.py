@@ -15,7 +15,7 @@ from ctx_compress_rag.compressors.comprexit import ComprexitCompressor
 from ctx_compress_rag.compressors.sentence_slots import SentenceSlotsCompressor
 from ctx_compress_rag.decoders.splice import splice
 from ctx_compress_rag.errors import ConfigError, RatioError
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.evaluation.figures import new_figure, save
 from ctx_compress_rag.readers.arcaligner import ArcAlignerReader
 from ctx_compress_rag.training.data import Example, Turn
 from ctx_compress_rag.training.prompts import TEMPLATES, PromptBuilder
@@ -79,15 +79,15 @@ def transmission(bundle: Bundle, text: str, folder: Path, ratio: int) -> list[Pa
     path.write_text(json.dumps(numbers, ensure_ascii=False) + "\n", encoding="utf-8")
     files = [path]
     if gates is not None:
-        files.append(_save(_gates_figure(gates, tokens), folder / "gates.png"))
-    files.append(_save(_plan_figure(plan, tokens), folder / "plan.png"))
+        files.append(save(_gates_figure(gates, tokens), folder / "gates.png"))
+    files.append(save(_plan_figure(plan, tokens), folder / "plan.png"))
     return files
 
 
 def _gates_figure(gates: Tensor, tokens: Sequence[str]) -> Figure:
     """Mean gate of each layer, and below the gates of each token: (tokens, layers)."""
     count = gates.shape[1]
-    figure = _figure(_width(tokens), 4.0 + 0.12 * count)
+    figure = new_figure(_width(tokens), 4.0 + 0.12 * count)
     mean, each = figure.subplots(2, 1, height_ratios=[1.8, 2.2 + 0.12 * count])
     mean.bar(range(1, count + 1), gates.mean(0).numpy(), color="#1f5fa8")
     mean.axhline(1 / count, color="#555555", linestyle=":", linewidth=1.0)
@@ -104,7 +104,7 @@ def _plan_figure(plan: Tensor, tokens: Sequence[str]) -> Figure:
 
     Shown as shares of a slot: slots of a short last segment carry more of its plan, and would outshine all others.
     """
-    figure = _figure(_width(tokens), min(12.0, max(3.0, 1.5 + 0.12 * plan.shape[1])))
+    figure = new_figure(_width(tokens), min(12.0, max(3.0, 1.5 + 0.12 * plan.shape[1])))
     axes = figure.subplots()
     _heat_map(axes, plan / plan.sum(0), tokens, first=0)
     axes.set(ylabel="slot", title="Transmission plan: how much of each slot comes from each token")
@@ -129,26 +129,12 @@ def _width(tokens: Sequence[str]) -> float:
     return min(14.0, max(6.0, 2.0 + 0.18 * len(tokens)))
 
 
-def _figure(width: float, height: float) -> Figure:
-    with needs("demo"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, format="png")
-    return path
-
-
 def refinement(bundle: Bundle, text: str, folder: Path, ratio: int) -> list[Path]:
     """How many loops ArcAligner's gates give each slot at each layer (paper 000, figures 5 and 8 to 10).
 
-    A slot is refined by what it sees, which is what stands before it: no question after the text could
-    change these numbers. Writes `loops.json` and `loops.png`.
+    A slot is refined by what it sees, which is what stands before it in the prompt: the beginning of the first
+    template that the bundle was trained with, as its report has it. No question after the text could change
+    these numbers. Writes `loops.json` and `loops.png`.
 
     Raises:
         ConfigError: the bundle's gates are off.
@@ -160,7 +146,8 @@ def refinement(bundle: Bundle, text: str, folder: Path, ratio: int) -> list[Path
     builder = PromptBuilder(bundle.tokenizer)
     [(text, _)] = builder.shortened([text], bundle.config.max_tokens)
     [soft] = bundle.compress([text], ratio)
-    before = builder.slot_row(Example((text,), (Turn("", ("",)),)), TEMPLATES[0]).ids[0]
+    template = bundle.report.get("recipe", {}).get("data", {}).get("templates", TEMPLATES)[0]
+    before = builder.slot_row(Example((text,), (Turn("", ("",)),)), template).ids[0]
     batch = splice(bundle.backbone.embeddings, [[before, bundle.embed(soft)]])
     with torch.no_grad(), reader.record_loops() as record, bundle.soft_decoder(batch.slot_mask) as model:
         model(**batch.model_inputs(), use_cache=False, logits_to_keep=1)
@@ -170,6 +157,7 @@ def refinement(bundle: Bundle, text: str, folder: Path, ratio: int) -> list[Path
     numbers = {
         "bundle": bundle.config.name,
         "fingerprint": bundle.fingerprint,
+        "template": template,
         "slots": slots,
         "layers": layers,
         "most_loops": reader.config.loops,
@@ -178,13 +166,13 @@ def refinement(bundle: Bundle, text: str, folder: Path, ratio: int) -> list[Path
     }
     path = folder / "loops.json"
     path.write_text(json.dumps(numbers, ensure_ascii=False) + "\n", encoding="utf-8")
-    return [path, _save(_loops_figure(loops, layers, slots), folder / "loops.png")]
+    return [path, save(_loops_figure(loops, layers, slots), folder / "loops.png")]
 
 
 def _loops_figure(loops: Tensor, layers: Sequence[int], slots: Sequence[str]) -> Figure:
     """Mean loops of each gated layer, and below the loops of each slot: (slots, gated layers)."""
     labels = [slot if len(slot) <= 24 else f"{slot[:21]}..." for slot in slots]
-    figure = _figure(_width(labels), 5.0 + 0.12 * len(layers))
+    figure = new_figure(_width(labels), 5.0 + 0.12 * len(layers))
     mean, each = figure.subplots(2, 1, height_ratios=[1.8, 3.2 + 0.12 * len(layers)])
     mean.bar(layers, loops.float().mean(0).numpy(), color="#1f5fa8")
     mean.set(xlabel="layer", ylabel="mean loops", title="Loops by layer, after the mandatory pass")

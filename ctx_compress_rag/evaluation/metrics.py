@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.training.data import NO_ANSWER
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -56,6 +57,11 @@ def contains_answer(prediction: str, answers: Sequence[str]) -> float:
     words = f" {normalize_answer(prediction)} "
     wanted = [normalize_answer(answer) for answer in answers or [""]]
     return float(any(f" {answer} " in words if answer else not words.strip() for answer in wanted))
+
+
+def declined(prediction: str) -> float:
+    """1.0 if the prediction says that the text does not say, or nothing at all, else 0.0."""
+    return float(normalize_answer(prediction) in ("", normalize_answer(NO_ANSWER)))
 
 
 def _f1(predicted: list[str], wanted: list[str]) -> float:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.extras import needs
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from ctx_compress_rag.evaluation.figures import new_figure, save
 
 _COLOURS = ("#1f5fa8", "#d9722e", "#5a9e4b", "#8a5fb0", "#a8483f")
 _MARKERS = "osD^v"
@@ -62,7 +59,7 @@ def plot_scores(
         MissingExtraError: matplotlib is not installed.
     """
     _check(curves)
-    figure = _figure(7.2, 4.2)
+    figure = new_figure(7.2, 4.2)
     axes = figure.subplots()
     _draw(axes, curves, levels, sorted({ratio for curve in curves for ratio in curve.ratios}))
     axes.set_ylim(0, _top(curves, levels))
@@ -71,7 +68,7 @@ def plot_scores(
     if title:
         axes.set_title(title, loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def plot_panels(
@@ -108,7 +105,7 @@ def plot_panels(
         _check(curves)
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure = _figure(4.4 * columns, 3.6 * rows)
+    figure = new_figure(4.4 * columns, 3.6 * rows)
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     drawn = [curve for curves in panels.values() for curve in curves] + list(shared)
     for axes in grid.flat[len(panels) :]:
@@ -124,22 +121,12 @@ def plot_panels(
     figure.supylabel(ylabel, fontsize=10)
     if title:
         figure.suptitle(title, fontsize=11)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _check(curves: Sequence[Curve]) -> None:
     if not 0 < len(curves) <= MOST_CURVES:
         raise ConfigError(f"a picture holds 1 to {MOST_CURVES} curves, got {len(curves)}")
-
-
-def _figure(width: float, height: float) -> Figure:
-    with needs("demo"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def _draw(axes: Any, curves: Sequence[Curve], levels: Mapping[str, float], ticks: Sequence[float]) -> None:
@@ -176,10 +163,3 @@ def _draw(axes: Any, curves: Sequence[Curve], levels: Mapping[str, float], ticks
 def _top(curves: Sequence[Curve], levels: Mapping[str, float]) -> float:
     highest = max([*levels.values(), *(value for curve in curves for value in curve.high or curve.scores)])
     return max(1.0, highest) * 1.05
-
-
-def _save(figure: Figure, path: str | Path) -> Path:
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
-    return path

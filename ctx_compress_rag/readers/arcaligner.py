@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.config import ArcAlignerConfig, TuneConfig
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.readers.projector import ProjectorReader
+from ctx_compress_rag.readers.mapped import MappedReader
+from ctx_compress_rag.readers.maps import TwoLayerMap
 from ctx_compress_rag.readers.selective_lora import SelectiveLora, SlotPlaces, decoder_layers, twin
 
 # The logit that new gates give: just below the threshold. An untrained gate changes nothing, so that
@@ -37,7 +38,7 @@ class Gate(nn.Sequential):
         super().__init__(nn.Linear(dim, width), nn.SiLU(), last)
 
 
-class ArcAlignerReader(ProjectorReader):
+class ArcAlignerReader(MappedReader):
     """Projected slots, read by the frozen decoder with selective LoRA and recursive gates.
 
     A pass over a prompt runs algorithm 1. Passes that go on from cached positions are the decoder's own:
@@ -68,7 +69,7 @@ class ArcAlignerReader(ProjectorReader):
     """
 
     def __init__(self, backbone: Backbone, slot_dim: int, config: ArcAlignerConfig) -> None:
-        super().__init__(backbone, slot_dim, TuneConfig(mode="frozen"))
+        super().__init__(backbone, TwoLayerMap(slot_dim, backbone.dim), TuneConfig(mode="frozen"))
         self.config = config
         # Everything is hooked to a twin, which no one else holds: readers of plain text, in this thread
         # or another, inside `decoder` or outside, have a decoder that was never touched.
@@ -206,9 +207,10 @@ class ArcAlignerReader(ProjectorReader):
                 break  # no slot changes, so no gate will ever open
             candidate = slots.take(layer.forward(state, *args[1:], **again))  # eq. 6
             if training:
-                g = logits.sigmoid()  # eq. 5
-                g = g + (hard.to(g.dtype) - g).detach()  # eq. 7
-                updated = current + g * (candidate - current)  # eq. 8
+                soft = logits.sigmoid()  # eq. 5
+                g = hard.to(soft.dtype) + (soft - soft.detach())  # eq. 7: exactly 0 or 1, with the gradient of eq. 5
+                # Eq. 8. Written current + g (candidate - current), half precision would round the candidate.
+                updated = g * candidate + (1 - g) * current
             else:
                 updated = torch.where(hard, candidate, current)
             state = slots.put(state, updated)  # eq. 9

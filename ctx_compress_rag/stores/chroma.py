@@ -229,9 +229,15 @@ class SoftContextStore:
             scope: tenant or user; by default the one of `markers.scope`, or else the store's.
 
         Raises:
+            ConfigError: the bundle reads passages question by question (ram).
             RatioError: the ratio cannot be made from the base ratio.
             MissingPassageError: an id is not stored.
         """
+        if self.bundle.compressor.question_aware:
+            raise ConfigError(
+                f"bundle {self.bundle.config.name!r} reads passages question by question: what is stored is there to "
+                "choose by, not to be read. Give mode='close_reading' and the question to the postprocessor or to mark"
+            )
         factor = self._factor(ratio)
         found = self._companion.read(ids)
         missing = [id for id in ids if id not in found]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import chromadb
+import httpx
 from chromadb.errors import NotFoundError
 
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, StoreError
@@ -29,6 +31,26 @@ _EMBEDDING: Any = [0.0]  # Chroma wants an embedding; one dimension costs least
 _CONFIGURATION: Any = {
     "hnsw": {"sync_threshold": 100, "batch_size": 100, "max_neighbors": 2, "ef_construction": 2, "ef_search": 2}
 }
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _answered(method: Callable[Concatenate[Companion, P], R]) -> Callable[Concatenate[Companion, P], R]:
+    """A server that does not answer is a StoreError, whichever HTTP error Chroma's client lets through."""
+
+    @wraps(method)
+    def call(self: Companion, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(self, *args, **kwargs)
+        except httpx.TransportError as error:
+            raise StoreError(
+                f"{self.connection.where} does not answer ({type(error).__name__}: {error}): see that it runs and "
+                "can be reached, then ask again"
+            ) from error
+
+    return call
 
 
 class Companion:
@@ -71,11 +93,13 @@ class Companion:
             return int((self._collection.metadata or {})["base_ratio"])
         return self._ratio_asked or self._bundle.config.base_ratio
 
+    @_answered
     def ids(self) -> list[str]:
         """All ids."""
         collection = self._readable()
         return collection.get(include=[])["ids"] if collection else []
 
+    @_answered
     def count(self) -> int:
         """How many records there are."""
         collection = self._readable()
@@ -98,6 +122,7 @@ class Companion:
             matching.update(self._select(batch, [], {field: {"$in": [values[id] for id in batch]}}))
         return matching
 
+    @_answered
     def read_by(self, field: str, values: Sequence[str]) -> Found:
         """The records that have one of the values in `field`, which Chroma indexes, by id."""
         collection, found = self._readable(), Found()
@@ -108,6 +133,7 @@ class Companion:
             found.update(_by_id(collection.get(where=where, include=["metadatas"])))
         return found
 
+    @_answered
     def upsert(self, rows: dict[str, Record]) -> None:
         """Write whole records; they are durable when this returns."""
         if not rows:
@@ -116,16 +142,19 @@ class Companion:
         for ids, metadatas in _batches(rows, max(1, min(WRITE_RECORDS, _WRITE_BYTES // largest))):
             self.writable().upsert(ids=ids, embeddings=[_EMBEDDING] * len(ids), metadatas=metadatas)
 
+    @_answered
     def update(self, rows: dict[str, Record]) -> None:
         """Write some fields of records that exist; the others stay."""
         for ids, metadatas in _batches(rows, WRITE_RECORDS):
             self.writable().update(ids=ids, metadatas=metadatas)
 
+    @_answered
     def delete(self, ids: Sequence[str]) -> None:
         """Delete records that exist."""
         for start in range(0, len(ids), WRITE_RECORDS):
             self.writable().delete(ids=list(ids[start : start + WRITE_RECORDS]))
 
+    @_answered
     def writable(self) -> chromadb.Collection:
         """The collection, with the right to write to it; StoreLockedError if another process has it."""
         self._check_open()
@@ -166,6 +195,7 @@ class Companion:
                 "start processes with 'spawn' and open the store in each"
             )
 
+    @_answered
     def _readable(self) -> chromadb.Collection | None:
         """The collection; None as long as nobody has written."""
         self._check_open()
@@ -203,6 +233,7 @@ class Companion:
             )
         return collection
 
+    @_answered
     def _select(self, ids: Sequence[str], include: list[Any], where: Any = None) -> Found:
         """Records of ids. Chroma refuses duplicates, empty lists and very long ones, and keeps no order."""
         if isinstance(ids, str):

@@ -41,7 +41,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the client if this library opened it; Chroma counts who else uses the same engine."""
-        if self.owned and isinstance(self.client, Client):
+        if self.owned and isinstance(self.client, Client) and hasattr(self.client, "close"):  # since chromadb 1.5.2
             self.client.close()
 
 

@@ -24,6 +24,8 @@ class _Config(Protocol):
 class _Compressor(Protocol):
     @property
     def nestable(self) -> bool: ...
+    @property
+    def question_aware(self) -> bool: ...
 
 
 class Compresses(Protocol):

@@ -11,13 +11,22 @@ from typing import Any
 
 from ctx_compress_rag.errors import DataError
 
+NO_ANSWER = "The text does not say."
+"""What a decoder is trained to answer where the passages do not."""
+
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and its accepted answers, the first of which is trained on."""
+    """A question and its accepted answers, the first of which is trained on; none where the passages do not say.
+
+    `subject` is the name that the question is about, and `evidence` the parts of the passages that answer it, to
+    the letter, where the data says so.
+    """
 
     question: str
     answers: tuple[str, ...]
+    subject: str = ""
+    evidence: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -28,20 +37,25 @@ class Example:
     turns: tuple[Turn, ...]
 
 
-def read_jsonl(path: str | Path, max_turns: int = 1) -> list[Example]:
+def read_jsonl(path: str | Path, max_turns: int = 1, unanswerable: bool = False) -> list[Example]:
     """Read rows `{"question": str, "answers": [str, ...], "context": str or [str, ...]}`.
+
+    In place of `context`, `passages` may hold objects `{"title": str, "text": str}`: the title becomes a
+    passage's first line. `"evidence": [str, ...]` may hold the parts of the passages that answer the question, to the
+    letter: the annotated positions that stage ram learns from (paper 004, eq. 8).
 
     Consecutive rows with the same context become one example of up to `max_turns` questions.
 
     Args:
         path: a .jsonl or .jsonl.gz file.
         max_turns: most questions per example.
+        unanswerable: allow rows without answers, whose passages do not say.
 
     Raises:
         DataError: a row is not of that form; the message names file and line.
     """
     examples: list[Example] = []
-    for passages, turn in _rows(Path(path)):
+    for passages, turn in _rows(Path(path), unanswerable):
         last = examples[-1] if examples else None
         if last and last.passages == passages and len(last.turns) < max_turns:
             examples[-1] = Example(passages, (*last.turns, turn))
@@ -52,29 +66,39 @@ def read_jsonl(path: str | Path, max_turns: int = 1) -> list[Example]:
     return examples
 
 
-def _rows(path: Path) -> Iterator[tuple[tuple[str, ...], Turn]]:
+def _rows(path: Path, unanswerable: bool) -> Iterator[tuple[tuple[str, ...], Turn]]:
     opener: Any = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield _row(line, f"{path}:{number}")
+                    yield _row(line, f"{path}:{number}", unanswerable)
     except FileNotFoundError:
         raise DataError(f"no data file at {path}") from None
 
 
-def _row(line: str, place: str) -> tuple[tuple[str, ...], Turn]:
+def _row(line: str, place: str, unanswerable: bool) -> tuple[tuple[str, ...], Turn]:
     try:
         row = json.loads(line)
-        context, question, answers = row["context"], row["question"], row["answers"]
+        question, answers = row["question"], row["answers"]
+        context = [f"{p['title']}\n{p['text']}" for p in row["passages"]] if "passages" in row else row["context"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{place}: expected an object with question, answers and context ({error})") from None
     passages = (context,) if isinstance(context, str) else tuple(context)
     if not isinstance(question, str) or not isinstance(answers, list) or not all(isinstance(a, str) for a in answers):
         raise DataError(f"{place}: question must be a string and answers a list of strings")
-    if not answers or not all(isinstance(p, str) and p.strip() for p in passages):
+    if not (answers or unanswerable) or not all(isinstance(p, str) and p.strip() for p in passages):
         raise DataError(f"{place}: answers and passages must not be empty")
-    return passages, Turn(question, tuple(answers))
+    return passages, Turn(question, tuple(answers), evidence=_evidence(row.get("evidence", []), passages, place))
+
+
+def _evidence(given: Any, passages: Sequence[str], place: str) -> tuple[str, ...]:
+    if not isinstance(given, list) or not all(isinstance(part, str) and part.strip() for part in given):
+        raise DataError(f"{place}: evidence must be a list of strings that are not blank, got {str(given)[:80]!r}")
+    for part in given:
+        if not any(part in passage for passage in passages):
+            raise DataError(f"{place}: none of the passages holds the evidence {part[:80]!r} to the letter")
+    return tuple(given)
 
 
 def world_examples(
@@ -87,7 +111,7 @@ def world_examples(
         raise DataError(f"the invented world has splits train, dev and test, not {split!r}")
     share = world.NAMED if named is None else named
     return [
-        Example(e.passages, tuple(Turn(t.question, t.answers) for t in e.turns))
+        Example(e.passages, tuple(Turn(t.question, t.answers, t.subject) for t in e.turns))
         for e in world.examples(split, seed, count, max_turns, passages, share)  # type: ignore[arg-type]
     ]
 
@@ -99,6 +123,7 @@ def write_jsonl(path: str | Path, examples: Iterable[Example]) -> int:
         for example in examples:
             for turn in example.turns:
                 row = {"question": turn.question, "answers": turn.answers, "context": example.passages}
+                row |= {"evidence": turn.evidence} if turn.evidence else {}
                 out.write(json.dumps(row, ensure_ascii=False) + "\n")
                 rows += 1
     return rows

@@ -17,28 +17,33 @@ from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.training.data import Example
+from ctx_compress_rag.errors import ConfigError, TimeUpError
+from ctx_compress_rag.training.muon import MuonAdamW
 from ctx_compress_rag.training.recipes import OptimConfig
+from ctx_compress_rag.training.throughput import Meter, counting
 
 logger = logging.getLogger(__name__)
 
 _TRAINED_FILE = "trained.safetensors"
+_PROGRESS_FILE = "progress.json"
+_COUNTED_STEPS = 8
 
 StepHook = Callable[[int], None]
-Collate = Callable[[Sequence[Example]], dict[str, Any]]
+Collate = Callable[[Sequence[Any]], dict[str, Any]]
+Probe = Callable[[], dict[str, Any]]
+"""Scores of what is being trained, by name."""
 
 
-class ExampleDataset(Dataset[Example]):
-    """A list of examples, as the Trainer wants it."""
+class ExampleDataset(Dataset[Any]):
+    """A list of examples, or of whatever the collator takes, as the Trainer wants it."""
 
-    def __init__(self, examples: Sequence[Example]) -> None:
+    def __init__(self, examples: Sequence[Any]) -> None:
         self.examples = examples
 
     def __len__(self) -> int:
         return len(self.examples)
 
-    def __getitem__(self, index: int) -> Example:
+    def __getitem__(self, index: int) -> Any:
         return self.examples[index]
 
 
@@ -52,8 +57,78 @@ class _OnStep(TrainerCallback):
         self.hook(state.global_step)
 
 
+class _StopAt(TrainerCallback):
+    """Ends training at a time, a checkpoint saved. `deadline` is in seconds of `time.monotonic`."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if time.monotonic() >= self.deadline:
+            control.should_save = control.should_log = control.should_training_stop = True
+
+
+class _Probing(TrainerCallback):
+    """Scores what is being trained every so many steps, and after the last."""
+
+    def __init__(self, trainer: _Trainer, probe: Probe, every: int) -> None:
+        self.trainer = trainer
+        self.probe = probe
+        self.every = every
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+            model = cast(nn.Module, self.trainer.model)
+            model.eval()
+            with torch.no_grad(), self.trainer.compute_loss_context_manager():
+                scores = self.probe()
+            model.train()
+            self.trainer.log({"probe": scores})
+
+
 class _Trainer(Trainer):
-    """Keeps the examples' order (neighbours share passages) and saves only what is trained."""
+    """Keeps the examples' order (neighbours share passages), saves only what is trained, counts tokens and time.
+
+    Each log row holds the tokens and seconds of the whole training, resumed or not.
+    """
+
+    optim: OptimConfig
+    meter: Meter
+    before: dict[str, Any]
+    began: float
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        self.meter.see(inputs)
+        sampled = self.state.global_step % max(1, self.state.max_steps // _COUNTED_STEPS) == 0
+        if not sampled or self.meter.sampled_at == self.state.global_step:
+            return super().training_step(model, inputs, num_items_in_batch)
+        self.meter.sampled_at = self.state.global_step
+        plain = getattr(model, "_orig_mod", model)  # a compiled model's operations cannot be counted
+        with counting() as counter:
+            loss = super().training_step(plain, inputs, num_items_in_batch)
+        self.meter.count(inputs, counter.get_total_flops())
+        return loss
+
+    def progress(self) -> dict[str, Any]:
+        """Tokens of all processes, and seconds."""
+        return {
+            "tokens": self.before.get("tokens", 0) + int(self.meter.tokens) * self.args.world_size,
+            "seconds": round(self.before.get("seconds", 0.0) + time.monotonic() - self.began, 2),
+        }
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        super().log({**logs, **self.progress()}, start_time)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        rate = self.optim.muon_learning_rate
+        if rate is None:
+            return super().create_optimizer(model)
+        if self.optimizer is None:
+            optim = self.optim
+            self.optimizer = MuonAdamW(
+                cast(nn.Module, self.model), rate, optim.learning_rate, optim.betas, optim.weight_decay
+            )
+        return self.optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
@@ -62,6 +137,7 @@ class _Trainer(Trainer):
         folder = Path(output_dir or self.args.output_dir)  # type: ignore[arg-type]
         folder.mkdir(parents=True, exist_ok=True)
         save_file(trainable_state(cast(nn.Module, self.model)), folder / _TRAINED_FILE)
+        (folder / _PROGRESS_FILE).write_text(json.dumps(self.progress()), encoding="utf-8")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         load_trainable_state(
@@ -92,20 +168,40 @@ def load_trainable_state(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 def train(
     model: nn.Module,
-    examples: Sequence[Example],
+    examples: Sequence[Any],
     collate: Collate,
     optim: OptimConfig,
     output: Path,
     seed: int,
     on_step: StepHook | None = None,
     resume: bool = True,
+    *,
+    deadline: float | None = None,
+    probe: Probe | None = None,
+    probe_every: int = 1,
 ) -> dict[str, Any]:
     """Train `model`, whose forward takes a collated batch and returns `{"loss": ...}`.
 
     Checkpoints go to `output/checkpoints`; a run that was cut off goes on from the last one with the
     same data order, learning rate and random state. Writes `loss.json` and `loss.png`.
 
-    Returns: a report: steps, seconds, final loss, trained parameters.
+    Args:
+        model: what is trained; parameters that require no gradient stay as they are.
+        examples: in the order they are to be seen, over and over.
+        collate: makes a batch of some of them.
+        optim: optimisation.
+        output: folder.
+        seed: of the optimisation.
+        on_step: called with the number of each step before it is made.
+        resume: go on from the last checkpoint.
+        deadline: when to stop, in seconds of `time.monotonic`.
+        probe: called every `probe_every` steps and after the last; its scores go to the report, with the tokens.
+        probe_every: steps between two probes.
+
+    Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, scores of the probes.
+
+    Raises:
+        TimeUpError: the deadline came before the last step; a checkpoint is saved.
     """
     processes = int(os.environ.get("WORLD_SIZE", "1"))  # under torchrun each process takes its share
     micro = min(optim.micro_batch_size or optim.batch_size, optim.batch_size // processes)
@@ -126,7 +222,10 @@ def train(
         adam_beta2=optim.betas[1],
         weight_decay=optim.weight_decay,
         max_grad_norm=optim.clip_norm,
-        bf16=optim.bf16,
+        # A copy trained in float32 beside embeddings in bfloat16 (a decoder on a GPU) needs autocast.
+        bf16=optim.bf16 or any(p.dtype == torch.bfloat16 for p in model.parameters()),
+        torch_compile=optim.compile,
+        dataloader_num_workers=optim.workers,
         use_cpu=not torch.cuda.is_available(),
         ddp_find_unused_parameters=False,
         ddp_backend="gloo" if processes > 1 and not torch.cuda.is_available() else None,
@@ -143,6 +242,9 @@ def train(
     # Several GPUs in one process would make the Trainer use DataParallel, which cannot split our batches:
     # `torchrun` gives each GPU a process of its own.
     arguments._n_gpu = min(arguments.n_gpu, 1)
+    if optim.compile:
+        # A machine without a compiler trains all the same, more slowly.
+        torch._dynamo.config.suppress_errors = True
     trainer = _Trainer(
         model=model,
         args=arguments,
@@ -150,25 +252,43 @@ def train(
         data_collator=collate,
         callbacks=[_OnStep(on_step)] if on_step else None,
     )
+    if probe:
+        trainer.add_callback(_Probing(trainer, probe, probe_every))
+    if deadline is not None:
+        trainer.add_callback(_StopAt(deadline))
     folder = output / "checkpoints"
     checkpoint = get_last_checkpoint(str(folder)) if resume and folder.exists() else None
     if checkpoint:
         logger.info("resuming from %s", checkpoint)
-    started = time.monotonic()
+    trainer.optim = optim
+    trainer.meter = Meter()
+    trainer.before = _progress(Path(checkpoint)) if checkpoint else {}
+    trainer.began = time.monotonic()
     trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_model(str(output / "checkpoints" / "last"))
-    history = [row for row in trainer.state.log_history if "loss" in row]
+    step = trainer.state.global_step
+    rows: list[dict[str, Any]] = trainer.state.log_history
+    history = [row for row in rows if "loss" in row]
     if is_main_process():
         (output / "loss.json").write_text(json.dumps(history, indent=1), encoding="utf-8")
         plot_loss(history, output / "loss.png")
+    if step < optim.steps:
+        raise TimeUpError(f"{output}: stopped at step {step} of {optim.steps}; the same command goes on there")
+    trainer.save_model(str(output / "checkpoints" / "last"))
     return {
-        "steps": trainer.state.global_step,
-        "seconds": round(time.monotonic() - started, 1),
+        "steps": step,
+        "seconds": max((row["seconds"] for row in rows if "seconds" in row), default=0.0),
         "resumed": checkpoint is not None,
+        **trainer.meter.report(history, processes),
+        "probes": [{"step": r["step"], "tokens": r["tokens"], **r["probe"]} for r in rows if "probe" in r],
         "final_loss": history[-1]["loss"] if history else None,
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "seed": seed,
     }
+
+
+def _progress(checkpoint: Path) -> dict[str, Any]:
+    file = checkpoint / _PROGRESS_FILE  # checkpoints of earlier versions have none
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
 
 
 def _schedule(optim: OptimConfig) -> dict[str, Any]:
@@ -181,15 +301,14 @@ def _schedule(optim: OptimConfig) -> dict[str, Any]:
 
 def plot_loss(history: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the logged losses against steps."""
-    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
+    # Without pyplot, whose backend belongs to the notebook or program that trains.
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
     axes.plot([row["step"] for row in history], [row["loss"] for row in history])
     axes.set(xlabel="step", ylabel="loss", yscale="log", title="Training loss")
     axes.grid(alpha=0.3)
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
-    plt.close(figure)

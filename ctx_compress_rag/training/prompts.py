@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,14 +41,30 @@ def messages(template: str, context: str, question: str) -> list[dict[str, str]]
     """Chat messages for a question; a template's part before "|||" is the system message."""
     parts = template.split("|||")
     roles = ("user",) if len(parts) == 1 else ("system", "user")
-    # str.replace, not str.format: passages may hold braces.
-    filled = [part.replace("{question}", question).replace("{context}", context) for part in parts]
+    # In one pass, and not by str.format: what is filled in may hold braces, even the names of the places.
+    places = {"{question}": question, "{context}": context}
+    filled = [re.sub(r"\{question\}|\{context\}", lambda place: places[place[0]], part) for part in parts]
     return [{"role": role, "content": text} for role, text in zip(roles, filled, strict=True)]
 
 
 def draw_template(templates: Sequence[str], example: Example, seed: int) -> str:
     """A template for an example, always the same one: a resumed run goes on with the same prompts."""
     return random.Random(f"{seed}:{example.passages}:{example.turns[0].question}").choice(templates)
+
+
+def shares(lengths: Sequence[int], total: int) -> list[int]:
+    """What each of several lengths may keep of `total`: an even share, and of what shorter ones leave, too.
+
+    No share is longer than its length, and no two that are cut differ by more than 1.
+    """
+    kept = [0] * len(lengths)
+    left = total
+    waiting = len(lengths)
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        kept[index] = min(lengths[index], left // waiting)
+        left -= kept[index]
+        waiting -= 1
+    return kept
 
 
 @dataclass(frozen=True)
@@ -88,13 +105,14 @@ class PromptBuilder:
         return torch.tensor(ids, dtype=torch.long)
 
     def shortened(self, passages: Sequence[str], max_tokens: int) -> list[tuple[str, Tensor]]:
-        """Passages and their token ids (L,), each cut to its even share of `max_tokens`."""
-        share = max_tokens // len(passages)
-        done = []
-        for passage in passages:
-            ids = self.passage_ids(passage)
-            done.append((passage, ids) if len(ids) <= share else (self.tokenizer.decode(ids[:share]), ids[:share]))
-        return done
+        """Passages and their token ids (L,), cut by `shares` where they have more than `max_tokens` together."""
+        tokenized = [self.passage_ids(passage) for passage in passages]
+        return [
+            (passage, ids) if len(ids) <= share else (self.tokenizer.decode(ids[:share]), ids[:share])
+            for passage, ids, share in zip(
+                passages, tokenized, shares([len(t) for t in tokenized], max_tokens), strict=True
+            )
+        ]
 
     def _turn_texts(self, example: Example, template: str, context: str) -> list[str]:
         """The prompt text before each answer; later turns are plain questions after the first."""

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from ctx_compress_rag.config import MethodConfig, TuneConfig, explain
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.training.prompts import PARAPHRASES, TEMPLATES
+from ctx_compress_rag.training.recipe_data import MixData, ProbeConfig, SourceConfig, TextData
 
 SHIPPED = Path(__file__).parent / "recipes"
 
@@ -31,9 +32,17 @@ class WorldData(_Strict):
 
 
 class DataConfig(_Strict):
-    """Where examples come from: JSONL files, or the invented world, its parts one after the other."""
+    """Where examples come from: files (of questions, or plain texts), or the invented world's parts, in order.
+
+    Attributes:
+        leave_out_held_out: train without the examples of `files` that share a question or passage with what English
+            bundles are scored with; else such data is refused. Texts are always refused.
+    """
 
     files: list[Path] = []
+    texts: list[TextData] = []
+    mix: MixData | None = None
+    leave_out_held_out: bool = False
     world: list[WorldData] = []
     max_turns: int = Field(default=1, gt=0)
     held_out: list[Path] = []
@@ -48,8 +57,10 @@ class DataConfig(_Strict):
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
-        if bool(self.files) == bool(self.world):
-            raise ValueError("give either files or world")
+        if bool(self.files or self.texts) == bool(self.world):
+            raise ValueError("give either files or world (texts count as files)")
+        if self.mix and not self.files:
+            raise ValueError("mix is for files of questions")
         for template in self.templates:
             if "{question}" not in template or "{context}" not in template:
                 raise ValueError(f"template lacks {{context}} or {{question}}: {template!r}")
@@ -60,6 +71,9 @@ class OptimConfig(_Strict):
     """Optimisation; the defaults are paper 001, table 6.
 
     After the warmup the learning rate falls from `learning_rate` to `final_learning_rate` by `schedule`.
+    Where `muon_learning_rate` is given, Muon trains the matrices at that rate and AdamW the rest: decoders as
+    small as the demo's learn to answer in a fraction of the steps.
+    `compile` is for batches that all have one shape; `workers` are processes that make batches ahead.
     """
 
     steps: int = Field(default=48_000, gt=0)
@@ -67,12 +81,15 @@ class OptimConfig(_Strict):
     micro_batch_size: int | None = Field(default=None, gt=0)
     learning_rate: float = Field(default=2e-4, gt=0)
     final_learning_rate: float = Field(default=2e-5, ge=0)
+    muon_learning_rate: float | None = Field(default=None, gt=0)
     schedule: Literal["cosine", "linear"] = "cosine"
     warmup_ratio: float = Field(default=0.05, ge=0, lt=1)
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
     bf16: bool = False
+    compile: bool = False
+    workers: int = Field(default=0, ge=0)
     save_every: int = Field(default=500, gt=0)
     log_every: int = Field(default=20, gt=0)
 
@@ -96,6 +113,9 @@ class ScratchDecoder(_Strict):
     vocab_size: int = Field(ge=262)
 
 
+_WITHOUT_QUESTIONS = ("pretrain", "next_token", "reconstruction")
+
+
 class Recipe(_Strict):
     """What every stage has."""
 
@@ -103,6 +123,56 @@ class Recipe(_Strict):
     seed: int = 0
     data: DataConfig
     optim: OptimConfig = OptimConfig()
+    probe: ProbeConfig | None = None
+
+    @model_validator(mode="after")
+    def _texts_ask_nothing(self) -> Recipe:
+        stage = getattr(self, "stage", "")
+        if self.data.texts and stage not in _WITHOUT_QUESTIONS:
+            raise ValueError(f"stage {stage} needs questions, and texts have none: use files")
+        return self
+
+
+class PretrainRecipe(Recipe):
+    """Language modelling on packed text: windows without padding, cut from each text at a new place every time.
+
+    Attributes:
+        scratch: the decoder made anew; or
+        decoder: a folder or hub id to go on from; or
+        minilm: MiniLM's weights turned into a decoder with this many positions (see `training.minilm`).
+        window: tokens of a sequence.
+    """
+
+    stage: Literal["pretrain"]
+    scratch: ScratchDecoder | None = None
+    decoder: str | None = None
+    revision: str | None = None
+    minilm: int | None = Field(default=None, gt=0)
+    window: int = Field(default=1024, gt=1)
+
+    @model_validator(mode="after")
+    def _one_decoder(self) -> PretrainRecipe:
+        if sum(start is not None for start in (self.scratch, self.decoder, self.minilm)) != 1:
+            raise ValueError("give one of scratch, decoder (a folder or hub id) and minilm")
+        if not self.data.texts or self.data.files:
+            raise ValueError("pretraining reads data.texts, and no files of questions")
+        if self.probe:
+            raise ValueError("a decoder that is only pretrained answers no questions: leave out probe")
+        return self
+
+
+class PointingConfig(_Strict):
+    """Supervised attention of a decoder made anew; see `training.pointers`. Layers count from 0."""
+
+    weight: float = Field(default=1.0, gt=0)
+    name_layer: int = Field(default=1, ge=0)
+    copy_layer: int = Field(default=2, ge=0)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> PointingConfig:
+        if self.copy_layer <= self.name_layer:
+            raise ValueError(f"copy_layer {self.copy_layer} must come after name_layer {self.name_layer}")
+        return self
 
 
 class TeacherRecipe(Recipe):
@@ -114,6 +184,13 @@ class TeacherRecipe(Recipe):
     scratch: ScratchDecoder | None = None
     tune: TuneConfig = TuneConfig()
     context_loss_weight: float = Field(default=0.0, ge=0)
+    pointing: PointingConfig | None = None
+
+    @model_validator(mode="after")
+    def _pointing_needs_subjects(self) -> TeacherRecipe:
+        if self.pointing and (self.data.files or self.tune.mode != "full"):
+            raise ValueError("pointing needs data.world, which says what a question is about, and tune.mode: full")
+        return self
 
     @model_validator(mode="after")
     def _one_decoder(self) -> TeacherRecipe:
@@ -138,6 +215,8 @@ class CompressionRecipe(Recipe):
     Starts from untrained weights for `decoder`, or from the `bundle` that an earlier stage made. A
     `method` given beside a bundle replaces that bundle's settings, whose weights it must fit.
 
+    `int8` saves the bundle's matrices in 8 bits, `sources` goes into its model card.
+
     Every step trains all of its ratios. A curriculum is ours: decoders as small as the demo's do not
     learn to read slots when they start at coarse ratios.
     """
@@ -153,6 +232,8 @@ class CompressionRecipe(Recipe):
     ratios: list[int] = [4, 8, 16, 32, 64, 128]
     window: int = Field(default=1024, gt=0)
     curriculum: list[RatioStep] = []
+    int8: bool = False
+    sources: list[SourceConfig] = []
 
     @model_validator(mode="after")
     def _one_start(self) -> CompressionRecipe:
@@ -297,6 +378,23 @@ class PromptTuningRecipe(AdaptationRecipe):
     virtual_tokens: int = Field(default=20, gt=0)
 
 
+class SolvedConfig(_Strict):
+    """Support contexts that gradient descent solves once and a predictor learns from many times.
+
+    The paper draws and solves a new one each time. For decoders small enough that updates can be kept: a
+    context takes contexts x K's x rank x widths of Q/K/V, twice over, in bfloat16.
+
+    Attributes:
+        folder: where they are kept; recipes on one base adapter may share them.
+        contexts: how many.
+        steps: each K that is kept.
+    """
+
+    folder: Path
+    contexts: int = Field(gt=0)
+    steps: list[int] = Field(min_length=1)
+
+
 class UpdatePredictorRecipe(AdaptationRecipe):
     """The predictor of updates, by the gradient's update (eq. 9; RAG-GD) or by the answers (HyperTuning).
 
@@ -308,6 +406,7 @@ class UpdatePredictorRecipe(AdaptationRecipe):
         magnitude_weight: lambda of eq. 9.
         demonstrations: N, in each support context.
         hidden, code: widths of the encoder's layers.
+        solved: contexts to keep and come back to; None draws a new one each time.
     """
 
     stage: Literal["update_predictor"]
@@ -319,10 +418,20 @@ class UpdatePredictorRecipe(AdaptationRecipe):
     demonstrations: int = Field(default=3, gt=0)
     hidden: int = Field(default=256, gt=0)
     code: int = Field(default=64, gt=0)
+    solved: SolvedConfig | None = None
+
+    @model_validator(mode="after")
+    def _solved_for_this(self) -> UpdatePredictorRecipe:
+        if self.solved and self.loss != "matching":
+            raise ValueError("solved contexts are for loss matching: the task loss needs none")
+        if self.solved and self.inner_steps not in self.solved.steps:
+            raise ValueError(f"inner_steps {self.inner_steps} is none of solved.steps {self.solved.steps}")
+        return self
 
 
 AnyRecipe = Annotated[
-    TeacherRecipe
+    PretrainRecipe
+    | TeacherRecipe
     | DistillationRecipe
     | NextTokenRecipe
     | AnswerRecipe
@@ -353,6 +462,12 @@ def load_recipe(path: str | Path) -> AnyRecipe:
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} is not valid YAML: {error}") from None
     return parse_recipe(settings, str(file))
+
+
+def recipe_names(name: str) -> list[str]:
+    """The recipes that a name stands for: itself, or those of a folder (a shipped one, too), in order of file name."""
+    folder = next((f for f in (Path(name), SHIPPED / name) if f.is_dir()), None)
+    return sorted(str(file) for file in folder.glob("*.yaml")) if folder else [name]
 
 
 def parse_recipe(settings: Any, where: str) -> AnyRecipe:

@@ -6,46 +6,72 @@ import json
 import logging
 import os
 import random
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 from ctx_compress_rag.adaptation.training import run_adaptation
 from ctx_compress_rag.backbone import Backbone, load_decoder, lora_config
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
-from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.errors import DataError, TimeUpError
 from ctx_compress_rag.training.data import Example, check_held_out, read_jsonl, world_examples
-from ctx_compress_rag.training.loop import Collate, is_main_process, train
+from ctx_compress_rag.training.held_out import held_out as never_train_on
+from ctx_compress_rag.training.loop import Collate, Probe, is_main_process, train
+from ctx_compress_rag.training.mixing import mix
 from ctx_compress_rag.training.objectives.base import SlotObjective
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
 from ctx_compress_rag.training.objectives.next_token import NextTokenCollator
 from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
 from ctx_compress_rag.training.objectives.reconstruction import ReconstructionCollator, passages_of
+from ctx_compress_rag.training.probe import soft_probe, text_probe
 from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.recipe_data import ProbeConfig
 from ctx_compress_rag.training.recipes import (
     AdaptationRecipe,
+    AnyRecipe,
     CompressionRecipe,
+    DataConfig,
     DistillationRecipe,
     NextTokenRecipe,
+    PretrainRecipe,
     RamRecipe,
     Recipe,
     ReconstructionRecipe,
     TeacherRecipe,
     load_recipe,
 )
+from ctx_compress_rag.training.texts import text_examples
+
+_REPORT_FILE = "training_report.json"
 
 logger = logging.getLogger(__name__)
 
 
-def run_recipe(path: str | Path, resume: bool = True) -> Path:
-    """Run one recipe to its end and return its output folder.
+def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = None) -> Path:
+    """Run one recipe to its end and return its output folder; one that has been is not run again.
 
     Under torchrun each process trains its share of every batch.
+
+    Args:
+        path: a YAML file, or a shipped recipe's name.
+        resume: go on from the last checkpoint, or skip a recipe that is finished; else begin anew.
+        deadline: when to stop, in seconds of `time.monotonic`; stages of adaptation run to their end.
+
+    Raises:
+        TimeUpError: the deadline came first; a checkpoint is saved.
     """
     recipe = load_recipe(path)
+    if resume and _is_finished(recipe):
+        logger.info("%s: finished before, in %s", path, recipe.output)
+        return recipe.output
+    if deadline is not None and time.monotonic() >= deadline:
+        raise TimeUpError(f"{path}: not begun; the same command goes on there")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     torch.manual_seed(recipe.seed)
@@ -54,18 +80,29 @@ def run_recipe(path: str | Path, resume: bool = True) -> Path:
     torch.set_flush_denormal(True)
     recipe.output.mkdir(parents=True, exist_ok=True)
     logger.info("%s: %d steps, seed %d, into %s", path, recipe.optim.steps, recipe.seed, recipe.output)
-    if isinstance(recipe, TeacherRecipe):
-        report = _teacher(recipe, resume)
+    if isinstance(recipe, PretrainRecipe):
+        report = _pretrain(recipe, resume, deadline)
+    elif isinstance(recipe, TeacherRecipe):
+        report = _teacher(recipe, resume, deadline)
     elif isinstance(recipe, AdaptationRecipe):
         report = run_adaptation(recipe, resume)
     else:
-        report = _compression(recipe, resume)
+        report = _compression(recipe, resume, deadline)
     report["recipe"] = recipe.model_dump(mode="json")
     if is_main_process():
-        (recipe.output / "training_report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+        (recipe.output / _REPORT_FILE).write_text(json.dumps(report, indent=1), encoding="utf-8")
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # the next recipe may need what this one's first process has written
     return recipe.output
+
+
+def _is_finished(recipe: AnyRecipe) -> bool:
+    """Whether this very recipe has been run to its end."""
+    file = recipe.output / _REPORT_FILE
+    if not file.exists():
+        return False
+    done = json.loads(file.read_text(encoding="utf-8")).get("recipe")
+    return bool(done == recipe.model_dump(mode="json"))
 
 
 def _device() -> str:
@@ -86,19 +123,80 @@ def load_examples(recipe: Recipe) -> list[Example]:
         ]
         held_out = world_examples("test", 0, 400) + world_examples("dev", 0, 400)
     else:
-        examples = [e for file in data.files for e in read_jsonl(file, data.max_turns)]
-        random.Random(recipe.seed).shuffle(examples)  # files are mixed, as the paper mixes its datasets
+        files = [_without_held_out(read_jsonl(file, data.max_turns), data) for file in data.files]
+        files += [text_examples(text.file, text.words) * text.weight for text in data.texts]
+        for each in files:
+            never_train_on().check(each)
+        if data.mix:
+            examples = mix(files, data.mix, recipe.seed, recipe.optim.batch_size)
+        else:
+            examples = [example for file in files for example in file]
+            random.Random(recipe.seed).shuffle(examples)  # files are mixed, as the paper mixes its datasets
         held_out = []
-    held_out += [e for file in data.held_out for e in read_jsonl(file)]
+    held_out += [e for file in data.held_out for e in read_jsonl(file, unanswerable=True)]
     check_held_out(examples, held_out)
     if not examples:
         raise DataError("the recipe's data holds no examples")
     return examples
 
 
-def _teacher(recipe: TeacherRecipe, resume: bool) -> dict[str, Any]:
+def _without_held_out(examples: list[Example], data: DataConfig) -> list[Example]:
+    if not data.leave_out_held_out:
+        return examples
+    kept = [example for example in examples if not never_train_on().shares(example)]
+    logger.info("%d of %d examples left out: they share with held-out data", len(examples) - len(kept), len(examples))
+    return kept
+
+
+def _pretrain(recipe: PretrainRecipe, resume: bool, deadline: float | None) -> dict[str, Any]:
+    from ctx_compress_rag.training.minilm import minilm_decoder
+    from ctx_compress_rag.training.pretrain import PackedText, collate_windows, token_ids, tokenizer_sample
+    from ctx_compress_rag.training.teacher import AnswerLoss, new_decoder, save_decoder
+    from ctx_compress_rag.training.tokenizer import train_tokenizer
+
+    data, leave_out = recipe.data, recipe.data.leave_out_held_out
+    work = recipe.output / "tokens"  # what is learned and made of the texts before training, kept for a resumed run
+    if recipe.scratch:
+        if resume and (work / "tokenizer.json").exists():
+            tokenizer = AutoTokenizer.from_pretrained(work)
+        else:
+            sample = tokenizer_sample(data.texts, leave_out)
+            tokenizer = train_tokenizer(
+                sample, recipe.scratch.vocab_size, recipe.scratch.config["max_position_embeddings"]
+            )
+            tokenizer.save_pretrained(work)
+        decoder = new_decoder(recipe.scratch.config, tokenizer)
+    elif recipe.minilm:
+        decoder, tokenizer = minilm_decoder(recipe.minilm)
+    else:
+        decoder, tokenizer = load_decoder(recipe.decoder or "", recipe.revision, _device())
+    decoder = decoder.float().requires_grad_(True)
+    work.mkdir(exist_ok=True)
+    rows = [
+        token_ids(text, leave_out, tokenizer, work / f"{number}.npy", resume) for number, text in enumerate(data.texts)
+    ]
+    windows = PackedText(
+        rows,
+        [text.weight for text in data.texts],
+        recipe.window,
+        recipe.optim.steps * recipe.optim.batch_size,
+        recipe.seed,
+    )
+    model = AnswerLoss(decoder, 1.0)
+    report = train(
+        model, windows, collate_windows, recipe.optim, recipe.output, recipe.seed, resume=resume, deadline=deadline
+    )
+    report["text_tokens"] = {str(text.file): len(row) for text, row in zip(data.texts, rows, strict=True)}
+    report["rounds"] = round(len(windows) / windows.per_round, 2)
+    if is_main_process():
+        save_decoder(decoder, tokenizer, recipe.output)
+    return report
+
+
+def _teacher(recipe: TeacherRecipe, resume: bool, deadline: float | None) -> dict[str, Any]:
     from peft import get_peft_model
 
+    from ctx_compress_rag.training.pointers import PointingHeads
     from ctx_compress_rag.training.teacher import AnswerLoss, TextCollator, new_decoder, save_decoder
     from ctx_compress_rag.training.tokenizer import train_tokenizer
 
@@ -112,12 +210,24 @@ def _teacher(recipe: TeacherRecipe, resume: bool) -> dict[str, Any]:
         decoder, tokenizer = load_decoder(recipe.decoder or "", recipe.revision, _device())
         if recipe.tune.mode == "lora":
             decoder = get_peft_model(decoder, lora_config(recipe.tune))
-        else:
-            decoder.requires_grad_(recipe.tune.mode == "full")
+        elif recipe.tune.mode == "full":
+            decoder = decoder.float().requires_grad_(True)  # on a GPU it came in bfloat16, which loses small steps
     builder = PromptBuilder(tokenizer, recipe.data.max_answer_tokens)
-    collate = TextCollator(builder, recipe.data.templates, recipe.data.max_context_tokens, recipe.seed)
-    model = AnswerLoss(decoder, recipe.context_loss_weight)
-    report = train(model, examples, collate, recipe.optim, recipe.output, recipe.seed, resume=resume)
+    data, point = recipe.data, recipe.pointing
+    collate = TextCollator(builder, data.templates, data.max_context_tokens, recipe.seed, point is not None)
+    heads = (PointingHeads(decoder, (point.name_layer, point.copy_layer)), point.weight) if point else None
+    model = AnswerLoss(decoder, recipe.context_loss_weight, heads)
+    report = train(
+        model,
+        examples,
+        collate,
+        recipe.optim,
+        recipe.output,
+        recipe.seed,
+        resume=resume,
+        deadline=deadline,
+        **_probing(recipe, lambda config: text_probe(decoder, tokenizer, config)),
+    )
     if not is_main_process():
         return report
     if recipe.tune.mode == "lora":
@@ -137,7 +247,12 @@ def _tokenizer_texts(recipe: TeacherRecipe, examples: list[Example]) -> Any:
     yield from recipe.data.templates * 200
 
 
-def _compression(recipe: CompressionRecipe, resume: bool) -> dict[str, Any]:
+def _probing(recipe: Recipe, make: Callable[[ProbeConfig], Probe]) -> dict[str, Any]:
+    """The arguments of `train` for a recipe's probe, if it has one."""
+    return {"probe": make(recipe.probe), "probe_every": recipe.probe.every} if recipe.probe else {}
+
+
+def _compression(recipe: CompressionRecipe, resume: bool, deadline: float | None) -> dict[str, Any]:
     examples = load_examples(recipe)
     if isinstance(recipe, ReconstructionRecipe):
         examples = passages_of(examples)
@@ -147,11 +262,22 @@ def _compression(recipe: CompressionRecipe, resume: bool) -> dict[str, Any]:
     def choose_ratios(step: int) -> None:
         objective.ratios = recipe.ratios_at(step)
 
-    report = train(objective, examples, collate, recipe.optim, recipe.output, recipe.seed, choose_ratios, resume)
+    report = train(
+        objective,
+        examples,
+        collate,
+        recipe.optim,
+        recipe.output,
+        recipe.seed,
+        choose_ratios,
+        resume,
+        deadline=deadline,
+        **_probing(recipe, lambda config: soft_probe(bundle, config)),
+    )
     report["recipe"] = recipe.model_dump(mode="json")
     bundle.report = report
     if is_main_process():
-        bundle.save_pretrained(recipe.output / "bundle")
+        bundle.save_pretrained(recipe.output / "bundle", int8=recipe.int8)
     return report
 
 

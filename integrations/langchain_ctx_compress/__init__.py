@@ -9,5 +9,6 @@ with needs("langchain"):
 
 from langchain_ctx_compress.chat_model import ChatCompressedContext
 from langchain_ctx_compress.postprocessor import CompressedContextPostprocessor
+from langchain_ctx_compress.sources import expand_prompt, restore_sources
 
-__all__ = ["ChatCompressedContext", "CompressedContextPostprocessor"]
+__all__ = ["ChatCompressedContext", "CompressedContextPostprocessor", "expand_prompt", "restore_sources"]

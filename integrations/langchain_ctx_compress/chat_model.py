@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from pathlib import Path
 from typing import Any, Literal
 
-from langchain_core.callbacks import CallbackManagerForLLMRun
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams
+from langchain_core.language_models.chat_models import agenerate_from_stream
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
+from ctx_compress_rag.adaptation import Adaptation, AdaptiveDecoder, Demonstration, serving
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import explain
-from ctx_compress_rag.decoders.prompt_tokenizer import chat_text
-from ctx_compress_rag.decoders.transformers import Generation, Sampling, TransformersDecoder
+from ctx_compress_rag.decoders.transformers import Generation, Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.markers import current_scope, scope
 from ctx_compress_rag.stores import SoftContextStore
@@ -32,7 +33,8 @@ class ChatCompressedContext(BaseChatModel):
 
     Markers in the messages are read as the soft contexts they stand for; a prompt without any is read by
     the decoder as it is (the full-text teacher). The decoder runs in this process, one call at a time;
-    async calls run in a thread. It calls no tools and reads no images.
+    async calls run in a thread, and a cancelled one stops it after the token in progress. It calls no tools and
+    reads no images.
 
     `usage_metadata` counts a slot as one token; `response_metadata` has the number of `slots`.
 
@@ -48,12 +50,15 @@ class ChatCompressedContext(BaseChatModel):
             A passage that is no longer stored has neither, and is an error.
         scope: tenant or user whose markers are read; None takes the one of `markers.scope`, or else the store's.
         streaming: make `invoke` stream inside, so that callbacks see every piece.
+        predictor: folder of the update predictor that `adapt` uses.
 
     Each sampling argument can also be given per call: `model.bind(temperature=0.7)`, `model.invoke(x, top_k=5)`.
 
     Raises:
         ConfigError: an argument is unknown or has an impossible value.
         MissingPassageError: at a call, a marker's passage is no longer stored.
+        StoreError: at a call, the store cannot be reached.
+        DecoderMemoryError: at a call, the device has not enough memory for the prompt.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -68,6 +73,10 @@ class ChatCompressedContext(BaseChatModel):
     on_missing: Literal["error", "text"] = "error"
     scope: str | None = None
     streaming: bool = False
+    predictor: str | Path | None = None
+
+    _decoder: AdaptiveDecoder | None = PrivateAttr(None)
+    _adapted: str | None = PrivateAttr(None)
 
     def __init__(self, **kwargs: Any) -> None:
         try:
@@ -98,6 +107,7 @@ class ChatCompressedContext(BaseChatModel):
             "fingerprint": self.store.fingerprint,
             "scope": self.scope or current_scope() or self.store.scope,
             "on_missing": self.on_missing,
+            "adapted": self._adapted,
             **{name: getattr(self, name) for name in _SAMPLING},
         }
 
@@ -106,12 +116,63 @@ class ChatCompressedContext(BaseChatModel):
         params["ls_provider"] = "ctx-compress"
         return params
 
-    @cached_property
-    def decoder(self) -> TransformersDecoder:
+    @property
+    def decoder(self) -> AdaptiveDecoder:
         """The decoder that answers."""
-        if not isinstance(self.store.bundle, Bundle):
-            raise ConfigError(f"bundle {self.model_name!r} has no decoder: open the store with a Bundle")
-        return TransformersDecoder(self.store.bundle, self.store, on_missing=self.on_missing)
+        if self._decoder is None:
+            if not isinstance(self.store.bundle, Bundle):
+                raise ConfigError(f"bundle {self.model_name!r} has no decoder: open the store with a Bundle")
+            self._decoder = AdaptiveDecoder(self.store.bundle, self.store, on_missing=self.on_missing)
+        return self._decoder
+
+    def adapt(
+        self,
+        demonstrations: Sequence[Demonstration],
+        adaptation: Adaptation | str | Path | None = None,
+        ratio: int | None = None,
+    ) -> ChatCompressedContext:
+        """A chat model that answers as the demonstrations do (RAG-GD, paper 003); this one stays as it is.
+
+        All models adapted from one share its weights in memory, and may be used side by side in threads.
+        `ctx_compress_rag.adaptation.generate_together` answers with several of their `decoder`s in one batch.
+
+        Args:
+            demonstrations: solved examples: question, passages, answer.
+            adaptation: a way to adapt, or the folder of an update predictor or a peft adapter; by default the
+                model's own `predictor`.
+            ratio: read the demonstrations' passages as soft contexts of the store, so many source tokens to a
+                slot (missing ones are compressed); None reads them as they are, texts or markers.
+
+        Raises:
+            ConfigError: there are no demonstrations, or no adaptation.
+            BundleError: the folder holds nothing for this model.
+        """
+        chosen = adaptation or self.predictor
+        if chosen is None:
+            raise ConfigError(f"{type(self).__name__} has no predictor: give predictor=, or an adaptation to adapt")
+        with self._in_scope():
+            return self._with_decoder(serving.adapt(self.decoder, demonstrations, chosen, ratio))
+
+    def with_adapter(self, folder: str | Path) -> ChatCompressedContext:
+        """A chat model with a saved peft adapter of this decoder's Q/K/V projections; this one stays as it is.
+
+        Raises:
+            BundleError: the folder holds no adapter for this model.
+        """
+        return self._with_decoder(serving.with_adapter(self.decoder, folder))
+
+    def save_adapter(self, folder: str | Path) -> None:
+        """Write what `adapt` changed as an ordinary peft adapter, which `with_adapter` and other engines load.
+
+        Raises:
+            ConfigError: nothing was changed that an adapter can hold.
+        """
+        serving.save_adapter(self.decoder, folder)
+
+    def _with_decoder(self, decoder: AdaptiveDecoder) -> ChatCompressedContext:
+        other = self.model_copy()
+        other._decoder, other._adapted = decoder, serving.digest(decoder.adapted)
+        return other
 
     def _generate(
         self,
@@ -128,6 +189,18 @@ class ChatCompressedContext(BaseChatModel):
         )
         generation = ChatGeneration(message=message, generation_info={"finish_reason": done.finish_reason})
         return ChatResult(generations=[generation], llm_output={"model_name": self.model_name})
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        # A stream can be stopped, a call in a thread cannot: a cancelled task gives the decoder back.
+        async with aclosing(self._astream(messages, stop, **kwargs)) as chunks:  # type: ignore[type-var]
+            done = await agenerate_from_stream(chunks)
+        return ChatResult(generations=done.generations, llm_output={"model_name": self.model_name})
 
     def _stream(
         self,
@@ -161,7 +234,7 @@ class ChatCompressedContext(BaseChatModel):
         `tools` are not counted: this model calls none.
         """
         with self._in_scope():
-            return self.decoder.count_tokens(chat_text(self.decoder.bundle.tokenizer, to_chat(messages)))
+            return serving.prompt_tokens(self.decoder, to_chat(messages))
 
     def _in_scope(self) -> AbstractContextManager[None]:
         return nullcontext() if self.scope is None else scope(self.scope)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 from langchain_core.callbacks import Callbacks
@@ -12,10 +13,9 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.markers import Marker
-from ctx_compress_rag.postprocess import Mode, OnMissing, check_size, mark
+from ctx_compress_rag.postprocess import Mode, OnMissing, check_size, mark, stored_ids
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.passages import content_id
+from langchain_ctx_compress.sources import restore_sources
 
 
 class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializable[Sequence[Document], list[Document]]):
@@ -38,8 +38,14 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
         ratio: source tokens per slot, a multiple of the bundle's base ratio; None takes the base ratio. In close
             reading, how many times shorter all documents together become, 2 or more; None takes the least that
             the bundle was trained for.
-        token_budget: slots that the compressed documents of one call may take together, at one common ratio,
-            the finest that fits; not together with `ratio`. Documents left as text do not count.
+        token_budget: instead of a ratio, the most tokens that the documents of one call may take together: the
+            sum of `llm.get_num_tokens(document.page_content)` of those returned is never above it, slots and
+            text counted alike. The more relevant a document, the finer its ratio; the best stay text where
+            there is room, and at least 90% of the budget is used where the documents allow it (see
+            `ctx_compress_rag.budget.allot`). Template, question and separators come on top.
+        score_key: with a budget, where documents' metadata say how relevant they are (rerankers write
+            "relevance_score"): higher is more, and documents without a number come last. Where no document has
+            one, they are in order, best first, as retrievers return them.
         on_missing: what to do with a document that is not in the store: "compress" and store it, raise an
             "error", or leave it as "text".
         scope: tenant or user the markers belong to; None takes the one of `markers.scope`, or else the store's.
@@ -55,6 +61,7 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
     store: SoftContextStore = Field(exclude=True, repr=False)
     ratio: int | None = None
     token_budget: int | None = None
+    score_key: str = "relevance_score"
     on_missing: OnMissing = "compress"
     scope: str | None = None
     mode: Mode = "soft"
@@ -79,15 +86,17 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
         Raises:
             ConfigError: close reading without a query.
             MissingPassageError: a document is not stored and `on_missing` is "error".
-            RatioError: there are more documents than slots in `token_budget`.
+            RatioError: the documents do not fit into `token_budget` at any ratio.
         """
         done = self.restore_sources(documents)  # a marker from an earlier step is sized anew
+        texts = [document.page_content for document in done]
         markers = mark(
             self.store,
-            [document.page_content for document in done],
-            self._names(done),
+            texts,
+            stored_ids(self.store, texts, [document.id for document in done]),
             ratio=self.ratio,
             token_budget=self.token_budget,
+            scores=self._scores(done),
             on_missing=self.on_missing,
             scope=self.scope,
             mode=self.mode,
@@ -111,36 +120,9 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
         return list(await self.acompress_documents(documents, ""))
 
     def restore_sources(self, documents: Sequence[Document]) -> list[Document]:
-        """Copies of the documents, with the passages' texts in place of markers: for citations, after the answer.
+        """`restore_sources` of this package with the postprocessor's own store and scope; raises as it does."""
+        return restore_sources(documents, self.store, self.scope)
 
-        Only a document with markers of this key and scope is changed; restoring twice is the same as once.
-
-        Raises:
-            MissingPassageError: the passage was deleted since, or, after close reading, the store has since kept
-                so many slots for other questions that those of this one are gone.
-        """
-        copies = [document.model_copy(deep=True) for document in documents]
-        split = [self.store.split(document.page_content, self.scope) for document in copies]
-        markers = [part for parts in split for part in parts if isinstance(part, Marker)]
-        texts = iter(self.store.text_of(markers) if markers else [])
-        for document, parts in zip(copies, split, strict=True):
-            document.page_content = "".join(next(texts) if isinstance(part, Marker) else part for part in parts)
-        return copies
-
-    def _names(self, documents: Sequence[Document]) -> list[str]:
-        """Each document's id in the store: its own, or that of its text where only that one is known."""
-        by_text = [content_id(document.page_content) for document in documents]
-        # An id that two different texts share can only stand for the first of them.
-        first: dict[str, str] = {}
-        names = [document.id or name for document, name in zip(documents, by_text, strict=True)]
-        names = [
-            name if first.setdefault(name, text) == text else text for name, text in zip(names, by_text, strict=True)
-        ]
-        places = [place for place, document in enumerate(documents) if document.page_content.strip()]
-        texts = [documents[place].page_content for place in places]
-        under_own = self.store.has(texts, [names[place] for place in places])
-        under_text = under_own if all(under_own) else self.store.has(texts)
-        for place, own, other in zip(places, under_own, under_text, strict=True):
-            if other and not own:
-                names[place] = by_text[place]
-        return names
+    def _scores(self, documents: Sequence[Document]) -> list[float | None]:
+        found = [document.metadata.get(self.score_key) for document in documents]
+        return [float(score) if isinstance(score, Real) else None for score in found]  # numpy's are Reals too

@@ -17,7 +17,7 @@ from ctx_compress_rag.compressors.ram import RamCompressor, relevance, segment_m
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.segments import Segments, layout, shown, slots_of_runs
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.training.data import Example
+from ctx_compress_rag.training.data import Example, Turn
 from ctx_compress_rag.training.objectives.base import SlotObjective, SlotRows
 from ctx_compress_rag.training.prompts import PASSAGE_SEPARATOR, PromptBuilder, draw_template
 
@@ -31,7 +31,7 @@ class RamRow:
         template: of its prompt.
         passages: which of the batch's passages the prompt has, in order.
         question: the question's token ids.
-        positives: for each segment of these passages, whether it holds an answer.
+        positives: for each segment of these passages, whether it is one that the question needs.
     """
 
     example: Example
@@ -85,7 +85,7 @@ class RamLoss(SlotObjective):
             own = [passages[p] for p in row.passages]
             places = [i for p in row.passages for i in range(first[p], first[p + 1])]
             ratio = self.ratios[int(torch.randint(len(self.ratios), ()))]
-            kept = self.ram.choose(question, means[places], int(counts[places].sum()), ratio)
+            kept = self.ram.choose(question, means[places], counts[places], ratio)
             skimmed = [place for place, stays in zip(places, kept, strict=True) if not stays]
             vectors = self.ram.condense(hidden[skimmed], mask[skimmed], question)
             layouts = layout(own, kept)
@@ -106,7 +106,7 @@ class RamLoss(SlotObjective):
         return segment_means(self.ram.read(ids, mask), mask)
 
     def _contrast(self, question: Tensor, segments: Tensor, positives: Sequence[bool]) -> Tensor:
-        """L_con of a question (eq. 8); 0 where no segment holds an answer."""
+        """L_con of a question (eq. 8); 0 where no segment is positive."""
         log_p = (relevance(question, segments) / self.temperature).log_softmax(0)
         positive = torch.tensor(positives, device=log_p.device)
         return -log_p[positive].sum() / max(1, int(positive.sum()))
@@ -124,15 +124,16 @@ class RamLoss(SlotObjective):
 class RamCollator:
     """Examples -> the arguments of `RamLoss`: each question a prompt of its own, for its context depends on it.
 
-    Positives are the segments that hold an accepted answer, word by word. The paper takes the datasets'
-    marked positions, or a large model's judgement; a question whose answer is nowhere in the text has none,
-    and no contrastive term. Neither has one whose answer is yes or no: the words are found, the answer is not.
+    Positives are the segments that hold a part of the question's `evidence`: the positions that a dataset marks,
+    or a large model, as in the paper. Of a question without it they are those that hold an accepted answer, word
+    by word; one whose answer is nowhere in the text has none, and no contrastive term. Neither has one whose
+    answer is yes or no: the words are found, the answer is not. A context that is cut may lose its evidence.
 
     Args:
         builder: renders prompts.
         segment_tokens: tokens in a segment.
         templates: prompt templates, one drawn for each question.
-        max_context_tokens: longest context of an example, shared evenly by its passages.
+        max_context_tokens: longest context of an example, shared by its passages (see `prompts.shares`).
         seed: of the draws.
     """
 
@@ -161,7 +162,7 @@ class RamCollator:
                         draw_template(self.templates, alone, self.seed),
                         [list(passages).index(text) for text in texts],
                         self._question_ids(turn.question),
-                        [flag for text in texts for flag in passages[text].holding(_spans(turn.answers))],
+                        [flag for text in texts for flag in _positives(passages[text], turn)],
                     )
                 )
         return {"passages": list(passages.values()), "rows": rows}
@@ -173,6 +174,8 @@ class RamCollator:
         return ids
 
 
-def _spans(answers: Sequence[str]) -> list[str]:
-    """The answers that a text can hold."""
-    return [answer for answer in answers if answer.strip().lower() not in ("yes", "no")]
+def _positives(passage: Segments, turn: Turn) -> list[bool]:
+    """Which of the passage's segments the question needs."""
+    if turn.evidence:
+        return passage.quoted(turn.evidence)
+    return passage.holding([answer for answer in turn.answers if answer.strip().lower() not in ("yes", "no")])

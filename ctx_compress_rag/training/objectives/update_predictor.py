@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, Row
 from ctx_compress_rag.adaptation.methods import PredictedUpdate
 from ctx_compress_rag.adaptation.predictor import pooled_states
+from ctx_compress_rag.adaptation.solved import SolvedContexts
 from ctx_compress_rag.adaptation.updates import answer_losses, matching_loss, sgd
 
 Contexts = list[list[Row]]
@@ -35,6 +36,27 @@ class MatchingObjective(nn.Module):
         target = sgd(decoder, contexts, update.base, config.inner_steps, config.inner_learning_rate).change()
         predicted = self.predictor(pooled_states(decoder, contexts, update.base))
         return {"loss": matching_loss(predicted, target, self.magnitude_weight).mean()}
+
+
+class SolvedMatchingObjective(nn.Module):
+    """Eq. 9 against updates that were computed before, mean over contexts.
+
+    Args:
+        update: holds the predictor to train.
+        solved: the contexts.
+        magnitude_weight: lambda of eq. 9.
+    """
+
+    def __init__(self, update: PredictedUpdate, solved: SolvedContexts, magnitude_weight: float) -> None:
+        super().__init__()
+        self._solved = solved
+        self.predictor = update.predictor
+        self.magnitude_weight = magnitude_weight
+
+    def forward(self, indices: Tensor) -> dict[str, Tensor]:
+        """The loss of the contexts with these numbers."""
+        pooled, target = self._solved.rows(indices.to(self._solved.pooled.device))
+        return {"loss": matching_loss(self.predictor(pooled), target, self.magnitude_weight).mean()}
 
 
 class TaskObjective(nn.Module):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from llama_index.core.base.llms.types import (
@@ -23,9 +25,11 @@ from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM
 
+from ctx_compress_rag.adaptation import Adaptation, Adapted, AdaptiveDecoder, Demonstration, serving
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.decoders.transformers import Generation, Message, Sampling, TransformersDecoder
+from ctx_compress_rag.decoders.transformers import Generation, Message, Sampling
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.markers import scope as in_scope
 from ctx_compress_rag.stores import SoftContextStore
 from llama_index.llms.ctx_compress.streams import in_thread
 
@@ -36,7 +40,7 @@ _ROLES = {
 }
 
 Prompt = str | list[Message]
-Pieces = Iterator[str | Generation]
+Pieces = Generator[str | Generation, None, None]
 
 
 class CompressedContextLLM(LLM):
@@ -45,7 +49,8 @@ class CompressedContextLLM(LLM):
     Where the tokenizer has a chat template this is a chat model, and a completion prompt becomes one user
     message unless it is `formatted`. Where it has none, `messages_to_prompt` and `completion_to_prompt` make
     plain prompts. Prompts without markers are answered by the bundle's full-text decoder. The async methods
-    run in threads: the event loop goes on.
+    run in threads: the event loop goes on. A cancelled task, or a stream that is left early, stops the decoder
+    after the token in progress.
 
     The sampling fields may also be given to each call: `llm.complete(prompt, max_tokens=10, stop=["END"])`.
 
@@ -58,10 +63,15 @@ class CompressedContextLLM(LLM):
         stop: an answer ends before any of these strings.
         seed: makes sampling repeatable.
         on_missing: where a marker's slots cannot be read: raise an "error", or read the passage's "text".
+        scope: tenant or user whose markers are read; by default the one of `ctx_compress_rag.markers.scope`, or
+            else the store's.
+        predictor: folder of the update predictor that `adapt` uses.
 
     Raises:
         ConfigError: a call has an unknown argument, or a message holds something other than text.
-        MissingPassageError: a marker's passage was deleted or its text changed.
+        MissingPassageError: at a call, a marker's passage was deleted or its text changed.
+        StoreError: at a call, the store cannot be reached.
+        DecoderMemoryError: at a call, the device has not enough memory for the prompt.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -74,14 +84,16 @@ class CompressedContextLLM(LLM):
     stop: list[str] = Field(default_factory=list)
     seed: int | None = None
     on_missing: Literal["error", "text"] = "error"
+    scope: str | None = None
+    predictor: str | Path | None = None
 
-    _decoder: TransformersDecoder = PrivateAttr()
+    _decoder: AdaptiveDecoder = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
         """Open the decoder, and refuse impossible sampling settings."""
         super().model_post_init(context)
         self._sampling({})
-        self._decoder = TransformersDecoder(self._bundle, self.store, on_missing=self.on_missing)
+        self._decoder = AdaptiveDecoder(self._bundle, self.store, on_missing=self.on_missing)
 
     @classmethod
     def class_name(cls) -> str:
@@ -90,11 +102,11 @@ class CompressedContextLLM(LLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Sizes and name of the decoder."""
+        """Sizes and name of the decoder. The window is what an adaptation leaves of it."""
         bundle = self._bundle
         config = bundle.backbone.model.config.get_text_config()
         return LLMMetadata(
-            context_window=getattr(config, "max_position_embeddings", DEFAULT_CONTEXT_WINDOW),
+            context_window=getattr(config, "max_position_embeddings", DEFAULT_CONTEXT_WINDOW) - self._taken,
             num_output=self.max_tokens,
             is_chat_model=self._templated,
             model_name=bundle.config.decoder or bundle.config.name,
@@ -113,12 +125,12 @@ class CompressedContextLLM(LLM):
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Answer a prompt in a thread."""
-        return _completion(await asyncio.to_thread(self._generate, self._from_text(prompt, formatted), kwargs))
+        return _completion(await self._agenerate(self._from_text(prompt, formatted), kwargs))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation in a thread."""
-        return _chat(_completion(await asyncio.to_thread(self._generate, self._from_messages(messages), kwargs)))
+        return _chat(_completion(await self._agenerate(self._from_messages(messages), kwargs)))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
@@ -133,14 +145,75 @@ class CompressedContextLLM(LLM):
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """`stream_complete` in a thread."""
-        pieces = await asyncio.to_thread(self._stream, self._from_text(prompt, formatted), kwargs)
-        return in_thread(_completions(pieces))
+        return in_thread(_completions(await self._astream(self._from_text(prompt, formatted), kwargs)))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """`stream_chat` in a thread."""
-        pieces = await asyncio.to_thread(self._stream, self._from_messages(messages), kwargs)
-        return in_thread(_chats(pieces))
+        return in_thread(_chats(await self._astream(self._from_messages(messages), kwargs)))
+
+    @property
+    def decoder(self) -> AdaptiveDecoder:
+        """The decoder that answers."""
+        return self._decoder
+
+    def adapt(
+        self,
+        demonstrations: Sequence[Demonstration],
+        adaptation: Adaptation | str | Path | None = None,
+        ratio: int | None = None,
+    ) -> CompressedContextLLM:
+        """An LLM that answers as the demonstrations do (RAG-GD, paper 003); this one stays as it is.
+
+        All LLMs adapted from one share its weights in memory, and may be used side by side in threads.
+        `ctx_compress_rag.adaptation.generate_together` answers with several of their `decoder`s in one batch.
+
+        Args:
+            demonstrations: solved examples: question, passages, answer.
+            adaptation: a way to adapt, or the folder of an update predictor or a peft adapter; by default the
+                LLM's own `predictor`.
+            ratio: read the demonstrations' passages as soft contexts of the store, so many source tokens to a
+                slot (missing ones are compressed); None reads them as they are, texts or markers.
+
+        Raises:
+            ConfigError: there are no demonstrations, or no adaptation.
+            BundleError: the folder holds nothing for this decoder.
+        """
+        chosen = adaptation or self.predictor
+        if chosen is None:
+            raise ConfigError(f"{type(self).__name__} has no predictor: give predictor=, or an adaptation to adapt")
+        with self._in_scope():
+            return self._with_decoder(serving.adapt(self._decoder, demonstrations, chosen, ratio))
+
+    def with_adapter(self, folder: str | Path) -> CompressedContextLLM:
+        """An LLM with a saved peft adapter of this decoder's Q/K/V projections; this one stays as it is.
+
+        Raises:
+            BundleError: the folder holds no adapter for this decoder.
+        """
+        return self._with_decoder(serving.with_adapter(self._decoder, folder))
+
+    def save_adapter(self, folder: str | Path) -> None:
+        """Write what `adapt` changed as an ordinary peft adapter, which `with_adapter` and other engines load.
+
+        Raises:
+            ConfigError: nothing was changed that an adapter can hold.
+        """
+        serving.save_adapter(self._decoder, folder)
+
+    def _with_decoder(self, decoder: AdaptiveDecoder) -> CompressedContextLLM:
+        other = self.model_copy()
+        other._decoder = decoder
+        return other
+
+    @property
+    def _taken(self) -> int:
+        """Positions that an adaptation puts before every prompt."""
+        adapted, chat = self._decoder.adapted, [{"role": "user", "content": "?"}]
+        if not adapted.shots and adapted.prefix is None:
+            return 0
+        plain = self._decoder.with_adapted(Adapted())
+        return serving.prompt_tokens(self._decoder, chat) - serving.prompt_tokens(plain, chat)
 
     @property
     def _bundle(self) -> Bundle:
@@ -179,11 +252,25 @@ class CompressedContextLLM(LLM):
             max_new_tokens=chosen.pop("max_tokens"), stop=(stop,) if isinstance(stop, str) else tuple(stop), **chosen
         )
 
+    def _in_scope(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.scope is None else in_scope(self.scope)
+
     def _generate(self, prompt: Prompt, given: dict[str, Any]) -> Generation:
-        return self._decoder.generate([prompt], self._sampling(given))[0]
+        with self._in_scope():
+            return self._decoder.generate([prompt], self._sampling(given))[0]
 
     def _stream(self, prompt: Prompt, given: dict[str, Any]) -> Pieces:
-        return self._decoder.stream(prompt, self._sampling(given))
+        with self._in_scope():  # the prompt is read before this returns, none of it during iteration
+            return cast(Pieces, self._decoder.stream(prompt, self._sampling(given)))
+
+    async def _astream(self, prompt: Prompt, given: dict[str, Any]) -> Pieces:
+        return await asyncio.to_thread(self._stream, prompt, given)
+
+    async def _agenerate(self, prompt: Prompt, given: dict[str, Any]) -> Generation:
+        # A stream can be stopped, a call in a thread cannot: whoever is cancelled gives the decoder back.
+        async with aclosing(in_thread(await self._astream(prompt, given))) as pieces:
+            *_, done = [piece async for piece in pieces]
+        return cast(Generation, done)
 
 
 def _completions(pieces: Pieces) -> CompletionResponseGen:

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import cast
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoders.transformers import TransformersDecoder
+from ctx_compress_rag.markers import scope as in_scope
 from ctx_compress_rag.stores import SoftContextStore
 
 
-def marker_tokenizer(store: SoftContextStore) -> Callable[[str], list[int]]:
+def marker_tokenizer(store: SoftContextStore, scope: str | None = None) -> Callable[[str], list[int]]:
     """The decoder's tokenizer with one id for each slot of a marker, for `Settings.tokenizer`.
 
     Without it LlamaIndex counts a marker's letters, with another model's tokenizer, when it packs a
-    prompt. Keep a passage's slots below the chunk size that is left for context: LlamaIndex cuts what is
-    longer, and half a marker is only text.
+    prompt. Keep a passage's slots below the chunk size that is left for context (and that of a
+    `CitationQueryEngine`): LlamaIndex cuts what is longer, and half a marker is only text.
+
+    Args:
+        store: where the soft contexts are.
+        scope: tenant or user whose markers count as slots; by default the one of
+            `ctx_compress_rag.markers.scope`, or else the store's.
     """
-    return TransformersDecoder(cast(Bundle, store.bundle), store).token_ids
+    decoder = TransformersDecoder(cast(Bundle, store.bundle), store)
+
+    def tokenize(text: str) -> list[int]:
+        with nullcontext() if scope is None else in_scope(scope):
+            return decoder.token_ids(text)
+
+    return tokenize

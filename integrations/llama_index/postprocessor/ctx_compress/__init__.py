@@ -4,7 +4,14 @@ from ctx_compress_rag.extras import needs
 
 with needs("llama-index"):
     from llama_index.postprocessor.ctx_compress.base import CompressedContextPostprocessor
+    from llama_index.postprocessor.ctx_compress.ingestion import CompressSoftContext
     from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode
     from llama_index.postprocessor.ctx_compress.sources import expand_prompt, restore_sources
 
-__all__ = ["CompressedContextPostprocessor", "CompressedTextNode", "expand_prompt", "restore_sources"]
+__all__ = [
+    "CompressSoftContext",
+    "CompressedContextPostprocessor",
+    "CompressedTextNode",
+    "expand_prompt",
+    "restore_sources",
+]

@@ -9,18 +9,19 @@ from llama_index.core.callbacks import CallbackManager
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 
-from ctx_compress_rag.postprocess import Mode, OnMissing, check_size, mark
+from ctx_compress_rag.postprocess import Mode, OnMissing, check_size, mark, stored_ids
 from ctx_compress_rag.stores import SoftContextStore
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text
+from llama_index.postprocessor.ctx_compress.sources import restore_sources
 
 
 class CompressedContextPostprocessor(BaseNodePostprocessor):
     """Puts the markers of stored soft contexts in the place of retrieved texts, for `CompressedContextLLM`.
 
-    Goes after the retriever, last among the postprocessors. Passages are known to the store by their node
-    ids. The nodes given are never changed; the new ones keep ids, scores, metadata and relationships, and by
-    default show the marker to the LLM alone (see `CompressedTextNode`). Nodes with images, sound or video,
-    and blank ones, pass through as they are. Works in threads and in an event loop.
+    Goes after the retriever, last among the postprocessors. A passage is looked up in the store by its node's
+    id, then by its text. The nodes given are never changed; the new ones keep ids, scores, metadata and
+    relationships, and by default show the marker to the LLM alone (see `CompressedTextNode`). Nodes with images,
+    sound or video, and blank ones, pass through as they are. Works in threads and in an event loop.
 
     With `mode="close_reading"` (RAM bundles) a node keeps the segments that the question needs as text, and
     markers stand for the rest. The LLM must be given the same store.
@@ -30,7 +31,11 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         ratio: source tokens per slot, a multiple of the bundle's base ratio, which is the default. In close
             reading, how many times shorter all passages together become, 2 or more; by default the least that
             the bundle was trained for.
-        token_budget: instead of a ratio, the most slots that all passages of a question may take together.
+        token_budget: instead of a ratio, the most tokens that all passages of a question may take together,
+            slots and text counted alike, as `marker_tokenizer` counts them. The higher a node's score, the finer
+            its ratio; the best stay text where there is room, and at least 90% of the budget is used where the
+            passages allow it (see `ctx_compress_rag.budget.allot`). Nodes without a score come last; if none has
+            one, they are in order, best first. Metadata, template and question come on top.
         on_missing: what to do with a passage that the store does not have: "compress" and store it, raise
             an "error", or send its "text".
         scope: tenant or user that the markers belong to; by default the one of
@@ -43,9 +48,10 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
     Raises:
         ConfigError: both a ratio and a budget are given, the budget is below 1, or the mode is not the
             bundle's; or, with nodes, close reading without a query.
-        RatioError: the ratio cannot be made from the store's base ratio; or, with nodes, there are more
-            passages than slots in the budget.
+        RatioError: the ratio cannot be made from the store's base ratio; or, with nodes, the passages do not fit
+            into the budget at any ratio.
         MissingPassageError: with nodes and on_missing="error", a passage is not stored with this text.
+        StoreError: with nodes, the store cannot be reached.
     """
 
     store: SoftContextStore = Field(exclude=True, repr=False)
@@ -90,13 +96,16 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         """The nodes with markers. The async form of the base class runs this in a thread."""
+        nodes = restore_sources(nodes, self.store, self.scope)  # a marker from an earlier step is sized anew
         read = {place: own_text(scored.node) for place, scored in enumerate(nodes) if is_text(scored.node)}
+        texts = list(read.values())
         marked = mark(
             self.store,
-            list(read.values()),
-            [nodes[place].node.node_id for place in read],
+            texts,
+            stored_ids(self.store, texts, [nodes[place].node.node_id for place in read]),
             ratio=self.ratio,
             token_budget=self.token_budget,
+            scores=[nodes[place].score for place in read],
             on_missing=self.on_missing,
             scope=self.scope,
             mode=self.mode,
@@ -112,7 +121,7 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
 
     def _with_marker(self, node: BaseNode, marker: str) -> BaseNode:
         if not self.replace_text:
-            return CompressedTextNode.of(node.original if isinstance(node, CompressedTextNode) else node, marker)
+            return CompressedTextNode.of(node, marker)
         copied = node.model_copy(update={"metadata": dict(node.metadata)})
         copied.set_content(marker)
         return copied

@@ -1,0 +1,118 @@
+"""What an application's LLM class needs to adapt: saved adaptations, stored passages, counting and caching."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from ctx_compress_rag.adaptation.adapter import Adapter
+from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDecoder
+from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
+from ctx_compress_rag.adaptation.methods import BaseAdapter, PredictedUpdate, PromptTuning
+from ctx_compress_rag.decoders.prompt_tokenizer import chat_text
+from ctx_compress_rag.errors import BundleError, ConfigError
+
+_PEFT_CONFIG = "adapter_config.json"
+
+
+def adapt(
+    decoder: AdaptiveDecoder,
+    demonstrations: Sequence[Demonstration],
+    adaptation: Adaptation | str | Path,
+    ratio: int | None = None,
+) -> AdaptiveDecoder:
+    """A decoder adapted to demonstrations; the one given stays as it is, and both share their weights.
+
+    Args:
+        decoder: what to adapt.
+        demonstrations: solved examples. Their passages are texts, or markers.
+        adaptation: how, or the folder of one that was saved: see `load_adaptation`.
+        ratio: read the passages as soft contexts of the decoder's store, so many source tokens to a slot;
+            missing ones are compressed and stored. None reads the passages as they are given.
+
+    Raises:
+        ConfigError: there are no demonstrations, one cannot be read, or there is no store for a ratio.
+        BundleError: the folder holds nothing for this decoder.
+        RatioError: the ratio cannot be made from what is stored.
+    """
+    if ratio is not None:
+        if decoder.store is None:
+            raise ConfigError(f"ratio={ratio} needs a store with the passages: give the decoder one")
+        demonstrations = [demonstration.marked(decoder.store, ratio) for demonstration in demonstrations]
+    if not isinstance(adaptation, Adaptation):
+        adaptation = load_adaptation(adaptation, decoder)
+    return decoder.adapt(demonstrations, adaptation)
+
+
+def with_adapter(decoder: AdaptiveDecoder, folder: str | Path) -> AdaptiveDecoder:
+    """The decoder with a saved peft adapter in place of whatever it was adapted by.
+
+    Raises:
+        BundleError: the folder holds no peft adapter for this decoder.
+    """
+    return decoder.with_adapted(_saved_adapter(Path(folder), decoder).adapt(decoder, ()))
+
+
+def load_adaptation(folder: str | Path, decoder: AdaptiveDecoder) -> Adaptation:
+    """What was saved in a folder: an update predictor, a LoRA adapter or a soft prefix, the latter two of peft's form.
+
+    Raises:
+        BundleError: the folder holds none of them, or one for another decoder.
+    """
+    folder = Path(folder)
+    if (folder / _PEFT_CONFIG).exists():
+        return _saved_adapter(folder, decoder)
+    return PredictedUpdate.from_pretrained(folder, decoder)
+
+
+def _saved_adapter(folder: Path, decoder: AdaptiveDecoder) -> BaseAdapter | PromptTuning:
+    try:
+        kind = json.loads((folder / _PEFT_CONFIG).read_text(encoding="utf-8")).get("peft_type")
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{str(folder)!r} is no peft adapter folder ({error})") from error
+    if kind == "PROMPT_TUNING":
+        return PromptTuning.from_pretrained(folder, decoder)
+    return BaseAdapter(Adapter.from_pretrained(folder, decoder.bundle.backbone.model))
+
+
+def save_adapter(decoder: AdaptiveDecoder, folder: str | Path) -> None:
+    """Write what an adapted decoder was changed by as an ordinary peft adapter.
+
+    Raises:
+        ConfigError: it is not adapted, or by demonstrations in its prompt, which no adapter can hold.
+    """
+    adapted, name = decoder.adapted, decoder.bundle.config.decoder
+    if adapted.shots or (adapted.adapter is None and adapted.prefix is None):
+        what = "demonstrations in its prompt" if adapted.shots else "nothing"
+        raise ConfigError(f"this decoder is adapted by {what}: there is no adapter to save")
+    if adapted.adapter is not None:
+        adapted.adapter.save_pretrained(folder, name)
+    if adapted.prefix is not None:
+        PromptTuning(adapted.prefix).save_pretrained(folder, name)
+
+
+def prompt_tokens(decoder: AdaptiveDecoder, chat: Sequence[Mapping[str, str]]) -> int:
+    """Positions that a chat takes in the decoder: template, slots, and what an adaptation puts before it."""
+    adapted = decoder.adapted
+    text = chat_text(decoder.bundle.tokenizer, [*shots(adapted.shots), *chat])
+    return decoder.count_tokens(text) + (0 if adapted.prefix is None else len(adapted.prefix))
+
+
+def digest(adapted: Adapted) -> str | None:
+    """16 hex digits that tell what a decoder was changed by, for cache keys; None where nothing is changed."""
+    if adapted.adapter is None and adapted.prefix is None and not adapted.shots:
+        return None
+    found = hashlib.sha256(json.dumps([[d.question, d.passages, d.answer] for d in adapted.shots]).encode())
+    tensors = {} if adapted.prefix is None else {"prefix": adapted.prefix}
+    if adapted.adapter is not None:
+        found.update(str(adapted.adapter.scale).encode())
+        for side, factors in (("a", adapted.adapter.a), ("b", adapted.adapter.b)):
+            tensors |= {f"{side} {name}": factor for name, factor in factors.items()}
+    for name in sorted(tensors):
+        found.update(f"{name} {tuple(tensors[name].shape)}".encode())
+        found.update(tensors[name].detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]

@@ -1,0 +1,258 @@
+"""How far a decoder answers from soft context as it does from full text: on any questions, without known answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.decoders.splice import Piece, splice
+from ctx_compress_rag.decoders.transformers import Generation, Message, Sampling, TransformersDecoder
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.evaluation.harness import NONE, SOFT, prompt_of
+from ctx_compress_rag.evaluation.metrics import normalize_answer, standard_error, token_f1
+from ctx_compress_rag.evaluation.plots import Curve, plot_scores
+from ctx_compress_rag.postprocess import mark, mode_of
+from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.training.objectives.base import predict
+from ctx_compress_rag.training.prompts import TEMPLATES
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question and the passages retrieved for it.
+
+    `ids` are the passages' ids in the store; None takes hashes of their texts.
+    """
+
+    question: str
+    passages: tuple[str, ...]
+    ids: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Two answers to one question: from the passages' full text, and from less.
+
+    Attributes:
+        question: the question.
+        ratio: source tokens per slot; None where the decoder was given no context at all.
+        full_text: the answer from full text.
+        answer: the answer from soft context, or from none.
+        f1: token F1 of `answer` against `full_text`, 0 to 1.
+        kl: KL(full text || less) in nats: of the distributions over the next token along the answer from full
+            text and its end token, the mean over those tokens. 0 where the decoder would say the same with the
+            same certainty. It sees what `f1` does not: an answer that only just stayed the same.
+        prompt_tokens: length of the prompt, a slot counting as one.
+        full_text_tokens: length of the full-text prompt.
+    """
+
+    question: str
+    ratio: int | None
+    full_text: str
+    answer: str
+    f1: float
+    kl: float
+    prompt_tokens: int
+    full_text_tokens: int
+
+    @property
+    def same(self) -> bool:
+        """Whether the two answers are the same but for case, punctuation and articles."""
+        return normalize_answer(self.answer) == normalize_answer(self.full_text)
+
+
+@torch.inference_mode()
+def agreement(
+    store: SoftContextStore,
+    asked: Sequence[Asked],
+    ratios: Sequence[int] | None = None,
+    *,
+    template: str = TEMPLATES[0],
+    max_new_tokens: int = 32,
+    batch_size: int = 8,
+    progress: bool = True,
+) -> list[Agreement]:
+    """Answer each question from full text, from soft context at each ratio, and from nothing; compare with full text.
+
+    Both answers are greedy. Soft contexts take the way they take in use: through the store, its codec, markers
+    and the splice; passages that are not stored are compressed and stored. What the decoder answers without
+    context shows what the figures are where nothing was read.
+
+    This says what compression changes, not what is right: a decoder that errs alike from text and from slots
+    agrees with itself.
+
+    Args:
+        store: where the soft contexts are; its bundle answers.
+        asked: the questions.
+        ratios: source tokens per slot; None takes all that the bundle was trained for and the store can serve.
+        template: the prompt, see `training.prompts`.
+        max_new_tokens: longest answer.
+        batch_size: questions per forward pass.
+        progress: show a progress bar.
+
+    Returns: ratio by ratio and, last, without context (ratio None): one for each question, in order.
+
+    Raises:
+        ConfigError: the store's bundle has no decoder, or a question's full text is longer than its window.
+        RatioError: a ratio cannot be made from what is stored.
+    """
+    bundle = store.bundle
+    if not isinstance(bundle, Bundle):
+        raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
+    decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
+    sampling = Sampling(max_new_tokens=max_new_tokens)
+    wanted = [*(_served(bundle, store.base_ratio) if ratios is None else ratios), None]
+    found: dict[int | None, list[Agreement]] = {ratio: [] for ratio in wanted}
+    with tqdm(total=len(asked), desc="comparing answers", unit="question", disable=not progress) as bar:
+        for start in range(0, len(asked), batch_size):
+            batch = asked[start : start + batch_size]
+            chats = [prompt_of(template, each.passages, each.question) for each in batch]
+            full = decoder.generate(chats, sampling)
+            answers = [_answer_ids(bundle, generation) for generation in full]
+            expected = _log_probs(decoder, chats, answers)
+            for ratio in wanted:
+                chats = [prompt_of(template, _given(store, each, ratio), each.question) for each in batch]
+                less = decoder.generate(chats, sampling)
+                losses = zip(expected, _log_probs(decoder, chats, answers), strict=True)
+                found[ratio] += [
+                    Agreement(
+                        question=each.question,
+                        ratio=ratio,
+                        full_text=text.text.strip(),
+                        answer=other.text.strip(),
+                        f1=token_f1(other.text, [text.text]),
+                        kl=float((p.exp() * (p - q)).sum(dim=-1).mean()),
+                        prompt_tokens=other.prompt_tokens,
+                        full_text_tokens=text.prompt_tokens,
+                    )
+                    for each, text, other, (p, q) in zip(batch, full, less, losses, strict=True)
+                ]
+            bar.update(len(batch))
+    return [each for ratio in wanted for each in found[ratio]]
+
+
+def _served(bundle: Bundle, stored: int) -> list[int]:
+    """The ratios that a bundle was trained for and a store with slots at ratio `stored` can serve."""
+    if mode_of(bundle) == "close_reading":
+        return list(bundle.config.ratios)
+    if not bundle.compressor.nestable:
+        return [stored]
+    return [ratio for ratio in bundle.config.ratios if ratio % stored == 0]
+
+
+def _given(store: SoftContextStore, asked: Asked, ratio: int | None) -> list[str]:
+    """The markers that stand for a question's passages; without a ratio, nothing."""
+    if ratio is None:
+        return []
+    mode = mode_of(store.bundle)
+    return mark(store, asked.passages, asked.ids, ratio=ratio, mode=mode, question=asked.question)
+
+
+def _answer_ids(bundle: Bundle, generation: Generation) -> Tensor:
+    """The answer's tokens, with the end token unless it was cut off: (tokens,), at least one."""
+    ids: list[int] = bundle.tokenizer(generation.text, add_special_tokens=False, verbose=False)["input_ids"]
+    if generation.finish_reason == "stop" or not ids:
+        ids.append(bundle.tokenizer.eos_token_id)
+    return torch.tensor(ids)
+
+
+def _log_probs(
+    decoder: TransformersDecoder, chats: Sequence[Sequence[Message]], answers: Sequence[Tensor]
+) -> list[Tensor]:
+    """Log-probabilities of every token at each token of the answers: (answer tokens, vocabulary), float64."""
+    bundle = decoder.bundle
+    prompts = decoder.pieces(chats)
+    done: dict[int, Tensor] = {}
+    for soft in (False, True):
+        group = [i for i, pieces in enumerate(prompts) if any(p.is_floating_point() for p in pieces) is soft]
+        if not group:
+            continue
+        rows: list[list[Piece]] = [[*prompts[i], answers[i]] for i in group]
+        flags = [torch.arange(sum(map(len, row))) >= sum(map(len, row[:-1])) for row in rows]
+        spliced = splice(bundle.backbone.embeddings, rows)
+        with bundle.soft_decoder(spliced.slot_mask) if soft else bundle.text_decoder() as model:
+            logits, _ = predict(model, spliced.model_inputs(), rows, flags)
+        parts = logits.cpu().double().log_softmax(dim=-1).split([len(answers[i]) for i in group])
+        done.update(zip(group, parts, strict=True))
+    return [done[i] for i in range(len(prompts))]
+
+
+def worst(agreements: Sequence[Agreement], count: int = 5) -> list[Agreement]:
+    """The questions that soft context answers differently first, each at the finest ratio where it does.
+
+    The finest ratios come first, at one ratio the lowest F1 with full text's answer, and then the largest KL.
+    """
+    differing = [each for each in agreements if each.ratio is not None and not each.same]
+    differing.sort(key=lambda each: (each.ratio, each.f1, -each.kl))
+    first: dict[str, Agreement] = {}
+    for each in differing:
+        first.setdefault(each.question, each)
+    return list(first.values())[:count]
+
+
+def table(agreements: Sequence[Agreement]) -> str:
+    """Means by ratio as a Markdown table, ± one standard error."""
+    header = ["context", "same answer", "F1 with full text's", "KL, nats per token", "prompt tokens"]
+    rows = [[_label(ratio), *_means(group)] for ratio, group in _by_ratio(agreements).items()]
+    rows += [["full text", "", "", "", f"{np.mean([a.full_text_tokens for a in agreements]):.0f}"]]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows])
+
+
+def as_text(agreements: Sequence[Agreement]) -> str:
+    """Both answers to each question, to be read."""
+    return "\n\n".join(
+        f"{each.question}\n    full text: {each.full_text}\n    {_label(each.ratio)}: {each.answer}\n"
+        f"    F1 {each.f1:.2f}, KL {each.kl:.3f}"
+        for each in agreements
+    )
+
+
+def save(agreements: Sequence[Agreement], folder: str | Path, title: str) -> None:
+    """Write agreement.json, agreement.md and agreement.png."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = json.dumps([asdict(each) for each in agreements], indent=1, ensure_ascii=False)
+    (folder / "agreement.json").write_text(rows + "\n", encoding="utf-8")
+    (folder / "agreement.md").write_text(table(agreements) + "\n", encoding="utf-8")
+    groups = {ratio: [a.f1 for a in group] for ratio, group in _by_ratio(agreements).items()}
+    means = {ratio: float(np.mean(f1)) for ratio, f1 in groups.items()}
+    levels = {NONE: means[None]} if None in means else {}
+    ratios = [ratio for ratio in groups if ratio is not None]
+    errors = [standard_error(groups[ratio]) if len(groups[ratio]) > 1 else 0.0 for ratio in ratios]
+    low = [max(0.0, means[ratio] - error) for ratio, error in zip(ratios, errors, strict=True)]
+    high = [min(1.0, means[ratio] + error) for ratio, error in zip(ratios, errors, strict=True)]
+    curve = Curve(SOFT, ratios, [means[ratio] for ratio in ratios], low, high)
+    plot_scores(folder / "agreement.png", [curve], levels, ylabel="F1 with the answer from full text", title=title)
+
+
+def _by_ratio(agreements: Sequence[Agreement]) -> dict[int | None, list[Agreement]]:
+    groups: dict[int | None, list[Agreement]] = {}
+    for each in agreements:
+        groups.setdefault(each.ratio, []).append(each)
+    return groups
+
+
+def _label(ratio: int | None) -> str:
+    return NONE if ratio is None else f"{SOFT} {ratio}x"
+
+
+def _means(group: Sequence[Agreement]) -> list[str]:
+    def mean(values: Sequence[float]) -> str:
+        error = f" ± {standard_error(values):.3f}" if len(values) > 1 else ""
+        return f"{np.mean(values):.3f}{error}"
+
+    same = f"{sum(a.same for a in group)} of {len(group)}"
+    return [
+        same,
+        mean([a.f1 for a in group]),
+        mean([a.kl for a in group]),
+        f"{np.mean([a.prompt_tokens for a in group]):.0f}",
+    ]

@@ -1,0 +1,129 @@
+"""Score a bundle on one set of questions or several, each apart: what `ctx-compress eval` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.decoders.prompt_tokenizer import chat_text
+from ctx_compress_rag.decoders.transformers import TransformersDecoder
+from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.evaluation.harness import (
+    KEPT,
+    KEPT_LABEL,
+    Question,
+    Score,
+    evaluate,
+    normalised_curves,
+    prompt_of,
+    questions_of,
+    save,
+    table,
+)
+from ctx_compress_rag.evaluation.perplexity import perplexity_table, reconstruction_perplexity
+from ctx_compress_rag.evaluation.plots import plot_panels
+from ctx_compress_rag.training.data import read_jsonl
+from ctx_compress_rag.training.prompts import TEMPLATES
+
+_ANSWER_TOKENS = 32
+
+
+def question_sets(files: Sequence[str], limit: int) -> dict[str, list[Question]]:
+    """The questions of JSONL files by the file's name without its suffix, at most `limit` of each, evenly spread.
+
+    Raises:
+        DataError: two files have the same name.
+    """
+    sets: dict[str, list[Question]] = {}
+    for file in files:
+        name = Path(file).name.split(".")[0]
+        if name in sets:
+            raise DataError(f"two files are named {name!r}: their scores would go into the same folder")
+        sets[name] = spread(questions_of(read_jsonl(file, unanswerable=True)), limit)
+    return sets
+
+
+def evaluate_sets(
+    bundle: Bundle,
+    sets: Mapping[str, Sequence[Question]],
+    ratios: Sequence[int],
+    output: str | Path,
+    *,
+    encoder: Any | None = None,
+    codec: str | None = None,
+    perplexity: bool = False,
+) -> str:
+    """Score each set; write scores and pictures, and those of several sets together, too.
+
+    A question whose full text does not fit into the decoder's window is left out, and counted.
+
+    Args:
+        bundle: what is scored.
+        sets: questions by the name of their set.
+        ratios: see `evaluate`.
+        output: a folder; of several sets each gets a folder in it.
+        encoder: see `evaluate`.
+        codec: see `evaluate`.
+        perplexity: also score how well passages are said again from their slots.
+
+    Returns: the tables.
+    """
+    texts = []
+    results: dict[str, list[Score]] = {}
+    for name, asked in sets.items():
+        questions = fitting(bundle, asked)
+        if not any(q.answers for q in questions):
+            raise DataError(f"{name}: no question with an answer fits into the decoder's window")
+        about: dict[str, Any] = {
+            "bundle": bundle.config.name,
+            "fingerprint": bundle.fingerprint,
+            "data": name,
+            "questions": len(questions),
+            "too_long": len(asked) - len(questions),
+        }
+        perplexities = []
+        if perplexity:  # first: a ratio that cannot be had is told before all questions are answered
+            passages = list(dict.fromkeys(passage for question in questions for passage in question.passages))
+            perplexities = reconstruction_perplexity(bundle, passages, ratios)
+            about["reconstruction_perplexity"] = [asdict(each) for each in perplexities]
+        scores = results[name] = evaluate(bundle, questions, ratios, encoder=encoder, codec=codec)
+        save(scores, Path(output, name) if len(sets) > 1 else output, about)
+        texts.append(table(scores))
+        if perplexities:
+            texts.append(perplexity_table(perplexities))
+        left_out = f" ({about['too_long']} are longer than the window)" if about["too_long"] else ""
+        texts.append(f"{len(questions)} questions from {name}{left_out}")
+    if len(results) > 1:
+        save_together(results, output, f"{bundle.config.name}: what is kept of the full text's worth")
+    return "\n\n".join(texts)
+
+
+def save_together(results: Mapping[str, Sequence[Score]], folder: str | Path, title: str) -> None:
+    """Write the tables of several data sets into one scores.md, their teacher-normalised curves into normalised.png."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "\n\n".join(f"### {name}\n\n{table(scores)}" for name, scores in results.items())
+    (folder / "scores.md").write_text(text + "\n", encoding="utf-8")
+    panels = {name: curves for name, scores in results.items() if (curves := normalised_curves(scores))}
+    if panels:
+        ticks = sorted({int(ratio) for curves in panels.values() for curve in curves for ratio in curve.ratios})
+        plot_panels(folder / "normalised.png", panels, [], KEPT, ticks, ylabel=KEPT_LABEL, title=title)
+
+
+def spread(questions: Sequence[Question], limit: int) -> list[Question]:
+    """At most `limit` questions, evenly spread: neighbours in a file are often of one article."""
+    return [questions[i * len(questions) // limit] for i in range(limit)] if len(questions) > limit else list(questions)
+
+
+def fitting(bundle: Bundle, questions: Sequence[Question], max_new_tokens: int = _ANSWER_TOKENS) -> list[Question]:
+    """The questions whose full text fits into the decoder's window with an answer."""
+    decoder = TransformersDecoder(bundle)
+    window = getattr(bundle.backbone.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def length(q: Question) -> int:
+        return decoder.count_tokens(chat_text(bundle.tokenizer, prompt_of(TEMPLATES[0], q.passages, q.question)))
+
+    return [q for q in questions if window is None or length(q) + max_new_tokens <= window]

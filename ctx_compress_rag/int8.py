@@ -1,0 +1,38 @@
+"""Weights in 8 bits: each row of a matrix as integers of -127 to 127 and one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_SCALE = ".int8_scale"
+_SMALLEST = 4096  # entries; of what is smaller little is gained
+
+
+def to_int8(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Matrices in int8 with a float16 scale for each row, beside them; everything else in float16.
+
+    The largest entry of a row becomes 127 (or -127), and no entry moves by more than half a step of its row.
+    """
+    stored: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if value.ndim != 2 or value.numel() < _SMALLEST:
+            stored[name] = value.to(torch.float16)
+            continue
+        rows = value.float()
+        # A scale rounded down to half precision would push the largest entry over 127.
+        scale = (rows.abs().amax(dim=1, keepdim=True) / 127).clamp(min=1e-7).to(torch.float16)
+        stored[name] = (rows / scale.float()).round().clamp(-127, 127).to(torch.int8)
+        stored[name + _SCALE] = scale
+    return stored
+
+
+def from_int8(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `to_int8` has stored, in float16; tensors that are in another form stay as they are."""
+    return {
+        name: value if value.dtype != torch.int8 else (value.float() * stored[name + _SCALE].float()).to(torch.float16)
+        for name, value in stored.items()
+        if not name.endswith(_SCALE)
+    }

@@ -1,0 +1,108 @@
+"""How fast training is: tokens per second, and the share of the device's peak that its arithmetic takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from ctx_compress_rag.compressors.base import PassageBatch
+from ctx_compress_rag.training.objectives.base import SlotRows
+
+PEAKS = {
+    "A100": 312e12,
+    "A10": 125e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H100": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H200": 989e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "RTX 3090": 71e12,
+    "RTX 4090": 165e12,
+}
+"""Operations per second in bfloat16 without sparsity, from the makers' data sheets, by part of the device's name."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """A device's peak; None for one that the table does not know."""
+    words = f" {device_name.replace('-', ' ')} "
+    known = [name for name in PEAKS if f" {name} " in words]
+    return PEAKS[max(known, key=len)] if known else None
+
+
+def tokens_of(batch: Mapping[str, Any]) -> Tensor | int:
+    """Tokens of a collated batch, padding left out: of passages and of prompts, each once, whatever is made of them."""
+    total: Tensor | int = 0
+    if "input_ids" in batch:
+        total = batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
+    for value in batch.values():
+        if isinstance(value, PassageBatch):
+            total = total + value.attention_mask.sum()
+        elif isinstance(value, SlotRows):
+            total = total + sum(len(ids) for row in value.rows for ids in row.ids)
+    return total
+
+
+class Meter:
+    """Counts tokens of all micro-batches, and operations of some: a compiled model cannot count its own.
+
+    Attributes:
+        tokens: seen so far; on the device, so that counting waits for nothing.
+        sampled_at: the last step of which a sample was taken.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: Tensor | int = 0
+        self.sampled_at = -1
+        self._counted_tokens: Tensor | int = 0
+        self._counted_operations = 0
+
+    def see(self, batch: Mapping[str, Any]) -> None:
+        """Count a micro-batch's tokens."""
+        self.tokens = self.tokens + tokens_of(batch)
+
+    def count(self, batch: Mapping[str, Any], operations: int) -> None:
+        """Take a micro-batch, forward and backward, as a sample of how many operations a token needs."""
+        self._counted_tokens = self._counted_tokens + tokens_of(batch)
+        self._counted_operations += operations
+
+    def report(self, history: Sequence[Mapping[str, Any]], devices: int) -> dict[str, Any]:
+        """Tokens, tokens per second, operations per second and share of the peak; "unknown" where they are.
+
+        Args:
+            history: log rows with running `tokens` and `seconds`; the median over their intervals leaves out compiling.
+            devices: how many there are, of the same kind.
+        """
+        speeds = [
+            (after["tokens"] - before["tokens"]) / (after["seconds"] - before["seconds"])
+            for before, after in pairwise(history)
+            if after["seconds"] > before["seconds"]
+        ]
+        tokens = int(history[-1]["tokens"]) if history else 0
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        speed = median(speeds) if speeds and tokens else None
+        counted = int(self._counted_tokens)
+        work = speed * self._counted_operations / counted if speed and counted else None
+        peak = peak_flops(name)
+        peak = peak and peak * devices
+        return {
+            "device": name,
+            "tokens": tokens,
+            "tokens_per_second": round(speed) if speed else "unknown",
+            "teraflops_per_second": float(f"{work / 1e12:.4g}") if work else "unknown",
+            "peak_teraflops_per_second": peak / 1e12 if peak else "unknown",
+            "share_of_peak": float(f"{work / peak:.4g}") if work and peak else "unknown",
+        }
+
+
+def counting() -> FlopCounterMode:
+    """A context that counts operations of forward and backward passes: a multiplication and its addition are two."""
+    return FlopCounterMode(display=False)

@@ -1,0 +1,74 @@
+"""From markers back to text: for citations, and for an LLM that knows no markers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from langchain_core.documents import Document
+from langchain_core.messages import BaseMessage
+from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
+
+from ctx_compress_rag.markers import Marker
+from ctx_compress_rag.postprocess import expand
+from ctx_compress_rag.stores import SoftContextStore
+
+Prompt = TypeVar("Prompt", str, PromptValue, list[BaseMessage])
+
+
+def restore_sources(documents: Sequence[Document], store: SoftContextStore, scope: str | None = None) -> list[Document]:
+    """The documents that an answer rests on as the retriever found them: texts, ids and metadata, scores among them.
+
+    Copies are returned, whatever was given stays as it is. Only a document with markers of this store's key
+    and this scope is changed: restoring twice is the same as once.
+
+    Args:
+        documents: what the postprocessor returned, such as `result["context"]` of a retrieval chain.
+        store: where the texts are.
+        scope: the scope that the postprocessor was given.
+
+    Raises:
+        MissingPassageError: a passage was deleted since, or, after close reading, the store has since kept so
+            many slots for other questions that those of this one are gone.
+    """
+    copies = [document.model_copy(deep=True) for document in documents]
+    split = [store.split(document.page_content, scope) for document in copies]
+    markers = [part for parts in split for part in parts if isinstance(part, Marker)]
+    texts = iter(store.text_of(markers) if markers else [])
+    for document, parts in zip(copies, split, strict=True):
+        document.page_content = "".join(next(texts) if isinstance(part, Marker) else part for part in parts)
+    return copies
+
+
+def expand_prompt(prompt: Prompt, store: SoftContextStore, scope: str | None = None) -> Prompt:
+    """A prompt with each marker replaced by its passage's text, for an LLM that knows no markers.
+
+    As a step of a chain: `prompt | partial(expand_prompt, store=store) | other_llm`.
+
+    Args:
+        prompt: a string, a prompt value (what a template makes) or messages; what it is, it stays.
+        store: where the texts are.
+        scope: tenant or user; by default the one of `ctx_compress_rag.markers.scope`, or else the store's.
+
+    Raises:
+        MissingPassageError: a passage was deleted from the store, or its text changed.
+    """
+    if isinstance(prompt, str):
+        return expand(store, prompt, scope)
+    if isinstance(prompt, StringPromptValue):
+        return StringPromptValue(text=expand(store, prompt.text, scope))
+    if isinstance(prompt, PromptValue):
+        return ChatPromptValue(messages=expand_prompt(prompt.to_messages(), store, scope))
+    return [_expanded(message, store, scope) for message in prompt]
+
+
+def _expanded(message: BaseMessage, store: SoftContextStore, scope: str | None) -> BaseMessage:
+    if isinstance(message.content, str):
+        return message.model_copy(update={"content": expand(store, message.content, scope)})
+
+    def block(part: str | dict[str, Any]) -> str | dict[str, Any]:
+        if isinstance(part, str):
+            return expand(store, part, scope)
+        return {**part, "text": expand(store, part["text"], scope)} if part.get("type") == "text" else part
+
+    return message.model_copy(update={"content": [block(part) for part in message.content]})

@@ -1,0 +1,24 @@
+"""A tiny decoder of random weights for a tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def tiny_llama(tokenizer: Any, **shape: Any) -> Any:
+    """A Llama that two cores run in no time; keywords are LlamaConfig's, in place of these."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return LlamaForCausalLM(LlamaConfig(**settings | shape)).eval()

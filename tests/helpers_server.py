@@ -1,0 +1,36 @@
+"""A real `chroma run` server on loopback."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def chroma_server(folder: Path) -> Iterator[int]:
+    """The port of a server that keeps its files in a folder and ends with the context."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free: int = probe.getsockname()[1]
+    program = shutil.which("chroma", path=str(Path(sys.executable).parent)) or "chroma"
+    command = [program, "run", "--path", str(folder), "--host", "127.0.0.1", "--port", str(free)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder)
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", free), timeout=1).close()
+                break
+            except OSError:
+                assert server.poll() is None and time.monotonic() < deadline, "the server did not start"
+                time.sleep(0.1)
+        yield free
+    finally:
+        server.terminate()
+        server.wait(20)
