@@ -27,7 +27,7 @@ test-lowest: $(LOWEST)/.installed
 
 # Remakes the shipped demo bundle from nothing.
 bundle: $(VENV)/.dev-installed
-	$(BIN)/ctx-compress train demo/teacher demo/teacher_2 demo/teacher_3 demo/teacher_4 demo/mean_pooling
+	$(BIN)/ctx-compress train demo/teacher demo/mean_pooling
 	rm -rf ctx_compress_rag/demo/bundle
 	cp -r runs/demo/mean_pooling/bundle ctx_compress_rag/demo/bundle
 

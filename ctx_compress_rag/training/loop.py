@@ -83,7 +83,9 @@ class _Probing(TrainerCallback):
             with torch.no_grad(), self.trainer.compute_loss_context_manager():
                 scores = self.probe()
             model.train()
+            loss_is_due = control.should_log
             self.trainer.log({"probe": scores})
+            control.should_log = loss_is_due  # which logging has cleared
 
 
 class _Trainer(Trainer):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from ctx_compress_rag.adaptation.training import run_adaptation
 from ctx_compress_rag.backbone import Backbone, load_decoder, lora_config
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
@@ -85,6 +84,8 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
     elif isinstance(recipe, TeacherRecipe):
         report = _teacher(recipe, resume, deadline)
     elif isinstance(recipe, AdaptationRecipe):
+        from ctx_compress_rag.adaptation.training import run_adaptation  # brings Chroma, which no other stage needs
+
         report = run_adaptation(recipe, resume)
     else:
         report = _compression(recipe, resume, deadline)
