@@ -97,7 +97,7 @@ def run(execute: Any, name: str, found: str) -> tuple[Any, str]:
 
 def check_costs_and_scores(measured: dict[str, list[float]]) -> None:
     f1, tokens = zip(*measured.values(), strict=True)
-    assert list(measured) == ["full text", "4x", "8x", "16x", "32x", "64x", "no context"]
+    assert [*measured][:4] == ["full text", "4x", "8x", "16x"] and [*measured][-1] == "no context"
     assert list(tokens) == sorted(tokens, reverse=True) and tokens[0] > 3 * tokens[3]
     assert min(f1[0], f1[1]) > f1[-1]
 
@@ -108,7 +108,7 @@ def test_langchain(execute: Any) -> None:
     retrieved = sources.format("retriever.invoke(questions[0])")
     found, _ = run(execute, "langchain_rag", f"[measured, {restored}, {retrieved}]")
     check_costs_and_scores(found[0])
-    assert found[1] == found[2] and len(found[1]) == 4
+    assert found[1] == found[2] and len(found[1]) == 2
 
 
 def test_llama_index(execute: Any) -> None:
@@ -118,7 +118,7 @@ def test_llama_index(execute: Any) -> None:
     )
     found, _ = run(execute, "llama_index_rag", f"[measured, {shown}, {retrieved}]")
     check_costs_and_scores(found[0])
-    assert found[1] == found[2] and len(found[1]) == 4
+    assert found[1] == found[2] and len(found[1]) == 2
 
 
 def test_chroma(execute: Any) -> None:

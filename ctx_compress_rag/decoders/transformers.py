@@ -271,7 +271,7 @@ class TransformersDecoder:
             end_ids = self._end_ids(model.generation_config.eos_token_id, sampling.stop)
             watch = TextWatch(backbone.tokenizer, sampling.stop, end_ids, limits, on_text, cancelled)
             model.generate(
-                # Positions it counts itself, from the mask: before transformers 5.3 those it is given do not advance.
+                # Positions it counts itself, from the mask: before transformers 5.2 given ones do not advance.
                 inputs_embeds=batch.inputs_embeds,
                 attention_mask=batch.attention_mask,
                 generation_config=GenerationConfig(

@@ -188,7 +188,7 @@ def _pretrain(recipe: PretrainRecipe, resume: bool, deadline: float | None) -> d
         model, windows, collate_windows, recipe.optim, recipe.output, recipe.seed, resume=resume, deadline=deadline
     )
     report["text_tokens"] = {str(text.file): len(row) for text, row in zip(data.texts, rows, strict=True)}
-    report["rounds"] = round(len(windows) / windows.per_round, 2)
+    report["rounds"] = round(len(windows) / windows.per_round, 4)
     if is_main_process():
         save_decoder(decoder, tokenizer, recipe.output)
     return report
