@@ -112,3 +112,27 @@ def test_llama_index_code(workplace: Path) -> None:
     response = _run(block, {"index": VectorStoreIndex.from_documents(documents, embed_model=MockEmbedding(8))})
     assert str(response).strip()
     assert {node.text for node in response.source_nodes} <= {document.text for document in documents}
+
+
+def test_adaptation_code(workplace: Path, app: Any) -> None:
+    import torch
+    from helpers_adaptation import random_adapter
+
+    from ctx_compress_rag.adaptation import AdaptiveDecoder, PredictedUpdate
+    from ctx_compress_rag.adaptation.methods import PredictorConfig
+
+    (block,) = (b for b in _blocks("python") if "Demonstration" in b)
+    config = PredictorConfig(inner_steps=2, inner_learning_rate=0.01, demonstrations=3, hidden=16, code=8)
+    made = PredictedUpdate.build(
+        random_adapter(app.bundle.backbone.model, 4, seed=8), AdaptiveDecoder(app.bundle), config
+    )
+    with torch.no_grad():
+        for parameter in made.predictor.parameters():
+            parameter.normal_(std=0.5)
+    made.save_pretrained(workplace / "runs/rag_gd/demo/rag_gd_k5")
+    llm, question = app.llm(), "Who is the mayor of Nimbridge?"
+    before = llm.invoke(question).content
+    given = {"llm": llm, "passage": world_examples("test", 0, 1)[0].passages[0]}
+    _run(block, given)
+    assert given["shouting"].invoke(question).content == llm.with_adapter("./shouting").invoke(question).content
+    assert llm.invoke(question).content == before

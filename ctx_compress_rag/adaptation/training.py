@@ -24,6 +24,7 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.demo.task_families import check_families, families
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.training.data import check_held_out, read_jsonl
+from ctx_compress_rag.training.held_out import held_out as never_train_on
 from ctx_compress_rag.training.loop import Collate, is_main_process, train
 from ctx_compress_rag.training.objectives.retrieval_adapter import PromptTuningLoss, RetrievalAdapterLoss
 from ctx_compress_rag.training.objectives.update_predictor import (
@@ -103,6 +104,7 @@ def load_tasks(recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> Tasks:
     tasks = FileTasks(data.files, builder, data.max_context_tokens, data.max_answer_tokens)
     held_out = [example for file in data.held_out for example in read_jsonl(file)]
     for examples in tasks.examples.values():
+        never_train_on().check(examples)
         check_held_out(examples, held_out)
     return tasks
 

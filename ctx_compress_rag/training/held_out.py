@@ -87,7 +87,8 @@ class HeldOut:
                 shown = next((p for p in example.passages if self.has_passage(p)), example.turns[0].question)
                 raise DataError(
                     f"training example {number} holds a passage or question of the sets that English bundles are "
-                    f"scored with: {shown[:80]!r}; set data.leave_out_held_out: true to train without such examples"
+                    f"scored with: {shown[:80]!r}; take such examples out, or set data.leave_out_held_out: true where "
+                    "the stage has it"
                 )
 
     def check_text(self, path: Path, texts: Iterable[str]) -> None:
