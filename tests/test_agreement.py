@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_cli import save_bundle, write_docs
+from helpers_langchain import talkative_bundle
 from helpers_ram import ram_bundle
 
 from ctx_compress_rag import ConfigError, SoftContextStore, TransformersDecoder
@@ -38,8 +39,18 @@ TOKENS = 6
 
 
 @pytest.fixture(scope="module")
-def store(talkative: Any, tmp_path_factory: pytest.TempPathFactory) -> SoftContextStore:
-    store = SoftContextStore(tmp_path_factory.mktemp("agreement"), talkative)
+def bundle(make_tiny_bundle: Callable[..., Any]) -> Any:
+    """A bundle whose decoder reads slots otherwise than text."""
+    bundle = talkative_bundle(make_tiny_bundle)
+    for name, parameter in bundle.backbone.model.named_parameters():
+        if "lora_B.reader" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return bundle
+
+
+@pytest.fixture(scope="module")
+def store(bundle: Any, tmp_path_factory: pytest.TempPathFactory) -> SoftContextStore:
+    store = SoftContextStore(tmp_path_factory.mktemp("agreement"), bundle)
     store.add(PASSAGES, progress=False)
     return store
 

@@ -90,7 +90,7 @@ def test_nine_tenths_are_used_where_passages_allow(tokens: list[int], budget: in
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(40, 600), min_size=4, max_size=12), st.floats(0.05, 0.2))
+@given(st.lists(st.integers(200, 600), min_size=6, max_size=12), st.floats(0.05, 0.2))
 def test_many_passages_use_nine_tenths(tokens: list[int], part: float) -> None:
     slots, budget = slots_of(tokens), int(part * sum(tokens))
     chosen = allot(tokens, slots, budget, base_ratio=BASE)

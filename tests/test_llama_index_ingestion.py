@@ -13,7 +13,7 @@ from helpers_llama_index import PASSAGES, QUESTION, App, HashedWords, index_in
 from llama_index.core import VectorStoreIndex
 from llama_index.core.extractors import BaseExtractor
 from llama_index.core.ingestion import IngestionPipeline
-from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.node_parser import TokenTextSplitter
 from llama_index.core.schema import Document, ImageNode, NodeRelationship, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
@@ -64,7 +64,7 @@ def compressed(app: App, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def pipeline(store: SoftContextStore, collection: chromadb.Collection | None = None, **arguments: Any) -> Any:
     vectors = None if collection is None else ChromaVectorStore(chroma_collection=collection)
-    splitter = SentenceSplitter(chunk_size=40, chunk_overlap=0)
+    splitter = TokenTextSplitter(chunk_size=40, chunk_overlap=0)
     steps = [splitter, CompressSoftContext(store=store), HashedWords()]
     return IngestionPipeline(transformations=steps, vector_store=vectors, **arguments)
 
@@ -157,7 +157,7 @@ def test_a_changed_document(store: SoftContextStore, collection: chromadb.Collec
 
 
 def test_as_a_step_of_an_index(store: SoftContextStore, compressed: list[str]) -> None:
-    steps = [SentenceSplitter(chunk_size=40, chunk_overlap=0), CompressSoftContext(store=store)]
+    steps = [TokenTextSplitter(chunk_size=40, chunk_overlap=0), CompressSoftContext(store=store)]
     documents = [Document(text=TEXT)]
     index = VectorStoreIndex.from_documents(documents, transformations=steps, embed_model=HashedWords())
     nodes = list(index.docstore.docs.values())

@@ -50,14 +50,16 @@ def test_only_the_llm_sees_the_marker(app: App, nodes: list[NodeWithScore]) -> N
     for old, node in zip(nodes, new, strict=True):
         for mode in (MetadataMode.ALL, MetadataMode.EMBED, MetadataMode.NONE):
             assert node.node.get_content(mode) == old.node.get_content(mode)
-            assert node.node.get_content_blocks(mode) == old.node.get_content_blocks(mode)
+            if hasattr(TextNode, "get_content_blocks"):  # newer versions of llama-index-core
+                assert node.node.get_content_blocks(mode) == old.node.get_content_blocks(mode)
         assert (node.text, node.node.hash, str(node)) == (old.text, old.node.hash, str(old))
         assert node.node.relationships == old.node.relationships
         shown = node.node.get_content(MetadataMode.LLM)
         metadata = "" if node.node_id == "n0" else f"page: p{node.node_id[1:]}\n\n"
         marker = app.store.marker(node.node_id, RATIO)
         assert shown == metadata + marker
-        assert [block.text for block in node.node.get_content_blocks(MetadataMode.LLM)][-1] == marker
+        if hasattr(TextNode, "get_content_blocks"):
+            assert [block.text for block in node.node.get_content_blocks(MetadataMode.LLM)][-1] == marker
         assert app.slots(shown) == [-(-app.tokens(old.text) // RATIO)]
 
 

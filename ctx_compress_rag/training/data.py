@@ -89,7 +89,10 @@ def _row(line: str, place: str, unanswerable: bool) -> tuple[tuple[str, ...], Tu
         raise DataError(f"{place}: question must be a string and answers a list of strings")
     if not (answers or unanswerable) or not all(isinstance(p, str) and p.strip() for p in passages):
         raise DataError(f"{place}: answers and passages must not be empty")
-    return passages, Turn(question, tuple(answers), evidence=_evidence(row.get("evidence", []), passages, place))
+    subject = row.get("subject", "")
+    if not isinstance(subject, str):
+        raise DataError(f"{place}: subject must be a string, got {str(subject)[:80]!r}")
+    return passages, Turn(question, tuple(answers), subject, _evidence(row.get("evidence", []), passages, place))
 
 
 def _evidence(given: Any, passages: Sequence[str], place: str) -> tuple[str, ...]:
@@ -124,6 +127,7 @@ def write_jsonl(path: str | Path, examples: Iterable[Example]) -> int:
             for turn in example.turns:
                 row = {"question": turn.question, "answers": turn.answers, "context": example.passages}
                 row |= {"evidence": turn.evidence} if turn.evidence else {}
+                row |= {"subject": turn.subject} if turn.subject else {}
                 out.write(json.dumps(row, ensure_ascii=False) + "\n")
                 rows += 1
     return rows
