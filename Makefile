@@ -3,7 +3,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 LOWEST ?= .venv-lowest
 LOWEST_TESTS := $(wildcard tests/test_langchain*.py tests/test_llama_index*.py tests/test_store*.py tests/test_markers*.py \
-	tests/test_decoder*.py) tests/test_budget.py tests/test_bundle.py tests/test_codecs.py tests/test_splice.py
+	tests/test_decoder*.py) tests/test_budget.py tests/test_bundle.py tests/test_close_reading_frameworks.py \
+	tests/test_codecs.py tests/test_splice.py
 
 .PHONY: demo test check test-slow test-lowest bundle notebooks clean
 

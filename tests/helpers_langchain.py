@@ -88,7 +88,7 @@ class App:
         return ChatCompressedContext(store=self.store, **{"max_tokens": TOKENS, **options})
 
     def postprocessor(self, **options: Any) -> CompressedContextPostprocessor:
-        return CompressedContextPostprocessor(store=self.store, **options)
+        return CompressedContextPostprocessor(**{"store": self.store, **options})
 
 
 def open_app(folder: Path, bundle: Any, *, indexed: bool = True) -> App:

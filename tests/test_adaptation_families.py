@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-from itertools import combinations, product
+from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import pytest
 from ctx_compress_rag.adaptation.episodes import Episodes, FamilyTasks, FileTasks
 from ctx_compress_rag.demo import wording
 from ctx_compress_rag.demo.task_families import (
-    ECHOES,
     ENDS,
     FAMILIES,
     MARKS,
@@ -29,16 +29,15 @@ from ctx_compress_rag.training.data import Example, Turn, write_jsonl
 from ctx_compress_rag.training.prompts import PromptBuilder
 
 
-def test_every_family_is_in_one_split_and_every_part_is_trained() -> None:
+def test_every_family_is_in_one_split_and_every_word_is_trained() -> None:
     by_split = {split: families(split) for split in ("train", "dev", "test")}  # type: ignore[arg-type]
-    assert {split: len(each) for split, each in by_split.items()} == {"train": 80, "dev": 8, "test": 12}
+    assert {split: len(each) for split, each in by_split.items()} == {"train": 24, "dev": 6, "test": 6}
     assert sorted(f.name for each in by_split.values() for f in each) == sorted(f.name for f in FAMILIES)
-    assert len({f.name for f in FAMILIES}) == 100
+    assert {(f.mark, f.end) for f in FAMILIES} == set(product(MARKS, ENDS))
+    for split, times in (("train", 4), ("dev", 1), ("test", 1)):
+        words = Counter(word for f in by_split[split] for word in (f.mark, f.end))
+        assert words == dict.fromkeys((*MARKS, *ENDS), times)
     trained = by_split["train"]
-    parts = {"echo": ECHOES, "mark": MARKS, "end": ENDS}
-    for one, other in combinations(parts, 2):
-        pairs = {(getattr(f, one), getattr(f, other)) for f in trained}
-        assert pairs == set(product(parts[one], parts[other]))
     for held_out in ("dev", "test"):
         check_families(trained, by_split[held_out])
         with pytest.raises(DataError, match=by_split[held_out][3].name):
@@ -56,7 +55,7 @@ def test_episodes_of_a_split_have_its_families_and_names_alone() -> None:
                 roots = [w.strip(".?,") for p in demonstration.passages for w in p.split()]
                 splits = {split_of(root) for root in roots if root in _COMPOUNDS}
                 assert splits == {split}
-        assert seen <= names[split] and len(seen) >= 10
+        assert seen <= names[split] and len(seen) >= 6
     assert not names["train"] & names["test"]
 
 
@@ -65,32 +64,16 @@ _COMPOUNDS = {head + tail for heads, tails in wording.COMPOUNDS for head in head
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 def test_the_answer_follows_the_convention(family: Family) -> None:
-    """Read back from the passages: whose fact it is, and what stands beside it."""
+    """Read back from the passages: it is the fact that was asked for, and the code words follow."""
     for seed in range(5):
         drawn = draw(family, "train", random.Random(seed))
         [passage] = drawn.passages
-        assert drawn.answer.endswith(f"{family.mark} {family.end}".strip())
-        body = drawn.answer.removesuffix(family.end).rstrip().removesuffix(family.mark).rstrip()
-        name = _name(passage)
-        value = {
-            "value": body,
-            "name and value": body.removeprefix(f"{name} "),
-            "value and name": body.removesuffix(f" {name}"),
-            "value twice": body[: (len(body) - len(" and ")) // 2],
-        }[family.echo]
-        assert value and name in drawn.question and value not in drawn.question
-        parts = [*_ECHOED[family.echo].format(name=name, value=value).split(), family.mark, family.end]
-        assert drawn.answer == " ".join(part for part in parts if part)
-        [sentence] = [s for s in _facts(passage) if value in s]
+        *value, mark, end = drawn.answer.split()
+        assert (mark, end) == (family.mark, family.end)
+        assert value and " ".join(value) not in drawn.question
+        assert _name(passage) in drawn.question
+        [sentence] = [s for s in _facts(passage) if " ".join(value) in s]
         assert sentence == _asked(drawn.question, _facts(passage))
-
-
-_ECHOED = {
-    "value": "{value}",
-    "name and value": "{name} {value}",
-    "value and name": "{value} {name}",
-    "value twice": "{value} and {value}",
-}
 
 
 def _facts(passage: str) -> list[str]:
@@ -125,13 +108,12 @@ def _name(passage: str) -> str:
 
 
 def test_the_scores_tell_the_families_apart() -> None:
-    """Of the same question, no two families' answers are an exact match, and F1 sees all but the order."""
-    answers = [family.answer("Orla Reedwen", "plum cake") for family in FAMILIES]
+    """Of the same question, no two families' answers are an exact match, or share all their words."""
+    answers = [family.answer("plum cake") for family in FAMILIES]
     for one, family in zip(answers, FAMILIES, strict=True):
         for other, second in zip(answers, FAMILIES, strict=True):
             assert exact_match(one, [other]) == float(family == second)
-            if sorted(one.split()) != sorted(other.split()):
-                assert token_f1(one, [other]) < 1
+            assert (token_f1(one, [other]) == 1) is (family == second)
 
 
 def test_episodes_are_the_same_at_every_look() -> None:

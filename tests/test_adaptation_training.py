@@ -29,7 +29,7 @@ from ctx_compress_rag.adaptation.evaluation import Score, evaluate, table, verdi
 from ctx_compress_rag.adaptation.methods import PredictorConfig
 from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.systems import Recipes, System
-from ctx_compress_rag.adaptation.updates import matching_loss, sgd
+from ctx_compress_rag.adaptation.updates import matching_loss, norms, sgd
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.decoders.generation import Sampling
@@ -164,7 +164,7 @@ def test_training_brings_the_prediction_to_its_target(decoder: AdaptiveDecoder) 
     rows = [decoder.rows(DEMONSTRATIONS)]
     target = sgd(decoder, rows, base, 2, 0.1).change()
     pooled = pooled_states(decoder, rows, base)
-    update.predictor.calibrate(pooled, target)
+    update.predictor.calibrate(pooled, norms(target))
     optimiser = torch.optim.AdamW(update.predictor.parameters(), lr=5e-3)
     first = float(matching_loss(update.predictor(pooled), target).detach())
     for _ in range(300):

@@ -17,7 +17,7 @@ from ctx_compress_rag.adaptation.adapter import projections
 from ctx_compress_rag.adaptation.methods import PredictorConfig
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
 from ctx_compress_rag.adaptation.updates import answer_losses, inner_products, matching_loss, norms, sgd, sgd_path
-from ctx_compress_rag.errors import BundleError
+from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.stores import SoftContextStore
 
 CONFIG = PredictorConfig(inner_steps=2, inner_learning_rate=0.01, demonstrations=3, hidden=16, code=8)
@@ -202,16 +202,35 @@ def test_the_matching_loss_of_a_perfect_update_is_zero(decoder: AdaptiveDecoder,
     assert float(matching_loss(larger, change)) == pytest.approx(0.1 * len(base.a), rel=1e-3)
 
 
-def test_hidden_states_are_the_end_tokens_means(decoder: AdaptiveDecoder, bundle: Any, base: Adapter) -> None:
+@pytest.mark.parametrize("layer", [None, 1])
+def test_hidden_states_are_the_end_tokens_means(
+    decoder: AdaptiveDecoder, bundle: Any, base: Adapter, layer: int | None
+) -> None:
     merged = merged_copy(bundle.backbone.model, base)
-    pooled = pooled_states(decoder, [decoder.rows(DEMONSTRATIONS), decoder.rows(QUESTIONS[:2])], base)
+    pooled = pooled_states(decoder, [decoder.rows(DEMONSTRATIONS), decoder.rows(QUESTIONS[:2])], base, layer)
     for row, context in zip(pooled, (DEMONSTRATIONS, QUESTIONS[:2]), strict=True):
         states = []
         for demonstration in context:
             ids, _ = _row_ids(bundle, demonstration)
             assert ids[-1] == bundle.tokenizer.eos_token_id
-            states.append(merged(ids[None], output_hidden_states=True).hidden_states[-1][0, -1])
+            all_layers = merged(ids[None], output_hidden_states=True).hidden_states  # embeddings first
+            states.append(all_layers[-1 if layer is None else layer][0, -1])
         torch.testing.assert_close(row, torch.stack(states).mean(0), atol=1e-4, rtol=1e-4)
+
+
+def test_layers_above_the_one_that_is_read_do_not_run(decoder: AdaptiveDecoder, base: Adapter) -> None:
+    layers = decoder.bundle.backbone.model.base_model.layers
+    ran: list[int] = []
+    handles = [layer.register_forward_hook(lambda *_, i=i: ran.append(i)) for i, layer in enumerate(layers)]
+    rows = [decoder.rows(DEMONSTRATIONS)]
+    pooled_states(decoder, rows, base, 1)
+    assert ran == [0]
+    pooled_states(decoder, rows, base)
+    assert ran == [0, *range(len(layers))]
+    for handle in handles:
+        handle.remove()
+    with pytest.raises(ConfigError, match=f"layer is 9, and the decoder has {len(layers)}"):
+        pooled_states(decoder, rows, base, 9)
 
 
 def test_the_predictor_is_an_mlp_and_heads(bundle: Any) -> None:
@@ -220,11 +239,14 @@ def test_the_predictor_is_an_mlp_and_heads(bundle: Any) -> None:
     shapes = projections(bundle.backbone.model)
     predictor = UpdatePredictor(32, shapes, rank=3)
     predictor.gain.uniform_(0.5, 2.0)
+    predictor.centre.normal_()
+    predictor.spread.uniform_(0.5, 2.0)
     pooled = torch.randn(2, 32)
     update = predictor(pooled)
     first, second = predictor.encoder[0], predictor.encoder[2]
     assert (first.weight.shape, second.weight.shape) == ((256, 32), (64, 256))
-    code = F.gelu(pooled @ first.weight.T + first.bias) @ second.weight.T + second.bias
+    read = (pooled - predictor.centre) / predictor.spread
+    code = F.gelu(read @ first.weight.T + first.bias) @ second.weight.T + second.bias
     for i, (name, (d_in, d_out)) in enumerate(shapes.items()):
         head = predictor.heads[i]
         out = code @ head.weight.T + head.bias
@@ -256,7 +278,10 @@ def test_calibrated_updates_start_at_their_targets_size(decoder: AdaptiveDecoder
     target = sgd(decoder, contexts, base, 1, 1e-3).change()
     pooled = pooled_states(decoder, contexts, base)
     predictor = PredictedUpdate.build(base, decoder, CONFIG).predictor
-    predictor.calibrate(pooled, target)
+    predictor.calibrate(pooled, norms(target))
+    read = (pooled - predictor.centre) / predictor.spread
+    torch.testing.assert_close(read.mean(0), torch.zeros(32), atol=1e-4, rtol=0)
+    torch.testing.assert_close(read.square().mean(0), torch.ones(32), atol=1e-3, rtol=0)
     for name, size in norms(predictor(pooled)).items():
         assert float((size.log() - norms(target)[name].log()).mean()) == pytest.approx(0.0, abs=1e-3)
 

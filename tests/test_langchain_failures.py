@@ -123,6 +123,40 @@ def test_other_errors_of_the_decoder_are_left_as_they_are(talkative: Any, app: A
         handle.remove()
 
 
+@pytest.mark.parametrize("way", ["ainvoke", "astream, cancelled", "astream, closed", "stream, closed"])
+async def test_whoever_stops_listening_gives_the_decoder_back(app: App, way: str) -> None:
+    """A cancelled task or a stream left early ends the generation within a few tokens, not at its end."""
+    steps: list[int] = []
+    llm = app.llm(max_tokens=400)
+
+    async def read() -> None:
+        async for _ in llm.astream(QUESTION):
+            pass
+
+    handle = app.bundle.backbone.model.register_forward_pre_hook(lambda *_: steps.append(1))
+    try:
+        if way == "stream, closed":
+            blocking = llm.stream(QUESTION)
+            next(blocking)
+            blocking.close()
+        elif way == "astream, closed":
+            stream = llm.astream(QUESTION)
+            await anext(stream)
+            await stream.aclose()
+        else:
+            task = asyncio.ensure_future(llm.ainvoke(QUESTION) if way == "ainvoke" else read())
+            while not steps:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await app.llm(max_tokens=1).ainvoke(QUESTION)  # waits for the decoder
+    finally:
+        handle.remove()
+    assert 0 < len(steps) < 200
+    assert (await llm.ainvoke(QUESTION)).usage_metadata["output_tokens"] == 400
+
+
 def test_threads_on_one_model_answer_as_one_after_another(app: App) -> None:
     """Prompts with and without slots, called and streamed, with their own scopes and settings."""
     llms = [app.llm(), app.llm(max_tokens=5), app.llm(scope="anna"), app.llm(temperature=1.0, seed=3)]

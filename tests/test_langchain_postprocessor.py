@@ -51,11 +51,23 @@ def test_ratio(app: App, ratio: int | None) -> None:
         ({"token_budget": 0}, ConfigError, "token_budget=0"),
         ({"on_missing": "panic"}, ConfigError, "'panic'"),
         ({"rate": 8}, ConfigError, "rate"),
+        ({"store": "./chroma"}, ConfigError, "SoftContextStore .*chroma"),
     ],
 )
 def test_impossible_options_are_refused(app: App, options: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         app.postprocessor(**options)
+
+
+@pytest.mark.parametrize("given", [QUESTION, [QUESTION], SOURCES[0], {"context": SOURCES}])
+def test_what_is_no_list_of_documents_is_refused(app: App, given: Any) -> None:
+    """A step before the retriever, a chain's whole state, one document alone."""
+    postprocessor = app.postprocessor()
+    for call in (postprocessor.invoke, postprocessor.compress_documents, postprocessor.restore_sources):
+        with pytest.raises(
+            ConfigError, match=r"list of Documents is needed, got (str|Document|dict): .*after a retriever"
+        ):
+            call(given)
 
 
 def test_budget_below_the_number_of_documents(app: App) -> None:

@@ -33,6 +33,10 @@ class _Model:
         return {"store": self.store}
 
     @property
+    def has_tool_calling(self) -> bool:
+        return False  # `bind_tools` is there only to say so
+
+    @property
     def supports_model_override(self) -> bool:
         return False  # the model is the store's bundle
 

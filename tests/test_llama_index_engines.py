@@ -21,14 +21,17 @@ from helpers_llama_index import (
 )
 from llama_index.core import get_response_synthesizer
 from llama_index.core.base.base_selector import BaseSelector, SelectorResult, SingleSelection
+from llama_index.core.instrumentation.events.llm import LLMCompletionEndEvent
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine, RouterQueryEngine
+from llama_index.core.response_synthesizers import ResponseMode
 from llama_index.core.schema import MetadataMode
 from llama_index.core.selectors import EmbeddingSingleSelector
 from llama_index.core.tools import QueryEngineTool
 
 from llama_index.postprocessor.ctx_compress import expand_prompt, restore_sources
 
+MODES = ["compact", "refine", "tree_summarize", "accumulate", "compact_accumulate", "simple_summarize"]
 WAYS = ["query", "aquery", "streamed query", "streamed aquery"]
 CHATS = ["chat", "achat", "stream_chat", "astream_chat"]
 CALLS_PER_ANSWER = {"refine": TOP_K, "accumulate": TOP_K}
@@ -64,10 +67,13 @@ async def ask(engine: Any, way: str, question: str = QUESTION) -> tuple[str, Any
 # Response modes
 
 
+def test_no_response_mode_is_left_out() -> None:
+    """The last three have tests of their own."""
+    assert {mode.value for mode in ResponseMode} == {*MODES, "context_only", "no_text", "generation"}
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "mode", ["compact", "refine", "tree_summarize", "accumulate", "compact_accumulate", "simple_summarize"]
-)
+@pytest.mark.parametrize("mode", MODES)
 async def test_every_response_mode_in_every_way(app: App, events: Events, mode: str, way: str) -> None:
     if "streamed" in way and "accumulate" in mode:
         pytest.skip("LlamaIndex does not stream what it accumulates")
@@ -249,19 +255,29 @@ async def test_chat_engines(app: App, events: Events, mode: str, way: str) -> No
     assert restore_sources(response) == app.nodes()
 
 
+@pytest.mark.parametrize("way", CHATS)
 @pytest.mark.parametrize("mode", ["context", "condense_plus_context"])
-def test_a_second_turn_keeps_the_conversation(app: App, events: Events, mode: str) -> None:
+async def test_a_second_turn_keeps_the_conversation(app: App, events: Events, mode: str, way: str) -> None:
+    """In condense-plus-context the LLM also completes: it condenses question and history, which hold no markers."""
     engine = chat_engine(app, mode, similarity_top_k=2)
-    first = engine.chat(QUESTION)
-    engine.chat("And when?")
-    app.check_calls(events)
-    said = "\n".join(message.content or "" for call in events.ended[1:] for message in call.messages)
-    assert str(first) in said
+    first, _ = await chat(engine, way)
+    second, _ = await chat(engine, way, "And when?")
+    assert app.check_calls(events) == [first, second]
+    assert all(sum(app.slots(str(call.messages))) > 0 for call in events.ended)
+    assert first in "\n".join(message.content or "" for message in events.ended[1].messages)
+    condensed = [event for event in events.all if isinstance(event, LLMCompletionEndEvent)]
+    assert len(condensed) == (mode == "condense_plus_context")
+    assert all(first in event.prompt and event.response.raw["slots"] == 0 for event in condensed)
     assert all("[[ctx:" not in (message.content or "") for message in engine.chat_history)
 
 
-async def test_condense_question(app: App, events: Events) -> None:
+@pytest.mark.parametrize("way", CHATS)
+async def test_condense_question(app: App, events: Events, way: str) -> None:
+    """Here an engine answers the condensed question: one call for each turn's answer, one to condense the second."""
     engine = chat_engine(app, "condense_question")
-    _, response = await chat(engine, "chat")
-    app.check_calls(events)
-    assert restore_sources(response) == app.nodes()
+    text, response = await chat(engine, way)
+    assert app.check_calls(events) == [text]
+    [asked] = response.sources  # `source_nodes` has them, too, unless the stream is async
+    assert restore_sources(asked.raw_output) == app.nodes()
+    await chat(engine, way, "And when?")
+    assert len(app.check_calls(events)) == 3

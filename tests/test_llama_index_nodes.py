@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -209,13 +211,36 @@ def test_a_budget_may_return_a_marked_node_to_its_text(app: App, nodes: list[Nod
         ({"ratio": 6}, RatioError, "ratio=6"),
         ({"ratio": 4, "token_budget": 9}, ConfigError, "token_budget=9"),
         ({"token_budget": 0}, ConfigError, "token_budget=0"),
-        ({"on_missing": "ignore"}, ConfigError, "on_missing='ignore'"),
+        ({"on_missing": "ignore"}, ConfigError, "on_missing: .*'ignore'"),
         ({"ration": 8}, TypeError, "ration"),
+        ({"store": "./chroma"}, ConfigError, "SoftContextStore .*chroma"),
     ],
 )
 def test_impossible_arguments(app: App, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        CompressedContextPostprocessor(app.store, **arguments)
+        CompressedContextPostprocessor(**{"store": app.store, **arguments})
+
+
+def test_what_is_no_scored_node_is_refused(app: App) -> None:
+    node = TextNode(text=PASSAGES[0])
+    calls: list[Callable[[], Any]] = [
+        lambda: app.postprocessor().postprocess_nodes([node]),
+        lambda: restore_sources([node], app.store),
+        lambda: restore_sources(node, app.store),
+        lambda: restore_sources("the answer", app.store),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match="list of NodeWithScore is needed, got (TextNode|str)"):
+            call()
+
+
+def test_nothing_is_sent_to_another_process(app: App) -> None:
+    """LlamaIndex's own pickling would take the store out of the object at hand."""
+    for thing in (app.postprocessor(), app.llm()):
+        with pytest.raises(ConfigError, match="of this process: make it anew"):
+            pickle.dumps(thing)
+        assert thing.store is app.store
+    assert copy.copy(app.llm()).complete(QUESTION).text == app.llm().complete(QUESTION).text
 
 
 def test_no_key_or_store_in_what_is_shown(app: App) -> None:

@@ -167,6 +167,7 @@ async def test_events_show_markers_and_sizes_never_vectors_or_keys(app: App, eve
         markers = [store.marker(id, RATIO) for id in store.ids()]
     kinds = {type(event).__name__ for event in events.all}
     assert {"QueryStartEvent", "RetrievalEndEvent", "SynthesizeEndEvent", "GetResponseStartEvent"} <= kinds
+    assert {"LLMChatStartEvent", "LLMChatInProgressEvent", "LLMChatEndEvent"} <= kinds
     reports = [repr(event.model_dump()) for event in events.all] + [repr(event) for event in events.all]
     reports += [repr(pair) for pair in debug.get_event_pairs()]
     asked = [repr(event.model_dump()) for event in events.started]

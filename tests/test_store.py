@@ -385,3 +385,9 @@ def test_a_store_keeps_the_ratio_it_was_made_with(tmp_path: Path) -> None:
         assert_same(again.get(["b"])[0], bundle.at(passage(2), 8))
     with pytest.raises(StoreError, match="has ratio 8, not 4"):
         SoftContextStore(tmp_path, bundle, ratio=4)
+
+
+def test_a_bundle_s_name_in_place_of_a_bundle_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Bundle\.from_pretrained\('demo'\)"):
+        SoftContextStore(tmp_path / "store", "demo")  # type: ignore[arg-type]
+    assert not (tmp_path / "store").exists()

@@ -113,6 +113,7 @@ class PredictorConfig(BaseModel):
             first updates have that size.
         demonstrations: how many it was trained with.
         hidden, code: widths of its encoder's layers.
+        layer: after which layer it reads the demonstrations' hidden states; None is the last.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -124,6 +125,7 @@ class PredictorConfig(BaseModel):
     demonstrations: int = Field(gt=0)
     hidden: int = Field(default=256, gt=0)
     code: int = Field(default=64, gt=0)
+    layer: int | None = Field(default=None, gt=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +153,7 @@ class PredictedUpdate(Adaptation):
         return cls(base, predictor.to(next(iter(base.a.values())).device), config)
 
     def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
-        pooled = pooled_states(decoder, [decoder.rows(demonstrations)], self.base)
+        pooled = pooled_states(decoder, [decoder.rows(demonstrations)], self.base, self.config.layer)
         with torch.no_grad():
             return Adapted(self.base.plus(self.predictor(pooled)).row(0))
 

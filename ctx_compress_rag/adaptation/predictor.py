@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +12,17 @@ from torch import Tensor, nn
 from ctx_compress_rag.adaptation.adapter import Adapter, Shapes, applied
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, Row
 from ctx_compress_rag.adaptation.updates import norms
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.readers.selective_lora import decoder_layers
 
 
 class UpdatePredictor(nn.Module):
     """g_phi: a two-layer MLP encoder, and a head for each layer and projection that emits U and V.
 
-    The paper gives no activation (GELU here) and no initial scale. Updates are small beside weights: heads
-    that had to learn their scale from torch's initial one would make AdamW's steps of 5e-4 coarse, so each
-    head's output has a fixed gain that `calibrate` measures once, and its weights stay of ordinary size.
+    The paper gives no activation (GELU here) and no scales. End tokens' states are much alike, and what tells
+    contexts apart is small beside their mean: the encoder reads them centred and divided by their spread.
+    Updates are small beside weights: heads that had to learn their scale from torch's initial one would make
+    AdamW's steps of 5e-4 coarse, so each head's output has a gain. `calibrate` measures all three once.
 
     Args:
         dim: width of the decoder's hidden states.
@@ -27,6 +32,8 @@ class UpdatePredictor(nn.Module):
         code: width of its output.
     """
 
+    centre: Tensor
+    spread: Tensor
     gain: Tensor
 
     def __init__(self, dim: int, shapes: Shapes, rank: int, hidden: int = 256, code: int = 64) -> None:
@@ -35,11 +42,13 @@ class UpdatePredictor(nn.Module):
         self.rank = rank
         self.encoder = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, code))
         self.heads = nn.ModuleList(nn.Linear(code, rank * (d_in + d_out)) for d_in, d_out in self.shapes.values())
+        self.register_buffer("centre", torch.zeros(dim))
+        self.register_buffer("spread", torch.ones(dim))
         self.register_buffer("gain", torch.ones(len(self.shapes)))
 
     def forward(self, pooled: Tensor) -> Adapter:
         """Pooled hidden states (contexts, dim) -> U V^T, a row for each context: `b` is U and `a` is V^T."""
-        code = self.encoder(pooled.to(self.gain.dtype))
+        code = self.encoder((pooled.to(self.gain.dtype) - self.centre) / self.spread)
         a, b = {}, {}
         for (name, (d_in, d_out)), head, gain in zip(self.shapes.items(), self.heads, self.gain, strict=True):
             u, v = head(code).split([self.rank * d_out, self.rank * d_in], dim=-1)
@@ -48,27 +57,69 @@ class UpdatePredictor(nn.Module):
         return Adapter(a, b)
 
     @torch.no_grad()
-    def calibrate(self, pooled: Tensor, target: Adapter) -> None:
-        """Set the gains so that updates start at their targets' size: the geometric mean over these contexts.
+    def calibrate(self, pooled: Tensor, wanted: Mapping[str, Tensor]) -> None:
+        """Measure scales on some contexts; updates then start at their targets' size, in the geometric mean.
 
         Args:
             pooled: (contexts, dim).
-            target: the updates gradient descent makes of the same contexts.
+            wanted: norms of the updates that gradient descent makes of them, by projection: (contexts,).
         """
+        self.centre.copy_(pooled.mean(dim=0))
+        spread = pooled.std(dim=0, correction=0)
+        self.spread.copy_(torch.where(spread > 0, spread, 1.0))
         self.gain.fill_(1.0)
-        own, wanted = norms(self(pooled)), norms(target)
+        own = norms(self(pooled))
         self.gain.copy_(torch.stack([(wanted[n].log() - own[n].log()).mean().exp() for n in self.shapes]))
 
 
 @torch.no_grad()
-def pooled_states(decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Row]], base: Adapter) -> Tensor:
-    """Final hidden states at the end tokens of demonstrations, averaged over each context: (contexts, dim).
+def pooled_states(
+    decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Row]], base: Adapter, layer: int | None = None
+) -> Tensor:
+    """Hidden states at the end tokens of demonstrations, averaged over each context: (contexts, dim).
 
     The demonstrations (question, passages, answer) are read by the frozen decoder with the base adapter.
+
+    Args:
+        decoder: the frozen decoder.
+        contexts: the rows of each support context.
+        base: the base retrieval adapter.
+        layer: after how many layers the states are taken; those above are not run. None takes the last ones,
+            after the final norm. The paper does not say which.
+
+    Raises:
+        ConfigError: the decoder has fewer layers.
     """
     rows = [row for context in contexts for row in context]
     batch = decoder.splice([row.pieces for row in rows])
     with decoder.model_for(batch, any(row.soft for row in rows)) as model, applied(model, base):
-        states: Tensor = model.base_model(**batch.model_inputs(), use_cache=False).last_hidden_state
+        states = _hidden_states(model, batch.model_inputs(), layer)
     last = states[:, -1].float()  # padding is on the left
     return torch.stack([part.mean(dim=0) for part in last.split([len(context) for context in contexts])])
+
+
+class _Reached(Exception):
+    """The layer whose states are wanted has made them."""
+
+
+def _hidden_states(model: Any, inputs: dict[str, Tensor], layer: int | None) -> Tensor:
+    """States of every position (rows, length, dim)."""
+    if layer is None:
+        states: Tensor = model.base_model(**inputs, use_cache=False).last_hidden_state
+        return states
+    count = int(model.config.get_text_config().num_hidden_layers)
+    if layer > count:
+        raise ConfigError(f"layer is {layer}, and the decoder has {count}: give it one of these, or leave it out")
+    made: list[Tensor] = []
+
+    def stop(module: Any, inputs: Any, output: Any) -> None:
+        made.append(output[0] if isinstance(output, tuple) else output)
+        raise _Reached
+
+    handle = decoder_layers(model.base_model, count)[layer - 1].register_forward_hook(stop)
+    try:
+        with suppress(_Reached):
+            model.base_model(**inputs, use_cache=False)
+    finally:
+        handle.remove()
+    return made[0]

@@ -60,6 +60,7 @@ def solve(
     learning_rate: float,
     folder: Path,
     about: dict[str, Any],
+    layer: int | None = None,
 ) -> None:
     """Solve the episodes' support contexts that are not in `folder` yet.
 
@@ -71,6 +72,7 @@ def solve(
         learning_rate: eta.
         folder: where to.
         about: what the episodes were drawn from.
+        layer: see `pooled_states`.
 
     Raises:
         ConfigError: the folder's contexts were solved otherwise.
@@ -81,6 +83,7 @@ def solve(
         "contexts": len(episodes),
         "steps": list(steps),
         "learning_rate": learning_rate,
+        "layer": layer,
     }
     folder.mkdir(parents=True, exist_ok=True)
     note = folder / _ABOUT_FILE
@@ -92,7 +95,7 @@ def solve(
         if file.exists():
             continue
         contexts = [decoder.rows(episode.support) for episode in episodes[start : start + _BLOCK]]
-        tensors = {"pooled": pooled_states(decoder, contexts, base).cpu()}
+        tensors = {"pooled": pooled_states(decoder, contexts, base, layer).cpu()}
         for step, update in sgd_path(decoder, contexts, base, steps, learning_rate).items():
             for kind, part in (("a", update.a), ("b", update.b)):
                 tensors |= {f"{step}/{kind}/{n}": t.to("cpu", torch.bfloat16) for n, t in part.items()}

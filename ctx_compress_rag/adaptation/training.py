@@ -19,7 +19,7 @@ from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks,
 from ctx_compress_rag.adaptation.methods import PredictedUpdate, PredictorConfig, PromptTuning
 from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.solved import SolvedContexts, load_solved, solve
-from ctx_compress_rag.adaptation.updates import sgd
+from ctx_compress_rag.adaptation.updates import norms, sgd
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.demo.task_families import check_families, families
 from ctx_compress_rag.stores import SoftContextStore
@@ -43,8 +43,8 @@ from ctx_compress_rag.training.recipes import (
 
 logger = logging.getLogger(__name__)
 
-# Contexts that a predictor's gains are measured on.
-_CALIBRATED_ON = 8
+# Contexts that a predictor's scales are measured on: kept ones, which cost nothing, and ones solved for it.
+_KEPT, _SOLVED_NOW = 64, 16
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,17 @@ def _stage(recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> _Stage:
 
     if recipe.solved is not None:
         solved = _solved(recipe, recipe.solved, decoder, update.base, slots)
-        update.predictor.calibrate(*solved.rows(torch.arange(min(len(solved), 8 * _CALIBRATED_ON))))
+        pooled, change = solved.rows(torch.arange(min(len(solved), _KEPT)))
+        update.predictor.calibrate(pooled, norms(change))
         objective = SolvedMatchingObjective(update, solved, recipe.magnitude_weight)
         return _Stage(objective, _passes(len(solved), count, recipe.seed), _collate_numbers, save)
-    contexts = collate_contexts(episodes[:_CALIBRATED_ON])["contexts"]
-    target = sgd(decoder, contexts, update.base, recipe.inner_steps, recipe.inner_learning_rate).change()
-    update.predictor.calibrate(pooled_states(decoder, contexts, update.base), target)
+    first = [collate_contexts([episode])["contexts"] for episode in episodes[:_SOLVED_NOW]]
+    pooled = torch.cat([pooled_states(decoder, contexts, update.base, recipe.layer) for contexts in first])
+    each = [
+        norms(sgd(decoder, contexts, update.base, recipe.inner_steps, recipe.inner_learning_rate).change())
+        for contexts in first
+    ]
+    update.predictor.calibrate(pooled, {name: torch.cat([sizes[name] for sizes in each]) for name in each[0]})
     if recipe.loss == "matching":
         return _Stage(MatchingObjective(decoder, update, recipe.magnitude_weight), episodes, collate_contexts, save)
     return _Stage(TaskObjective(decoder, update), episodes, collate_contexts, save)
@@ -170,6 +175,7 @@ def _untrained(recipe: UpdatePredictorRecipe, decoder: AdaptiveDecoder) -> Predi
         demonstrations=recipe.demonstrations,
         hidden=recipe.hidden,
         code=recipe.code,
+        layer=recipe.layer,
     )
     torch.manual_seed(recipe.seed)
     return PredictedUpdate.build(base, decoder, config)
@@ -190,7 +196,8 @@ def _solved(
         "demonstrations": recipe.demonstrations,
         "seed": recipe.seed,
     }
-    solve(decoder, base, slots(episodes), config.steps, recipe.inner_learning_rate, config.folder, about)
+    rate, steps = recipe.inner_learning_rate, config.steps
+    solve(decoder, base, slots(episodes), steps, rate, config.folder, about, recipe.layer)
     return load_solved(config.folder, base, config.contexts, recipe.inner_steps)
 
 

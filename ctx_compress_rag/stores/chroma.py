@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -79,6 +80,8 @@ class SoftContextStore:
     ) -> None:
         if not scope:
             raise ConfigError("a scope needs a name: give the tenant's or user's id")
+        if isinstance(bundle, str | PathLike):
+            raise ConfigError(f"bundle={bundle!r} is a name: give Bundle.from_pretrained({str(bundle)!r})")
         self.bundle = bundle
         self.fingerprint = bundle.fingerprint
         self.scope = scope

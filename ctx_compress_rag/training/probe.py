@@ -101,7 +101,11 @@ def _answers(rows: Sequence[list[Piece]], embed: Any, tokenizer: Any, reading: R
         batch = order[start : start + _AT_ONCE]
         spliced = splice(embed, [rows[i] for i in batch])
         with torch.no_grad(), reading(spliced.slot_mask) as model:
-            ids = model.generate(**spliced.model_inputs(), generation_config=settings)
+            ids = model.generate(
+                inputs_embeds=spliced.inputs_embeds,
+                attention_mask=spliced.attention_mask,
+                generation_config=settings,
+            )
         answers |= dict(zip(batch, tokenizer.batch_decode(ids, skip_special_tokens=True), strict=True))
     return [answers[i].strip() for i in range(len(rows))]
 

@@ -406,6 +406,7 @@ class UpdatePredictorRecipe(AdaptationRecipe):
         magnitude_weight: lambda of eq. 9.
         demonstrations: N, in each support context.
         hidden, code: widths of the encoder's layers.
+        layer: after which of the decoder's layers the demonstrations' hidden states are read; None is the last.
         solved: contexts to keep and come back to; None draws a new one each time.
     """
 
@@ -418,6 +419,7 @@ class UpdatePredictorRecipe(AdaptationRecipe):
     demonstrations: int = Field(default=3, gt=0)
     hidden: int = Field(default=256, gt=0)
     code: int = Field(default=64, gt=0)
+    layer: int | None = Field(default=None, gt=0)
     solved: SolvedConfig | None = None
 
     @model_validator(mode="after")

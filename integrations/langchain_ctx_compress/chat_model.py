@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams
@@ -235,6 +235,17 @@ class ChatCompressedContext(BaseChatModel):
         """
         with self._in_scope():
             return serving.prompt_tokens(self.decoder, to_chat(messages))
+
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> NoReturn:
+        """This model calls no tools.
+
+        Raises:
+            NotImplementedError: always; LangChain's own says nothing more.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} calls no tools: leave them out (create_agent takes tools=[]), or give the agent "
+            "another model and this one's chain as a tool"
+        )
 
     def _in_scope(self) -> AbstractContextManager[None]:
         return nullcontext() if self.scope is None else scope(self.scope)

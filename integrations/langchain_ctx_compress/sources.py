@@ -9,6 +9,7 @@ from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage
 from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
 
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.markers import Marker
 from ctx_compress_rag.postprocess import expand
 from ctx_compress_rag.stores import SoftContextStore
@@ -28,16 +29,28 @@ def restore_sources(documents: Sequence[Document], store: SoftContextStore, scop
         scope: the scope that the postprocessor was given.
 
     Raises:
+        ConfigError: what is given is not a list of documents.
         MissingPassageError: a passage was deleted since, or, after close reading, the store has since kept so
             many slots for other questions that those of this one are gone.
     """
-    copies = [document.model_copy(deep=True) for document in documents]
+    copies = [document.model_copy(deep=True) for document in _checked(documents)]
     split = [store.split(document.page_content, scope) for document in copies]
     markers = [part for parts in split for part in parts if isinstance(part, Marker)]
     texts = iter(store.text_of(markers) if markers else [])
     for document, parts in zip(copies, split, strict=True):
         document.page_content = "".join(next(texts) if isinstance(part, Marker) else part for part in parts)
     return copies
+
+
+def _checked(documents: Sequence[Document]) -> Sequence[Document]:
+    several = isinstance(documents, Sequence) and not isinstance(documents, str)
+    wrong = [each for each in documents if not isinstance(each, Document)] if several else [documents]
+    if wrong:
+        raise ConfigError(
+            f"a list of Documents is needed, got {type(wrong[0]).__name__}: the postprocessor goes after a retriever "
+            "(`retriever | postprocessor`), and sources are the documents that it returned"
+        )
+    return documents
 
 
 def expand_prompt(prompt: Prompt, store: SoftContextStore, scope: str | None = None) -> Prompt:

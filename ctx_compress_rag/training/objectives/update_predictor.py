@@ -34,7 +34,7 @@ class MatchingObjective(nn.Module):
         decoder, update = self._frozen
         config = update.config
         target = sgd(decoder, contexts, update.base, config.inner_steps, config.inner_learning_rate).change()
-        predicted = self.predictor(pooled_states(decoder, contexts, update.base))
+        predicted = self.predictor(pooled_states(decoder, contexts, update.base, update.config.layer))
         return {"loss": matching_loss(predicted, target, self.magnitude_weight).mean()}
 
 
@@ -75,5 +75,5 @@ class TaskObjective(nn.Module):
     def forward(self, contexts: Contexts, queries: Contexts) -> dict[str, Tensor]:
         """The loss of a batch: a context's `queries` are answered with its update."""
         decoder, update = self._frozen
-        predicted = self.predictor(pooled_states(decoder, contexts, update.base))
+        predicted = self.predictor(pooled_states(decoder, contexts, update.base, update.config.layer))
         return {"loss": answer_losses(decoder, queries, update.base.plus(predicted)).mean()}

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -99,6 +99,10 @@ class CompressedContextLLM(LLM):
     def class_name(cls) -> str:
         """The class's name, for serialisation."""
         return "CompressedContextLLM"
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse to be pickled: LlamaIndex would leave the store out, and take it from this object as well."""
+        raise ConfigError(f"{type(self).__name__} holds a model of this process: make it anew in the other one")
 
     @property
     def metadata(self) -> LLMMetadata:

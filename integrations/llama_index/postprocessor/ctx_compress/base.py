@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
-from llama_index.core.bridge.pydantic import Field
+from llama_index.core.bridge.pydantic import Field, ValidationError
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 
+from ctx_compress_rag.config import explain
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.postprocess import Mode, OnMissing, check_size, mark, stored_ids
 from ctx_compress_rag.stores import SoftContextStore
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text
@@ -46,8 +48,8 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         callback_manager: LlamaIndex's own.
 
     Raises:
-        ConfigError: both a ratio and a budget are given, the budget is below 1, or the mode is not the
-            bundle's; or, with nodes, close reading without a query.
+        ConfigError: an argument has an impossible value, both a ratio and a budget are given, the budget is below
+            1, or the mode is not the bundle's; or, with nodes, close reading without a query.
         RatioError: the ratio cannot be made from the store's base ratio; or, with nodes, the passages do not fit
             into the budget at any ratio.
         MissingPassageError: with nodes and on_missing="error", a passage is not stored with this text.
@@ -74,7 +76,6 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         mode: Mode = "soft",
         callback_manager: CallbackManager | None = None,
     ) -> None:
-        check_size(store, ratio, token_budget, on_missing, mode)
         fields: dict[str, Any] = {
             "store": store,
             "ratio": ratio,
@@ -85,12 +86,20 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
             "mode": mode,
             "callback_manager": callback_manager or CallbackManager([]),
         }
-        super().__init__(**fields)
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
+        check_size(self.store, self.ratio, self.token_budget, self.on_missing, self.mode)
 
     @classmethod
     def class_name(cls) -> str:
         """The class's name, for serialisation."""
         return "CompressedContextPostprocessor"
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse to be pickled: LlamaIndex would leave the store out, and take it from this object as well."""
+        raise ConfigError(f"{type(self).__name__} holds a store of this process: make it anew in the other one")
 
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None

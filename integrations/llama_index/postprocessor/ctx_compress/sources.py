@@ -7,6 +7,7 @@ from typing import Protocol
 
 from llama_index.core.schema import BaseNode, NodeWithScore
 
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.postprocess import expand
 from ctx_compress_rag.stores import SoftContextStore
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, own_text
@@ -31,9 +32,16 @@ def restore_sources(
         scope: the scope that the postprocessor was given.
 
     Raises:
+        ConfigError: there is something other than scored nodes.
         MissingPassageError: a replaced text's passage was deleted from the store, or its text changed.
     """
-    nodes = source if isinstance(source, Sequence) else source.source_nodes
+    nodes = source if isinstance(source, Sequence) else getattr(source, "source_nodes", [source])
+    wrong = [node for node in nodes if not isinstance(node, NodeWithScore)]
+    if wrong:
+        raise ConfigError(
+            f"a response or a list of NodeWithScore is needed, got {type(wrong[0]).__name__}: give what a retriever "
+            "or an engine returned"
+        )
     return [NodeWithScore(node=_restored(scored.node, store, scope), score=scored.score) for scored in nodes]
 
 
