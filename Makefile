@@ -28,9 +28,9 @@ test-lowest: $(LOWEST)/.installed
 
 # Remakes the shipped demo bundle from nothing.
 bundle: $(VENV)/.dev-installed
-	$(BIN)/ctx-compress train demo/teacher demo/mean_pooling
+	$(BIN)/ctx-compress train demo/teacher demo/mean_pooling demo/mean_pooling_2
 	rm -rf ctx_compress_rag/demo/bundle
-	cp -r runs/demo/mean_pooling/bundle ctx_compress_rag/demo/bundle
+	cp -r runs/demo/mean_pooling_2/bundle ctx_compress_rag/demo/bundle
 
 # Runs the notebooks anew, or those named: make notebooks NOTEBOOKS="langchain_rag chroma_store".
 notebooks: $(VENV)/.dev-installed

@@ -73,6 +73,15 @@ def test_train_and_eval(workplace: Path, make_tiny_bundle: Any, capsys: pytest.C
     assert "teacher-normalised" in capsys.readouterr().out
 
 
+def test_compare(workplace: Path, make_tiny_bundle: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """With one entry of the shipped comparison, a tiny decoder and a few steps."""
+    make_tiny_bundle()._save_decoder(workplace / "decoder")
+    (compare,) = _commands("compare")
+    few = ["--entries", "mean_pooling", "--budget", "8", "--questions", "2", "--jobs", "1", "--decoder", "decoder"]
+    assert main([*compare, *few]) == 0
+    assert "| mean_pooling |" in capsys.readouterr().out
+
+
 def _run(block: str, given: dict[str, Any]) -> Any:
     """Run a code block; its last line is an expression, whose value is returned."""
     *lines, last = block.strip().splitlines()
