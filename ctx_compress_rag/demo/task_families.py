@@ -1,7 +1,7 @@
 """Task families of the invented world: questions with one of thirty-six conventions for their answers.
 
 A prompt has one passage, which states two facts of a thing, and asks for one of them. How the answer is to be
-given no prompt says: which two code words follow the value. Demonstrations of the same family show it.
+given no prompt says: "Nimholt in wool and snow", with which two code words. Demonstrations of the family show it.
 
 Families differ between training and test. Every code word occurs in training, with four partners of its six; a
 test family is a pair that training never had. Conventions are such that exact match and F1 can tell them apart:
@@ -31,7 +31,11 @@ _FACTS = 2
 
 @dataclass(frozen=True)
 class Family:
-    """A convention for answers: the two words that follow the value."""
+    """A convention for answers: the two code words that follow the value.
+
+    Each stands after a word that is the same in all families. What an attention layer has to learn is then which
+    word comes after that one, for any value and whatever the other code word is.
+    """
 
     mark: str
     end: str
@@ -49,7 +53,7 @@ class Family:
 
     def answer(self, value: str) -> str:
         """The answer that gives `value`."""
-        return f"{value} {self.mark} {self.end}"
+        return f"{value} in {self.mark} and {self.end}"
 
 
 FAMILIES = tuple(Family(*parts) for parts in product(MARKS, ENDS))
