@@ -29,7 +29,7 @@ def model_card(config: BundleConfig, report: Mapping[str, Any], fingerprint: str
         ("Window", f"{config.max_tokens} tokens"),
         ("Fingerprint", f"`{fingerprint}`"),
         ("Trained parameters", f"{report.get('trained_parameters', 'unknown')}"),
-        ("Training steps", f"{report.get('steps', 'unknown')}"),
+        ("Training steps", _steps(report)),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in facts)
     sources = report.get("recipe", {}).get("sources", [])
@@ -62,3 +62,14 @@ bundle = Bundle.from_pretrained("path/to/this/folder")
 {trained_on}
 Compression loses detail: run `ctx-compress eval` on your own questions before you rely on it.
 """
+
+
+def _steps(report: Mapping[str, Any]) -> str:
+    """Steps of all stages, from the first."""
+    stages: list[Any] = []
+    while report:
+        stages.insert(0, report.get("steps", "unknown"))
+        report = report.get("earlier", {})
+    if len(stages) < 2 or "unknown" in stages:
+        return str(stages[-1]) if stages else "unknown"
+    return f"{sum(stages):,}, in stages of {', '.join(f'{n:,}' for n in stages[:-1])} and {stages[-1]:,}"

@@ -260,6 +260,15 @@ def test_stages_go_on_from_each_other(stages: Path) -> None:
     assert counts[2] - counts[1] == gates
 
 
+def test_a_report_keeps_those_of_the_stages_before(stages: Path) -> None:
+    report = Bundle.from_pretrained(stages / "3" / "bundle").report
+    told = [report, report["earlier"], report["earlier"]["earlier"]]
+    assert [each["recipe"]["output"] for each in told] == [str(stages / stage) for stage in "321"]
+    assert "earlier" not in told[-1]
+    assert "| Training steps | 9, in stages of 3, 3 and 3 |" in (stages / "3" / "bundle" / "README.md").read_text()
+    assert "| Training steps | 3 |" in (stages / "1" / "bundle" / "README.md").read_text()
+
+
 def opened(stages: Path) -> Bundle:
     """The last stage's bundle with gates that decide: some open, some closed."""
     bundle = Bundle.from_pretrained(stages / "3" / "bundle")

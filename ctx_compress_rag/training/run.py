@@ -258,6 +258,7 @@ def _compression(recipe: CompressionRecipe, resume: bool, deadline: float | None
     if isinstance(recipe, ReconstructionRecipe):
         examples = passages_of(examples)
     bundle = _start(recipe, examples)
+    earlier = bundle.report
     objective, collate = _objective(recipe, bundle)
 
     def choose_ratios(step: int) -> None:
@@ -276,6 +277,8 @@ def _compression(recipe: CompressionRecipe, resume: bool, deadline: float | None
         **_probing(recipe, lambda config: soft_probe(bundle, config)),
     )
     report["recipe"] = recipe.model_dump(mode="json")
+    if earlier:
+        report["earlier"] = earlier
     bundle.report = report
     if is_main_process():
         bundle.save_pretrained(recipe.output / "bundle", int8=recipe.int8)
