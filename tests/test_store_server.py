@@ -1,11 +1,6 @@
 """SoftContextStore against a real `chroma run` server on loopback."""
 
-import shutil
-import socket
 import stat
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +8,7 @@ from pathlib import Path
 import chromadb
 import pytest
 from chromadb.api import ClientAPI
+from helpers_server import chroma_server
 from helpers_store import WordBundle, assert_same, passage
 
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError
@@ -22,26 +18,8 @@ from ctx_compress_rag.stores.keys import KEY_FILE, KEY_VARIABLE
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free: int = probe.getsockname()[1]
-    program = shutil.which("chroma", path=str(Path(sys.executable).parent)) or "chroma"
-    folder = tmp_path_factory.mktemp("server")
-    command = [program, "run", "--path", str(folder), "--host", "127.0.0.1", "--port", str(free)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder)
-    try:
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", free), timeout=1).close()
-                break
-            except OSError:
-                assert server.poll() is None and time.monotonic() < deadline, "the server did not start"
-                time.sleep(0.1)
+    with chroma_server(tmp_path_factory.mktemp("server")) as free:
         yield free
-    finally:
-        server.terminate()
-        server.wait(20)
 
 
 @pytest.fixture

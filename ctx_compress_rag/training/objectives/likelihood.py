@@ -51,7 +51,12 @@ class AnswerCollator:
         rows: list[SlotRow] = []
         places: list[list[int]] = []
         for example in examples:
-            rows.append(self.builder.slot_row(example, draw_template(self.templates, example, self.seed)))
             short = self.builder.shortened(example.passages, self.max_context_tokens)
+            asked = self.asked(example, [text for text, _ in short])
+            rows.append(self.builder.slot_row(asked, draw_template(self.templates, example, self.seed)))
             places.append([table.place(text, ids) for text, ids in short])
         return {"passages": table.batch(), "prompts": SlotRows(rows, places)}
+
+    def asked(self, example: Example, texts: Sequence[str]) -> Example:
+        """What is asked of an example, whose passages became `texts`: its own questions."""
+        return example
