@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.training.data import Example, Turn, world_examples
 from ctx_compress_rag.training.muon import MuonAdamW
 from ctx_compress_rag.training.pointers import Pointers, PointingHeads, pointers_of
@@ -64,8 +65,17 @@ def test_the_decoder_is_as_before_once_it_is_no_longer_watched() -> None:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_tokens_point_to_the_name_and_the_fact_of_the_question(tiny_tokenizer: Any, template: str) -> None:
-    """Whatever is pointed to decodes to the subject's name, or to the answer's token inside the right passage."""
+@pytest.mark.parametrize("spaced", [False, True], ids=["plain", "a space put before texts"])
+def test_tokens_point_to_the_name_and_the_fact_of_the_question(
+    tiny_tokenizer: Any, template: str, spaced: bool
+) -> None:
+    """Whatever is pointed to decodes to the subject's name, or to the answer's token inside the right passage.
+
+    With the demo's own tokenizer, too, which puts a space before a text: a passage's first word is then other
+    tokens inside a prompt.
+    """
+    if spaced:
+        tiny_tokenizer = Bundle.from_pretrained("demo").backbone.tokenizer
     builder = PromptBuilder(tiny_tokenizer)
     named = 0
     for example in world_examples("train", 77, 24, 12, [1, 2, 4]):

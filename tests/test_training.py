@@ -186,6 +186,35 @@ def test_splits_of_the_world_share_no_name() -> None:
     assert min(len(train), len(dev), len(test)) > 50
 
 
+def test_worlds_of_one_kind_are_as_many_as_asked_for() -> None:
+    """In a prompt of such a world all passages are about one kind of thing, so that only names tell them apart."""
+    from ctx_compress_rag.demo import wording
+    from ctx_compress_rag.demo.world import examples
+
+    surnames, towns, organisations = (
+        {head + tail for head in heads for tail in tails}
+        for heads, tails in (
+            (wording.SURNAME_HEADS, wording.SURNAME_TAILS),
+            (wording.TOWN_HEADS, wording.TOWN_TAILS),
+            (wording.ORGANISATION_HEADS, wording.ORGANISATION_TAILS),
+        )
+    )
+
+    def alike(passages: tuple[str, ...]) -> bool:
+        """Whether the first sentences, which name what a passage is about, can all be of one kind."""
+        words = [{word.rstrip(".") for word in passage.split(". ")[0].split()} for passage in passages]
+        return any(all(w & names for w in words) for names in (surnames, towns, organisations))
+
+    def share(wanted: float) -> float:
+        drawn = list(examples("train", 7, 400, alike=wanted))
+        return sum(alike(e.passages) for e in drawn) / len(drawn)
+
+    assert share(1.0) == 1.0
+    assert share(0.0) < 0.1
+    assert 0.4 < share(0.5) < 0.65
+    assert list(examples("train", 7, 8)) == list(examples("train", 7, 8, alike=0.0))
+
+
 def test_curriculum_is_the_same_at_every_call() -> None:
     recipe = load_recipe("demo/mean_pooling")
     assert recipe.stage == "distillation"

@@ -20,11 +20,11 @@ from ctx_compress_rag.demo import wording
 Split = Literal["train", "dev", "test"]
 Kind = Literal["person", "town", "organisation"]
 
-PASSAGES_PER_WORLD = 8
 PASSAGES_PER_PROMPT = 4
 EXAMPLES_PER_WORLD = 4
 NAMED = 0.95
-_KINDS: tuple[Kind, ...] = ("person", "person", "person", "town", "town", "town", "organisation", "organisation")
+KINDS: tuple[Kind, ...] = ("person", "person", "person", "town", "town", "town", "organisation", "organisation")
+PASSAGES_PER_WORLD = len(KINDS)
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,16 @@ class World:
         split: which names may appear.
         seed: of everything drawn.
         named: share of sentences that name the passage's entity; the rest say "this town" and the like.
+        kinds: of the entities, in order.
     """
 
-    def __init__(self, split: Split, seed: int, named: float = NAMED) -> None:
+    def __init__(self, split: Split, seed: int, named: float = NAMED, kinds: Sequence[Kind] = KINDS) -> None:
         self.split = split
         self._named = named
         self._rng = random.Random(f"{split}:{seed}")
         self.entities: list[Entity] = []
         taken: set[str] = set()
-        for kind in _KINDS:
+        for kind in kinds:
             name = _name(self._rng, kind, split)
             while name in taken:
                 name = _name(self._rng, kind, split)
@@ -110,7 +111,7 @@ class World:
     def _link(self, kind: Kind) -> str:
         """A name of `kind`: mostly one of this world's own, else one that has no passage."""
         own = [e.name for e in self.entities if e.kind == kind]
-        return self._rng.choice(own) if self._rng.random() < 0.75 else _name(self._rng, kind, self.split)
+        return self._rng.choice(own) if self._rng.random() < 0.75 and own else _name(self._rng, kind, self.split)
 
     def _invent(self, entity: Entity) -> None:
         for attribute in wording.ATTRIBUTES[entity.kind]:
@@ -187,6 +188,7 @@ def examples(
     turns: int = 6,
     passages: Sequence[int] = (PASSAGES_PER_PROMPT,),
     named: float = NAMED,
+    alike: float = 0.0,
 ) -> Iterator[WorldExample]:
     """`count` examples; consecutive ones share a world, so their passages need encoding once.
 
@@ -198,9 +200,14 @@ def examples(
         passages: numbers of passages per prompt, one of which is drawn for sixteen examples in a row:
             batches of like prompts need little padding.
         named: share of sentences that name the passage's entity.
+        alike: share of worlds whose passages are all about one kind of thing, as retrieved ones often are: then
+            only names tell them apart.
     """
     for start in range(0, count, EXAMPLES_PER_WORLD):
-        world = World(split, seed + start // EXAMPLES_PER_WORLD, named)
+        number = seed + start // EXAMPLES_PER_WORLD
+        draws = random.Random(f"alike:{number}")
+        kinds = (draws.choice(KINDS),) * PASSAGES_PER_WORLD if draws.random() < alike else KINDS
+        world = World(split, number, named, kinds)
         for index in range(start, min(start + EXAMPLES_PER_WORLD, count)):
             size = random.Random(seed * 31 + index // 16).choice(passages)
             yield world.example(size, turns)

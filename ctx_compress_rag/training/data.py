@@ -105,7 +105,13 @@ def _evidence(given: Any, passages: Sequence[str], place: str) -> tuple[str, ...
 
 
 def world_examples(
-    split: str, seed: int, count: int, max_turns: int = 6, passages: Sequence[int] = (4,), named: float | None = None
+    split: str,
+    seed: int,
+    count: int,
+    max_turns: int = 6,
+    passages: Sequence[int] = (4,),
+    named: float | None = None,
+    alike: float = 0.0,
 ) -> list[Example]:
     """`count` examples of the invented world; the arguments are those of `demo.world.examples`."""
     from ctx_compress_rag.demo import world
@@ -115,7 +121,7 @@ def world_examples(
     share = world.NAMED if named is None else named
     return [
         Example(e.passages, tuple(Turn(t.question, t.answers, t.subject) for t in e.turns))
-        for e in world.examples(split, seed, count, max_turns, passages, share)  # type: ignore[arg-type]
+        for e in world.examples(split, seed, count, max_turns, passages, share, alike)  # type: ignore[arg-type]
     ]
 
 

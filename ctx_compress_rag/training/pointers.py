@@ -68,8 +68,9 @@ def pointers_of(
     runs = _runs(row.answers.tolist())
     spans: list[tuple[int, int]] = []
     for passage in example.passages:
-        # Its first and last tokens may be others inside the prompt.
-        inside = builder.passage_ids(passage).tolist()[1:-1]
+        # Its first word and last token may be other tokens inside the prompt.
+        first_word, _, rest = passage.partition(" ")
+        inside = builder.passage_ids(f" {rest or first_word}").tolist()[:-1]
         begin = find(ids, inside, spans[-1][1] if spans else 0, runs[0][0])[0]
         spans.append((begin, begin + len(inside)))
     names: list[tuple[int, int, int]] = []

@@ -22,13 +22,14 @@ class _Strict(BaseModel):
 
 
 class WorldData(_Strict):
-    """Examples of the invented world instead of files."""
+    """Examples of the invented world instead of files; what the numbers mean says `demo.world.examples`."""
 
     split: Literal["train", "dev", "test"] = "train"
     seed: int = 0
     examples: int = Field(gt=0)
     passages: list[int] = Field(default=[1, 2, 3, 4, 4, 4], min_length=1)
     named: float | None = Field(default=None, ge=0, le=1)
+    alike: float = Field(default=0.0, ge=0, le=1)
 
 
 class DataConfig(_Strict):

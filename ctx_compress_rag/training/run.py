@@ -119,7 +119,7 @@ def load_examples(recipe: Recipe) -> list[Example]:
             example
             for part in data.world
             for example in world_examples(
-                part.split, part.seed, part.examples, data.max_turns, part.passages, part.named
+                part.split, part.seed, part.examples, data.max_turns, part.passages, part.named, part.alike
             )
         ]
         held_out = world_examples("test", 0, 400) + world_examples("dev", 0, 400)
