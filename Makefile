@@ -28,7 +28,7 @@ test-lowest: $(LOWEST)/.installed
 
 # Remakes the shipped demo bundle from nothing.
 bundle: $(VENV)/.dev-installed
-	$(BIN)/ctx-compress train demo/teacher demo/mean_pooling demo/mean_pooling_2
+	$(BIN)/ctx-compress train demo/teacher demo/teacher_2 demo/mean_pooling demo/mean_pooling_2
 	rm -rf ctx_compress_rag/demo/bundle
 	cp -r runs/demo/mean_pooling_2/bundle ctx_compress_rag/demo/bundle
 

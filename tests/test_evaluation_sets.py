@@ -9,9 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.cli import main
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation import harness
-from ctx_compress_rag.evaluation.harness import FULL, NONE, SOFT, Answers, Question, normalised_curves, table
+from ctx_compress_rag.evaluation.harness import (
+    FULL,
+    NONE,
+    SOFT,
+    Answers,
+    Question,
+    normalised_curves,
+    questions_of,
+    table,
+)
 from ctx_compress_rag.evaluation.metrics import declined, exact_match, token_f1
 from ctx_compress_rag.evaluation.sets import evaluate_sets, fitting, question_sets, spread
 from ctx_compress_rag.training.data import NO_ANSWER, world_examples, write_jsonl
@@ -61,6 +72,18 @@ def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path) -> Non
     assert (tmp_path / "out" / "scores.md").read_text().count("### set") == 2
     with pytest.raises(DataError, match="two files are named 'set1'"):
         question_sets([files[0], files[0]], 9)
+
+
+def test_questions_of_the_world_may_be_among_passages_of_one_kind(tmp_path: Path) -> None:
+    """The demo's decoder, as the command scores it: the same as the library's functions on those questions."""
+    options = ["--questions", "2", "--passages", "2", "--ratios", "4", "--no-extraction", "--output", str(tmp_path)]
+    assert main(["eval", "--alike", *options]) == 0
+    saved = json.loads((tmp_path / "scores.json").read_text())
+    assert saved["data"] == "the invented world, 2 passages of one kind"
+    questions = questions_of(world_examples("test", 0, 2, max_turns=1, passages=(2,), alike=1.0))
+    scores = harness.evaluate(Bundle.from_pretrained("demo"), questions, (4,))
+    assert [row["f1"] for row in saved["scores"]] == pytest.approx([score.f1 for score in scores])
+    assert [row["prompt_tokens"] for row in saved["scores"]] == pytest.approx([s.prompt_tokens for s in scores])
 
 
 def test_a_limit_spreads_over_the_file() -> None:

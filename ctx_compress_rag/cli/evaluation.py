@@ -23,6 +23,9 @@ def eval_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--passages", type=int, default=4, metavar="N", help="of the invented world, per prompt (default: %(default)s)"
     )
+    parser.add_argument(
+        "--alike", action="store_true", help="of the invented world, all of a prompt's passages about one kind of thing"
+    )
     parser.add_argument("--ratios", type=int, nargs="+", metavar="R", help="default: 4 8 16 32 64 128")
     parser.add_argument("--codec", help="how slots are stored: int8 or fp16")
     parser.add_argument("--no-extraction", action="store_true", help="leave out the baseline that needs MiniLM")
@@ -43,8 +46,11 @@ def run_eval(args: argparse.Namespace) -> None:
     quiet_models()
     sets = question_sets(args.data or (), args.questions)
     if not sets:
-        examples = world_examples("test", 0, args.questions, max_turns=1, passages=(args.passages,))
-        sets = {f"the invented world, {args.passages} passages": questions_of(examples, args.questions)}
+        examples = world_examples(
+            "test", 0, args.questions, max_turns=1, passages=(args.passages,), alike=float(args.alike)
+        )
+        name = f"the invented world, {args.passages} passages{' of one kind' if args.alike else ''}"
+        sets = {name: questions_of(examples, args.questions)}
     text = evaluate_sets(
         Bundle.from_pretrained(args.bundle),
         sets,
