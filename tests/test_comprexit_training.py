@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -16,6 +17,7 @@ from helpers_comprexit import ABLATIONS, IDS, SMALL, TEXTS, comprexit_bundle
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.compressors.base import Tokenized
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.training.data import Example, Turn, world_examples, write_jsonl
 from ctx_compress_rag.training.objectives.likelihood import LikelihoodLoss
 from ctx_compress_rag.training.objectives.next_token import NextTokenCollator
@@ -68,6 +70,65 @@ def test_next_token_loss_is_plain_cross_entropy(make: Callable[..., Bundle]) -> 
             count += 1
             row = torch.cat([row, bundle.backbone.embeddings(torch.tensor([token]))])
     assert loss == pytest.approx(total / count, rel=1e-4)
+
+
+def test_a_fitted_reader_starts_at_the_tokens_own_embeddings(make: Callable[..., Bundle], tmp_path: Path) -> None:
+    """Of a token's slot an untrained reader makes what is nearest to its embedding, as numpy's least squares has it."""
+    bundle = make()
+    bundle._save_decoder(tmp_path / "decoder")
+    write_jsonl(tmp_path / "data.jsonl", world_examples("train", 3, 24, max_turns=1, passages=(1,)))
+    recipe = {
+        "stage": "answer",
+        "name": "fitted",
+        "decoder": str(tmp_path / "decoder"),
+        "method": {"name": "comprexit", **SMALL},
+        "ratios": [4],
+        "window": 64,
+        "data": {"files": [str(tmp_path / "data.jsonl")], "max_context_tokens": 48},
+        # So small a step is none.
+        "optim": {"steps": 1, "batch_size": 2, "learning_rate": 1e-9, "final_learning_rate": 0.0},
+    }
+    texts = [example.passages[0] for example in world_examples("train", 3, 24, max_turns=1, passages=(1,))]
+    texts = list(dict.fromkeys(texts))
+    ids = [bundle.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    embeddings = bundle.backbone.embeddings(torch.tensor([token for row in ids for token in row])).double().numpy()
+    errors, best = {}, 0.0
+    for passages in (0, 24):
+        recipe |= {"fit_passages": passages, "output": str(tmp_path / str(passages))}
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        made = Bundle.from_pretrained(run_recipe(tmp_path / "recipe.yaml") / "bundle")
+        softs = made.compress(texts, 1)
+        read = torch.cat([made.embed(soft) for soft in softs]).double().numpy()
+        errors[passages] = ((read - embeddings) ** 2).mean() / embeddings.var()
+        affine = np.column_stack([torch.cat([soft.slots for soft in softs]).double().numpy(), np.ones(len(read))])
+        nearest = affine @ np.linalg.lstsq(affine, embeddings, rcond=None)[0]
+        best = ((nearest - embeddings) ** 2).mean() / embeddings.var()
+    assert best < 0.95
+    assert errors[24] == pytest.approx(best, abs=0.05)
+    assert errors[0] > best + 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"method": {"name": "mean_pooling"}}, "map of two layers"), ({"decoder": None, "bundle": "x"}, "untrained")],
+)
+def test_nothing_else_is_fitted(make: Callable[..., Bundle], tmp_path: Path, change: Any, named: str) -> None:
+    make()._save_decoder(tmp_path / "decoder")
+    recipe = {
+        "stage": "answer",
+        "name": "fitted",
+        "output": str(tmp_path / "out"),
+        "decoder": str(tmp_path / "decoder"),
+        "method": {"name": "comprexit"},
+        "fit_passages": 4,
+        "ratios": [4],
+        "data": {"world": {"examples": 4, "passages": [1]}},
+        "optim": {"steps": 1, "batch_size": 4},
+        **change,
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(ConfigError, match=named):
+        run_recipe(tmp_path / "recipe.yaml")
 
 
 def test_both_stages_run_from_recipe_to_bundle(make: Callable[..., Bundle], tmp_path: Path) -> None:

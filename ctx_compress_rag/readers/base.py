@@ -19,6 +19,16 @@ class Reader(Part):
         """Prepare an untrained reader for slots of this root mean square."""
 
     @abstractmethod
+    def fit(self, slots: Tensor, embeddings: Tensor) -> None:
+        """Start an untrained reader so that slots are read as near as can be to these embeddings.
+
+        Shape: (slots, dim), (slots, decoder dim)
+
+        Raises:
+            ConfigError: it has nothing to fit.
+        """
+
+    @abstractmethod
     def forward(self, slots: Tensor, token_counts: Tensor) -> Tensor:
         """Slots as the decoder's input embeddings.
 

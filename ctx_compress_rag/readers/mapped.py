@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ctx_compress_rag.backbone import Backbone, lora_config
 from ctx_compress_rag.config import TuneConfig
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.part import load_parameters, train_copy
 from ctx_compress_rag.readers.base import Reader
 from ctx_compress_rag.readers.maps import LinearMap, TwoLayerMap
@@ -42,6 +43,18 @@ class MappedReader(Reader):
         """Start the map so that slots of this root mean square become embeddings of the decoder's own size."""
         if self.projection is not None:
             self.projection.initialise(slot_rms, self.backbone.embedding_rms())
+
+    def fit(self, slots: Tensor, embeddings: Tensor) -> None:
+        """Start the map, which has two layers, as the least-squares map from slots to these embeddings.
+
+        Shape: (slots, slot dim), (slots, decoder dim)
+
+        Raises:
+            ConfigError: this reader has no such map.
+        """
+        if not isinstance(self.projection, TwoLayerMap):
+            raise ConfigError("fit_passages is for methods whose reader has a map of two layers: leave it out")
+        self.projection.fit(slots, embeddings)
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """Make what this reader trains trainable and return it."""

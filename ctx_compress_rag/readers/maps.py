@@ -9,6 +9,12 @@ from torch.nn import functional as F
 # E[GELU(x)^2] for standard normal x.
 _GELU_POWER = 0.42522
 
+# GELU(x) is x / 2 + 0.4 x^2 and less: among inputs of this standard deviation it is a line, but for a tenth.
+_NEARLY_LINEAR = 0.3
+
+# Of the inputs' mean variance, added to each direction's: some are hardly there in a few passages.
+_RIDGE = 1e-3
+
 
 class LinearMap(nn.Linear):
     """z W^T for each slot z (paper 001, section 5.1; W_align of paper 004, eq. 5).
@@ -75,6 +81,26 @@ class TwoLayerMap(nn.Module):
             self.inner.weight.normal_(std=1 / (max(slot_rms, 1e-6) * self.inner.in_features**0.5))
             self.outer.weight.normal_(std=embedding_rms / (_GELU_POWER * self.outer.in_features) ** 0.5)
 
+    def fit(self, slots: Tensor, embeddings: Tensor) -> None:
+        """Start as the least-squares map from slots to embeddings: first as a line, then through GELU.
+
+        Not in the papers, which do not say how their maps start. A decoder that is frozen reads nothing but
+        what looks like its embeddings, and from a random map distillation hardly finds the way there.
+
+        Args:
+            slots: (slots, slot_dim).
+            embeddings: what each should become: (slots, dim).
+        """
+        with torch.no_grad():
+            weight, bias = _least_squares(slots, embeddings)
+            line = slots.double() @ weight.T + bias
+            scale = _NEARLY_LINEAR / line.std().clamp(min=1e-12)
+            self.inner.weight.copy_(scale * weight)
+            self.inner.bias.copy_(scale * (bias - line.mean(0)))
+            weight, bias = _least_squares(F.gelu(scale * (line - line.mean(0))), embeddings)
+            self.outer.weight.copy_(weight)
+            self.outer.bias.copy_(bias)
+
     def forward(self, slots: Tensor) -> Tensor:
         """Slots as the decoder's input embeddings, in this module's precision.
 
@@ -82,3 +108,18 @@ class TwoLayerMap(nn.Module):
         """
         mapped: Tensor = self.outer(F.gelu(self.inner(slots.to(self.inner.weight.dtype))))
         return mapped
+
+
+def _least_squares(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the affine map with the least squared error, with a little ridge.
+
+    Shape: (rows, in), (rows, out) -> (out, in), (out,), in float64
+    """
+    inputs, outputs = inputs.double(), outputs.double()
+    mean_in, mean_out = inputs.mean(0), outputs.mean(0)
+    centred = inputs - mean_in
+    gram = centred.T @ centred
+    ridge = _RIDGE * gram.diagonal().mean() + 1e-12
+    gram.diagonal().add_(ridge)
+    weight = torch.linalg.solve(gram, centred.T @ (outputs - mean_out)).T
+    return weight, mean_out - weight @ mean_in

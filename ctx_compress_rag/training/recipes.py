@@ -216,6 +216,10 @@ class CompressionRecipe(Recipe):
     Starts from untrained weights for `decoder`, or from the `bundle` that an earlier stage made. A
     `method` given beside a bundle replaces that bundle's settings, whose weights it must fit.
 
+    `fit_passages` fits an untrained reader first, by least squares on so many of the data's passages: a slot
+    for one token is to be read as that token's embedding. It is ours, for readers with a map of two layers before
+    a frozen decoder, which reads nothing that does not look like its embeddings.
+
     `int8` saves the bundle's matrices in 8 bits, `sources` goes into its model card.
 
     Every step trains all of its ratios. A curriculum is ours: decoders as small as the demo's do not
@@ -233,6 +237,7 @@ class CompressionRecipe(Recipe):
     ratios: list[int] = [4, 8, 16, 32, 64, 128]
     window: int = Field(default=1024, gt=0)
     curriculum: list[RatioStep] = []
+    fit_passages: int = Field(default=0, ge=0)
     int8: bool = False
     sources: list[SourceConfig] = []
 
@@ -242,6 +247,8 @@ class CompressionRecipe(Recipe):
             raise ValueError("give either decoder (a folder or hub id) or bundle (made by an earlier stage)")
         if self.decoder and self.method is None:
             raise ValueError("a new bundle needs a method")
+        if self.bundle and self.fit_passages:
+            raise ValueError("fit_passages is for an untrained reader, and a bundle's is trained: leave it out")
         if self.bundle and (self.revision or self.teacher):
             raise ValueError("revision and teacher are the bundle's own: leave them out")
         return self

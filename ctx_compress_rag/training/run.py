@@ -305,7 +305,27 @@ def _start(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
     config = BundleConfig(decoder=decoder, revision=None if shipped else recipe.revision, **settings)
     bundle = Bundle.build(config, Backbone(model, tokenizer), teacher=recipe.teacher)
     bundle.reader.initialise(_slot_rms(bundle, examples))
+    if recipe.fit_passages:
+        _fit_reader(bundle, examples, recipe.fit_passages)
     return bundle
+
+
+def _fit_reader(bundle: Bundle, examples: list[Example], passages: int) -> None:
+    """Start the reader so that it reads a slot for one token as that token's embedding.
+
+    Where a method makes no slots so small, the target is the mean embedding of a slot's tokens.
+    """
+    texts = list(dict.fromkeys(p for e in examples for p in e.passages))[:passages]
+    softs = bundle.compress(texts, ratio=1)
+    embed = bundle.backbone.embeddings
+    targets: list[torch.Tensor] = []
+    with torch.no_grad():
+        for text, soft in zip(texts, softs, strict=True):
+            ids = bundle.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            tokens = embed(torch.tensor(ids, device=bundle.backbone.device)).float()
+            targets += [part.mean(0) for part in tokens.split(soft.token_counts.tolist())]
+    slots = torch.cat([soft.slots for soft in softs]).to(bundle.backbone.device)
+    bundle.reader.fit(slots, torch.stack(targets))
 
 
 def _objective(recipe: CompressionRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:
