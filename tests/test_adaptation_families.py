@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from ctx_compress_rag.adaptation.episodes import Episodes, FamilyTasks, FileTasks
+from ctx_compress_rag.bundle import SHIPPED
 from ctx_compress_rag.demo import wording
 from ctx_compress_rag.demo.task_families import (
     ENDS,
     FAMILIES,
     MARKS,
-    Family,
     check_families,
     draw,
     families,
@@ -31,10 +32,10 @@ from ctx_compress_rag.training.prompts import PromptBuilder
 
 def test_every_family_is_in_one_split_and_every_word_is_trained() -> None:
     by_split = {split: families(split) for split in ("train", "dev", "test")}  # type: ignore[arg-type]
-    assert {split: len(each) for split, each in by_split.items()} == {"train": 24, "dev": 6, "test": 6}
+    assert {split: len(each) for split, each in by_split.items()} == {"train": 224, "dev": 16, "test": 16}
     assert sorted(f.name for each in by_split.values() for f in each) == sorted(f.name for f in FAMILIES)
     assert {(f.mark, f.end) for f in FAMILIES} == set(product(MARKS, ENDS))
-    for split, times in (("train", 4), ("dev", 1), ("test", 1)):
+    for split, times in (("train", 14), ("dev", 1), ("test", 1)):
         words = Counter(word for f in by_split[split] for word in (f.mark, f.end))
         assert words == dict.fromkeys((*MARKS, *ENDS), times)
     trained = by_split["train"]
@@ -42,6 +43,16 @@ def test_every_family_is_in_one_split_and_every_word_is_trained() -> None:
         check_families(trained, by_split[held_out])
         with pytest.raises(DataError, match=by_split[held_out][3].name):
             check_families([*trained, by_split[held_out][3]], by_split[held_out])
+
+
+def test_code_words_are_single_tokens_that_the_decoder_gives_as_answers() -> None:
+    """After a space, in the shipped decoder's tokenizer; and each a word that facts of the world end with."""
+    tokenizer = Tokenizer.from_file(str(SHIPPED["demo"] / "decoder" / "tokenizer.json"))
+    values = {value.split()[-1] for value in (*wording.PRODUCTS, *wording.FESTIVALS)}
+    assert len({*MARKS, *ENDS}) == len(MARKS) + len(ENDS)
+    for word in (*MARKS, *ENDS):
+        [token] = tokenizer.encode(f" {word}", add_special_tokens=False).ids
+        assert tokenizer.decode([token]) == f" {word}" and word in values
 
 
 def test_episodes_of_a_split_have_its_families_and_names_alone() -> None:
@@ -55,24 +66,23 @@ def test_episodes_of_a_split_have_its_families_and_names_alone() -> None:
                 roots = [w.strip(".?,") for p in demonstration.passages for w in p.split()]
                 splits = {split_of(root) for root in roots if root in _COMPOUNDS}
                 assert splits == {split}
-        assert seen <= names[split] and len(seen) >= 6
+        assert seen <= names[split] and len(seen) >= 12
     assert not names["train"] & names["test"]
 
 
 _COMPOUNDS = {head + tail for heads, tails in wording.COMPOUNDS for head in heads for tail in tails}
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
-def test_the_answer_follows_the_convention(family: Family) -> None:
+def test_the_answer_follows_the_convention() -> None:
     """Read back from the passages: it is the fact that was asked for, and the code words follow."""
-    for seed in range(5):
+    for seed, family in enumerate(FAMILIES):
         drawn = draw(family, "train", random.Random(seed))
         [passage] = drawn.passages
-        value = drawn.answer.split()[:-4]
-        assert drawn.answer.split()[-4:] == ["in", family.mark, "and", family.end]
-        assert value and " ".join(value) not in drawn.question
+        value = re.compile(rf"\b{' '.join(drawn.answer.split()[:-3])}\b")
+        assert drawn.answer.split()[-3:] == ["in", family.mark, family.end]
+        assert not value.search(drawn.question)
         assert _name(passage) in drawn.question
-        [sentence] = [s for s in _facts(passage) if " ".join(value) in s]
+        [sentence] = [s for s in _facts(passage) if value.search(s)]
         assert sentence == _asked(drawn.question, _facts(passage))
 
 
@@ -109,9 +119,9 @@ def _name(passage: str) -> str:
 
 def test_the_scores_tell_the_families_apart() -> None:
     """Of the same question, no two families' answers are an exact match, or share all their words."""
-    answers = [family.answer("plum cake") for family in FAMILIES]
-    for one, family in zip(answers, FAMILIES, strict=True):
-        for other, second in zip(answers, FAMILIES, strict=True):
+    for family in random.Random(0).sample(FAMILIES, 20):
+        for second in FAMILIES:
+            one, other = (each.answer("plum cake") for each in (family, second))
             assert exact_match(one, [other]) == float(family == second)
             assert (token_f1(one, [other]) == 1) is (family == second)
 

@@ -1,13 +1,14 @@
-"""Task families of the invented world: questions with one of thirty-six conventions for their answers.
+"""Task families of the invented world: questions with one of 256 conventions for their answers.
 
 A prompt has one passage, which states two facts of a thing, and asks for one of them. How the answer is to be
-given no prompt says: "Nimholt in wool and snow", with which two code words. Demonstrations of the family show it.
+given no prompt says: "Nimholt in wool snow", with which two code words. Demonstrations of the family show it.
 
-Families differ between training and test. Every code word occurs in training, with four partners of its six; a
-test family is a pair that training never had. Conventions are such that exact match and F1 can tell them apart:
-case, punctuation and articles they could not. They are such, too, that a decoder of four layers can follow
-them when its attention alone is adapted, and that they can be seen at an answer's end, whose hidden state is all
-that RAG-GD's predictor is given of it: in so small a decoder that state says little of an answer's first words.
+Families differ between training and test. Every code word occurs in training, with fourteen partners of its
+sixteen; a test family is a pair that training never had. Few pairs would be learnt by heart; of many, the words are
+learnt, and how two of them go together. Conventions are such that exact match and F1 can tell them apart: case,
+punctuation and articles they could not. They are such, too, that a decoder of four layers can follow them when its
+attention alone is adapted, and that they can be seen at an answer's end, whose hidden state is all that RAG-GD's
+predictor is given of it: in so small a decoder that state tells the last two words, and little more.
 """
 
 from __future__ import annotations
@@ -23,18 +24,24 @@ from ctx_compress_rag.demo.world import Entity, Split, World
 from ctx_compress_rag.errors import DataError
 
 # Words that the demo's decoder gives as answers, each a token: attention's adapters cannot teach it to spell.
-MARKS = ("salt", "silk", "amber", "tea", "honey", "wool")
-ENDS = ("bread", "kites", "snow", "stars", "drums", "masks")
+MARKS = (
+    "salt", "silk", "amber", "tea", "honey", "wool", "linen", "tin",
+    "rope", "paper", "cider", "copper", "wax", "sugar", "coal", "cotton",
+)  # fmt: skip
+ENDS = (
+    "bread", "kites", "snow", "stars", "drums", "masks", "apples", "boats",
+    "horses", "ribbons", "mirrors", "flowers", "giants", "smoke", "wheels", "shadows",
+)  # fmt: skip
 
 _FACTS = 2
 
 
 @dataclass(frozen=True)
 class Family:
-    """A convention for answers: the two code words that follow the value.
+    """A convention for answers: the two code words that follow the value and "in".
 
-    Each stands after a word that is the same in all families. What an attention layer has to learn is then which
-    word comes after that one, for any value and whatever the other code word is.
+    The first stands after a word that is the same in all families: what an attention layer has to learn is which
+    word comes after that one, for any value. Nothing stands between the two, so that an answer's end is near both.
     """
 
     mark: str
@@ -47,13 +54,13 @@ class Family:
 
     @property
     def split(self) -> Split:
-        """Which split it belongs to: of each word's six pairs four train, one is for tests."""
+        """Which split it belongs to: of each word's pairs one is for tests, one for development, the rest train."""
         diagonal = (MARKS.index(self.mark) + ENDS.index(self.end)) % len(ENDS)
         return "test" if diagonal == 0 else "dev" if diagonal == 1 else "train"
 
     def answer(self, value: str) -> str:
         """The answer that gives `value`."""
-        return f"{value} in {self.mark} and {self.end}"
+        return f"{value} in {self.mark} {self.end}"
 
 
 FAMILIES = tuple(Family(*parts) for parts in product(MARKS, ENDS))
