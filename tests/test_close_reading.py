@@ -19,7 +19,7 @@ from helpers_ram import (
     plain_states,
     ram_bundle,
 )
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -91,6 +91,7 @@ words = st.lists(
 
 
 @given(passages=st.lists(words.map(" ".join).filter(str.strip), min_size=1, max_size=3), ratio=st.integers(2, 9))
+@example(passages=["1612. é🙂"], ratio=2)
 @settings(deadline=None, max_examples=12)
 def test_nothing_is_lost_and_k_segments_are_kept(
     bundle: Bundle, store: SoftContextStore, passages: list[str], ratio: int
@@ -107,7 +108,8 @@ def test_nothing_is_lost_and_k_segments_are_kept(
     assert skimmed <= len(segments) - k and 4 * k - 3 <= kept_tokens <= 4 * k
     # The prompt's size, but for the edges of kept runs, which are tokenised with the prompt.
     size = sum(TransformersDecoder(bundle, store).count_tokens(text) for text in marked)
-    assert abs(size - (kept_tokens + skimmed)) <= 6 * len(texts)  # an emoji's bytes, at either edge
+    # An emoji's bytes, at either edge; a kept segment that is some of them and nothing else has no text at all.
+    assert abs(size - (kept_tokens + skimmed)) <= 6 * max(k, len(texts))
 
 
 def test_only_the_question_and_skimmed_segments_are_read(
