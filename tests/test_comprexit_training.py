@@ -76,7 +76,8 @@ def test_a_fitted_reader_starts_at_the_tokens_own_embeddings(make: Callable[...,
     """Of a token's slot an untrained reader makes what is nearest to its embedding, as numpy's least squares has it."""
     bundle = make()
     bundle._save_decoder(tmp_path / "decoder")
-    write_jsonl(tmp_path / "data.jsonl", world_examples("train", 3, 24, max_turns=1, passages=(1,)))
+    examples = world_examples("train", 3, 24, max_turns=1, passages=(1,))
+    write_jsonl(tmp_path / "data.jsonl", examples)
     recipe = {
         "stage": "answer",
         "name": "fitted",
@@ -88,8 +89,7 @@ def test_a_fitted_reader_starts_at_the_tokens_own_embeddings(make: Callable[...,
         # So small a step is none.
         "optim": {"steps": 1, "batch_size": 2, "learning_rate": 1e-9, "final_learning_rate": 0.0},
     }
-    texts = [example.passages[0] for example in world_examples("train", 3, 24, max_turns=1, passages=(1,))]
-    texts = list(dict.fromkeys(texts))
+    texts = list(dict.fromkeys(example.passages[0] for example in examples))
     ids = [bundle.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     embeddings = bundle.backbone.embeddings(torch.tensor([token for row in ids for token in row])).double().numpy()
     errors, best = {}, 0.0

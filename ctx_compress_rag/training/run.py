@@ -315,7 +315,7 @@ def _fit_reader(bundle: Bundle, examples: list[Example], passages: int) -> None:
 
     Where a method makes no slots so small, the target is the mean embedding of a slot's tokens.
     """
-    texts = list(dict.fromkeys(p for e in examples for p in e.passages))[:passages]
+    texts = [text for e in passages_of(examples)[:passages] for text in e.passages]
     softs = bundle.compress(texts, ratio=1)
     embed = bundle.backbone.embeddings
     targets: list[torch.Tensor] = []
