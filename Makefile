@@ -26,7 +26,7 @@ test-slow: $(VENV)/.dev-installed
 test-lowest: $(LOWEST)/.installed
 	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS)
 
-# Remakes the shipped demo bundle from nothing.
+# Trains a demo bundle like the shipped one from nothing: hours on two cores.
 bundle: $(VENV)/.dev-installed
 	$(BIN)/ctx-compress train demo/teacher demo/teacher_2 demo/mean_pooling demo/mean_pooling_2
 	rm -rf ctx_compress_rag/demo/bundle
