@@ -72,31 +72,42 @@ def test_next_token_loss_is_plain_cross_entropy(make: Callable[..., Bundle]) -> 
     assert loss == pytest.approx(total / count, rel=1e-4)
 
 
-def test_a_fitted_reader_starts_at_the_tokens_own_embeddings(make: Callable[..., Bundle], tmp_path: Path) -> None:
-    """Of a token's slot an untrained reader makes what is nearest to its embedding, as numpy's least squares has it."""
-    bundle = make()
-    bundle._save_decoder(tmp_path / "decoder")
-    examples = world_examples("train", 3, 24, max_turns=1, passages=(1,))
-    write_jsonl(tmp_path / "data.jsonl", examples)
+def fitting_recipe(folder: Path, bundle: Bundle, /, **change: Any) -> Path:
+    """One step for ComprExIT, so small that it is none, after fitting its reader on the recipe's data."""
+    bundle._save_decoder(folder / "decoder")
     recipe = {
         "stage": "answer",
         "name": "fitted",
-        "decoder": str(tmp_path / "decoder"),
+        "output": str(folder / "out"),
+        "decoder": str(folder / "decoder"),
         "method": {"name": "comprexit", **SMALL},
+        "fit_passages": 24,
         "ratios": [4],
         "window": 64,
-        "data": {"files": [str(tmp_path / "data.jsonl")], "max_context_tokens": 48},
-        # So small a step is none.
+        "data": {
+            "world": {"split": "train", "seed": 3, "examples": 24, "passages": [1]},
+            "max_turns": 1,
+            "max_context_tokens": 48,
+        },
         "optim": {"steps": 1, "batch_size": 2, "learning_rate": 1e-9, "final_learning_rate": 0.0},
+        **change,
     }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def test_a_fitted_reader_starts_at_the_tokens_own_embeddings(make: Callable[..., Bundle], tmp_path: Path) -> None:
+    """Of a token's slot an untrained reader makes what is nearest to its embedding, as numpy's least squares has it."""
+    bundle = make()
+    examples = world_examples("train", 3, 24, max_turns=1, passages=(1,))
     texts = list(dict.fromkeys(example.passages[0] for example in examples))
     ids = [bundle.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     embeddings = bundle.backbone.embeddings(torch.tensor([token for row in ids for token in row])).double().numpy()
     errors, best = {}, 0.0
     for passages in (0, 24):
-        recipe |= {"fit_passages": passages, "output": str(tmp_path / str(passages))}
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-        made = Bundle.from_pretrained(run_recipe(tmp_path / "recipe.yaml") / "bundle")
+        recipe = fitting_recipe(tmp_path, bundle, fit_passages=passages, output=str(tmp_path / str(passages)))
+        made = Bundle.from_pretrained(run_recipe(recipe) / "bundle")
         softs = made.compress(texts, 1)
         read = torch.cat([made.embed(soft) for soft in softs]).double().numpy()
         errors[passages] = ((read - embeddings) ** 2).mean() / embeddings.var()
@@ -113,22 +124,8 @@ def test_a_fitted_reader_starts_at_the_tokens_own_embeddings(make: Callable[...,
     [({"method": {"name": "mean_pooling"}}, "map of two layers"), ({"decoder": None, "bundle": "x"}, "untrained")],
 )
 def test_nothing_else_is_fitted(make: Callable[..., Bundle], tmp_path: Path, change: Any, named: str) -> None:
-    make()._save_decoder(tmp_path / "decoder")
-    recipe = {
-        "stage": "answer",
-        "name": "fitted",
-        "output": str(tmp_path / "out"),
-        "decoder": str(tmp_path / "decoder"),
-        "method": {"name": "comprexit"},
-        "fit_passages": 4,
-        "ratios": [4],
-        "data": {"world": {"examples": 4, "passages": [1]}},
-        "optim": {"steps": 1, "batch_size": 4},
-        **change,
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.raises(ConfigError, match=named):
-        run_recipe(tmp_path / "recipe.yaml")
+        run_recipe(fitting_recipe(tmp_path, make(), **change))
 
 
 def test_both_stages_run_from_recipe_to_bundle(make: Callable[..., Bundle], tmp_path: Path) -> None:

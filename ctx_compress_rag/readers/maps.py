@@ -94,10 +94,11 @@ class TwoLayerMap(nn.Module):
         with torch.no_grad():
             weight, bias = _least_squares(slots, embeddings)
             line = slots.double() @ weight.T + bias
+            centre = line.mean(0)
             scale = _NEARLY_LINEAR / line.std().clamp(min=1e-12)
             self.inner.weight.copy_(scale * weight)
-            self.inner.bias.copy_(scale * (bias - line.mean(0)))
-            weight, bias = _least_squares(F.gelu(scale * (line - line.mean(0))), embeddings)
+            self.inner.bias.copy_(scale * (bias - centre))
+            weight, bias = _least_squares(F.gelu(scale * (line - centre)), embeddings)
             self.outer.weight.copy_(weight)
             self.outer.bias.copy_(bias)
 

@@ -304,9 +304,10 @@ def _start(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
     decoder = None if shipped else recipe.decoder
     config = BundleConfig(decoder=decoder, revision=None if shipped else recipe.revision, **settings)
     bundle = Bundle.build(config, Backbone(model, tokenizer), teacher=recipe.teacher)
-    bundle.reader.initialise(_slot_rms(bundle, examples))
     if recipe.fit_passages:
         _fit_reader(bundle, examples, recipe.fit_passages)
+    else:
+        bundle.reader.initialise(_slot_rms(bundle, examples))
     return bundle
 
 
