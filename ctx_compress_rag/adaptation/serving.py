@@ -13,8 +13,8 @@ from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDecoder
 from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
 from ctx_compress_rag.adaptation.methods import BaseAdapter, PredictedUpdate, PromptTuning
-from ctx_compress_rag.decoders.prompt_tokenizer import chat_text
 from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.text.prompt_tokenizer import chat_text
 
 _PEFT_CONFIG = "adapter_config.json"
 
