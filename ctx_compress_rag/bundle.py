@@ -20,12 +20,13 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.backbone import INT8_FILE, Backbone, load_decoder
 from ctx_compress_rag.config import BundleConfig, explain
-from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
+from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.methods.base.compressor import Compressor, Tokenized
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.model_card import model_card
 from ctx_compress_rag.quantization import from_int8, to_int8
+from ctx_compress_rag.ratios import check_window, merge_factor
 from ctx_compress_rag.soft_context import SoftContext
 
 logger = logging.getLogger(__name__)
@@ -248,8 +249,7 @@ class Bundle:
             RatioError: the compressor cannot make this ratio.
         """
         ratio = ratio or self.config.base_ratio
-        if self.config.max_tokens % ratio:
-            raise RatioError(f"ratio {ratio} does not divide the encoder's window of {self.config.max_tokens} tokens")
+        check_window(ratio, self.config.max_tokens)
         passages = [self._tokenized(text, index) for index, text in enumerate(texts)]
         done: list[SoftContext] = []
         with tqdm(total=len(passages), desc="compressing", unit="passage", disable=not progress) as bar:
@@ -273,12 +273,8 @@ class Bundle:
         Raises:
             RatioError: the ratio is no multiple of the base ratio, or the method is not nestable.
         """
-        base = self.config.base_ratio
-        if ratio < base or ratio % base:
-            raise RatioError(f"ratio {ratio} cannot be made from slots stored at {base}: give a multiple of {base}")
-        if ratio != base and not self.compressor.nestable:
-            raise RatioError(f"{self.config.method.name} stores one ratio: use ratio={base}, or index again at {ratio}")
-        return soft.merge(ratio // base)
+        nestable, method = self.compressor.nestable, self.config.method.name
+        return soft.merge(merge_factor(ratio, self.config.base_ratio, nestable=nestable, name=method))
 
     @torch.inference_mode()
     def embed(self, soft: SoftContext) -> Tensor:

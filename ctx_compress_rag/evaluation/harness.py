@@ -29,6 +29,7 @@ from ctx_compress_rag.metrics import (
     teacher_normalized,
     token_f1,
 )
+from ctx_compress_rag.ratios import check_reduction, check_window, merge_factor
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
 
@@ -157,6 +158,22 @@ def evaluate(
     return _scores(questions, answers)
 
 
+def check_ratios(bundle: Bundle, ratios: Sequence[int]) -> None:
+    """Refuse ratios that a bundle's slots cannot be made at.
+
+    Raises:
+        RatioError: the first that cannot.
+    """
+    config = bundle.config
+    for ratio in ratios:
+        if bundle.compressor.question_aware:
+            check_reduction(ratio)
+        elif bundle.compressor.nestable:
+            merge_factor(ratio, config.base_ratio)
+        else:
+            check_window(ratio, config.max_tokens)
+
+
 def answer(
     bundle: Bundle,
     questions: Sequence[Question],
@@ -176,7 +193,9 @@ def answer(
 
     Raises:
         ConfigError: extraction without an encoder.
+        RatioError: a ratio cannot be made.
     """
+    check_ratios(bundle, ratios)
     if EXTRACTED in systems and encoder is None:
         raise ConfigError("extraction needs a sentence encoder: give one, or leave it out")
     answers: SystemAnswers = {}

@@ -16,6 +16,7 @@ from ctx_compress_rag.evaluation.harness import (
     KEPT_LABEL,
     Question,
     Score,
+    check_ratios,
     evaluate,
     normalised_curves,
     prompt_of,
@@ -58,7 +59,8 @@ def evaluate_sets(
 ) -> str:
     """Score each set; write scores and pictures, and those of several sets together, too.
 
-    A question whose full text does not fit into the decoder's window is left out, and counted.
+    A question whose full text does not fit into the decoder's window is left out, and counted. Nothing is answered
+    where a ratio cannot be made or a set is too small.
 
     Args:
         bundle: what is scored.
@@ -70,22 +72,32 @@ def evaluate_sets(
         perplexity: also score how well passages are said again from their slots.
 
     Returns: the tables.
+
+    Raises:
+        DataError: a set has fewer than two questions with an answer that fit.
+        RatioError: a ratio cannot be made.
     """
+    check_ratios(bundle, ratios)
+    fit = {name: fitting(bundle, asked) for name, asked in sets.items()}
+    for name, questions in fit.items():
+        answered = sum(bool(q.answers) for q in questions)
+        if answered < 2:
+            raise DataError(
+                f"{name}: {answered} questions have an answer and fit into the decoder's window: give 2 or more, since "
+                "fewer have no standard error"
+            )
     texts = []
     results: dict[str, list[Score]] = {}
-    for name, asked in sets.items():
-        questions = fitting(bundle, asked)
-        if not any(q.answers for q in questions):
-            raise DataError(f"{name}: no question with an answer fits into the decoder's window")
+    for name, questions in fit.items():
         about: dict[str, Any] = {
             "bundle": bundle.config.name,
             "fingerprint": bundle.fingerprint,
             "data": name,
             "questions": len(questions),
-            "too_long": len(asked) - len(questions),
+            "too_long": len(sets[name]) - len(questions),
         }
         perplexities = []
-        if perplexity:  # first: a ratio that cannot be had is told before all questions are answered
+        if perplexity:
             passages = list(dict.fromkeys(passage for question in questions for passage in question.passages))
             perplexities = reconstruction_perplexity(bundle, passages, ratios)
             about["reconstruction_perplexity"] = [asdict(each) for each in perplexities]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
 from ctx_compress_rag.marking.budget import TEXT, Score, allot
+from ctx_compress_rag.ratios import merge_factor
 from ctx_compress_rag.stores import markers as marking
 
 if TYPE_CHECKING:
@@ -49,9 +50,8 @@ def check_size(
         if ratio is not None and ratio < 2:
             raise RatioError(f"ratio={ratio}: close reading makes the context shorter by 2 or more")
         return
-    base = store.base_ratio
-    if ratio is not None and (ratio < base or ratio % base):
-        raise RatioError(f"ratio={ratio} cannot be made from the stored {base}: choose a multiple of {base}")
+    if ratio is not None:
+        merge_factor(ratio, store.base_ratio)
 
 
 def mark(

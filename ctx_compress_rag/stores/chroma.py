@@ -14,6 +14,7 @@ from typing import Any, Self
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
+from ctx_compress_rag.ratios import merge_factor
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import records
 from ctx_compress_rag.stores.codecs import payload_bytes
@@ -357,13 +358,11 @@ class SoftContextStore:
 
     def _factor(self, ratio: int) -> int:
         base = self.base_ratio
-        if ratio < base or ratio % base or ratio // base > MAX_FACTOR:
-            raise RatioError(f"ratio {ratio} cannot be made from the stored {base}: choose a multiple of {base}")
-        if ratio != base and not self.bundle.compressor.nestable:
-            raise RatioError(
-                f"ratio {ratio}: slots of bundle {self.bundle.config.name!r} cannot be merged, only {base} is stored"
-            )
-        return ratio // base
+        bundle = self.bundle
+        factor = merge_factor(ratio, base, nestable=bundle.compressor.nestable, name=f"bundle {bundle.config.name!r}")
+        if factor > MAX_FACTOR:
+            raise RatioError(f"ratio {ratio} is too coarse: choose a multiple of {base} up to {base * MAX_FACTOR}")
+        return factor
 
     def _scope(self, scope: str | None) -> str:
         return scope or current_scope() or self.scope

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
@@ -453,6 +453,7 @@ AnyRecipe = Annotated[
     Field(discriminator="stage"),
 ]
 _ADAPTER: TypeAdapter[AnyRecipe] = TypeAdapter(AnyRecipe)
+_STAGES = {get_args(kind.model_fields["stage"].annotation)[0] for kind in get_args(get_args(AnyRecipe)[0])}
 
 
 def load_recipe(path: str | Path) -> AnyRecipe:
@@ -461,10 +462,9 @@ def load_recipe(path: str | Path) -> AnyRecipe:
     Raises:
         ConfigError: no such recipe, or a key or value it may not have.
     """
-    file = Path(path)
-    if not file.exists():
-        file = SHIPPED / f"{path}.yaml"
-    if not file.exists():
+    places = (Path(path), SHIPPED / path, SHIPPED / f"{path}.yaml")
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
         shipped = sorted(str(f.relative_to(SHIPPED).with_suffix("")) for f in SHIPPED.rglob("*.yaml"))
         raise ConfigError(f"no recipe {str(path)!r}: give a YAML file or one of {', '.join(shipped)}")
     try:
@@ -486,6 +486,9 @@ def parse_recipe(settings: Any, where: str) -> AnyRecipe:
     Raises:
         ConfigError: a key or value it may not have.
     """
+    if not isinstance(settings, dict) or "stage" not in settings:
+        stages = ", ".join(sorted(_STAGES))
+        raise ConfigError(f"{where} has no stage, so that what it trains is unknown: give stage: one of {stages}")
     try:
         return _ADAPTER.validate_python(settings)
     except ValidationError as error:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +13,9 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.stores.keys import KEY_VARIABLE
 from ctx_compress_rag.text.prompts import TEMPLATES
-from helpers.cli import assert_same_contents, contents, save_bundle, write_docs
+from helpers.cli import assert_same_contents, contents, write_docs
 
-TESTS = Path(__file__).parents[1]
 QUESTION = "Who is the mayor of the town?"
-
-
-@pytest.fixture(scope="module")
-def bundle_folder(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    bundle = make_tiny_bundle()
-    bundle.config = bundle.config.model_copy(update={"reads": "letters from the moon"})
-    return save_bundle(bundle, tmp_path_factory.mktemp("bundle"))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,11 +27,6 @@ def one_key() -> Any:
 
 
 @pytest.fixture(scope="module")
-def docs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_docs(tmp_path_factory.mktemp("corpus") / "docs", files=3)
-
-
-@pytest.fixture(scope="module")
 def store(bundle_folder: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An index of `docs`."""
     folder = tmp_path_factory.mktemp("index") / "chroma"
@@ -51,40 +34,10 @@ def store(bundle_folder: Path, docs: Path, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-class Run:
-    """Runs a command in this process and keeps what it printed."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *args: object) -> int:
-        self._capsys.readouterr()
-        code = main([str(arg) for arg in args])
-        self.out, self.err = self._capsys.readouterr()
-        return code
-
-    def fails(self, *args: object) -> str:
-        """The one line of a command that must end with code 2 and say nothing else."""
-        assert self(*args) == 2
-        assert self.out == ""
-        [line] = [line for line in self.err.splitlines() if not line.startswith("note: ")]
-        return line.removeprefix("ctx-compress: error: ")
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return Run(capsys)
-
-
-def python(*args: str) -> subprocess.CompletedProcess[str]:
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]))
-    return subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True, timeout=500)
-
-
 # index
 
 
-def test_indexing_again_compresses_nothing(run: Run, store: Path, docs: Path) -> None:
+def test_indexing_again_compresses_nothing(run: Any, store: Path, docs: Path) -> None:
     before = contents(store)
     assert run("index", docs, "--store", store) == 0  # the store knows its bundle
     assert f"3 files in {docs}: 0 passages compressed, {len(before)} unchanged" in run.out
@@ -92,14 +45,14 @@ def test_indexing_again_compresses_nothing(run: Run, store: Path, docs: Path) ->
     assert contents(store).keys() == before.keys()
 
 
-def test_one_line_says_what_the_bundle_reads(run: Run, store: Path, docs: Path) -> None:
+def test_one_line_says_what_the_bundle_reads(run: Any, store: Path, docs: Path) -> None:
     for command in (["index", docs], ["ask", QUESTION]):
         assert run(*command, "--store", store) == 0
         [note] = [line for line in run.err.splitlines() if line.startswith("note: ")]
         assert "reads only letters from the moon" in note and "ctx-compress train" in note and "--bundle" in note
 
 
-def test_deleted_files_need_prune(run: Run, bundle_folder: Path, tmp_path: Path) -> None:
+def test_deleted_files_need_prune(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
     folder, target = write_docs(tmp_path / "docs", files=2), tmp_path / "chroma"
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     assert run("index", folder, "--store", target, "--bundle", bundle_folder, "--codec", "fp16") == 0
@@ -135,7 +88,7 @@ main(sys.argv[2:])
 """
 
 
-def test_kill_minus_nine_loses_nothing(run: Run, bundle_folder: Path, tmp_path: Path) -> None:
+def test_kill_minus_nine_loses_nothing(run: Any, python: Any, bundle_folder: Path, tmp_path: Path) -> None:
     """Killed while embedding, then while compressing, then run to the end: the store of an uninterrupted run."""
     folder = write_docs(tmp_path / "docs", files=17)
     command = ["index", str(folder), "--bundle", str(bundle_folder), "--chunk-tokens", "48", "--store"]
@@ -155,7 +108,7 @@ def test_kill_minus_nine_loses_nothing(run: Run, bundle_folder: Path, tmp_path: 
 # ask
 
 
-def test_ask_with_text_is_what_transformers_answers(run: Run, store: Path, bundle_folder: Path) -> None:
+def test_ask_with_text_is_what_transformers_answers(run: Any, store: Path, bundle_folder: Path) -> None:
     assert run("ask", QUESTION, "--store", store, "--text", "--k", 2) == 0
     answer, _, sources = run.out.partition(" prompt tokens, 0 of them slots. Sources:\n")
     answer, _, tokens = answer.rpartition("\n\n")
@@ -181,7 +134,7 @@ def test_ask_with_text_is_what_transformers_answers(run: Run, store: Path, bundl
     assert (answer, int(tokens)) == (expected, ids.shape[1])
 
 
-def test_ask_reads_slots_at_the_ratio(run: Run, store: Path, bundle_folder: Path) -> None:
+def test_ask_reads_slots_at_the_ratio(run: Any, store: Path, bundle_folder: Path) -> None:
     tokenizer = Bundle.from_pretrained(bundle_folder, device="cpu").tokenizer
     for ratio in (4, 16):
         assert run("ask", QUESTION, "--store", store, "--ratio", ratio) == 0
@@ -195,7 +148,7 @@ def test_ask_reads_slots_at_the_ratio(run: Run, store: Path, bundle_folder: Path
         assert f", {slots} of them slots." in report
 
 
-def test_ask_compresses_a_passage_whose_slots_are_missing(run: Run, store: Path, docs: Path) -> None:
+def test_ask_compresses_a_passage_whose_slots_are_missing(run: Any, store: Path, docs: Path) -> None:
     import chromadb
 
     assert run("ask", QUESTION, "--store", store) == 0
@@ -212,7 +165,7 @@ def test_ask_compresses_a_passage_whose_slots_are_missing(run: Run, store: Path,
 # info
 
 
-def test_info(run: Run, store: Path, bundle_folder: Path) -> None:
+def test_info(run: Any, store: Path, bundle_folder: Path) -> None:
     rows = contents(store).values()
     assert run("info", "--store", store) == 0
     lines = {line[:14].strip(): line[15:] for line in run.out.splitlines()}
@@ -230,7 +183,7 @@ def test_info(run: Run, store: Path, bundle_folder: Path) -> None:
 # errors
 
 
-def test_errors_are_one_line_and_code_2(run: Run, store: Path, docs: Path, bundle_folder: Path, tmp_path: Path) -> None:
+def test_errors_are_one_line_and_code_2(run: Any, store: Path, docs: Path, bundle_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     new = tmp_path / "new"
     index = ["index", docs, "--bundle", bundle_folder, "--store"]
@@ -252,7 +205,7 @@ def test_errors_are_one_line_and_code_2(run: Run, store: Path, docs: Path, bundl
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_damaged_bundle_is_named(run: Run, store: Path, bundle_folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_bundle_is_named(run: Any, store: Path, bundle_folder: Path, tmp_path: Path) -> None:
     import shutil
 
     broken = tmp_path / "broken"
@@ -262,19 +215,26 @@ def test_a_damaged_bundle_is_named(run: Run, store: Path, bundle_folder: Path, t
     assert str(weights) in run.fails("ask", QUESTION, "--store", store, "--bundle", broken)
 
 
-def test_wrong_usage_is_told_by_argparse(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in ([], ["ask"], ["index", "x"], ["fly"]):
-        with pytest.raises(SystemExit) as exit:
-            main(argv)
-        assert exit.value.code == 2
-        assert "usage: ctx-compress" in capsys.readouterr().err
+def test_wrong_usage_is_told(run: Any) -> None:
+    for argv, message in (
+        ([], "Missing command"),
+        (["ask"], "Missing argument 'QUESTION'"),
+        (["index", "x"], "Missing option '--store'"),
+        (["fly"], "No such command 'fly'"),
+        (["ask", "x", "--store", "s", "--ratio", "many"], "Invalid value for '--ratio'"),
+    ):
+        assert run(*argv) == 2
+        assert "Usage: ctx-compress" in run.err and message in run.err
+        assert run.out == ""
+    assert run("eval", "--ratios") == 2
+    assert "Option '--ratios' requires an argument" in run.err
 
 
-def test_help_brings_no_torch() -> None:
+def test_help_brings_no_torch(python: Any) -> None:
     code = (
         "import sys; from ctx_compress_rag.cli import main\n"
-        "try: main(sys.argv[1:])\n"
-        "finally: assert not {'torch', 'transformers', 'chromadb'} & sys.modules.keys()"
+        "assert main(sys.argv[1:]) == 0\n"
+        "assert not {'torch', 'transformers', 'chromadb'} & sys.modules.keys()"
     )
     done = python("-c", code, "ask", "--help")
     assert (done.returncode, done.stderr) == (0, "")
