@@ -111,6 +111,12 @@ class Backbone:
         return int(self.embeddings.weight.shape[1])
 
     @property
+    def window(self) -> int | None:
+        """Most positions of prompt and answer together; None where the model has no limit."""
+        window: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return window
+
+    @property
     def embeddings(self) -> Any:
         """The decoder's input embedding layer."""
         return self.model.get_input_embeddings()

@@ -27,6 +27,7 @@ from ctx_compress_rag.methods import METHODS
 from ctx_compress_rag.model_card import model_card
 from ctx_compress_rag.readers.base import Reader
 from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.tokenising import text_ids
 
 logger = logging.getLogger(__name__)
 
@@ -260,9 +261,7 @@ class Bundle:
         return done
 
     def _tokenized(self, text: str, index: int) -> Tokenized:
-        ids: list[int] = (
-            self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text.strip() else []
-        )
+        ids = text_ids(self.tokenizer, text) if text.strip() else []
         if not ids:
             raise ConfigError(f"passage {index} is blank: there is nothing to compress in {text[:40]!r}")
         return Tokenized(text, ids)

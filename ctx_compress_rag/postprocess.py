@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 from ctx_compress_rag import markers as marking
 from ctx_compress_rag.budget import TEXT, Score, allot
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
+from ctx_compress_rag.tokenising import text_ids
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
@@ -245,7 +246,7 @@ def _within(
 def _token_counts(store: SoftContextStore, texts: Sequence[str], scope: str | None) -> list[int]:
     """Tokens of each text as it stands in a prompt, no BOS."""
     bundle = cast("Bundle", store.bundle)
-    counts = [len(bundle.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in texts]
+    counts = [len(text_ids(bundle.tokenizer, text)) for text in texts]
     # A passage whose own text has a good marker in it: the LLM would read it as slots.
     nested = [i for i, text in enumerate(texts) if any(not isinstance(part, str) for part in store.split(text, scope))]
     if nested:

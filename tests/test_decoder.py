@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import chromadb
@@ -407,6 +408,50 @@ def test_unusable_prompts_are_refused(decoder: TransformersDecoder, prompt: Any,
 def test_one_string_for_many_prompts_is_refused(decoder: TransformersDecoder) -> None:
     with pytest.raises(ConfigError, match="give a list"):
         decoder.generate(QUESTION)
+
+
+def test_a_prompt_far_beyond_the_window_is_not_even_tokenised(
+    decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError("tokenised")
+
+    monkeypatch.setattr(decoder, "_tokenizer", SimpleNamespace(as_text=never, encode=never))
+    question = "why? " * 4_000_000
+    for prompt in (question, [{"role": "system", "content": question}, {"role": "user", "content": "Well?"}]):
+        with pytest.raises(ConfigError, match=r"prompt 0 has 20\d{6} characters.*window of 1024"):
+            decoder.generate([prompt])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[-1].content }}",  # no system message, where the context is
+        "",
+        "{% for m in messages %}{{ m.role }}{% endfor %}",
+        "{% for m in messages %}{{ m.content[:5] }}{% endfor %}",
+    ],
+)
+def test_a_chat_template_that_drops_the_context_is_named(
+    store: SoftContextStore, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = TransformersDecoder(store.bundle, store)  # type: ignore[arg-type]
+    monkeypatch.setattr(decoder.bundle.tokenizer, "chat_template", template or "{#empty#}")
+    first = {"role": "user", "content": "Hello."}
+    for context in (store.marker("c", 4), "The bees are on the roof."):
+        chat = [{"role": "system", "content": context}, first, {"role": "assistant", "content": "Hi."}, first]
+        with pytest.raises(ConfigError, match="chat template leaves out or alters the user message"):
+            decoder.generate([chat])
+
+
+def test_a_system_message_that_a_template_drops_goes_before_the_first_question(
+    decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(decoder.bundle.tokenizer, "chat_template", template)
+    chat = [{"role": "system", "content": "Bees hum."}, {"role": "user", "content": "Who hums?"}]
+    [[ids]] = decoder.pieces([chat])
+    assert decoder.bundle.tokenizer.decode(ids).strip() == "Bees hum.\n\nWho hums?"
 
 
 def test_a_prompt_beyond_the_window_is_refused(decoder: TransformersDecoder, store: SoftContextStore) -> None:

@@ -22,6 +22,7 @@ from ctx_compress_rag.decoders.generation import Generation, Sampling
 from ctx_compress_rag.decoders.splice import Piece, Spliced, splice
 from ctx_compress_rag.decoders.transformers import Prompt, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.tokenising import text_ids
 
 if TYPE_CHECKING:
     from ctx_compress_rag.decoders.transformers import _Prepared
@@ -128,8 +129,7 @@ class AdaptiveDecoder(TransformersDecoder):
             raise ConfigError("a demonstration's answer is empty: give the answer as it should be")
         if tokenizer.eos_token_id is None:
             raise ConfigError("this decoder's tokenizer has no end token, whose hidden state is what is adapted by")
-        ids: list[int] = tokenizer(answer, add_special_tokens=False)["input_ids"]
-        return torch.tensor([*ids, tokenizer.eos_token_id])
+        return torch.tensor([*text_ids(tokenizer, answer), tokenizer.eos_token_id])
 
     def splice(self, rows: Sequence[Sequence[Piece]]) -> Spliced:
         """Rows of pieces as one batch, padded on the left."""

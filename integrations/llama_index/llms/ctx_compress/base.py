@@ -108,9 +108,8 @@ class CompressedContextLLM(LLM):
     def metadata(self) -> LLMMetadata:
         """Sizes and name of the decoder. The window is what an adaptation leaves of it."""
         bundle = self._bundle
-        config = bundle.backbone.model.config.get_text_config()
         return LLMMetadata(
-            context_window=getattr(config, "max_position_embeddings", DEFAULT_CONTEXT_WINDOW) - self._taken,
+            context_window=(bundle.backbone.window or DEFAULT_CONTEXT_WINDOW) - self._taken,
             num_output=self.max_tokens,
             is_chat_model=self._templated,
             model_name=bundle.config.decoder or bundle.config.name,
