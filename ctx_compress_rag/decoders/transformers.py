@@ -87,7 +87,7 @@ class TransformersDecoder:
             raise ConfigError(f"on_missing={on_missing!r}: choose 'error' or 'text'")
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: give 1 or more")
-        if store is not None and store.fingerprint != bundle.fingerprint:
+        if store is not None and not bundle.made(store.fingerprint):
             raise FingerprintMismatchError(
                 f"the store holds slots of bundle {store.fingerprint[:12]}, this decoder is of bundle "
                 f"{bundle.fingerprint[:12]}: load the store's bundle, or index again with this one"
