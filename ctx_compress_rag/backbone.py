@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ctx_compress_rag.config import TuneConfig
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.int8 import from_int8
+from ctx_compress_rag.quantization import from_int8
 
 logger = logging.getLogger(__name__)
 

@@ -19,20 +19,20 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.backbone import INT8_FILE, Backbone, load_decoder
-from ctx_compress_rag.compressors.base import Compressor, Tokenized
 from ctx_compress_rag.config import BundleConfig, explain
+from ctx_compress_rag.decoder_identity import decoder_digest, digest_in_memory, write_decoder
 from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
-from ctx_compress_rag.identity import decoder_digest, digest_in_memory, write_decoder
-from ctx_compress_rag.int8 import from_int8, to_int8
-from ctx_compress_rag.methods import METHODS
+from ctx_compress_rag.methods.base.compressor import Compressor, Tokenized
+from ctx_compress_rag.methods.base.reader import Reader
+from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.model_card import model_card
-from ctx_compress_rag.readers.base import Reader
+from ctx_compress_rag.quantization import from_int8, to_int8
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.tokenising import text_ids
+from ctx_compress_rag.text.tokenising import text_ids
 
 logger = logging.getLogger(__name__)
 
-SHIPPED = {name: folder for name in ("demo", "english") if (folder := Path(__file__).parent / name / "bundle").is_dir()}
+SHIPPED = {folder.name: folder for folder in Path(__file__).parent.glob("bundles/*/")}
 
 CONFIG_FILE = "config.json"
 REPORT_FILE = "training_report.json"

@@ -12,7 +12,7 @@ import chromadb
 import pytest
 
 from ctx_compress_rag.bundle import SHIPPED, Bundle
-from ctx_compress_rag.decoders.transformers import TransformersDecoder
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import BundleError, FingerprintMismatchError
 from ctx_compress_rag.stores import SoftContextStore
 

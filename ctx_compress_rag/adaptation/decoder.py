@@ -18,14 +18,14 @@ from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
 from ctx_compress_rag.backbone import Backbone, load_decoder
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig, MeanPoolingConfig, TuneConfig
-from ctx_compress_rag.decoders.generation import Generation, Sampling
-from ctx_compress_rag.decoders.splice import Piece, Spliced, splice
-from ctx_compress_rag.decoders.transformers import Prompt, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Prompt, TransformersDecoder
+from ctx_compress_rag.decoding.generation import Generation, Sampling
+from ctx_compress_rag.decoding.splice import Piece, Spliced, splice
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.tokenising import text_ids
+from ctx_compress_rag.text.tokenising import text_ids
 
 if TYPE_CHECKING:
-    from ctx_compress_rag.decoders.transformers import _Prepared
+    from ctx_compress_rag.decoding.decoder import _Prepared
 
 _GREEDY = Sampling()
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.decoders.transformers import TransformersDecoder
+from ctx_compress_rag.data.examples import read_jsonl
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation.harness import (
     KEPT,
@@ -24,8 +25,7 @@ from ctx_compress_rag.evaluation.harness import (
 )
 from ctx_compress_rag.evaluation.perplexity import perplexity_table, reconstruction_perplexity
 from ctx_compress_rag.evaluation.plots import plot_panels
-from ctx_compress_rag.training.data import read_jsonl
-from ctx_compress_rag.training.prompts import TEMPLATES
+from ctx_compress_rag.text.prompts import TEMPLATES
 
 _ANSWER_TOKENS = 32
 

@@ -14,13 +14,13 @@ from typing import Any, Self
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
-from ctx_compress_rag.markers import DEFAULT_SCOPE, MAX_FACTOR, Marker, MarkerCodec, current_scope
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import records
 from ctx_compress_rag.stores.codecs import payload_bytes
 from ctx_compress_rag.stores.companion import READ_IDS, WRITE_RECORDS, Companion
 from ctx_compress_rag.stores.connect import Location, connect
 from ctx_compress_rag.stores.keys import find_key
+from ctx_compress_rag.stores.markers import DEFAULT_SCOPE, MAX_FACTOR, Marker, MarkerCodec, current_scope
 from ctx_compress_rag.stores.passages import (
     AddReport,
     Compresses,
@@ -56,7 +56,7 @@ class SoftContextStore:
             keeps its own. Coarser ratios can be asked for later where the bundle's method is nestable; a
             method that is not serves the store's ratio alone.
         key: secret that markers are signed with; see `keys.find_key` for where it comes from otherwise.
-        scope: tenant or user that markers belong to where neither the call nor `markers.scope` says so.
+        scope: tenant or user that markers belong to where neither the call nor `stores.markers.scope` says so.
         skimmed_slots: how many slots that hold for one question only (close reading) this object keeps in
             memory; beyond that the least recently used go. Each takes the bundle's slot width times 4 bytes.
 
@@ -233,7 +233,7 @@ class SoftContextStore:
         Args:
             ids: passage ids.
             ratio: a multiple of the store's base ratio.
-            scope: tenant or user; by default the one of `markers.scope`, or else the store's.
+            scope: tenant or user; by default the one of `stores.markers.scope`, or else the store's.
 
         Raises:
             ConfigError: the bundle reads passages question by question (ram).
@@ -266,7 +266,7 @@ class SoftContextStore:
 
         Args:
             parts: the parts that one prompt needs.
-            scope: tenant or user; by default the one of `markers.scope`, or else the store's.
+            scope: tenant or user; by default the one of `stores.markers.scope`, or else the store's.
 
         Raises:
             ConfigError: together they have more slots than are kept.

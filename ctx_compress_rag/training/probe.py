@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.decoders.prompt_tokenizer import PromptTokenizer, chat_text
-from ctx_compress_rag.decoders.splice import Piece, splice
-from ctx_compress_rag.evaluation.metrics import exact_match, standard_error, token_f1
-from ctx_compress_rag.training.data import Example, read_jsonl
+from ctx_compress_rag.data.config import ProbeConfig
+from ctx_compress_rag.data.examples import Example, read_jsonl
+from ctx_compress_rag.decoding.splice import Piece, splice
+from ctx_compress_rag.metrics import exact_match, standard_error, token_f1
+from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
+from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, PromptBuilder, messages
 from ctx_compress_rag.training.loop import Probe
-from ctx_compress_rag.training.prompts import PASSAGE_SEPARATOR, TEMPLATES, PromptBuilder, messages
-from ctx_compress_rag.training.recipe_data import ProbeConfig
 
 _ANSWER_TOKENS = 24
 _AT_ONCE = 32

@@ -18,10 +18,10 @@ from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, model_vali
 from ctx_compress_rag.adaptation import Adaptation, AdaptiveDecoder, Demonstration, serving
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import explain
-from ctx_compress_rag.decoders.transformers import Generation, Sampling
+from ctx_compress_rag.decoding.decoder import Generation, Sampling
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.markers import current_scope, scope
 from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores.markers import current_scope, scope
 from langchain_ctx_compress.messages import to_chat
 
 # LangChain's own code gives these to any chat model; for one in this process they mean nothing.
@@ -48,7 +48,7 @@ class ChatCompressedContext(BaseChatModel):
         seed: of sampling; None for a new one each time.
         on_missing: what to do where a passage's slots cannot be read: raise an "error", or read its "text".
             A passage that is no longer stored has neither, and is an error.
-        scope: tenant or user whose markers are read; None takes the one of `markers.scope`, or else the store's.
+        scope: tenant or user whose markers are read; None takes the one of `stores.markers.scope`, or else the store's.
         streaming: make `invoke` stream inside, so that callbacks see every piece.
         predictor: folder of the update predictor that `adapt` uses.
 

@@ -27,10 +27,10 @@ from llama_index.core.llms.llm import LLM
 
 from ctx_compress_rag.adaptation import Adaptation, Adapted, AdaptiveDecoder, Demonstration, serving
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.decoders.transformers import Generation, Message, Sampling
+from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.markers import scope as in_scope
 from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores.markers import scope as in_scope
 from llama_index.llms.ctx_compress.streams import in_thread
 
 _ROLES = {
@@ -63,7 +63,7 @@ class CompressedContextLLM(LLM):
         stop: an answer ends before any of these strings.
         seed: makes sampling repeatable.
         on_missing: where a marker's slots cannot be read: raise an "error", or read the passage's "text".
-        scope: tenant or user whose markers are read; by default the one of `ctx_compress_rag.markers.scope`, or
+        scope: tenant or user whose markers are read; by default the one of `ctx_compress_rag.stores.markers.scope`, or
             else the store's.
         predictor: folder of the update predictor that `adapt` uses.
 
