@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.backbone import INT8_FILE, Backbone, load_decoder
-from ctx_compress_rag.config import BundleConfig, explain
+from ctx_compress_rag.config import BundleConfig, explain, whole
 from ctx_compress_rag.decoder_identity import decoder_digest, digest_in_memory, write_decoder
 from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
 from ctx_compress_rag.methods.base.compressor import Compressor, Tokenized
@@ -270,9 +270,11 @@ class Bundle:
             ConfigError: a passage is blank, or has no tokens.
             RatioError: the compressor cannot make this ratio.
         """
-        ratio = ratio or self.config.base_ratio
-        if self.config.max_tokens % ratio:
+        ratio = self.config.base_ratio if ratio is None else whole("ratio", ratio)
+        if ratio < 1 or self.config.max_tokens % ratio:
             raise RatioError(f"ratio {ratio} does not divide the encoder's window of {self.config.max_tokens} tokens")
+        if isinstance(texts, str):
+            raise ConfigError("texts is one string: give a list of passages")
         passages = [self._tokenized(text, index) for index, text in enumerate(texts)]
         done: list[SoftContext] = []
         with tqdm(total=len(passages), desc="compressing", unit="passage", disable=not progress) as bar:
@@ -283,6 +285,8 @@ class Bundle:
         return done
 
     def _tokenized(self, text: str, index: int) -> Tokenized:
+        if not isinstance(text, str):
+            raise ConfigError(f"passage {index} is a {type(text).__name__}: give its text")
         ids = text_ids(self.tokenizer, text) if text.strip() else []
         if not ids:
             raise ConfigError(f"passage {index} is blank: there is nothing to compress in {text[:40]!r}")
@@ -294,7 +298,7 @@ class Bundle:
         Raises:
             RatioError: the ratio is no multiple of the base ratio, or the method is not nestable.
         """
-        base = self.config.base_ratio
+        base, ratio = self.config.base_ratio, whole("ratio", ratio)
         if ratio < base or ratio % base:
             raise RatioError(f"ratio {ratio} cannot be made from slots stored at {base}: give a multiple of {base}")
         if ratio != base and not self.compressor.nestable:

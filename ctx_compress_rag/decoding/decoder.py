@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.config import whole
 from ctx_compress_rag.decoding.generation import Generation, Sampling, TextWatch, sampler
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import (
@@ -85,6 +86,7 @@ class TransformersDecoder:
     ) -> None:
         if on_missing not in ("error", "text"):
             raise ConfigError(f"on_missing={on_missing!r}: choose 'error' or 'text'")
+        batch_size = whole("batch_size", batch_size)
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: give 1 or more")
         if store is not None and not bundle.made(store.fingerprint):
@@ -169,8 +171,8 @@ class TransformersDecoder:
     # From prompts to pieces
 
     def _prepare(self, prompts: Sequence[Prompt]) -> list[_Prepared]:
-        if isinstance(prompts, str):
-            raise ConfigError("prompts is one string: give a list of prompts")
+        if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
+            raise ConfigError(f"prompts is one {type(prompts).__name__}: give a list of prompts")
         contents = [self._contents(index, prompt) for index, prompt in enumerate(prompts)]
         split = [[self._split(text) for text in texts] for texts in contents]
         named = (p for texts in split for parts in texts for p in parts if isinstance(p, Marker))
@@ -197,6 +199,8 @@ class TransformersDecoder:
         """
         if isinstance(prompt, str):
             contents = [prompt]
+        elif not isinstance(prompt, Iterable):
+            raise ConfigError(f"prompt {index} is a {type(prompt).__name__}: give a string or a list of messages")
         else:
             for message in prompt:
                 fields = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None,)
@@ -232,6 +236,8 @@ class TransformersDecoder:
         return self._tokenizer.encode(chat_text(self.bundle.tokenizer, whole).split(hole))
 
     def _split(self, text: str) -> list[str | Marker]:
+        if not isinstance(text, str):
+            raise ConfigError(f"a {type(text).__name__} is no text: give a string")
         return [text] if self.store is None else self.store.split(text)
 
     def _contexts(self, markers: Sequence[Marker]) -> dict[Marker, SoftContext | str]:

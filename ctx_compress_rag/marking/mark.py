@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
+from ctx_compress_rag.config import whole
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
 from ctx_compress_rag.marking.budget import TEXT, Score, allot
 from ctx_compress_rag.stores import markers as marking
@@ -102,6 +103,8 @@ def mark(
     """
     from ctx_compress_rag.stores.passages import content_id
 
+    ratio = None if ratio is None else whole("ratio", ratio)
+    token_budget = None if token_budget is None else whole("token_budget", token_budget)
     check_size(store, ratio, token_budget, on_missing, mode)
     if mode == "close_reading" and not (question and question.strip()):
         raise ConfigError(

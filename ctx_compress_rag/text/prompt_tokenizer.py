@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.errors import ConfigError, CtxCompressError
-from ctx_compress_rag.text.tokenising import text_parts
+from ctx_compress_rag.text.tokenising import text_parts, whole_characters
 
 ROLES = ("system", "user", "assistant")
 """Who may speak in a chat."""
@@ -101,7 +101,7 @@ class PromptTokenizer:
             parts: the text before, between and after the holes.
             add_special_tokens: let the tokenizer add its BOS; leave False where a chat template did.
         """
-        joined = self.hole.join(parts)
+        joined = whole_characters(self.hole.join(parts))
         encoded = self._with_hole(joined, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         ids = torch.tensor([id for id in encoded if id != self._cut_id], dtype=torch.long)
         holes = (ids == self._hole_id).nonzero().flatten().tolist()

@@ -8,12 +8,14 @@ as ever.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ctx_compress_rag.errors import ConfigError
 
+_SURROGATES = re.compile("[\ud800-\udfff]")
 _CHARACTERS_PER_TOKEN = 32  # no prompt has so many on average; English has four
 
 
@@ -55,9 +57,14 @@ def check_characters(what: str, characters: int, window: int | None) -> None:
         )
 
 
+def whole_characters(text: str) -> str:
+    """The text with U+FFFD for each half of a character, as cutting an emoji leaves them: no tokenizer takes those."""
+    return _SURROGATES.sub("\ufffd", text)
+
+
 def text_parts(tokenizer: Any, text: str) -> list[str]:
     """The text in parts, none of which the tokenizer reads a control token in; mostly it is one part."""
-    return [part for part, _ in _tokenised(tokenizer, text, control_ids(tokenizer))]
+    return [part for part, _ in _tokenised(tokenizer, whole_characters(text), control_ids(tokenizer))]
 
 
 def text_tokens(tokenizer: Any, text: str) -> TextTokens:
@@ -70,7 +77,7 @@ def text_tokens(tokenizer: Any, text: str) -> TextTokens:
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
     start = 0
-    for part, tokens in _tokenised(tokenizer, text, control_ids(tokenizer)):
+    for part, tokens in _tokenised(tokenizer, whole_characters(text), control_ids(tokenizer)):
         ids += tokens.ids
         offsets += [(start + a, start + b) for a, b in tokens.offsets]
         start += len(part)

@@ -19,6 +19,7 @@ from ctx_compress_rag.adaptation import Adaptation, AdaptiveDecoder, Demonstrati
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.decoding.decoder import Generation, Sampling
+from ctx_compress_rag.decoding.generation import OPTIONS, given_options
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import current_scope, scope
@@ -64,10 +65,10 @@ class ChatCompressedContext(BaseChatModel):
     model_config = ConfigDict(extra="forbid")
 
     store: SoftContextStore = Field(exclude=True, repr=False)
-    max_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
+    max_tokens: int = Sampling.max_new_tokens
+    temperature: float = Sampling.temperature
+    top_p: float = Sampling.top_p
+    top_k: int = Sampling.top_k
     stop: list[str] | None = None
     seed: int | None = None
     on_missing: Literal["error", "text"] = "error"
@@ -87,8 +88,11 @@ class ChatCompressedContext(BaseChatModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_remote(cls, values: Any) -> Any:
-        return {k: v for k, v in values.items() if k not in _OF_REMOTE_MODELS} if isinstance(values, dict) else values
+    def _drop_unmeant(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        values = given_options(values)
+        return {name: value for name, value in values.items() if name not in _OF_REMOTE_MODELS}
 
     @property
     def model_name(self) -> str:
@@ -108,7 +112,7 @@ class ChatCompressedContext(BaseChatModel):
             "scope": self.scope or current_scope() or self.store.scope,
             "on_missing": self.on_missing,
             "adapted": self._adapted,
-            **{name: getattr(self, name) for name in _SAMPLING},
+            **{name: getattr(self, name) for name in OPTIONS},
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
@@ -251,19 +255,10 @@ class ChatCompressedContext(BaseChatModel):
         return nullcontext() if self.scope is None else scope(self.scope)
 
     def _sampling(self, stop: list[str] | None, overrides: Mapping[str, Any]) -> Sampling:
-        unknown = sorted(overrides.keys() - set(_SAMPLING))
-        if unknown:
-            raise ConfigError(f"{type(self).__name__} has no option {unknown[0]!r} for a call: there are {_SAMPLING}")
-        chosen = {name: getattr(self, name) for name in _SAMPLING} | dict(overrides)
-        own_stop, max_tokens = chosen.pop("stop"), chosen.pop("max_tokens")
-        strings = own_stop if stop is None else stop
-        return Sampling(max_new_tokens=max_tokens, stop=tuple(strings or ()), **chosen)
+        return Sampling.of(self, overrides if stop is None else {**overrides, "stop": stop})
 
     def _response_metadata(self, done: Generation) -> dict[str, Any]:
         return {"model_name": self.model_name, "finish_reason": done.finish_reason, "slots": done.slots}
-
-
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed")
 
 
 def _usage(done: Generation) -> UsageMetadata:

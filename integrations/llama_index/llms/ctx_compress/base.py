@@ -20,14 +20,16 @@ from llama_index.core.base.llms.types import (
     MessageRole,
     TextBlock,
 )
-from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
+from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, ValidationError
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM
 
 from ctx_compress_rag.adaptation import Adaptation, Adapted, AdaptiveDecoder, Demonstration, serving
 from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.config import explain
 from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling
+from ctx_compress_rag.decoding.generation import given_options
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import scope as in_scope
@@ -88,6 +90,12 @@ class CompressedContextLLM(LLM):
     predictor: str | Path | None = None
 
     _decoder: AdaptiveDecoder = PrivateAttr()
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**given_options(fields))
+        except ValidationError as error:
+            raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
 
     def model_post_init(self, context: Any, /) -> None:
         """Open the decoder, and refuse impossible sampling settings."""
@@ -245,15 +253,7 @@ class CompressedContextLLM(LLM):
         return [{"role": _ROLES.get(m.role, m.role.value), "content": m.content or ""} for m in messages]
 
     def _sampling(self, given: dict[str, Any]) -> Sampling:
-        known = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed")}
-        unknown = sorted(given.keys() - known.keys())
-        if unknown:
-            raise ConfigError(f"unknown argument {unknown[0]!r}: a call takes {', '.join(known)}")
-        chosen = {**known, **{name: value for name, value in given.items() if value is not None}}
-        stop = chosen.pop("stop")
-        return Sampling(
-            max_new_tokens=chosen.pop("max_tokens"), stop=(stop,) if isinstance(stop, str) else tuple(stop), **chosen
-        )
+        return Sampling.of(self, given)
 
     def _in_scope(self) -> AbstractContextManager[None]:
         return nullcontext() if self.scope is None else in_scope(self.scope)
