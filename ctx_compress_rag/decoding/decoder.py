@@ -19,6 +19,7 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import whole
 from ctx_compress_rag.decoding.generation import Generation, Sampling, TextWatch, sampler
 from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.decoding.structured import JsonProcessor
 from ctx_compress_rag.errors import (
     ConfigError,
     CtxCompressError,
@@ -311,6 +312,10 @@ class TransformersDecoder:
             if cancelled():
                 return []
             end_ids = self._end_ids(model.generation_config.eos_token_id, sampling.stop)
+            processors = sampler(sampling, len(prompts))
+            if sampling.json_schema is not None:
+                only_json = JsonProcessor(sampling.json_schema, backbone.tokenizer, end_ids, len(prompts))
+                processors.insert(0, only_json)
             watch = TextWatch(backbone.tokenizer, sampling.stop, end_ids, limits, on_text, cancelled)
             model.generate(
                 # Positions it counts itself, from the mask: before transformers 5.2 given ones do not advance.
@@ -323,7 +328,7 @@ class TransformersDecoder:
                     eos_token_id=sorted(end_ids) or None,
                     pad_token_id=backbone.tokenizer.pad_token_id,
                 ),
-                logits_processor=sampler(sampling, len(prompts)),
+                logits_processor=processors,
                 stopping_criteria=StoppingCriteriaList([watch]),
             )
         rows = zip(prompts, watch.done, strict=True)

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from ctx_compress_rag.config import checked
+from ctx_compress_rag.decoding.structured import schema_text
 from ctx_compress_rag.errors import ConfigError
 
 FinishReason = Literal["stop", "length"]
@@ -54,6 +55,7 @@ class Sampling:
         top_k: sample from this many likeliest tokens; 0 is off.
         stop: strings before which the text ends; they are not part of it.
         seed: makes sampling reproducible: each prompt's text, whatever else is in its batch.
+        json_schema: the text is JSON of this schema (a dict, or JSON), if it ends before `max_new_tokens`.
 
     Raises:
         ConfigError: a value is impossible.
@@ -65,6 +67,7 @@ class Sampling:
     top_k: Annotated[int, Field(ge=0)] = 0
     stop: Annotated[tuple[str, ...], BeforeValidator(_some)] = ()
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None  # what torch's generators take
+    json_schema: Annotated[str, BeforeValidator(schema_text)] | None = None
 
     def __post_init__(self) -> None:
         for name, rule in _rules().items():
@@ -76,11 +79,14 @@ class Sampling:
 
         Args:
             llm: a framework's LLM, with `OPTIONS` as attributes.
-            given: options of the call; None leaves the LLM's own.
+            given: options of the call; None leaves the LLM's own. Beside `OPTIONS`, `response_format` as OpenAI
+                has it: {"type": "json_schema", "json_schema": {"schema": ...}}.
 
         Raises:
             ConfigError: an option is unknown, or a value impossible.
         """
+        given = dict(given)
+        schema = _schema_of(given.pop("response_format", None))
         if unknown := sorted(given.keys() - set(OPTIONS)):
             raise ConfigError(
                 f"{type(llm).__name__} has no option {unknown[0]!r} for a call: there are {', '.join(OPTIONS)}"
@@ -88,7 +94,24 @@ class Sampling:
         own = {name: getattr(llm, name) for name in OPTIONS}
         chosen = own | {name: value for name, value in given.items() if value is not None}
         max_tokens, stop = chosen.pop("max_tokens"), chosen.pop("stop")
-        return cls(max_new_tokens=max_tokens, stop=(stop,) if isinstance(stop, str) else stop or (), **chosen)
+        return cls(
+            max_new_tokens=max_tokens,
+            stop=(stop,) if isinstance(stop, str) else stop or (),
+            json_schema=schema,
+            **chosen,
+        )
+
+
+def _schema_of(response_format: object) -> Any:
+    match response_format:
+        case None:
+            return None
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return schema
+    raise ConfigError(
+        f"response_format={repr(response_format)[:80]}: give "
+        '{"type": "json_schema", "json_schema": {"schema": ...}}, or use with_structured_output'
+    )
 
 
 @cache

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn, Self, cast
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -24,6 +24,8 @@ from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, Val
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.types import Model
 
 from ctx_compress_rag.adaptation import Adaptation, Adapted, AdaptiveDecoder, Demonstration, serving
 from ctx_compress_rag.bundle import Bundle
@@ -108,6 +110,10 @@ class CompressedContextLLM(LLM):
         """The class's name, for serialisation."""
         return "CompressedContextLLM"
 
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """A copy with settings of its own; what it holds of this process is shared."""
+        return self.model_copy()
+
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: LlamaIndex would leave the store out, and take it from this object as well."""
         raise ConfigError(f"{type(self).__name__} holds a model of this process: make it anew in the other one")
@@ -162,6 +168,33 @@ class CompressedContextLLM(LLM):
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """`stream_chat` in a thread."""
         return in_thread(_chats(await self._astream(self._from_messages(messages), kwargs)))
+
+    def structured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Model:
+        """An object of `output_cls`: tokens that would break its JSON are never chosen.
+
+        Raises:
+            MissingExtraError: the `structured` extra is not installed.
+            ValueError: the answer was cut at `max_tokens`.
+        """
+        wanted = _constrained(output_cls, llm_kwargs)
+        return cast(Model, super().structured_predict(output_cls, prompt, wanted, **prompt_args))
+
+    async def astructured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Model:
+        """`structured_predict` in a thread."""
+        wanted = _constrained(output_cls, llm_kwargs)
+        return cast(Model, await super().astructured_predict(output_cls, prompt, wanted, **prompt_args))
 
     @property
     def decoder(self) -> AdaptiveDecoder:
@@ -274,6 +307,11 @@ class CompressedContextLLM(LLM):
         async with aclosing(in_thread(await self._astream(prompt, given))) as pieces:
             *_, done = [piece async for piece in pieces]
         return cast(Generation, done)
+
+
+def _constrained(output_cls: type[Model], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    wanted = {"type": "json_schema", "json_schema": {"schema": output_cls.model_json_schema()}}
+    return {**(llm_kwargs or {}), "response_format": wanted}
 
 
 def _completions(pieces: Pieces) -> CompletionResponseGen:
