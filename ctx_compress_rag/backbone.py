@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ctx_compress_rag.config import TuneConfig
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.quantization import from_int8
 
@@ -259,13 +258,17 @@ class Backbone:
         self.model.peft_config[name].save_pretrained(str(folder))
 
 
-def lora_config(tune: TuneConfig) -> Any:
-    """The peft configuration for `tune`."""
-    from peft import LoraConfig
+def decoder_layers(trunk: nn.Module, count: int) -> nn.ModuleList:
+    """The list of a transformers decoder's layers, whatever the architecture calls it.
 
-    return LoraConfig(
-        r=tune.rank,
-        lora_alpha=tune.alpha,
-        target_modules=tune.target_modules,
-        task_type="CAUSAL_LM",
-    )
+    Args:
+        trunk: the decoder without its head.
+        count: how many layers it has.
+
+    Raises:
+        ConfigError: it has no such list.
+    """
+    for child in trunk.children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return child
+    raise ConfigError(f"{type(trunk).__name__} holds no list of its {count} layers: they cannot be reached")

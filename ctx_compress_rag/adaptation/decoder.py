@@ -17,11 +17,13 @@ from ctx_compress_rag.adaptation.adapter import Adapter, applied
 from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
 from ctx_compress_rag.backbone import Backbone, load_decoder
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import BundleConfig, MeanPoolingConfig, TuneConfig
+from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.decoding.decoder import Prompt, TransformersDecoder
 from ctx_compress_rag.decoding.generation import Generation, Sampling
 from ctx_compress_rag.decoding.splice import Piece, Spliced, splice
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.base.config import TuneConfig
+from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.text.tokenising import text_ids
 
 if TYPE_CHECKING:
