@@ -19,8 +19,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.backbone import INT8_FILE, Backbone, load_decoder
-from ctx_compress_rag.config import BundleConfig, explain
+from ctx_compress_rag.config import BundleConfig, GgufDecoder, explain
 from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
+from ctx_compress_rag.gguf import pinned
 from ctx_compress_rag.methods.base.compressor import Compressor, Tokenized
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.registry import METHODS
@@ -132,6 +133,8 @@ class Bundle:
         Raises:
             BundleError: the teacher is no peft adapter folder, or does not fit the decoder.
         """
+        if isinstance(config.decoder, GgufDecoder):
+            config = config.model_copy(update={"decoder": pinned(config.decoder, config.revision)})
         method = METHODS[config.method.name]
         compressor = method.compressor(backbone, config.method)
         reader = method.reader(backbone, config.method, compressor)
@@ -165,6 +168,9 @@ class Bundle:
     def _digest(self, states: Mapping[str, Mapping[str, Tensor]]) -> str:
         digest = hashlib.sha256()
         settings = self.config.model_dump(mode="json", exclude={"name", "reads"})
+        if isinstance(self.config.decoder, GgufDecoder):
+            # The file's content is what counts, wherever it lies.
+            settings |= {"decoder": self.config.decoder.sha256, "revision": None}
         digest.update(json.dumps(settings, sort_keys=True).encode())
         if self.config.decoder is not None:
             digest.update(str(getattr(self.backbone.model.config, "_commit_hash", "")).encode())

@@ -2,13 +2,69 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 
 class _Strict(BaseModel):
+    """Unknown keys are refused.
+
+    Attributes:
+        left_out: fields that are written only where they differ from their default. A field added after bundles
+            were made belongs here: those keep their config, and with it their fingerprint.
+    """
+
     model_config = ConfigDict(extra="forbid", frozen=True)
+    left_out: ClassVar[frozenset[str]] = frozenset()
+
+    @model_serializer(mode="wrap")
+    def _leave_out(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = write(self)
+        for name in self.left_out & written.keys():
+            if getattr(self, name) == type(self).model_fields[name].default:
+                del written[name]
+        return written
+
+
+class GgufDecoder(_Strict):
+    """A decoder in a GGUF file: `file` of an installed `package` or of a hub `repo`, or a `path` of its own.
+
+    Attributes:
+        package: an installed distribution, under the name that pip knows; it is not imported.
+        repo: a hub repository; a bundle's or recipe's `revision` is its.
+        file: the file's name in there, with as many of its folders as it takes.
+        path: the file.
+        sha256: which file it must be, in hex digits. Bundles store it: what decoder they fit does not depend on
+            where it lies.
+    """
+
+    left_out: ClassVar[frozenset[str]] = frozenset({"package", "repo", "file", "path", "sha256"})
+
+    package: str | None = Field(default=None, min_length=1)
+    repo: str | None = Field(default=None, min_length=1)
+    file: str | None = Field(default=None, min_length=1)
+    path: str | None = Field(default=None, min_length=1)
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> GgufDecoder:
+        if sum(place is not None for place in (self.package, self.repo, self.path)) != 1:
+            raise ValueError("a GGUF decoder lies in one place: give package and file, repo and file, or path")
+        if (self.file is None) == (self.path is None):
+            raise ValueError("package and repo need file, the name of the GGUF file; path is a file itself")
+        return self
+
+    def __str__(self) -> str:
+        return self.path or f"{self.file} of {self.package or self.repo}"
 
 
 class TuneConfig(_Strict):
@@ -179,7 +235,7 @@ class BundleConfig(_Strict):
         format: version of the bundle format.
         name: the bundle's name.
         method: the compression method and its settings.
-        decoder: hub id or path of the decoder; None when the bundle ships it in `decoder/`.
+        decoder: hub id or path of the decoder, or its GGUF file; None when the bundle ships it in `decoder/`.
         revision: the decoder's revision on the hub.
         base_ratio: source tokens per slot in the store.
         ratios: the ratios it was trained for.
@@ -190,12 +246,17 @@ class BundleConfig(_Strict):
     format: Literal[1] = 1
     name: str = Field(min_length=1)
     method: MethodConfig
-    decoder: str | None = None
+    decoder: str | GgufDecoder | None = None
     revision: str | None = None
     base_ratio: int = Field(gt=0)
     ratios: list[int] = Field(min_length=1)
     max_tokens: int = Field(gt=0)
     reads: str = "general text"
+
+    @property
+    def decoder_name(self) -> str | None:
+        """What to call the decoder, None where the bundle ships it."""
+        return None if self.decoder is None else str(self.decoder)
 
     @model_validator(mode="after")
     def _ratios_fit(self) -> BundleConfig:

@@ -19,7 +19,7 @@ PAPERS = {
 
 def model_card(config: BundleConfig, report: Mapping[str, Any], fingerprint: str) -> str:
     """The card's text, in the hub's format."""
-    decoder = config.decoder or "in `decoder/`"
+    decoder = config.decoder_name or "in `decoder/`"
     facts = [
         ("Method", f"{config.method.name} ({PAPERS[config.method.name]})"),
         ("Decoder", decoder),

@@ -17,7 +17,7 @@ from ctx_compress_rag.adaptation.adapter import Adapter, applied
 from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
 from ctx_compress_rag.backbone import Backbone, load_decoder
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import BundleConfig, MeanPoolingConfig, TuneConfig
+from ctx_compress_rag.config import BundleConfig, GgufDecoder, MeanPoolingConfig, TuneConfig
 from ctx_compress_rag.decoding.decoder import Prompt, TransformersDecoder
 from ctx_compress_rag.decoding.generation import Generation, Sampling
 from ctx_compress_rag.decoding.splice import Piece, Spliced, splice
@@ -207,11 +207,13 @@ def generate_together(
     return [done[i] for i in range(len(prepared))]
 
 
-def text_bundle(decoder: str | Path, revision: str | None = None, device: str | torch.device | None = None) -> Bundle:
+def text_bundle(
+    decoder: str | Path | GgufDecoder, revision: str | None = None, device: str | torch.device | None = None
+) -> Bundle:
     """A bundle for a decoder that reads text alone: its compressor and reader are untrained and never asked.
 
     Args:
-        decoder: a folder or hub id.
+        decoder: a folder, hub id or GGUF file.
         revision: the decoder's revision on the hub.
         device: where to put it; None takes CUDA, MPS or the CPU, in that order.
     """
@@ -220,7 +222,7 @@ def text_bundle(decoder: str | Path, revision: str | None = None, device: str | 
     config = BundleConfig(
         name="text",
         method=MeanPoolingConfig(encoder=nothing, decoder=nothing, linear=False),
-        decoder=str(decoder),
+        decoder=decoder if isinstance(decoder, GgufDecoder) else str(decoder),
         revision=revision,
         base_ratio=4,
         ratios=[4],
