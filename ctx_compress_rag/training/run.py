@@ -233,7 +233,9 @@ def _teacher(recipe: TeacherRecipe, resume: bool, deadline: float | None) -> dic
     if not is_main_process():
         return report
     if recipe.tune.mode == "lora":
-        decoder.save_pretrained(recipe.output)  # a peft adapter folder: the `teacher` of a distillation recipe
+        # A peft adapter folder: the `teacher` of a distillation recipe. Left to itself, peft would ask the hub
+        # whether the embeddings were changed, too.
+        decoder.save_pretrained(recipe.output, save_embedding_layers=False)
     else:
         save_decoder(decoder, tokenizer, recipe.output)
     return report
@@ -301,7 +303,7 @@ def _start(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
         return Bundle.from_pretrained(recipe.bundle, device=_device(), changes=settings)
     assert recipe.decoder is not None
     model, tokenizer = load_decoder(recipe.decoder, recipe.revision, _device())
-    shipped = Path(recipe.decoder).is_dir()
+    shipped = isinstance(recipe.decoder, str) and Path(recipe.decoder).is_dir()
     decoder = None if shipped else recipe.decoder
     config = BundleConfig(decoder=decoder, revision=None if shipped else recipe.revision, **settings)
     bundle = Bundle.build(config, Backbone(model, tokenizer), teacher=recipe.teacher)
