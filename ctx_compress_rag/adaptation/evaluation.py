@@ -236,7 +236,7 @@ def _save(scores: Sequence[Score], folder: Path, about: Mapping[str, Any]) -> No
 
 def plot(scores: Sequence[Score], path: Path, title: str) -> None:
     """F1 with its interval against the time a question takes, adapting included, on a log scale (as figure 4)."""
-    with needs("demo"):
+    with needs("train"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 

@@ -1,14 +1,14 @@
 """What the command line keeps in a Chroma folder: a collection to retrieve from, and its soft contexts.
 
-The collection `passages` holds texts, metadata and MiniLM vectors (cosine), as any RAG app's collection
-does; langchain-chroma and LlamaIndex can open it. `SoftContextStore` puts the soft contexts beside it,
+The collection `passages` holds texts, metadata and a sentence encoder's vectors (cosine), as any RAG app's
+collection does; langchain-chroma and LlamaIndex can open it. `SoftContextStore` puts the soft contexts beside it,
 under the same ids.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
@@ -23,13 +23,14 @@ from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import AddReport, Passage, SoftContextStore, StoreInfo
 from ctx_compress_rag.stores.connect import Connection, connect
 from ctx_compress_rag.stores.lock import WriterLock
-from ctx_compress_rag.text.minilm import load_minilm
+from ctx_compress_rag.text.minilm import PACKAGED, load_embedder
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
 
 COLLECTION = "passages"
 _BUNDLE_KEY = "ctx_bundle"
+_EMBEDDER_KEY = "ctx_embedder"  # not in indexes made before there was a choice
 _COSINE: Any = {"hnsw": {"space": "cosine"}}
 _EMBED_BATCH = 128
 _PAGE = 2000
@@ -63,11 +64,15 @@ class PassageIndex:
     Attributes:
         bundle: the bundle.
         store: the soft contexts.
+        embedder: what passages and questions are compared by.
     """
 
-    def __init__(self, connection: Connection, bundle: Bundle, bundle_name: str, codec: str | None) -> None:
+    def __init__(
+        self, connection: Connection, bundle: Bundle, bundle_name: str, codec: str | None, embedder: str
+    ) -> None:
         assert connection.folder is not None
         self.bundle = bundle
+        self.embedder = embedder
         self.store = SoftContextStore(connection.client, bundle, collection=COLLECTION, codec=codec)
         self._connection = connection
         self._bundle_name = bundle_name
@@ -86,6 +91,7 @@ class PassageIndex:
         self._lock.take()
         collection = self._writable()
         known = self._known([str(passage.id) for passage in passages])
+        embed = load_embedder(self.embedder).encode_document
         missing = [passage for passage in passages if passage.id not in known]
         if missing:
             with tqdm(total=len(missing), desc="embedding", unit="passage", disable=not progress) as bar:
@@ -93,7 +99,7 @@ class PassageIndex:
                     batch = missing[start : start + _EMBED_BATCH]
                     texts = [passage.text for passage in batch]
                     metadatas: Any = [dict(passage.metadata) for passage in batch]
-                    collection.upsert([str(p.id) for p in batch], _vectors(texts), metadatas, texts)
+                    collection.upsert([str(p.id) for p in batch], _vectors(embed, texts), metadatas, texts)
                     bar.update(len(batch))
         return self.store.add(passages, progress=progress)
 
@@ -132,7 +138,7 @@ class PassageIndex:
         if not count or self._collection is None:
             raise StoreError(f"{self._connection.where} holds no passages: run `ctx-compress index` first")
         result: Any = self._collection.query(
-            query_embeddings=_vectors(questions),
+            query_embeddings=_vectors(load_embedder(self.embedder).encode_query, questions),
             n_results=min(k, count),
             include=["documents", "metadatas", "distances"],
         )
@@ -170,7 +176,7 @@ class PassageIndex:
             self._collection = self._connection.client.create_collection(
                 COLLECTION,
                 configuration=_COSINE,
-                metadata={_BUNDLE_KEY: self._bundle_name},
+                metadata={_BUNDLE_KEY: self._bundle_name, _EMBEDDER_KEY: self.embedder},
                 embedding_function=None,
             )
         return self._collection
@@ -190,6 +196,7 @@ def open_index(
     codec: str | None = None,
     create: bool = False,
     default: str | None = None,
+    embedder: str | None = None,
 ) -> PassageIndex:
     """Open the index in a Chroma folder.
 
@@ -199,17 +206,24 @@ def open_index(
         codec: codec of a new store.
         create: make the folder if there is none.
         default: the bundle of a new index; None takes the shipped one for a user's own text.
+        embedder: a sentence-transformers model, by folder or hub id; None takes the one it was made with, or the
+            packaged MiniLM.
 
     Raises:
-        StoreError: there is no index, or it cannot be opened.
+        StoreError: there is no index, it cannot be opened, or was made with another embedder.
+        ConfigError: there is no such embedder.
         BundleError, FingerprintMismatchError: see `Bundle.from_pretrained` and `SoftContextStore`.
     """
     from ctx_compress_rag.bundle import Bundle
 
+    if embedder:
+        load_embedder(embedder)  # one that is not there is refused before a folder is made
     connection = _connect(folder, create)
     try:
-        name = bundle or _recorded(_find_collection(connection)) or default or default_bundle()
-        return PassageIndex(connection, Bundle.from_pretrained(name), _lasting(name), codec)
+        collection = _find_collection(connection)
+        chosen = _embedder(collection, embedder, connection.where)
+        name = bundle or _recorded(collection) or default or default_bundle()
+        return PassageIndex(connection, Bundle.from_pretrained(name), _lasting(name), codec, chosen)
     except BaseException:
         connection.close()
         raise
@@ -217,10 +231,11 @@ def open_index(
 
 @dataclass(frozen=True)
 class IndexInfo:
-    """What is in an index: the store's own account, the bundle's address and how many sources there are."""
+    """What is in an index: the store's own account, the addresses of bundle and embedder, how many sources."""
 
     store: StoreInfo
     bundle_name: str
+    embedder: str
     sources: int
 
 
@@ -238,7 +253,9 @@ def inspect_index(folder: str | Path) -> IndexInfo:
         except NotFoundError:
             raise StoreError(f"{connection.where} holds no soft contexts: run `ctx-compress index` first") from None
         with SoftContextStore(connection.client, _Recorded(about), collection=COLLECTION) as store:
-            return IndexInfo(store.info(), _recorded(collection) or str(about["bundle"]), _count_sources(collection))
+            name = _recorded(collection) or str(about["bundle"])
+            embedder = _embedder(collection, None, connection.where)
+            return IndexInfo(store.info(), name, embedder, _count_sources(collection))
     finally:
         connection.close()
 
@@ -284,11 +301,25 @@ def _recorded(collection: chromadb.Collection | None) -> str | None:
     return None if name is None else str(name)
 
 
-def _lasting(bundle: str) -> str:
-    """A bundle's address that holds from any working folder."""
+def _embedder(collection: chromadb.Collection | None, asked: str | None, where: str) -> str:
+    """The embedder of an index, or the one asked for where there is no index yet."""
+    asked = asked and _lasting(asked)
+    if collection is None:
+        return asked or PACKAGED
+    made_with = str((collection.metadata or {}).get(_EMBEDDER_KEY, PACKAGED))
+    if asked not in (None, made_with):
+        raise StoreError(
+            f"the index in {where} was made with the embedder {made_with!r}, not {asked!r}: leave --embedder out, or "
+            "index into another folder"
+        )
+    return made_with
+
+
+def _lasting(address: str) -> str:
+    """A bundle's or model's address that holds from any working folder."""
     from ctx_compress_rag.bundle import SHIPPED
 
-    return str(Path(bundle).resolve()) if bundle not in SHIPPED and Path(bundle).is_dir() else bundle
+    return str(Path(address).resolve()) if address not in SHIPPED and Path(address).is_dir() else address
 
 
 def _count_sources(collection: chromadb.Collection | None) -> int:
@@ -303,6 +334,6 @@ def _count_sources(collection: chromadb.Collection | None) -> int:
     return len(sources)
 
 
-def _vectors(texts: Sequence[str]) -> Any:
-    """(texts, 384) unit vectors."""
-    return load_minilm().encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
+def _vectors(encode: Callable[..., Any], texts: Sequence[str]) -> Any:
+    """(texts, dim) unit vectors."""
+    return encode(list(texts), normalize_embeddings=True, show_progress_bar=False)

@@ -21,6 +21,12 @@ OwnBundle = Annotated[
     str | None,
     typer.Option(metavar="BUNDLE", help="A bundle's folder, hub id, or demo.  [default: the store's own, else demo]"),
 ]
+Embedder = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="A sentence-transformers model for retrieval.  [default: the store's own, else MiniLM]"
+    ),
+]
 Output = Annotated[str, typer.Option(metavar="DIR", help="Where tables and pictures go.")]
 Ratios = Annotated[list[int] | None, typer.Option(metavar="R...", help="Source tokens per slot.")]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import indent
 from typing import Annotated
 
 import typer
 
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import OwnBundle, Store, note_what_it_reads, quiet_models
+from ctx_compress_rag.cli.shared import Embedder, OwnBundle, Store, note_what_it_reads, quiet_models
 
 _ANSWER_TOKENS = 256
 
@@ -32,23 +33,25 @@ def index(
     codec: Annotated[
         str | None, typer.Option(metavar="CODEC", help="How a new store keeps vectors: int8 or fp16.")
     ] = None,
+    embedder: Embedder = None,
 ) -> None:
-    """Index a folder of .txt and .md files.
+    """Index a folder of files.
 
-    Only new and changed passages are compressed; run it again to resume after an interruption. Passages of a
-    changed file are replaced; those of a deleted file stay unless --prune is given.
+    Takes .txt and .md files and, with the `documents` extra, .pdf, .docx and .html. Only new and changed passages
+    are compressed; run it again to resume after an interruption. Passages of a changed file are replaced; those of a
+    deleted file stay unless --prune is given.
     """
     from ctx_compress_rag.app.indexing import scan_folder, update_index
     from ctx_compress_rag.app.passage_index import open_index
 
     scan = scan_folder(folder)  # before models are loaded and a store is made
     quiet_models()
-    with open_index(store, bundle, codec=codec, create=True) as opened:
+    with open_index(store, bundle, codec=codec, create=True, embedder=embedder) as opened:
         note_what_it_reads(opened.bundle)
         report = update_index(opened, scan, chunk_tokens=chunk_tokens, prune=prune)
     print(f"{report.files} files in {folder}: {report.added} passages compressed, {report.unchanged} unchanged")
-    if report.empty or report.unread:
-        print(f"skipped files: {report.empty} empty, {report.unread} unreadable")
+    if skipped := scan.skipped():
+        print(skipped)
     if report.replaced or report.pruned:
         print(f"removed passages: {report.replaced} of changed files, {report.pruned} of deleted ones")
     if report.vanished:
@@ -63,10 +66,11 @@ def ask(
     ratio: Annotated[int, typer.Option(metavar="R", help="Source tokens per slot, a multiple of the store's.")] = 16,
     k: Annotated[int, typer.Option("--k", metavar="N", help="Passages to retrieve.")] = 4,
     text: Annotated[bool, typer.Option("--text", help="Give the decoder the passages' text, for comparison.")] = False,
+    embedder: Embedder = None,
 ) -> None:
     """Answer a question from an index.
 
-    The decoder reads the nearest passages as soft contexts.
+    The decoder reads the nearest passages as soft contexts; they are shown with their files.
     """
     from ctx_compress_rag.app.asking import question_prompt
     from ctx_compress_rag.app.passage_index import open_index
@@ -75,7 +79,7 @@ def ask(
     if not question.strip():
         raise ConfigError("the question is empty: ask something")
     quiet_models()
-    with open_index(store, bundle) as opened:
+    with open_index(store, bundle, embedder=embedder) as opened:
         from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 
         note_what_it_reads(opened.bundle)
@@ -90,8 +94,8 @@ def ask(
                 begun = begun or bool(piece.strip())
             else:
                 print(f"\n\n{piece.prompt_tokens} prompt tokens, {piece.slots} of them slots. Sources:")
-    for hit in hits:
-        print(f"  {hit.similarity:.2f}  {hit.source}: {' '.join(hit.text.split())[:80]}")
+    for number, hit in enumerate(hits, 1):
+        print(f"\n[{number}] {hit.source} ({hit.similarity:.2f})\n{indent(hit.text, '    ')}")
 
 
 @command("info", "--store ./chroma")
@@ -103,6 +107,7 @@ def info(store: Store) -> None:
     kept = found.store
     rows = {
         "bundle": f"{kept.bundle} ({found.bundle_name})",
+        "embedder": found.embedder,
         "fingerprint": kept.fingerprint,
         "passages": f"{kept.passages:,} from {found.sources:,} files",
         "source tokens": f"{kept.source_tokens:,}",

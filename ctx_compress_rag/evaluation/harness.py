@@ -29,7 +29,7 @@ from ctx_compress_rag.metrics import (
     teacher_normalized,
     token_f1,
 )
-from ctx_compress_rag.ratios import check_reduction, check_window, merge_factor
+from ctx_compress_rag.ratios import check_window
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
 
@@ -165,12 +165,10 @@ def check_ratios(bundle: Bundle, ratios: Sequence[int]) -> None:
         RatioError: the first that cannot.
     """
     config = bundle.config
-    for ratio in ratios:
-        if bundle.compressor.question_aware:
-            check_reduction(ratio)
-        elif bundle.compressor.nestable:
-            merge_factor(ratio, config.base_ratio)
-        else:
+    if bundle.compressor.nestable or bundle.compressor.question_aware:
+        config.method.check_ratios(config.base_ratio, ratios)
+    else:  # each ratio is compressed apart
+        for ratio in ratios:
             check_window(ratio, config.max_tokens)
 
 

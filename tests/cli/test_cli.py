@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -56,7 +58,7 @@ def test_deleted_files_need_prune(run: Any, bundle_folder: Path, tmp_path: Path)
     folder, target = write_docs(tmp_path / "docs", files=2), tmp_path / "chroma"
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     assert run("index", folder, "--store", target, "--bundle", bundle_folder, "--codec", "fp16") == 0
-    assert "skipped files: 0 empty, 1 unreadable" in run.out
+    assert "skipped files: 0 empty, 1 unreadable (1 .txt)" in run.out
     (folder / "file0.txt").unlink()
     gone = sum("file0.txt" in id for id in contents(target))
     assert run("index", folder, "--store", target) == 0
@@ -108,19 +110,20 @@ def test_kill_minus_nine_loses_nothing(run: Any, python: Any, bundle_folder: Pat
 # ask
 
 
+def passages_shown(sources: str) -> list[tuple[str, str]]:
+    """Texts and files of the passages that `ask` shows, in order."""
+    parts = re.split(r"^\[\d+\] (.+) \(-?\d\.\d\d\)\n", sources, flags=re.MULTILINE)[1:]
+    return [(dedent(text).strip(), file) for file, text in zip(parts[::2], parts[1::2], strict=True)]
+
+
 def test_ask_with_text_is_what_transformers_answers(run: Any, store: Path, bundle_folder: Path) -> None:
     assert run("ask", QUESTION, "--store", store, "--text", "--k", 2) == 0
     answer, _, sources = run.out.partition(" prompt tokens, 0 of them slots. Sources:\n")
     answer, _, tokens = answer.rpartition("\n\n")
-    places = [line.split()[1].removesuffix(":") for line in sources.splitlines()]
-    assert len(places) == 2
-
-    rows = list(contents(store).values())
-    found = []
-    for line in sources.splitlines():
-        start = line.split(": ", 1)[1]
-        [text] = [text for text, *_ in rows if " ".join(text.split())[:80] == start]
-        found.append(text)
+    stored = {(text, metadata["source"]) for text, metadata, *_ in contents(store).values()}
+    shown = passages_shown(sources)
+    assert len(shown) == 2 and set(shown) <= stored
+    found = [text for text, _ in shown]
     prompt = TEMPLATES[0].replace("{context}", "\n\n".join(found)).replace("{question}", QUESTION)
     bundle = Bundle.from_pretrained(bundle_folder, device="cpu")
     chat = bundle.tokenizer.apply_chat_template(
@@ -138,14 +141,10 @@ def test_ask_reads_slots_at_the_ratio(run: Any, store: Path, bundle_folder: Path
     tokenizer = Bundle.from_pretrained(bundle_folder, device="cpu").tokenizer
     for ratio in (4, 16):
         assert run("ask", QUESTION, "--store", store, "--ratio", ratio) == 0
-        report, *sources = run.out[run.out.rindex("\n\n") + 2 :].splitlines()
-        texts = {" ".join(text.split())[:80]: text for text, *_ in contents(store).values()}
-        lengths = [
-            len(tokenizer(texts[line.split(": ", 1)[1]], add_special_tokens=False)["input_ids"]) for line in sources
-        ]
-        slots = sum(-(-length // ratio) for length in lengths)
-        assert len(sources) == 4
-        assert f", {slots} of them slots." in report
+        report, _, sources = run.out.partition(" of them slots. Sources:\n")
+        lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text, _ in passages_shown(sources)]
+        assert len(lengths) == 4
+        assert report.endswith(f", {sum(-(-length // ratio) for length in lengths)}")
 
 
 def test_ask_compresses_a_passage_whose_slots_are_missing(run: Any, store: Path, docs: Path) -> None:
@@ -170,6 +169,7 @@ def test_info(run: Any, store: Path, bundle_folder: Path) -> None:
     assert run("info", "--store", store) == 0
     lines = {line[:14].strip(): line[15:] for line in run.out.splitlines()}
     assert lines["bundle"] == f"tiny ({bundle_folder.resolve()})"
+    assert lines["embedder"] == "minilm"
     assert lines["fingerprint"] == Bundle.from_pretrained(bundle_folder, device="cpu").fingerprint
     assert lines["passages"] == f"{len(rows)} from 3 files"
     assert lines["source tokens"] == f"{sum(soft.n_tokens for *_, soft, _ in rows):,}"
@@ -188,7 +188,7 @@ def test_errors_are_one_line_and_code_2(run: Any, store: Path, docs: Path, bundl
     new = tmp_path / "new"
     index = ["index", docs, "--bundle", bundle_folder, "--store"]
     for command, message in (
-        (["index", tmp_path / "none", "--store", new], "no .txt or .md files"),
+        (["index", tmp_path / "none", "--store", new], "no .txt, .md"),
         (["index", tmp_path / "missing", "--store", new], "is no folder"),
         (["index", docs, "--store", new, "--bundle", "nowhere"], "no bundle 'nowhere'"),
         ([*index, new, "--codec", "int3"], "int3"),
