@@ -23,7 +23,7 @@ from ctx_compress_rag.training.recipes import AdaptationRecipe, UpdatePredictorR
 
 
 @dataclass(frozen=True)
-class Score:
+class SystemScore:
     """One system.
 
     Attributes:
@@ -54,7 +54,7 @@ def evaluate(
     max_new_tokens: int = 32,
     seed: int = 0,
     progress: bool = True,
-) -> list[Score]:
+) -> list[SystemScore]:
     """Train what is missing of a folder of recipes, and score all of it beside the baselines.
 
     Every question comes with demonstrations of its own task, and every system gets the same ones. What is
@@ -154,7 +154,9 @@ def _answers(decoder: AdaptiveDecoder, system: System, episodes: Sequence[Episod
     return done
 
 
-def score(episodes: Sequence[Episode], answers: Mapping[str, Sequence[str]], costs: Mapping[str, Cost]) -> list[Score]:
+def score(
+    episodes: Sequence[Episode], answers: Mapping[str, Sequence[str]], costs: Mapping[str, Cost]
+) -> list[SystemScore]:
     """Scores of the answers, system by system; one of them is the base adapter."""
 
     def each(metric: Any, system: str) -> list[float]:
@@ -169,7 +171,7 @@ def score(episodes: Sequence[Episode], answers: Mapping[str, Sequence[str]], cos
         for value, episode in zip(f1, episodes, strict=True):
             tasks.setdefault(episode.task, []).append(value)
         scores.append(
-            Score(
+            SystemScore(
                 system=system,
                 exact_match=paired_difference(each(exact_match, system), nothing),
                 f1=paired_difference(f1, nothing),
@@ -181,7 +183,7 @@ def score(episodes: Sequence[Episode], answers: Mapping[str, Sequence[str]], cos
     return scores
 
 
-def table(scores: Sequence[Score]) -> str:
+def table(scores: Sequence[SystemScore]) -> str:
     """The scores as a Markdown table."""
     lines = [
         "| system | EM | F1 | F1 over base adapter | adapt ms | answer ms | adapt GFLOPs | answer GFLOPs |",
@@ -197,7 +199,7 @@ def table(scores: Sequence[Score]) -> str:
     return "\n".join(lines)
 
 
-def verdict(scores: Sequence[Score]) -> str:
+def verdict(scores: Sequence[SystemScore]) -> str:
     """What RAG-GD is to achieve, for each K, and whether it does: a Markdown list.
 
     Above the base adapter outside the error bar; within 0.02 F1 of TT-SGD with the same K; in under a tenth of
@@ -227,14 +229,14 @@ def _interval(interval: Interval) -> str:
     return f"{interval.value:.3f} ({interval.low:.3f} to {interval.high:.3f})"
 
 
-def _save(scores: Sequence[Score], folder: Path, about: Mapping[str, Any]) -> None:
+def _save(scores: Sequence[SystemScore], folder: Path, about: Mapping[str, Any]) -> None:
     record = {**about, "scores": [asdict(s) for s in scores]}
     (folder / "scores.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (folder / "scores.md").write_text(f"{table(scores)}\n\n{verdict(scores)}\n", encoding="utf-8")
     plot(scores, folder / "scores.png", f"{about['questions']} questions, {about['data']}")
 
 
-def plot(scores: Sequence[Score], path: Path, title: str) -> None:
+def plot(scores: Sequence[SystemScore], path: Path, title: str) -> None:
     """F1 with its interval against the time a question takes, adapting included, on a log scale (as figure 4)."""
     with needs("train"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -10,7 +10,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from ctx_compress_rag.app.asking import question_prompt
-from ctx_compress_rag.app.demo_corpus import Corpus, Question, demo_corpus
+from ctx_compress_rag.app.demo_corpus import Corpus, DemoQuestion, demo_corpus
 from ctx_compress_rag.app.passage_index import Hit, PassageIndex, open_index
 from ctx_compress_rag.evaluation.plots import Curve, plot_scores
 from ctx_compress_rag.metrics import standard_error, token_f1
@@ -30,7 +30,7 @@ _TIMED_QUESTIONS = 5
 
 
 @dataclass(frozen=True)
-class System:
+class DemoSystem:
     """A way to give the decoder its context, and what came of it.
 
     Attributes:
@@ -71,9 +71,9 @@ class DemoReport:
     """
 
     stored: AddReport
-    questions: tuple[Question, ...]
+    questions: tuple[DemoQuestion, ...]
     retrieved: int
-    systems: tuple[System, ...]
+    systems: tuple[DemoSystem, ...]
     shown: int
     picture: Path
 
@@ -131,7 +131,9 @@ def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = Tru
     )
 
 
-def _compare(index: PassageIndex, decoder: TransformersDecoder, corpus: Corpus, hits: list[list[Hit]]) -> list[System]:
+def _compare(
+    index: PassageIndex, decoder: TransformersDecoder, corpus: Corpus, hits: list[list[Hit]]
+) -> list[DemoSystem]:
     from ctx_compress_rag.decoding.decoder import Sampling
 
     def prompts_at(ratio: int | None) -> Callable[[int], Sequence[Message]]:
@@ -147,14 +149,14 @@ def _compare(index: PassageIndex, decoder: TransformersDecoder, corpus: Corpus, 
         ),
         (NO_CONTEXT, None, 0, lambda i: question_prompt(index.store, corpus.questions[i].text, [], None)),
     ]
-    systems: list[System] = []
+    systems: list[DemoSystem] = []
     for label, ratio, size, prompt in kinds:
         generations = decoder.generate(
             [prompt(i) for i in range(len(corpus.questions))], Sampling(max_new_tokens=_ANSWER_TOKENS)
         )
         answers = tuple(generation.text.strip() for generation in generations)
         systems.append(
-            System(
+            DemoSystem(
                 label=label,
                 ratio=ratio,
                 answers=answers,
@@ -175,7 +177,7 @@ def _first_token_ms(decoder: TransformersDecoder, prompt: Callable[[int], Sequen
     return 1000 * (time.perf_counter() - began)
 
 
-def _draw(systems: Sequence[System], path: Path) -> Path:
+def _draw(systems: Sequence[DemoSystem], path: Path) -> Path:
     soft = [s for s in systems if s.ratio]
     errors = [standard_error(s.scores) for s in soft]
     curve = Curve(

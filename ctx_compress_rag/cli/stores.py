@@ -63,7 +63,16 @@ def ask(
     question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask.")],
     store: Store,
     bundle: OwnBundle = None,
-    ratio: Annotated[int, typer.Option(metavar="R", help="Source tokens per slot, a multiple of the store's.")] = 16,
+    ratio: Annotated[
+        int,
+        typer.Option(
+            "--ratio",
+            "--reduction",
+            metavar="R",
+            help="Source tokens per slot, a multiple of the store's; of a ram bundle, how many times shorter the "
+            "passages become.",
+        ),
+    ] = 16,
     k: Annotated[int, typer.Option("--k", metavar="N", help="Passages to retrieve.")] = 4,
     text: Annotated[bool, typer.Option("--text", help="Give the decoder the passages' text, for comparison.")] = False,
     embedder: Embedder = None,

@@ -18,7 +18,7 @@ from ctx_compress_rag.decoding.splice import Piece, splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.harness import NONE, SOFT, prompt_of
 from ctx_compress_rag.evaluation.plots import Curve, plot_scores
-from ctx_compress_rag.marking.mark import mark, mode_of
+from ctx_compress_rag.marking.mark import mark, size
 from ctx_compress_rag.metrics import normalize_answer, standard_error, token_f1
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.text.prompts import TEMPLATES
@@ -141,7 +141,7 @@ def agreement(
 
 def _served(bundle: Bundle, stored: int) -> list[int]:
     """The ratios that a bundle was trained for and a store with slots at ratio `stored` can serve."""
-    if mode_of(bundle) == "close_reading":
+    if bundle.compressor.question_aware:
         return list(bundle.config.ratios)
     if not bundle.compressor.nestable:
         return [stored]
@@ -152,8 +152,7 @@ def _given(store: SoftContextStore, asked: Asked, ratio: int | None) -> list[str
     """The markers that stand for a question's passages; without a ratio, nothing."""
     if ratio is None:
         return []
-    mode = mode_of(store.bundle)
-    return mark(store, asked.passages, asked.ids, ratio=ratio, mode=mode, question=asked.question)
+    return mark(store, asked.passages, asked.ids, question=asked.question, **size(store.bundle, ratio))
 
 
 def _answer_ids(bundle: Bundle, generation: Generation) -> Tensor:

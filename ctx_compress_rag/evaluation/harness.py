@@ -19,7 +19,7 @@ from ctx_compress_rag.decoding.decoder import Message, Sampling, TransformersDec
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.baselines import rank_sentences, select, truncate
 from ctx_compress_rag.evaluation.plots import Curve, plot_scores
-from ctx_compress_rag.marking.mark import mark, mode_of
+from ctx_compress_rag.marking.mark import mark, size
 from ctx_compress_rag.metrics import (
     Interval,
     contains_answer,
@@ -199,7 +199,7 @@ def answer(
     answers: SystemAnswers = {}
     # One store serves all ratios of a nestable method, and of one that decides when it is asked; of another
     # each ratio needs its own.
-    shared = bundle.compressor.nestable or mode_of(bundle) == "close_reading"
+    shared = bundle.compressor.nestable or bundle.compressor.question_aware
     for group in [list(ratios)] if shared else [[ratio] for ratio in ratios]:
         base = None if shared else group[0]
         left = [system for system in systems if (system, None) not in answers]  # full text and nothing: once
@@ -227,10 +227,9 @@ def _answers(
     store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
     tokenizer = decoder.bundle.tokenizer
     ranked = {q: rank_sentences(q.passages, q.question, encoder) for q in questions} if encoder is not None else {}
-    mode = mode_of(decoder.bundle)
 
     def soft(q: Question, ratio: int) -> list[str]:
-        return mark(store, q.passages, ratio=ratio, mode=mode, question=q.question)
+        return mark(store, q.passages, question=q.question, **size(store.bundle, ratio))
 
     @cache
     def budget(q: Question, ratio: int) -> int:

@@ -244,7 +244,7 @@ class SoftContextStore:
         if self.bundle.compressor.question_aware:
             raise ConfigError(
                 f"bundle {self.bundle.config.name!r} reads passages question by question: what is stored is there to "
-                "choose by, not to be read. Give mode='close_reading' and the question to the postprocessor or to mark"
+                "choose by, not to be read. Give the question to the postprocessor or to mark"
             )
         factor = self._factor(ratio)
         found = self._companion.read(ids)
