@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from ctx_compress_rag import backbone as backbone_module
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import BundleConfig, TuneConfig
+from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.methods.base.config import TuneConfig
 
 TEXTS = ["Orla Drumwell was born in Pellmouth, where she kept bees.", "Pellmouth is a town."]
 PROMPT = torch.arange(20, 50).unsqueeze(0)

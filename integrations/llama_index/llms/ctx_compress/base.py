@@ -126,7 +126,7 @@ class CompressedContextLLM(LLM):
             context_window=(bundle.backbone.window or DEFAULT_CONTEXT_WINDOW) - self._taken,
             num_output=self.max_tokens,
             is_chat_model=self._templated,
-            model_name=bundle.config.decoder or bundle.config.name,
+            model_name=bundle.config.decoder_name or bundle.config.name,
         )
 
     @llm_completion_callback()
