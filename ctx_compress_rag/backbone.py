@@ -273,3 +273,19 @@ def lora_config(tune: TuneConfig) -> Any:
         target_modules=tune.target_modules,
         task_type="CAUSAL_LM",
     )
+
+
+def decoder_layers(trunk: nn.Module, count: int) -> nn.ModuleList:
+    """The list of a transformers decoder's layers, whatever the architecture calls it.
+
+    Args:
+        trunk: the decoder without its head.
+        count: how many layers it has.
+
+    Raises:
+        ConfigError: it has no such list.
+    """
+    for child in trunk.children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return child
+    raise ConfigError(f"{type(trunk).__name__} holds no list of its {count} layers, so they cannot be used one by one")
