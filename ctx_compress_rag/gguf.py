@@ -10,14 +10,48 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
-from ctx_compress_rag.config import GgufDecoder
+from pydantic import Field, model_validator
+
 from ctx_compress_rag.errors import BundleError
 from ctx_compress_rag.extras import needs
+from ctx_compress_rag.methods.base.config import Strict
 
 _MAGIC = b"GGUF"
 _bars = threading.Lock()
+
+
+class GgufDecoder(Strict):
+    """A decoder in a GGUF file: `file` of an installed `package` or of a hub `repo`, or a `path` of its own.
+
+    Attributes:
+        package: an installed distribution, under the name that pip knows; it is not imported.
+        repo: a hub repository; a bundle's or recipe's `revision` is its.
+        file: the file's name in there, with as many of its folders as it takes.
+        path: the file.
+        sha256: which file it must be, in hex digits. Bundles store it: what decoder they fit does not depend on
+            where it lies.
+    """
+
+    left_out: ClassVar[frozenset[str]] = frozenset({"package", "repo", "file", "path", "sha256"})
+
+    package: str | None = Field(default=None, min_length=1)
+    repo: str | None = Field(default=None, min_length=1)
+    file: str | None = Field(default=None, min_length=1)
+    path: str | None = Field(default=None, min_length=1)
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> GgufDecoder:
+        if sum(place is not None for place in (self.package, self.repo, self.path)) != 1:
+            raise ValueError("a GGUF decoder lies in one place: give package and file, repo and file, or path")
+        if (self.file is None) == (self.path is None):
+            raise ValueError("package and repo need file, the name of the GGUF file; path is a file itself")
+        return self
+
+    def __str__(self) -> str:
+        return self.path or f"{self.file} of {self.package or self.repo}"
 
 
 def gguf_file(decoder: GgufDecoder, revision: str | None = None) -> Path:

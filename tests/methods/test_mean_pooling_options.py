@@ -16,9 +16,11 @@ from torch import Tensor
 
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import SHIPPED, Bundle
-from ctx_compress_rag.config import BundleConfig, MeanPoolingConfig, TuneConfig
+from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
+from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from helpers.architectures import NAMES, model, random_ids, tokenizer
 
 TEXTS = ["Orla Drumwell was born in Pellmouth, where she kept bees and wrote three books.", "Pellmouth is a town."]

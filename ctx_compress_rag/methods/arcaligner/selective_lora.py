@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.config import SelectiveLoraConfig
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.arcaligner.config import SelectiveLoraConfig
 
 
 class SlotPlaces:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.config import MeanPoolingConfig
 from ctx_compress_rag.methods.base.compressor import SlotBatch
 from ctx_compress_rag.methods.base.part import load_parameters
 from ctx_compress_rag.methods.base.trunk import ADAPTER, TrunkCompressor
+from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.soft_context import pool
 
 _ENCODER = "encoder."
@@ -71,7 +71,9 @@ class MeanPoolingCompressor(TrunkCompressor):
     def trained_parameters(self) -> list[nn.Parameter]:
         """Make what this trains trainable and return it: the encoder's part, the map and the positions."""
         own = [p for name, p in self.named_parameters() if not name.startswith(_ENCODER)]
-        return super().trained_parameters() + [parameter.requires_grad_(True) for parameter in own]
+        for parameter in own:
+            parameter.requires_grad_(True)
+        return super().trained_parameters() + own
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
         """Encode once, pool at every ratio (section 4.2: the encoder's work is shared by the ratios)."""
