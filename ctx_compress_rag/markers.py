@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ctx_compress_rag.errors import ConfigError, RatioError
 
@@ -44,15 +44,20 @@ _LETTERS_TO_HEX = str.maketrans("abcdefghijklmnop", "0123456789abcdef")
 _scope: ContextVar[str | None] = ContextVar("ctx_compress_scope", default=None)
 
 
+def check_scope(name: str) -> str:
+    """The scope itself; ConfigError where it is blank or no str."""
+    if not isinstance(name, str) or not name.strip():
+        raise ConfigError(f"scope={name!r}: a scope needs a name, the tenant's or user's id as a str")
+    return name
+
+
 @contextmanager
 def scope(name: str) -> Iterator[None]:
     """Markers written and read inside the `with` block belong to this tenant or user.
 
     Held in a context variable: it follows asyncio tasks and `asyncio.to_thread`, not bare threads.
     """
-    if not name:
-        raise ConfigError("a scope needs a name: give the tenant's or user's id")
-    token = _scope.set(name)
+    token = _scope.set(check_scope(name))
     try:
         yield
     finally:
@@ -72,11 +77,13 @@ class Marker:
         id: its 20 letters.
         slots: how many places it takes in the prompt.
         skimmed: whether it stands for a part of a passage as one question needed it, not for a stored passage.
+        scope: whose it is: the tenant or user that its tag was made for.
     """
 
     id: str
     slots: int
     skimmed: bool = False
+    scope: str = field(default=DEFAULT_SCOPE, compare=False)
 
     @property
     def passage(self) -> str:
@@ -142,7 +149,7 @@ class MarkerCodec:
                 continue
             if match.start() > start:
                 parts.append(text[start : match.start()])
-            parts.append(Marker(id, int(slots), kinds == [_SKIMMED]))
+            parts.append(Marker(id, int(slots), kinds == [_SKIMMED], scope))
             start = match.end()
         if start < len(text):
             parts.append(text[start:])

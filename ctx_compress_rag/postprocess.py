@@ -27,16 +27,23 @@ def mode_of(bundle: Compresses) -> Mode:
 
 
 def check_size(
-    store: SoftContextStore, ratio: int | None, token_budget: int | None, on_missing: str, mode: str = "soft"
+    store: SoftContextStore,
+    ratio: int | None,
+    token_budget: int | None,
+    on_missing: str,
+    mode: str = "soft",
+    scope: str | None = None,
 ) -> None:
     """Refuse arguments that `mark` could never serve with this store.
 
     Raises:
         ConfigError: both a ratio and a budget are given, a budget is below 1, `on_missing` is unknown, or the
-            mode is, or is not that of the store's bundle.
+            mode is, or is not that of the store's bundle, or the scope is blank.
         RatioError: the ratio cannot be made from the store's base ratio; in close reading, it is below 2.
     """
     _check_mode(store, mode)
+    if scope is not None:
+        marking.check_scope(scope)
     if on_missing not in get_args(OnMissing):
         raise ConfigError(f"on_missing={on_missing!r}: choose one of {', '.join(get_args(OnMissing))}")
     if ratio is not None and token_budget is not None:
@@ -101,7 +108,7 @@ def mark(
     """
     from ctx_compress_rag.stores.passages import content_id
 
-    check_size(store, ratio, token_budget, on_missing, mode)
+    check_size(store, ratio, token_budget, on_missing, mode, scope)
     if mode == "close_reading" and not (question and question.strip()):
         raise ConfigError(
             "close reading needs the question: give it to compress_documents (LangChain; a "
@@ -115,9 +122,9 @@ def mark(
     names = [content_id(text) for text in texts] if ids is None else list(ids)
     wanted = [i for i, text in enumerate(texts) if text.strip()]
     if on_missing == "compress":
-        store.ensure([texts[i] for i in wanted], [names[i] for i in wanted])
+        store.ensure([texts[i] for i in wanted], [names[i] for i in wanted], scope)
     else:
-        stored = store.has([texts[i] for i in wanted], [names[i] for i in wanted])
+        stored = store.has([texts[i] for i in wanted], [names[i] for i in wanted], scope)
         missing = [names[i] for i, there in zip(wanted, stored, strict=True) if not there]
         if missing and on_missing == "error":
             raise MissingPassageError(
@@ -125,19 +132,44 @@ def mark(
                 "add it to the store, or choose on_missing='compress' or 'text'"
             )
         wanted = [i for i, there in zip(wanted, stored, strict=True) if there]
+    read = [texts[i] for i in wanted]
     chosen = [names[i] for i in wanted]
-    if mode == "close_reading":
-        markers = _close_read(store, [texts[i] for i in wanted], chosen, ratio, question or "", scope)
+    size = (ratio, token_budget, scores, scope, question)
+    try:
+        return _shown(store, texts, wanted, chosen, *size)
+    except MissingPassageError:
+        if on_missing != "compress":
+            raise
+    # Between storing and signing, an id was given to another text. What is stored under its own hash stays.
+    return _shown(store, texts, wanted, store.ensure(read, scope=scope), *size)
+
+
+def _shown(
+    store: SoftContextStore,
+    texts: Sequence[str],
+    wanted: Sequence[int],
+    ids: Sequence[str],
+    ratio: int | None,
+    token_budget: int | None,
+    scores: Sequence[Score] | None,
+    scope: str | None,
+    question: str | None,
+) -> list[str]:
+    """The texts with markers at the `wanted` places, which are stored under `ids`."""
+    read = [texts[i] for i in wanted]
+    if mode_of(store.bundle) == "close_reading":
+        markers = _close_read(store, read, ids, ratio, question or "", scope)
     elif token_budget is None:
-        markers = store.markers(chosen, ratio or store.base_ratio, scope)
+        markers = store.markers(ids, store.base_ratio if ratio is None else ratio, scope, read)
     else:
-        stored_as = dict(zip(wanted, chosen, strict=True))
-        return _within(store, texts, stored_as, token_budget, scores, scope)
+        return _within(store, texts, dict(zip(wanted, ids, strict=True)), token_budget, scores, scope)
     by_place = dict(zip(wanted, markers, strict=True))
     return [by_place.get(i, text) for i, text in enumerate(texts)]
 
 
-def stored_ids(store: SoftContextStore, texts: Sequence[str], ids: Sequence[str | None]) -> list[str]:
+def stored_ids(
+    store: SoftContextStore, texts: Sequence[str], ids: Sequence[str | None], scope: str | None = None
+) -> list[str]:
     """The ids to give to `mark` for what a retriever found: the vector store and this one may have been given others.
 
     A text's own id, or the hash of its text where it has none, where it is stored only under that, or where
@@ -147,6 +179,7 @@ def stored_ids(store: SoftContextStore, texts: Sequence[str], ids: Sequence[str 
         store: where the soft contexts are.
         texts: what was retrieved.
         ids: their ids in the app; None or "" for none.
+        scope: as in `mark`.
     """
     from ctx_compress_rag.stores.passages import content_id
 
@@ -157,8 +190,8 @@ def stored_ids(store: SoftContextStore, texts: Sequence[str], ids: Sequence[str 
     ]
     places = [place for place, text in enumerate(texts) if text.strip()]
     wanted = [texts[place] for place in places]
-    under_own = store.has(wanted, [names[place] for place in places])
-    under_text = under_own if all(under_own) else store.has(wanted)
+    under_own = store.has(wanted, [names[place] for place in places], scope)
+    under_text = under_own if all(under_own) else store.has(wanted, scope=scope)
     for place, own, other in zip(places, under_own, under_text, strict=True):
         if other and not own:
             names[place] = by_text[place]
@@ -221,7 +254,7 @@ def _within(
     scope: str | None,
 ) -> list[str]:
     """Texts and markers that take at most `budget` tokens; `stored_as` has the ids of those that are stored."""
-    passages = store.get_passages(list(stored_as.values()))
+    passages = store.get_passages(list(stored_as.values()), scope, [texts[place] for place in stored_as])
     slots = [0] * len(texts)
     for place, passage in zip(stored_as, passages, strict=True):
         slots[place] = 0 if passage is None else passage.n_slots
@@ -236,7 +269,9 @@ def _within(
     shown = list(texts)
     for factor in set(factors) - {TEXT}:
         places = [i for i, each in enumerate(factors) if each == factor]
-        written = store.markers([stored_as[i] for i in places], factor * store.base_ratio, scope)
+        written = store.markers(
+            [stored_as[i] for i in places], factor * store.base_ratio, scope, [texts[i] for i in places]
+        )
         for place, marker in zip(places, written, strict=True):
             shown[place] = marker
     return shown

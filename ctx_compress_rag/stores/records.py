@@ -22,23 +22,23 @@ from ctx_compress_rag.stores.passages import Passage, StoredPassage
 Record = dict[str, str | int]
 
 
-def text_hash(fingerprint: str, passage: Passage) -> str:
-    """Equal when id, text and bundle are: the record needs no new compression."""
-    return _hash(fingerprint, str(passage.id), passage.text)
+def text_hash(fingerprint: str, key: str, passage: Passage) -> str:
+    """Equal when record id, text and bundle are: the record needs no new compression."""
+    return _hash(fingerprint, key, passage.text)
 
 
-def full_hash(fingerprint: str, passage: Passage) -> str:
+def full_hash(fingerprint: str, key: str, passage: Passage) -> str:
     """Equal when the metadata are as well: the record needs no write."""
-    return _hash(fingerprint, str(passage.id), passage.text, _json(passage.metadata))
+    return _hash(fingerprint, key, passage.text, _json(passage.metadata))
 
 
-def labels(fingerprint: str, passage: Passage) -> Record:
+def labels(fingerprint: str, key: str, passage: Passage) -> Record:
     """The part of a record that changes with the metadata alone."""
-    return {"full_hash": full_hash(fingerprint, passage), "metadata": _json(passage.metadata)}
+    return {"full_hash": full_hash(fingerprint, key, passage), "metadata": _json(passage.metadata)}
 
 
-def record(passage: Passage, soft: SoftContext, *, fingerprint: str, marker: str, codec: str) -> Record:
-    """The whole metadata of a passage's Chroma record.
+def record(key: str, passage: Passage, soft: SoftContext, *, fingerprint: str, marker: str, codec: str) -> Record:
+    """The whole metadata of a passage's Chroma record, whose id is `key`.
 
     Raises:
         PayloadError: the soft context cannot be encoded; the message names the passage.
@@ -50,11 +50,11 @@ def record(passage: Passage, soft: SoftContext, *, fingerprint: str, marker: str
     return {
         "payload": payload,
         "text": base64.b64encode(zlib.compress(passage.text.encode())).decode("ascii"),
-        "text_hash": text_hash(fingerprint, passage),
+        "text_hash": text_hash(fingerprint, key, passage),
         "marker": marker,
         "slots": soft.n_slots,
         "tokens": soft.n_tokens,
-        **labels(fingerprint, passage),
+        **labels(fingerprint, key, passage),
     }
 
 

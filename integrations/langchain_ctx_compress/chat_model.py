@@ -20,7 +20,7 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.decoders.transformers import Generation, Sampling
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.markers import current_scope, scope
+from ctx_compress_rag.markers import check_scope, current_scope, scope
 from ctx_compress_rag.stores import SoftContextStore
 from langchain_ctx_compress.messages import to_chat
 
@@ -83,6 +83,8 @@ class ChatCompressedContext(BaseChatModel):
             super().__init__(**kwargs)
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
+        if self.scope is not None:
+            check_scope(self.scope)
         self._sampling(None, {})  # impossible values are refused here, not at the first question
 
     @model_validator(mode="before")

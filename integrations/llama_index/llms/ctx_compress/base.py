@@ -29,6 +29,7 @@ from ctx_compress_rag.adaptation import Adaptation, Adapted, AdaptiveDecoder, De
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoders.transformers import Generation, Message, Sampling
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.markers import check_scope
 from ctx_compress_rag.markers import scope as in_scope
 from ctx_compress_rag.stores import SoftContextStore
 from llama_index.llms.ctx_compress.streams import in_thread
@@ -92,6 +93,8 @@ class CompressedContextLLM(LLM):
     def model_post_init(self, context: Any, /) -> None:
         """Open the decoder, and refuse impossible sampling settings."""
         super().model_post_init(context)
+        if self.scope is not None:
+            check_scope(self.scope)
         self._sampling({})
         self._decoder = AdaptiveDecoder(self._bundle, self.store, on_missing=self.on_missing)
 
