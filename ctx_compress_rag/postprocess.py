@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from ctx_compress_rag import markers as marking
 from ctx_compress_rag.budget import TEXT, Score, allot
-from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
+from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError, StoreWriteError
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
     from ctx_compress_rag.stores import Compresses, SoftContextStore
 
+logger = logging.getLogger(__name__)
+
 OnMissing = Literal["compress", "error", "text"]
-"""A passage that is not stored, or stored with another text: compress it now, raise, or leave its text."""
+"""A passage that is not stored, or stored with another text: compress it now, raise, or leave its text.
+
+Where the store cannot be written to, "compress" leaves the text, too, with a warning that names the passages.
+"""
 
 Mode = Literal["soft", "close_reading"]
 """A marker in place of each passage; or text where the question needs it and markers for the rest (paper 004)."""
@@ -121,8 +127,14 @@ def mark(
     texts = [expand(store, text, scope) for text in texts]
     names = [content_id(text) for text in texts] if ids is None else list(ids)
     wanted = [i for i, text in enumerate(texts) if text.strip()]
+    stored: Sequence[bool] | None = None
     if on_missing == "compress":
-        store.ensure([texts[i] for i in wanted], [names[i] for i in wanted], scope)
+        try:
+            store.ensure([texts[i] for i in wanted], [names[i] for i in wanted], scope)
+        except StoreWriteError as error:
+            stored = store.has([texts[i] for i in wanted], [names[i] for i in wanted], scope)
+            left = [names[i] for i, there in zip(wanted, stored, strict=True) if not there]
+            logger.warning("left as text, since they cannot be stored: passages %s (%s)", ", ".join(left), error)
     else:
         stored = store.has([texts[i] for i in wanted], [names[i] for i in wanted], scope)
         missing = [names[i] for i, there in zip(wanted, stored, strict=True) if not there]
@@ -131,6 +143,7 @@ def mark(
                 f"passage {missing[0]!r} is not stored with this text ({len(missing)} are not): "
                 "add it to the store, or choose on_missing='compress' or 'text'"
             )
+    if stored is not None:
         wanted = [i for i, there in zip(wanted, stored, strict=True) if there]
     read = [texts[i] for i in wanted]
     chosen = [names[i] for i in wanted]

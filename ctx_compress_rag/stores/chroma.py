@@ -17,10 +17,10 @@ from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
 from ctx_compress_rag.markers import DEFAULT_SCOPE, MAX_FACTOR, Marker, MarkerCodec, check_scope, current_scope
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import records
-from ctx_compress_rag.stores.codecs import payload_bytes
-from ctx_compress_rag.stores.companion import READ_IDS, WRITE_RECORDS, Companion, Found
+from ctx_compress_rag.stores.companion import WRITE_RECORDS, Companion, Found
 from ctx_compress_rag.stores.connect import Location, connect
 from ctx_compress_rag.stores.keys import find_key
+from ctx_compress_rag.stores.lock import DEFAULT_TIMEOUT
 from ctx_compress_rag.stores.passages import (
     AddReport,
     Compresses,
@@ -41,14 +41,14 @@ class SoftContextStore:
     """Soft contexts of one bundle, by passage id, in Chroma.
 
     They live in a companion collection `<collection>-ctx`, one record per passage, under the passage's
-    own id, and never in the app's collection, whose every hit would carry them along. Reads and writes
-    may come from several threads. On a path, one process writes at a time: the lock is taken at the first
-    write and kept until `close`, the end of a `with` block or of the process. Readers need no lock. A
-    store does not survive `fork`: open it in the child.
+    own id, and never in the app's collection, whose every hit would carry them along. Reads and writes may come
+    from several threads. Several processes may use one folder: each write takes the folder's lock for itself alone and
+    waits for the others', a reader waits for the write in progress at most. A folder that may not be written to can be
+    read. Several machines use one Chroma server. A store does not survive `fork`: open it in the child.
 
     Args:
         location: a folder, a Chroma client (embedded or HttpClient), or the app's own collection, beside
-            which the companion is put. Spell a path as the process's other Chroma clients do.
+            which the companion is put.
         bundle: what compresses passages; a store made with another one is refused.
         collection: name of the collection that this one stands beside (it need not exist); ignored where
             `location` is a collection.
@@ -60,6 +60,7 @@ class SoftContextStore:
         scope: tenant or user that markers belong to where neither the call nor `markers.scope` says so.
         skimmed_slots: how many slots that hold for one question only (close reading) this object keeps in
             memory; beyond that the least recently used go. Each takes the bundle's slot width times 4 bytes.
+        lock_timeout: seconds that a write waits for the other processes' before it, 0 or more.
 
     Raises:
         FingerprintMismatchError: the store was made with another bundle.
@@ -78,6 +79,7 @@ class SoftContextStore:
         key: bytes | None = None,
         scope: str = DEFAULT_SCOPE,
         skimmed_slots: int = 16_384,
+        lock_timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
         if isinstance(bundle, str | PathLike):
             raise ConfigError(f"bundle={bundle!r} is a name: give Bundle.from_pretrained({str(bundle)!r})")
@@ -85,7 +87,7 @@ class SoftContextStore:
         self.fingerprint = bundle.fingerprint
         self.scope = check_scope(scope)
         self._markers = None if key is None else MarkerCodec(key, self.fingerprint)
-        self._companion = Companion(connect(location, collection), bundle, codec, ratio)
+        self._companion = Companion(connect(location, collection), bundle, codec, ratio, lock_timeout)
         self._skimmed = SkimmedSlots(skimmed_slots)
         self._writing = threading.RLock()
 
@@ -113,7 +115,8 @@ class SoftContextStore:
         Raises:
             ConfigError: a text is blank or no text, an id is empty or given twice.
             PayloadError: the bundle made a NaN or infinity; the batch with it is not stored.
-            StoreLockedError: another process is writing to this path.
+            StoreLockedError: other processes wrote for longer than `lock_timeout`, or a server runs on this folder.
+            StoreWriteError: the folder is read-only, or its disk is full.
         """
         scope = self._scope(scope)
         passages = {record_id(id, scope): passage for id, passage in to_passages(documents, ids).items()}
@@ -151,7 +154,7 @@ class SoftContextStore:
         return len(present)
 
     def close(self) -> None:
-        """Let other processes write; the store cannot be used afterwards. Without effect the second time."""
+        """Close the engine; the store cannot be used afterwards. Without effect the second time."""
         self._companion.close()
 
     def __enter__(self) -> Self:
@@ -206,15 +209,8 @@ class SoftContextStore:
         return True
 
     def info(self) -> StoreInfo:
-        """What is inside, of all scopes. Reads every record: seconds for a hundred thousand passages."""
-        ids = self._companion.ids()
-        slots = tokens = size = 0
-        for start in range(0, len(ids), READ_IDS):
-            for stored in self._companion.read(ids[start : start + READ_IDS]).values():
-                slots += stored["slots"]
-                tokens += stored["tokens"]
-                size += payload_bytes(stored["payload"])
-        connection = self._companion.connection
+        """What is inside, of all scopes."""
+        sizes, connection = self._companion.sizes(), self._companion.connection
         return StoreInfo(
             location=connection.where,
             collection=connection.companion,
@@ -222,11 +218,11 @@ class SoftContextStore:
             fingerprint=self.fingerprint,
             codec=self.codec,
             base_ratio=self.base_ratio,
-            passages=len(ids),
-            slots=slots,
-            source_tokens=tokens,
-            payload_bytes=size,
-            disk_bytes=_folder_bytes(connection.folder) if connection.folder else None,
+            passages=sizes.records,
+            slots=sizes.slots,
+            source_tokens=sizes.tokens,
+            payload_bytes=sizes.payload,
+            disk_bytes=_folder_bytes(connection.path) if connection.path else None,
         )
 
     @property
@@ -366,7 +362,7 @@ class SoftContextStore:
     def _compress(self, passages: dict[str, Passage], scope: str, progress: bool) -> None:
         if not passages:
             return
-        self._companion.writable()  # refused before the work, not after it
+        self._companion.check_writable()  # refused before the work, not after it
         signer, codec, items = self._signer(), self.codec, list(passages.items())
         start, size = 0, _FIRST_BATCH
         with tqdm(total=len(items), desc="compressing", unit="passage", disable=not progress) as bar:
@@ -435,7 +431,7 @@ class SoftContextStore:
     def _signer(self) -> MarkerCodec:
         if self._markers is None:  # not before it is needed: reading alone must not make a key file
             connection = self._companion.connection
-            self._markers = MarkerCodec(find_key(connection.folder, lasting=connection.lasting), self.fingerprint)
+            self._markers = MarkerCodec(find_key(connection.path, remote=connection.remote), self.fingerprint)
         return self._markers
 
 

@@ -17,7 +17,7 @@ KEY_FILE = "ctx-compress.key"
 _process_key = secrets.token_bytes(32)
 
 
-def find_key(folder: Path | None, *, lasting: bool) -> bytes:
+def find_key(folder: Path | None, *, remote: bool) -> bytes:
     """The key of a store that was given none.
 
     The environment variable CTX_COMPRESS_KEY where it is set. Otherwise a file that is made at first
@@ -27,7 +27,7 @@ def find_key(folder: Path | None, *, lasting: bool) -> bytes:
 
     Args:
         folder: the store's folder, None where it has none.
-        lasting: whether the store outlives the process.
+        remote: whether the store is on a server.
     """
     value = os.environ.get(KEY_VARIABLE)
     if value:
@@ -37,7 +37,7 @@ def find_key(folder: Path | None, *, lasting: bool) -> bytes:
         return key
     if folder is not None:
         return key_from_file(folder / KEY_FILE)
-    if not lasting:
+    if not remote:
         return _process_key
     config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     return key_from_file(config / "ctx-compress" / KEY_FILE)
