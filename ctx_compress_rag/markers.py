@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 MIN_KEY_BYTES = 16
 DEFAULT_SCOPE = "default"
 _PASSAGE_LETTERS, _FACTOR_LETTERS, _TAG_LETTERS = 17, 3, 16
+_SEAL_LETTERS = 32
 MAX_FACTOR = 16**_FACTOR_LETTERS
 _MARKER = re.compile(r"\[\[ctx:([a-p]{20})\.(0|[1-9][0-9]{0,6})\.([a-p]{16})\]\]")
 _OPENING = "[[ctx:"
@@ -105,8 +106,10 @@ class MarkerCodec:
     """
 
     def __init__(self, key: bytes, fingerprint: str) -> None:
-        if len(key) < MIN_KEY_BYTES:
-            raise ConfigError(f"a marker key needs at least {MIN_KEY_BYTES} bytes, got {len(key)}")
+        if not isinstance(key, bytes):
+            raise ConfigError(f"a marker key is bytes, got {type(key).__name__}: give secrets.token_bytes(32), kept")
+        if len(key) < MIN_KEY_BYTES or not key.strip():
+            raise ConfigError(f"a marker key needs at least {MIN_KEY_BYTES} bytes, not all blank, got {len(key)}")
         self._key = key
         self._fingerprint = fingerprint
 
@@ -133,6 +136,10 @@ class MarkerCodec:
         """The marker of a skimmed part (as `skimmed` names it); 0 slots where it was dropped."""
         id = part + _ONE
         return f"[[ctx:{id}.{slots}.{self._tag(_SKIMMED, scope, id, str(slots))}]]"
+
+    def seal(self, *fields: str) -> str:
+        """32 letters that nobody without the key can make for these fields, such as those of a stored record."""
+        return self._letters(_SEAL_LETTERS, "record", self._fingerprint, *fields)
 
     def split(self, text: str, scope: str) -> list[str | Marker]:
         """Text parts and this scope's markers, in order; nothing else is taken out, no part is empty.

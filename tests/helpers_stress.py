@@ -113,7 +113,7 @@ def rounds(count: int, seed: int = 0) -> dict[str, int]:
                 total.update(result)
             broken = any(r.get("died") for r in results) or results[-1].get("lost") or results[-1].get("usable") != 1
             total.update(rounds=1, broken=int(bool(broken)))
-            if __name__ == "__main__" and (turn + 1) % 20 == 0:
+            if __name__ == "__main__" and (turn + 1) % 1 == 0:
                 print(json.dumps(total), file=sys.stderr, flush=True)
     finally:
         for worker in workers:

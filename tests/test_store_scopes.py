@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import threading
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -176,20 +180,15 @@ def test_a_scope_that_is_no_name_is_refused_everywhere(store: SoftContextStore, 
 
 def test_a_store_without_scopes_made_before_opens_and_reads(tmp_path: Path, bundle: WordBundle) -> None:
     """Records as the first release wrote them: the id alone, hashed with text and bundle."""
-    import hashlib
-    import json
-
     from ctx_compress_rag.markers import MarkerCodec
-    from ctx_compress_rag.stores import codecs, records
+    from ctx_compress_rag.stores import codecs
 
     key, text = b"a key of sixteen bytes", passage(3)
 
     def digest(*fields: str) -> str:
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:32]
 
-    made = records.record(
-        "old", records.Passage(text, "old"), bundle.at(text, 4), fingerprint=bundle.fingerprint, marker="", codec="int8"
-    )
+    deflated = base64.b64encode(zlib.compress(text.encode())).decode()
     client = chromadb.PersistentClient(tmp_path)
     collection = client.create_collection(
         "passages-ctx",
@@ -204,7 +203,7 @@ def test_a_store_without_scopes_made_before_opens_and_reads(tmp_path: Path, bund
     )
     row = {
         "payload": codecs.encode(bundle.at(text, 4)),
-        "text": made["text"],
+        "text": deflated,
         "text_hash": digest(bundle.fingerprint, "old", text),
         "full_hash": digest(bundle.fingerprint, "old", text, "{}"),
         "metadata": "{}",

@@ -13,13 +13,13 @@ from typing import Any, Self
 
 from tqdm.auto import tqdm
 
-from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
+from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadError, RatioError
 from ctx_compress_rag.markers import DEFAULT_SCOPE, MAX_FACTOR, Marker, MarkerCodec, check_scope, current_scope
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import records
-from ctx_compress_rag.stores.companion import WRITE_RECORDS, Companion, Found
+from ctx_compress_rag.stores.companion import READ_IDS, WRITE_RECORDS, Companion, Found
 from ctx_compress_rag.stores.connect import Location, connect
-from ctx_compress_rag.stores.keys import find_key
+from ctx_compress_rag.stores.keys import KEY_FILE, find_key, key_from_file
 from ctx_compress_rag.stores.lock import DEFAULT_TIMEOUT
 from ctx_compress_rag.stores.passages import (
     AddReport,
@@ -33,6 +33,8 @@ from ctx_compress_rag.stores.passages import (
 from ctx_compress_rag.stores.scopes import own_id, owned, plain_name, readable, record_id, scoped_name
 from ctx_compress_rag.stores.skimmed import Skimmed, SkimmedSlots
 
+Stored = dict[str, Any]
+"""The metadata of a record."""
 _FIRST_BATCH = 8  # passages compressed before the first write; doubled while a batch takes less than ...
 _BATCH_SECONDS = 2.0  # ... so that a kill loses little on a slow machine and a fast one has full batches
 
@@ -59,7 +61,7 @@ class SoftContextStore:
         key: secret that markers are signed with; see `keys.find_key` for where it comes from otherwise.
         scope: tenant or user that markers belong to where neither the call nor `markers.scope` says so.
         skimmed_slots: how many slots that hold for one question only (close reading) this object keeps in
-            memory; beyond that the least recently used go. Each takes the bundle's slot width times 4 bytes.
+            memory for each scope; beyond that the least recently used go. Each takes the bundle's slot width times 4 bytes.
         lock_timeout: seconds that a write waits for the other processes' before it, 0 or more.
 
     Raises:
@@ -88,7 +90,11 @@ class SoftContextStore:
         self.scope = check_scope(scope)
         self._markers = None if key is None else MarkerCodec(key, self.fingerprint)
         self._companion = Companion(connect(location, collection), bundle, codec, ratio, lock_timeout)
-        self._skimmed = SkimmedSlots(skimmed_slots)
+        if self._companion.connection.remote:
+            self._signer()  # without a key, refused here and not at the first marker
+        self._folder_markers: list[MarkerCodec] | None = None
+        self._skimmed_limit = skimmed_slots
+        self._skimmed: dict[str, SkimmedSlots] = {}
         self._writing = threading.RLock()
 
     # Writing
@@ -153,6 +159,24 @@ class SoftContextStore:
             self._companion.delete(present)
         return len(present)
 
+    def discard_damaged(self) -> list[str]:
+        """Delete the records, of all scopes, that are not as they were written; their passages' ids.
+
+        What is deleted so is compressed again by the next `add` of the same passages. Reads every record.
+        """
+        bad: list[str] = []
+        keys = self._companion.ids()
+        for start in range(0, len(keys), READ_IDS):
+            for key, row in self._companion.read(keys[start : start + READ_IDS]).items():
+                try:
+                    self._check_seals({key: row})
+                    records.read_soft(key, row)
+                    records.read_passage(key, row, self.fingerprint)
+                except PayloadError:
+                    bad.append(key)
+        self._companion.delete(bad)
+        return [own_id(key) for key in bad]
+
     def close(self) -> None:
         """Close the engine; the store cannot be used afterwards. Without effect the second time."""
         self._companion.close()
@@ -180,14 +204,16 @@ class SoftContextStore:
         Raises:
             PayloadError: a record is damaged; the message names the passage.
         """
-        found = {id: records.read_soft(id, stored) for id, stored in self._find(ids, scope, texts).items()}
+        found = {id: records.read_soft(*each) for id, each in self._find(ids, scope, texts).items()}
         return [found.get(id) for id in ids]
 
     def get_passages(
         self, ids: Sequence[str], scope: str | None = None, texts: Sequence[str] | None = None
     ) -> list[StoredPassage | None]:
         """Text, metadata and sizes, in the order of the ids; None for an id that is not stored. As `get`."""
-        found = {id: records.read_passage(id, stored) for id, stored in self._find(ids, scope, texts).items()}
+        found = {
+            id: records.read_passage(*each, self.fingerprint) for id, each in self._find(ids, scope, texts).items()
+        }
         return [found.get(id) for id in ids]
 
     def has(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[bool]:
@@ -270,9 +296,9 @@ class SoftContextStore:
         signer = self._signer()
         written = []
         for id in ids:
-            slots = found[id]["slots"]
+            slots = found[id][1]["slots"]
             merged = min(factor, slots)  # all larger factors mean one slot
-            written.append(signer.write(plain_name(found[id]["marker"]), merged, -(-slots // merged), scope))
+            written.append(signer.write(plain_name(found[id][1]["marker"]), merged, -(-slots // merged), scope))
         return written
 
     def skimmed_markers(self, parts: Sequence[Skimmed], scope: str | None = None) -> list[str]:
@@ -289,16 +315,17 @@ class SoftContextStore:
             ConfigError: together they have more slots than are kept.
         """
         needed = sum(part.cost for part in parts)
-        if needed > self._skimmed.limit:
+        if needed > self._skimmed_limit:
             raise ConfigError(
-                f"a prompt needs {needed} skimmed slots and the store keeps {self._skimmed.limit}: "
+                f"a prompt needs {needed} skimmed slots and the store keeps {self._skimmed_limit}: "
                 f"retrieve fewer passages, or open the store with skimmed_slots={needed} or more"
             )
         signer, scope = self._signer(), self._scope(scope)
+        kept = self._skimmed_of(scope)
         written = []
         for part in parts:
             name = signer.skimmed(*part.fields)
-            self._skimmed.put(name, part)
+            kept.put(name, part)
             written.append(signer.write_skimmed(name, part.soft.n_slots, scope))
         return written
 
@@ -315,7 +342,7 @@ class SoftContextStore:
             PayloadError: a record is damaged.
         """
         parts, found = self._by_marker(markers)
-        base = {key: records.read_soft(own_id(key), stored) for key, stored in dict(found.values()).items()}
+        base = {key: records.read_soft(key, stored) for key, stored in dict(found.values()).items()}
         return [
             (parts[marker].soft if marker.skimmed else base[found[marker][0]]).merge(marker.factor)
             for marker in markers
@@ -324,7 +351,10 @@ class SoftContextStore:
     def text_of(self, markers: Sequence[Marker]) -> list[str]:
         """The passages' own texts, of a skimmed part its own, in order. Raises as `fetch` does."""
         parts, found = self._by_marker(markers)
-        texts = {key: records.read_passage(own_id(key), stored).text for key, stored in dict(found.values()).items()}
+        texts = {
+            key: records.read_passage(key, stored, self.fingerprint).text
+            for key, stored in dict(found.values()).items()
+        }
         return [parts[marker].text if marker.skimmed else texts[found[marker][0]] for marker in markers]
 
     # Inside
@@ -344,20 +374,31 @@ class SoftContextStore:
             held.update(own_id(key) for key in self._matching("text_hash", records.text_hash, rest))
         return held
 
-    def _find(self, ids: Sequence[str], scope: str | None, texts: Sequence[str] | None) -> Found:
-        """By passage id, the scope's own record or else the default scope's; only of the text where one is given."""
+    def _find(
+        self, ids: Sequence[str], scope: str | None, texts: Sequence[str] | None
+    ) -> dict[str, tuple[str, Stored]]:
+        """By passage id, the scope's own record or else the default scope's; only of the text where one is given.
+
+        A record comes with its own id, and as it was sealed.
+        """
         expected = None if texts is None else to_passages(texts, _checked_ids(ids), repeats=True)
         places = readable(self._scope(scope))
         stored = self._companion.read([record_id(id, place) for id in _checked_ids(ids) for place in places])
-        found = Found()
+        found: dict[str, tuple[str, Stored]] = {}
         for id in ids:
             for key in (record_id(id, place) for place in places):
                 if key in stored and (
                     expected is None
                     or stored[key].get("text_hash") == records.text_hash(self.fingerprint, key, expected[id])
                 ):
-                    found.setdefault(id, stored[key])
+                    found.setdefault(id, (key, stored[key]))
+        self._check_seals(dict(found.values()))
         return found
+
+    def _check_seals(self, stored: Found) -> None:
+        signers = self._sealers() if stored else []
+        for key, row in stored.items():
+            records.check_seal(key, row, signers, self._companion.sealed)
 
     def _compress(self, passages: dict[str, Passage], scope: str, progress: bool) -> None:
         if not passages:
@@ -378,6 +419,7 @@ class SoftContextStore:
                         fingerprint=self.fingerprint,
                         marker=scoped_name(signer.passage(passage.text), scope),
                         codec=codec,
+                        signer=signer,
                     )
                     for (key, passage), soft in zip(batch, softs, strict=True)
                 }
@@ -391,13 +433,13 @@ class SoftContextStore:
         self, markers: Sequence[Marker]
     ) -> tuple[dict[Marker, Skimmed], dict[Marker, tuple[str, dict[str, Any]]]]:
         """Skimmed parts, and (record id, record) of stored passages, by marker; all are there."""
-        kept = {marker: self._skimmed.get(marker.passage) for marker in markers if marker.skimmed}
+        kept = {marker: self._skimmed_of(marker.scope).get(marker.passage) for marker in markers if marker.skimmed}
         parts = {marker: part for marker, part in kept.items() if part is not None}
         if len(parts) < len(kept):
             raise MissingPassageError(
                 f"the slots of {len(kept) - len(parts)} skimmed part(s) are gone: they hold for one question, in the "
-                f"memory of the store that wrote their markers, which keeps the last {self._skimmed.limit}; give "
-                "postprocessor and LLM the same store, retrieve again, or open it with a larger skimmed_slots"
+                f"memory of the store that wrote their markers, which keeps the last {self._skimmed_limit} of a scope; "
+                "give postprocessor and LLM the same store, retrieve again, or open it with a larger skimmed_slots"
             )
         names = {
             marker: [scoped_name(marker.passage, place) for place in readable(marker.scope)]
@@ -413,7 +455,11 @@ class SoftContextStore:
                 f"no passage in {self._companion.connection.where} for {len(missing)} marker(s), the first "
                 f"{missing[0].id!r}: it was deleted or its text changed after the prompt was made; retrieve again"
             )
+        self._check_seals(dict(found.values()))
         return parts, found
+
+    def _skimmed_of(self, scope: str) -> SkimmedSlots:
+        return self._skimmed.setdefault(scope, SkimmedSlots(self._skimmed_limit))
 
     def _factor(self, ratio: int) -> int:
         base = self.base_ratio
@@ -427,6 +473,16 @@ class SoftContextStore:
 
     def _scope(self, scope: str | None) -> str:
         return current_scope() or self.scope if scope is None else check_scope(scope)
+
+    def _sealers(self) -> list[MarkerCodec]:
+        """Of the keys that records may be sealed with: the store's, and the folder's own from before it had that."""
+        if self._folder_markers is None:
+            path = self._companion.connection.path
+            there = path is not None and (path / KEY_FILE).exists()
+            self._folder_markers = (
+                [MarkerCodec(key_from_file(path / KEY_FILE), self.fingerprint)] if there and path else []
+            )
+        return [self._signer(), *self._folder_markers]
 
     def _signer(self) -> MarkerCodec:
         if self._markers is None:  # not before it is needed: reading alone must not make a key file

@@ -23,7 +23,8 @@ from ctx_compress_rag.stores.sqlite import SqliteClient, SqliteCollection
 Found = dict[str, dict[str, Any]]
 """Metadata of records by passage id."""
 
-FORMAT = 1
+FORMAT = 2  # 1 has records without a seal
+_FORMATS = (1, FORMAT)
 _MANY = 1000  # from here on, one look at a whole column is faster than queries by id
 READ_IDS = 250  # Chroma fails with tens of thousands of ids in one query
 WRITE_RECORDS = 250  # its ingestion is fastest with 100 to 250
@@ -91,6 +92,11 @@ class Companion:
         except BaseException:
             connection.close()
             raise
+
+    @property
+    def sealed(self) -> bool:
+        """Whether every record must have a seal."""
+        return self._about.get("ctx_format", FORMAT) == FORMAT
 
     @property
     def codec(self) -> str:
@@ -291,7 +297,7 @@ class Companion:
 
     def _checked(self, collection: Any) -> Any:
         metadata, where, bundle = collection.metadata or {}, self.connection.where, self._bundle
-        if metadata.get("ctx_format") != FORMAT:
+        if metadata.get("ctx_format") not in _FORMATS:
             raise StoreError(
                 f"the collection {collection.name!r} in {where} is no store of format {FORMAT} "
                 f"(it says {metadata.get('ctx_format')!r}): choose another collection name"
