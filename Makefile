@@ -2,9 +2,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 LOWEST ?= .venv-lowest
-LOWEST_TESTS := $(wildcard tests/test_langchain*.py tests/test_llama_index*.py tests/test_store*.py tests/test_markers*.py \
-	tests/test_decoder*.py) tests/test_budget.py tests/test_bundle.py tests/test_close_reading_frameworks.py \
-	tests/test_codecs.py tests/test_splice.py
+LOWEST_TESTS := tests/integrations tests/stores tests/decoding tests/marking/test_budget.py tests/test_bundle.py
 
 .PHONY: demo test check test-slow test-lowest bundle notebooks clean
 
@@ -29,8 +27,8 @@ test-lowest: $(LOWEST)/.installed
 # Trains a demo bundle like the shipped one from nothing: hours on two cores.
 bundle: $(VENV)/.dev-installed
 	$(BIN)/ctx-compress train demo/teacher demo/teacher_2 demo/mean_pooling demo/mean_pooling_2
-	rm -rf ctx_compress_rag/demo/bundle
-	cp -r runs/demo/mean_pooling_2/bundle ctx_compress_rag/demo/bundle
+	rm -rf ctx_compress_rag/bundles/demo
+	cp -r runs/demo/mean_pooling_2/bundle ctx_compress_rag/bundles/demo
 
 # Runs the notebooks anew, or those named: make notebooks NOTEBOOKS="langchain_rag chroma_store".
 notebooks: $(VENV)/.dev-installed

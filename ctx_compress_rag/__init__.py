@@ -24,7 +24,7 @@ from ctx_compress_rag.errors import (
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
-    from ctx_compress_rag.decoders.transformers import TransformersDecoder
+    from ctx_compress_rag.decoding.decoder import TransformersDecoder
     from ctx_compress_rag.soft_context import SoftContext
     from ctx_compress_rag.stores import Passage, SoftContextStore
 
@@ -55,7 +55,7 @@ _LAZY = {
     "Passage": "ctx_compress_rag.stores",
     "SoftContext": "ctx_compress_rag.soft_context",
     "SoftContextStore": "ctx_compress_rag.stores",
-    "TransformersDecoder": "ctx_compress_rag.decoders.transformers",
+    "TransformersDecoder": "ctx_compress_rag.decoding.decoder",
 }
 
 

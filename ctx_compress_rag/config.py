@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from ctx_compress_rag.errors import ConfigError
+
+T = TypeVar("T")
+_WHOLE = TypeAdapter(int)
 
 
 class _Strict(BaseModel):
@@ -215,6 +220,28 @@ class BundleConfig(_Strict):
             raise ValueError(f"base_ratio {self.base_ratio} must be ram's segment_tokens, {ram.segment_tokens}")
         if min(self.ratios) < 2:
             raise ValueError(f"ratio {min(self.ratios)} makes nothing shorter: ram's ratios begin at 2")
+
+
+def checked(name: str, value: object, rule: TypeAdapter[T]) -> T:
+    """An argument by a rule of pydantic's, which takes 16, 16.0 and "16" for one number.
+
+    Raises:
+        ConfigError: it breaks the rule; the message begins with name and value.
+    """
+    try:
+        return rule.validate_python(value)
+    except ValidationError as error:
+        said = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{name}={repr(value)[:80]}: {said}") from None
+
+
+def whole(name: str, value: object) -> int:
+    """A whole number given as an argument.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    return checked(name, value, _WHOLE)
 
 
 def explain(error: ValidationError) -> str:

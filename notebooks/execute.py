@@ -17,6 +17,7 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",  # else it reports on every model it loads
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent / "examples"), os.environ.get("PYTHONPATH")])),
     "PYTHONWARNINGS": "ignore:IProgress not found",  # tqdm, where ipywidgets is not installed
 }
 _BAR = re.compile(r"\d+%\|.*\[.*\]")

@@ -19,7 +19,7 @@ def pytest_runtest_teardown() -> None:
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
     """A byte-level BPE tokenizer with a chat template."""
-    from ctx_compress_rag.demo.world import tokenizer_texts
+    from ctx_compress_rag.data.world import tokenizer_texts
     from ctx_compress_rag.training.tokenizer import train_tokenizer
 
     return train_tokenizer(tokenizer_texts(50), vocab_size=600, max_length=512)
@@ -31,11 +31,10 @@ def make_tiny_bundle(tiny_tokenizer: Any) -> Callable[..., Any]:
 
     RAM stores a vector for each segment: its base ratio is their size.
     """
-    from helpers_models import tiny_llama
-
     from ctx_compress_rag.backbone import Backbone
     from ctx_compress_rag.bundle import Bundle
     from ctx_compress_rag.config import BundleConfig
+    from helpers.models import tiny_llama
 
     def make(seed: int = 0, **method: Any) -> Bundle:
         torch.manual_seed(seed)
@@ -63,7 +62,7 @@ def tiny_bundle(make_tiny_bundle: Callable[..., Any]) -> Any:
 @pytest.fixture(scope="session")
 def talkative(make_tiny_bundle: Callable[..., Any]) -> Any:
     """A bundle whose decoder answers in text that depends on all of its prompt."""
-    from helpers_langchain import talkative_bundle
+    from helpers.langchain import talkative_bundle
 
     return talkative_bundle(make_tiny_bundle)
 
@@ -71,6 +70,6 @@ def talkative(make_tiny_bundle: Callable[..., Any]) -> Any:
 @pytest.fixture(scope="session")
 def app(talkative: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A LangChain app's parts, shared by tests that leave its store as it is."""
-    from helpers_langchain import open_app
+    from helpers.langchain import open_app
 
     return open_app(tmp_path_factory.mktemp("app"), talkative)

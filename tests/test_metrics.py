@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ctx_compress_rag import metrics
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.evaluation import metrics
-from ctx_compress_rag.evaluation.metrics import (
+from ctx_compress_rag.metrics import (
     contains_answer,
     exact_match,
     normalize_answer,

@@ -67,6 +67,14 @@ def test_public_names_lead_to_what_they_say() -> None:
         _ = ctx_compress_rag.Bundel
 
 
+def test_the_old_place_of_markers_warns() -> None:
+    from ctx_compress_rag import markers
+    from ctx_compress_rag.stores.markers import scope
+
+    with pytest.warns(DeprecationWarning, match=r"now ctx_compress_rag\.stores\.markers"):
+        assert markers.scope is scope
+
+
 @pytest.mark.parametrize("module", CORE_MODULES + INTEGRATION_MODULES)
 def test_every_module_imports(module: str) -> None:
     assert importlib.import_module(module).__name__ == module

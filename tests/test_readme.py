@@ -13,7 +13,7 @@ import yaml
 from chromadb.api.shared_system_client import SharedSystemClient
 
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.training.data import world_examples, write_jsonl
+from ctx_compress_rag.data.examples import world_examples, write_jsonl
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -125,10 +125,10 @@ def test_llama_index_code(workplace: Path) -> None:
 
 def test_adaptation_code(workplace: Path, app: Any) -> None:
     import torch
-    from helpers_adaptation import random_adapter
 
     from ctx_compress_rag.adaptation import AdaptiveDecoder, PredictedUpdate
     from ctx_compress_rag.adaptation.methods import PredictorConfig
+    from helpers.adaptation import random_adapter
 
     (block,) = (b for b in _blocks("python") if "Demonstration" in b)
     config = PredictorConfig(inner_steps=2, inner_learning_rate=0.01, demonstrations=3, hidden=16, code=8)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
 from ctx_compress_rag.adaptation.episodes import Episode
 from ctx_compress_rag.adaptation.systems import System
-from ctx_compress_rag.decoders.generation import Sampling
+from ctx_compress_rag.decoding.generation import Sampling
 
 _COUNTED = 4
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ctx_compress_rag.postprocess import mark
-from ctx_compress_rag.training.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
+from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
 
 if TYPE_CHECKING:
     from ctx_compress_rag.stores import SoftContextStore

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
-from ctx_compress_rag.demo.task_families import draw, families
-from ctx_compress_rag.demo.world import Split
+from ctx_compress_rag.adaptation.task_families import draw, families
+from ctx_compress_rag.data.examples import Example, read_jsonl
+from ctx_compress_rag.data.world import Split
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.training.data import Example, read_jsonl
-from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.text.prompts import PromptBuilder
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class FamilyTasks(Tasks):
 
 
 class FileTasks(Tasks):
-    """JSONL files (see `training.data.read_jsonl`), each of them a task.
+    """JSONL files (see `data.examples.read_jsonl`), each of them a task.
 
     Args:
         files: the files.

@@ -15,10 +15,10 @@ from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, generate_togeth
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, FileTasks, Tasks, with_slots
 from ctx_compress_rag.adaptation.systems import AT_TEST_TIME, BASE, PREDICTED, Recipes, System
 from ctx_compress_rag.adaptation.training import open_decoder
-from ctx_compress_rag.decoders.generation import Sampling
-from ctx_compress_rag.evaluation.metrics import Interval, exact_match, paired_difference, token_f1
+from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.extras import needs
-from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.metrics import Interval, exact_match, paired_difference, token_f1
+from ctx_compress_rag.text.prompts import PromptBuilder
 from ctx_compress_rag.training.recipes import AdaptationRecipe, UpdatePredictorRecipe
 
 

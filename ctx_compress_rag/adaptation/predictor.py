@@ -13,7 +13,7 @@ from ctx_compress_rag.adaptation.adapter import Adapter, Shapes, applied
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, Row
 from ctx_compress_rag.adaptation.updates import norms
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.readers.selective_lora import decoder_layers
+from ctx_compress_rag.methods.arcaligner.selective_lora import decoder_layers
 
 
 class UpdatePredictor(nn.Module):

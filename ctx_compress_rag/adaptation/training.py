@@ -17,22 +17,22 @@ from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, text_bundle
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, FileTasks, Tasks, with_slots
 from ctx_compress_rag.adaptation.methods import PredictedUpdate, PredictorConfig, PromptTuning
-from ctx_compress_rag.adaptation.predictor import pooled_states
-from ctx_compress_rag.adaptation.solved import SolvedContexts, load_solved, solve
-from ctx_compress_rag.adaptation.updates import norms, sgd
-from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.demo.task_families import check_families, families
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.training.data import check_held_out, read_jsonl
-from ctx_compress_rag.training.held_out import held_out as never_train_on
-from ctx_compress_rag.training.loop import Collate, is_main_process, train
-from ctx_compress_rag.training.objectives.retrieval_adapter import PromptTuningLoss, RetrievalAdapterLoss
-from ctx_compress_rag.training.objectives.update_predictor import (
+from ctx_compress_rag.adaptation.objectives.retrieval_adapter import PromptTuningLoss, RetrievalAdapterLoss
+from ctx_compress_rag.adaptation.objectives.update_predictor import (
     MatchingObjective,
     SolvedMatchingObjective,
     TaskObjective,
 )
-from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.adaptation.predictor import pooled_states
+from ctx_compress_rag.adaptation.solved import SolvedContexts, load_solved, solve
+from ctx_compress_rag.adaptation.task_families import check_families, families
+from ctx_compress_rag.adaptation.updates import norms, sgd
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.data.examples import check_held_out, read_jsonl
+from ctx_compress_rag.data.held_out import held_out as never_train_on
+from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.text.prompts import PromptBuilder
+from ctx_compress_rag.training.loop import Collate, is_main_process, train
 from ctx_compress_rag.training.recipes import (
     AdaptationRecipe,
     PromptTuningRecipe,

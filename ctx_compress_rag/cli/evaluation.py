@@ -38,10 +38,10 @@ def eval_options(parser: argparse.ArgumentParser) -> None:
 def run_eval(args: argparse.Namespace) -> None:
     """Score a bundle: full text, no context, soft contexts, truncation and extraction at equal budgets."""
     from ctx_compress_rag.bundle import Bundle
-    from ctx_compress_rag.demo.minilm import load_minilm
+    from ctx_compress_rag.data.examples import world_examples
     from ctx_compress_rag.evaluation.harness import RATIOS, questions_of
     from ctx_compress_rag.evaluation.sets import evaluate_sets, question_sets
-    from ctx_compress_rag.training.data import world_examples
+    from ctx_compress_rag.text.minilm import load_minilm
 
     quiet_models()
     sets = question_sets(args.data or (), args.questions)
@@ -83,9 +83,9 @@ def run_agree(args: argparse.Namespace) -> None:
 
     No answer needs to be known. This says what compression changes, not whether the answers are right.
     """
+    from ctx_compress_rag.app.passage_index import open_index
     from ctx_compress_rag.errors import DataError
     from ctx_compress_rag.evaluation.agreement import Asked, agreement, as_text, save, table, worst
-    from ctx_compress_rag.passage_index import open_index
 
     try:
         lines = Path(args.questions).read_text(encoding="utf-8").splitlines()
@@ -140,9 +140,9 @@ def run_compare(args: argparse.Namespace) -> None:
     Run it again after an interruption: finished entries are kept, the others go on at their last checkpoint.
     """
     from ctx_compress_rag.bundle import DECODER_FOLDER, SHIPPED
-    from ctx_compress_rag.evaluation.compare import Plan, compare
-    from ctx_compress_rag.evaluation.compare_report import save, text
-    from ctx_compress_rag.evaluation.comparison import Budget, chosen, load_comparison
+    from ctx_compress_rag.evaluation.compare.config import Budget, chosen, load_comparison
+    from ctx_compress_rag.evaluation.compare.report import save, text
+    from ctx_compress_rag.evaluation.compare.run import Plan, compare
 
     quiet_models()
     comparison = load_comparison(args.comparison)
@@ -254,8 +254,8 @@ def run_bench(args: argparse.Namespace) -> None:
     """
     import tempfile
 
+    from ctx_compress_rag.app.chunking import chunk
     from ctx_compress_rag.bundle import Bundle
-    from ctx_compress_rag.chunking import chunk
     from ctx_compress_rag.evaluation.speed import first_token, indexing_speed, random_bundle
 
     quiet_models()

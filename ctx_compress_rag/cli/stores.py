@@ -33,8 +33,8 @@ def run_index(args: argparse.Namespace) -> None:
     Only new and changed passages are compressed; run it again to go on after an interruption. Passages of a
     changed file are replaced; those of a deleted file stay unless --prune is given.
     """
-    from ctx_compress_rag.indexing import scan_folder, update_index
-    from ctx_compress_rag.passage_index import open_index
+    from ctx_compress_rag.app.indexing import scan_folder, update_index
+    from ctx_compress_rag.app.passage_index import open_index
 
     scan = scan_folder(args.folder)  # before models are loaded and a store is made
     quiet_models()
@@ -64,15 +64,15 @@ def ask_options(parser: argparse.ArgumentParser) -> None:
 
 def run_ask(args: argparse.Namespace) -> None:
     """Answer a question from the nearest passages, read by the decoder as soft contexts."""
-    from ctx_compress_rag.asking import question_prompt
+    from ctx_compress_rag.app.asking import question_prompt
+    from ctx_compress_rag.app.passage_index import open_index
     from ctx_compress_rag.errors import ConfigError
-    from ctx_compress_rag.passage_index import open_index
 
     if not args.question.strip():
         raise ConfigError("the question is empty: ask something")
     quiet_models()
     with open_index(args.store, args.bundle) as index:
-        from ctx_compress_rag.decoders.transformers import Sampling, TransformersDecoder
+        from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 
         note_what_it_reads(index.bundle)
         [hits] = index.search([args.question], args.k)
@@ -97,7 +97,7 @@ def info_options(parser: argparse.ArgumentParser) -> None:
 
 def run_info(args: argparse.Namespace) -> None:
     """Say what is in an index."""
-    from ctx_compress_rag.passage_index import inspect_index
+    from ctx_compress_rag.app.passage_index import inspect_index
 
     info = inspect_index(args.store)
     store = info.store
@@ -129,7 +129,7 @@ def run_demo(args: argparse.Namespace) -> None:
 
     Each is answered with the full text, with soft contexts and without context, and the answers are scored.
     """
-    from ctx_compress_rag.demo.run import run_demo
+    from ctx_compress_rag.app.demo import run_demo
 
     quiet_models()
     report = run_demo(args.store, args.bundle)

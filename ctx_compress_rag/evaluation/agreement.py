@@ -13,16 +13,16 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.decoders.splice import Piece, splice
-from ctx_compress_rag.decoders.transformers import Generation, Message, Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.splice import Piece, splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.harness import NONE, SOFT, prompt_of
-from ctx_compress_rag.evaluation.metrics import normalize_answer, standard_error, token_f1
 from ctx_compress_rag.evaluation.plots import Curve, plot_scores
-from ctx_compress_rag.postprocess import mark, mode_of
+from ctx_compress_rag.marking.mark import mark, mode_of
+from ctx_compress_rag.metrics import normalize_answer, standard_error, token_f1
 from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.text.prompts import TEMPLATES
 from ctx_compress_rag.training.objectives.base import predict
-from ctx_compress_rag.training.prompts import TEMPLATES
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def agreement(
         store: where the soft contexts are; its bundle answers.
         asked: the questions.
         ratios: source tokens per slot; None takes all that the bundle was trained for and the store can serve.
-        template: the prompt, see `training.prompts`.
+        template: the prompt, see `text.prompts`.
         max_new_tokens: longest answer.
         batch_size: questions per forward pass.
         progress: show a progress bar.

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ctx_compress_rag.compressors.sentence_units import sentences
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.text.sentences import sentences
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

@@ -14,10 +14,13 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.decoders.transformers import Message, Sampling, TransformersDecoder
+from ctx_compress_rag.data.examples import Example
+from ctx_compress_rag.decoding.decoder import Message, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.baselines import rank_sentences, select, truncate
-from ctx_compress_rag.evaluation.metrics import (
+from ctx_compress_rag.evaluation.plots import Curve, plot_scores
+from ctx_compress_rag.marking.mark import mark, mode_of
+from ctx_compress_rag.metrics import (
     Interval,
     contains_answer,
     declined,
@@ -26,11 +29,8 @@ from ctx_compress_rag.evaluation.metrics import (
     teacher_normalized,
     token_f1,
 )
-from ctx_compress_rag.evaluation.plots import Curve, plot_scores
-from ctx_compress_rag.postprocess import mark, mode_of
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.training.data import Example
-from ctx_compress_rag.training.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
+from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
 
 RATIOS = (4, 8, 16, 32, 64, 128)
 FULL, NONE, SOFT, TRUNCATED, EXTRACTED = "full text", "no context", "soft context", "truncation", "extraction"
@@ -136,7 +136,7 @@ def evaluate(
         ratios: multiples of the bundle's base ratio; for RAM, 2 or more.
         encoder: a sentence-transformers model for extraction; None leaves extraction out.
         codec: how slots are stored; None takes the store's default.
-        template: the prompt, see `training.prompts`.
+        template: the prompt, see `text.prompts`.
         max_new_tokens: longest answer.
         batch_size: questions per forward pass.
         progress: show a progress bar.

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.compressors.comprexit import ComprexitCompressor
-from ctx_compress_rag.compressors.sentence_slots import SentenceSlotsCompressor
-from ctx_compress_rag.decoders.splice import splice
+from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import ConfigError, RatioError
 from ctx_compress_rag.evaluation.figures import new_figure, save
-from ctx_compress_rag.readers.arcaligner import ArcAlignerReader
-from ctx_compress_rag.training.data import Example, Turn
-from ctx_compress_rag.training.prompts import TEMPLATES, PromptBuilder
+from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
+from ctx_compress_rag.methods.comprexit.compressor import ComprexitCompressor
+from ctx_compress_rag.methods.sentence_slots.compressor import SentenceSlotsCompressor
+from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
+from ctx_compress_rag.text.tokenising import text_ids
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,7 +64,7 @@ def transmission(bundle: Bundle, text: str, folder: Path, ratio: int) -> list[Pa
     Writes `transmission.json`, `plan.png`, and `gates.png` unless the bundle reads the last layer alone.
     """
     assert isinstance(bundle.compressor, ComprexitCompressor)
-    ids = bundle.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][: bundle.config.max_tokens]
+    ids = text_ids(bundle.tokenizer, text)[: bundle.config.max_tokens]
     gates, plan = bundle.compressor.transmission(ids, ratio)
     tokens = [bundle.tokenizer.decode([id]) for id in ids]
     numbers = {

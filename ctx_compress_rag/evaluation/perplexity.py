@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.decoders.splice import Piece, splice
+from ctx_compress_rag.decoding.splice import Piece, splice
 from ctx_compress_rag.evaluation.harness import FULL, NONE, SOFT
 from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.text.prompts import PARAPHRASES, PromptBuilder
 from ctx_compress_rag.training.objectives.base import predict
 from ctx_compress_rag.training.objectives.reconstruction import recited
-from ctx_compress_rag.training.prompts import PARAPHRASES, PromptBuilder
 
 
 @dataclass(frozen=True)

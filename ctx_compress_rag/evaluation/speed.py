@@ -15,11 +15,11 @@ import torch
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.compressors.base import Tokenized
-from ctx_compress_rag.decoders.transformers import Message, Sampling, TransformersDecoder
-from ctx_compress_rag.postprocess import mark
+from ctx_compress_rag.decoding.decoder import Message, Sampling, TransformersDecoder
+from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.training.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
+from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
 
 _PASSAGES_PER_ROUND = 250
 

@@ -14,13 +14,20 @@ from typing import Any, Self
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadError, RatioError
-from ctx_compress_rag.markers import DEFAULT_SCOPE, MAX_FACTOR, Marker, MarkerCodec, check_scope, current_scope
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import records
 from ctx_compress_rag.stores.companion import READ_IDS, WRITE_RECORDS, Companion, Found
 from ctx_compress_rag.stores.connect import Location, connect
 from ctx_compress_rag.stores.keys import KEY_FILE, find_key, key_from_file
 from ctx_compress_rag.stores.lock import DEFAULT_TIMEOUT
+from ctx_compress_rag.stores.markers import (
+    DEFAULT_SCOPE,
+    MAX_FACTOR,
+    Marker,
+    MarkerCodec,
+    check_scope,
+    current_scope,
+)
 from ctx_compress_rag.stores.passages import (
     AddReport,
     Compresses,
@@ -59,9 +66,10 @@ class SoftContextStore:
             keeps its own. Coarser ratios can be asked for later where the bundle's method is nestable; a
             method that is not serves the store's ratio alone.
         key: secret that markers are signed with; see `keys.find_key` for where it comes from otherwise.
-        scope: tenant or user that markers belong to where neither the call nor `markers.scope` says so.
+        scope: tenant or user that markers belong to where neither the call nor `stores.markers.scope` says so.
         skimmed_slots: how many slots that hold for one question only (close reading) this object keeps in
-            memory for each scope; beyond that the least recently used go. Each takes the bundle's slot width times 4 bytes.
+            memory for each scope; beyond that the least recently used go. Each takes the bundle's slot width times 4
+            bytes.
         lock_timeout: seconds that a write waits for the other processes' before it, 0 or more.
 
     Raises:
@@ -86,10 +94,9 @@ class SoftContextStore:
         if isinstance(bundle, str | PathLike):
             raise ConfigError(f"bundle={bundle!r} is a name: give Bundle.from_pretrained({str(bundle)!r})")
         self.bundle = bundle
-        self.fingerprint = bundle.fingerprint
         self.scope = check_scope(scope)
-        self._markers = None if key is None else MarkerCodec(key, self.fingerprint)
         self._companion = Companion(connect(location, collection), bundle, codec, ratio, lock_timeout)
+        self._markers = None if key is None else MarkerCodec(key, self.fingerprint)
         if self._companion.connection.remote:
             self._signer()  # without a key, refused here and not at the first marker
         self._folder_markers: list[MarkerCodec] | None = None
@@ -252,6 +259,11 @@ class SoftContextStore:
         )
 
     @property
+    def fingerprint(self) -> str:
+        """The bundle's fingerprint in the form that the store was made with, as it is in passages and markers."""
+        return self._companion.fingerprint
+
+    @property
     def codec(self) -> str:
         """Name of the codec that soft contexts are stored with."""
         return self._companion.codec
@@ -275,7 +287,7 @@ class SoftContextStore:
         Args:
             ids: passage ids.
             ratio: a multiple of the store's base ratio.
-            scope: tenant or user; by default the one of `markers.scope`, or else the store's.
+            scope: tenant or user; by default the one of `stores.markers.scope`, or else the store's.
             texts: one per id: only a record that was made of this text is signed.
 
         Raises:
@@ -309,7 +321,7 @@ class SoftContextStore:
 
         Args:
             parts: the parts that one prompt needs.
-            scope: tenant or user; by default the one of `markers.scope`, or else the store's.
+            scope: tenant or user; by default the one of `stores.markers.scope`, or else the store's.
 
         Raises:
             ConfigError: together they have more slots than are kept.

@@ -108,6 +108,11 @@ class Companion:
         """Source tokens per slot."""
         return int(self._about.get("base_ratio") or self._ratio_asked or self._bundle.config.base_ratio)
 
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint in the form that the store was made with."""
+        return str(self._about.get("fingerprint") or self._bundle.fingerprint)
+
     @_answered
     def ids(self) -> list[str]:
         """All ids."""
@@ -302,7 +307,7 @@ class Companion:
                 f"the collection {collection.name!r} in {where} is no store of format {FORMAT} "
                 f"(it says {metadata.get('ctx_format')!r}): choose another collection name"
             )
-        if metadata["fingerprint"] != bundle.fingerprint:
+        if not bundle.made(metadata["fingerprint"]):
             raise FingerprintMismatchError(
                 f"the soft contexts in {collection.name!r} ({where}) were made by bundle {metadata['bundle']!r}, "
                 f"fingerprint {metadata['fingerprint'][:12]}, and {bundle.config.name!r}, fingerprint "

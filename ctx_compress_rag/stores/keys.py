@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from ctx_compress_rag.errors import StoreError
-from ctx_compress_rag.markers import MIN_KEY_BYTES
+from ctx_compress_rag.stores.markers import MIN_KEY_BYTES
 
 KEY_VARIABLE = "CTX_COMPRESS_KEY"
 KEY_FILE = "ctx-compress.key"

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ctx_compress_rag.errors import PayloadError
-from ctx_compress_rag.markers import MarkerCodec
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import codecs
+from ctx_compress_rag.stores.markers import MarkerCodec
 from ctx_compress_rag.stores.passages import Passage, StoredPassage
 from ctx_compress_rag.stores.scopes import own_id
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 
-from ctx_compress_rag.markers import DEFAULT_SCOPE
+from ctx_compress_rag.stores.markers import DEFAULT_SCOPE
 
 _PREFIX = "ctx-scope/"
 _DIGEST = 32

@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.decoders.prompt_tokenizer import PromptTokenizer, chat_text
-from ctx_compress_rag.decoders.splice import Piece, splice
-from ctx_compress_rag.evaluation.metrics import exact_match, standard_error, token_f1
-from ctx_compress_rag.training.data import Example, read_jsonl
+from ctx_compress_rag.data.config import ProbeConfig
+from ctx_compress_rag.data.examples import Example, read_jsonl
+from ctx_compress_rag.decoding.splice import Piece, splice
+from ctx_compress_rag.metrics import exact_match, standard_error, token_f1
+from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
+from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, PromptBuilder, messages
 from ctx_compress_rag.training.loop import Probe
-from ctx_compress_rag.training.prompts import PASSAGE_SEPARATOR, TEMPLATES, PromptBuilder, messages
-from ctx_compress_rag.training.recipe_data import ProbeConfig
 
 _ANSWER_TOKENS = 24
 _AT_ONCE = 32
@@ -32,7 +32,7 @@ def text_probe(decoder: Any, tokenizer: Any, config: ProbeConfig) -> Probe:
     prompts = PromptTokenizer(tokenizer)
 
     def asked(context: str, example: Example) -> list[Piece]:
-        chat = messages(TEMPLATES[0], context, example.turns[0].question)
+        chat = messages(TEMPLATES[0], prompts.as_text(context), prompts.as_text(example.turns[0].question))
         return prompts.encode([chat_text(tokenizer, chat)])
 
     def probe() -> dict[str, Any]:
@@ -56,7 +56,7 @@ def soft_probe(bundle: Bundle, config: ProbeConfig) -> Probe:
 
     def row(example: Example, ratio: int) -> list[Piece]:
         context = PASSAGE_SEPARATOR.join(PromptBuilder.HOLE for _ in example.passages)
-        chat = messages(TEMPLATES[0], context, example.turns[0].question)
+        chat = messages(TEMPLATES[0], context, prompts.as_text(example.turns[0].question))
         first, *texts = prompts.encode(chat_text(bundle.tokenizer, chat).split(PromptBuilder.HOLE))
         slots = [bundle.embed(soft) for soft in bundle.compress(example.passages, ratio)]
         dtype = bundle.backbone.embeddings.weight.dtype

@@ -10,9 +10,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from ctx_compress_rag.config import MethodConfig, TuneConfig, explain
+from ctx_compress_rag.data.config import MixData, ProbeConfig, SourceConfig, TextData
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.training.prompts import PARAPHRASES, TEMPLATES
-from ctx_compress_rag.training.recipe_data import MixData, ProbeConfig, SourceConfig, TextData
+from ctx_compress_rag.text.prompts import PARAPHRASES, TEMPLATES
 
 SHIPPED = Path(__file__).parent / "recipes"
 
@@ -22,7 +22,7 @@ class _Strict(BaseModel):
 
 
 class WorldData(_Strict):
-    """Examples of the invented world instead of files; what the numbers mean says `demo.world.examples`."""
+    """Examples of the invented world instead of files; what the numbers mean says `data.world.examples`."""
 
     split: Literal["train", "dev", "test"] = "train"
     seed: int = 0
@@ -140,7 +140,7 @@ class PretrainRecipe(Recipe):
     Attributes:
         scratch: the decoder made anew; or
         decoder: a folder or hub id to go on from; or
-        minilm: MiniLM's weights turned into a decoder with this many positions (see `training.minilm`).
+        minilm: MiniLM's weights turned into a decoder with this many positions (see `training.minilm_decoder`).
         window: tokens of a sequence.
     """
 
@@ -163,7 +163,7 @@ class PretrainRecipe(Recipe):
 
 
 class PointingConfig(_Strict):
-    """Supervised attention of a decoder made anew; see `training.pointers`. Layers count from 0."""
+    """Supervised attention of a decoder made anew; see `training.stages.pointers`. Layers count from 0."""
 
     weight: float = Field(default=1.0, gt=0)
     name_layer: int = Field(default=1, ge=0)

@@ -17,11 +17,14 @@ from transformers import AutoTokenizer
 from ctx_compress_rag.backbone import Backbone, load_decoder, lora_config
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
+from ctx_compress_rag.data.config import ProbeConfig
+from ctx_compress_rag.data.examples import Example, check_held_out, read_jsonl, world_examples
+from ctx_compress_rag.data.held_out import held_out as never_train_on
+from ctx_compress_rag.data.mixing import mix
+from ctx_compress_rag.data.texts import text_examples
 from ctx_compress_rag.errors import DataError, TimeUpError
-from ctx_compress_rag.training.data import Example, check_held_out, read_jsonl, world_examples
-from ctx_compress_rag.training.held_out import held_out as never_train_on
+from ctx_compress_rag.text.prompts import PromptBuilder
 from ctx_compress_rag.training.loop import Collate, Probe, is_main_process, train
-from ctx_compress_rag.training.mixing import mix
 from ctx_compress_rag.training.objectives.base import SlotObjective
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
@@ -29,8 +32,6 @@ from ctx_compress_rag.training.objectives.next_token import NextTokenCollator
 from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
 from ctx_compress_rag.training.objectives.reconstruction import ReconstructionCollator, passages_of
 from ctx_compress_rag.training.probe import soft_probe, text_probe
-from ctx_compress_rag.training.prompts import PromptBuilder
-from ctx_compress_rag.training.recipe_data import ProbeConfig
 from ctx_compress_rag.training.recipes import (
     AdaptationRecipe,
     AnyRecipe,
@@ -45,7 +46,6 @@ from ctx_compress_rag.training.recipes import (
     TeacherRecipe,
     load_recipe,
 )
-from ctx_compress_rag.training.texts import text_examples
 
 _REPORT_FILE = "training_report.json"
 
@@ -150,16 +150,16 @@ def _without_held_out(examples: list[Example], data: DataConfig) -> list[Example
 
 
 def _pretrain(recipe: PretrainRecipe, resume: bool, deadline: float | None) -> dict[str, Any]:
-    from ctx_compress_rag.training.minilm import minilm_decoder
-    from ctx_compress_rag.training.pretrain import PackedText, collate_windows, token_ids, tokenizer_sample
-    from ctx_compress_rag.training.teacher import AnswerLoss, new_decoder, save_decoder
+    from ctx_compress_rag.training.minilm_decoder import minilm_decoder
+    from ctx_compress_rag.training.stages.pretrain import PackedText, collate_windows, token_ids, tokenizer_sample
+    from ctx_compress_rag.training.stages.teacher import AnswerLoss, new_decoder, save_decoder
     from ctx_compress_rag.training.tokenizer import train_tokenizer
 
     data, leave_out = recipe.data, recipe.data.leave_out_held_out
     work = recipe.output / "tokens"  # what is learned and made of the texts before training, kept for a resumed run
     if recipe.scratch:
         if resume and (work / "tokenizer.json").exists():
-            tokenizer = AutoTokenizer.from_pretrained(work)
+            tokenizer = AutoTokenizer.from_pretrained(work, trust_remote_code=False)
         else:
             sample = tokenizer_sample(data.texts, leave_out)
             tokenizer = train_tokenizer(
@@ -197,8 +197,8 @@ def _pretrain(recipe: PretrainRecipe, resume: bool, deadline: float | None) -> d
 def _teacher(recipe: TeacherRecipe, resume: bool, deadline: float | None) -> dict[str, Any]:
     from peft import get_peft_model
 
-    from ctx_compress_rag.training.pointers import PointingHeads
-    from ctx_compress_rag.training.teacher import AnswerLoss, TextCollator, new_decoder, save_decoder
+    from ctx_compress_rag.training.stages.pointers import PointingHeads
+    from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator, new_decoder, save_decoder
     from ctx_compress_rag.training.tokenizer import train_tokenizer
 
     examples = load_examples(recipe)
@@ -240,7 +240,7 @@ def _teacher(recipe: TeacherRecipe, resume: bool, deadline: float | None) -> dic
 
 def _tokenizer_texts(recipe: TeacherRecipe, examples: list[Example]) -> Any:
     if recipe.data.world:
-        from ctx_compress_rag.demo.world import tokenizer_texts
+        from ctx_compress_rag.data.world import tokenizer_texts
 
         yield from tokenizer_texts()
     else:

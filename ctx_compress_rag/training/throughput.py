@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from ctx_compress_rag.compressors.base import PassageBatch
+from ctx_compress_rag.methods.base.compressor import PassageBatch
 from ctx_compress_rag.training.objectives.base import SlotRows
 
 PEAKS = {

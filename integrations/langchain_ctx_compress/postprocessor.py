@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn, Self
 
 from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.postprocess import Mode, OnMissing, check_size, mark, stored_ids
+from ctx_compress_rag.marking.mark import Mode, OnMissing, check_size, mark, stored_ids
 from ctx_compress_rag.stores import SoftContextStore
 from langchain_ctx_compress.sources import restore_sources
 
@@ -42,13 +42,13 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
             sum of `llm.get_num_tokens(document.page_content)` of those returned is never above it, slots and
             text counted alike. The more relevant a document, the finer its ratio; the best stay text where
             there is room, and at least 90% of the budget is used where the documents allow it (see
-            `ctx_compress_rag.budget.allot`). Template, question and separators come on top.
+            `ctx_compress_rag.marking.budget.allot`). Template, question and separators come on top.
         score_key: with a budget, where documents' metadata say how relevant they are (rerankers write
             "relevance_score"): higher is more, and documents without a number come last. Where no document has
             one, they are in order, best first, as retrievers return them.
         on_missing: what to do with a document that is not in the store: "compress" and store it, raise an
             "error", or leave it as "text".
-        scope: tenant or user the markers belong to; None takes the one of `markers.scope`, or else the store's.
+        scope: tenant or user the markers belong to; None takes the one of `stores.markers.scope`, or else the store's.
         mode: "close_reading" for a RAM bundle, "soft" for any other.
 
     Raises:
@@ -72,6 +72,14 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
         check_size(self.store, self.ratio, self.token_budget, self.on_missing, self.mode, self.scope)
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse to be pickled: the store belongs to this process."""
+        raise ConfigError(f"{type(self).__name__} holds a store of this process: make it anew in the other one")
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """A copy with settings of its own; the store is shared."""
+        return self.model_copy()
 
     def compress_documents(
         self, documents: Sequence[Document], query: str = "", callbacks: Callbacks | None = None

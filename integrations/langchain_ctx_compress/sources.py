@@ -10,9 +10,9 @@ from langchain_core.messages import BaseMessage
 from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.markers import Marker
-from ctx_compress_rag.postprocess import expand
+from ctx_compress_rag.marking.mark import expand
 from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores.markers import Marker
 
 Prompt = TypeVar("Prompt", str, PromptValue, list[BaseMessage])
 
@@ -61,7 +61,7 @@ def expand_prompt(prompt: Prompt, store: SoftContextStore, scope: str | None = N
     Args:
         prompt: a string, a prompt value (what a template makes) or messages; what it is, it stays.
         store: where the texts are.
-        scope: tenant or user; by default the one of `ctx_compress_rag.markers.scope`, or else the store's.
+        scope: tenant or user; by default the one of `ctx_compress_rag.stores.markers.scope`, or else the store's.
 
     Raises:
         MissingPassageError: a passage was deleted from the store, or its text changed.

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.compressors.base import PassageBatch, SlotBatch, Tokenized
-from ctx_compress_rag.decoders.splice import Piece, splice
-from ctx_compress_rag.training.prompts import SlotRow
+from ctx_compress_rag.decoding.splice import Piece, splice
+from ctx_compress_rag.methods.base.compressor import PassageBatch, SlotBatch, Tokenized
+from ctx_compress_rag.text.prompts import SlotRow
 
 
 @dataclass(frozen=True)

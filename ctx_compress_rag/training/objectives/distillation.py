@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.compressors.base import PassageBatch
-from ctx_compress_rag.decoders.splice import splice
-from ctx_compress_rag.training.data import Example, Turn
+from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.methods.base.compressor import PassageBatch
+from ctx_compress_rag.text.prompts import PromptBuilder, SlotRow, TokenRow, draw_template
 from ctx_compress_rag.training.objectives.base import PassageTable, SlotObjective, SlotRows, predict
-from ctx_compress_rag.training.prompts import PromptBuilder, SlotRow, TokenRow, draw_template
 
 REPEAT = "Repeat the text."
 

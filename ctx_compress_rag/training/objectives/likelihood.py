@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ctx_compress_rag.compressors.base import PassageBatch
-from ctx_compress_rag.training.data import Example
+from ctx_compress_rag.data.examples import Example
+from ctx_compress_rag.methods.base.compressor import PassageBatch
+from ctx_compress_rag.text.prompts import PromptBuilder, SlotRow, draw_template
 from ctx_compress_rag.training.objectives.base import PassageTable, SlotObjective, SlotRows
-from ctx_compress_rag.training.prompts import PromptBuilder, SlotRow, draw_template
 
 
 class LikelihoodLoss(SlotObjective):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.training.data import Example
+from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, SlotRow
 from ctx_compress_rag.training.objectives.base import PassageTable, SlotRows
-from ctx_compress_rag.training.prompts import PASSAGE_SEPARATOR, SlotRow
 
 
 class NextTokenCollator:

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.compressors.base import SlotBatch, padded
-from ctx_compress_rag.compressors.ram import RamCompressor, relevance, segment_means
+from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import ConfigError, DataError
-from ctx_compress_rag.segments import Segments, layout, shown, slots_of_runs
+from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
+from ctx_compress_rag.methods.ram.compressor import RamCompressor, relevance, segment_means
+from ctx_compress_rag.methods.ram.segments import Segments, layout, shown, slots_of_runs
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.training.data import Example, Turn
+from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, PromptBuilder, draw_template
 from ctx_compress_rag.training.objectives.base import SlotObjective, SlotRows
-from ctx_compress_rag.training.prompts import PASSAGE_SEPARATOR, PromptBuilder, draw_template
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RamLoss(SlotObjective):
     """L_nll + L_con (eq. 9), mean over questions.
 
     The ratio is drawn for each question from the step's ratios (section 4.1). Prompts are put together as
-    `close_reading.close_read` and the decoder do it: kept segments are text, and tokenised with the prompt.
+    `marking.close_reading.close_read` and the decoder do it: kept segments are text, and tokenised with the prompt.
     The choice of segments passes no gradient: representations learn from L_con, skimmed vectors and with
     them the encoder and the alignment matrix from L_nll.
 

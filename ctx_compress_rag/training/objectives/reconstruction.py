@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctx_compress_rag.training.data import Example, Turn
+from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator
 
 

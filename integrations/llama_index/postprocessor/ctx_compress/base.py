@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from llama_index.core.bridge.pydantic import Field, ValidationError
 from llama_index.core.callbacks import CallbackManager
@@ -11,7 +11,7 @@ from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.postprocess import Mode, OnMissing, check_size, mark, stored_ids
+from ctx_compress_rag.marking.mark import Mode, OnMissing, check_size, mark, stored_ids
 from ctx_compress_rag.stores import SoftContextStore
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text
 from llama_index.postprocessor.ctx_compress.sources import restore_sources
@@ -36,12 +36,12 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         token_budget: instead of a ratio, the most tokens that all passages of a question may take together,
             slots and text counted alike, as `marker_tokenizer` counts them. The higher a node's score, the finer
             its ratio; the best stay text where there is room, and at least 90% of the budget is used where the
-            passages allow it (see `ctx_compress_rag.budget.allot`). Nodes without a score come last; if none has
-            one, they are in order, best first. Metadata, template and question come on top.
+            passages allow it (see `ctx_compress_rag.marking.budget.allot`). Nodes without a score come last; if none
+            has one, they are in order, best first. Metadata, template and question come on top.
         on_missing: what to do with a passage that the store does not have: "compress" and store it, raise
             an "error", or send its "text".
         scope: tenant or user that the markers belong to; by default the one of
-            `ctx_compress_rag.markers.scope`, or else the store's.
+            `ctx_compress_rag.stores.markers.scope`, or else the store's.
         replace_text: make the marker the node's text, for readers that do not ask for `MetadataMode.LLM`
             (`CitationQueryEngine`). `restore_sources` then needs the store.
         mode: "close_reading" for a RAM bundle, "soft" for any other.
@@ -96,6 +96,10 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
     def class_name(cls) -> str:
         """The class's name, for serialisation."""
         return "CompressedContextPostprocessor"
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """A copy with settings of its own; what it holds of this process is shared."""
+        return self.model_copy()
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: LlamaIndex would leave the store out, and take it from this object as well."""

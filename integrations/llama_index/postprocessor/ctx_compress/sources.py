@@ -8,7 +8,7 @@ from typing import Protocol
 from llama_index.core.schema import BaseNode, NodeWithScore
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.postprocess import expand
+from ctx_compress_rag.marking.mark import expand
 from ctx_compress_rag.stores import SoftContextStore
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, own_text
 
@@ -53,7 +53,7 @@ def expand_prompt(text: str, store: SoftContextStore, scope: str | None = None) 
     Args:
         text: a prompt, perhaps with markers.
         store: where the passages are.
-        scope: tenant or user; by default the one of `ctx_compress_rag.markers.scope`, or else the store's.
+        scope: tenant or user; by default the one of `ctx_compress_rag.stores.markers.scope`, or else the store's.
 
     Raises:
         MissingPassageError: a passage was deleted from the store, or its text changed.

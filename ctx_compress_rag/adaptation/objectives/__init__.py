@@ -1,0 +1,1 @@
+"""The losses that adaptation is trained with."""

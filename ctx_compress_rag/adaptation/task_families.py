@@ -1,0 +1,98 @@
+"""Task families of the invented world: questions with one of 256 conventions for their answers.
+
+A prompt has one passage, which states two facts of a thing, and asks for one of them. How the answer is to be
+given no prompt says: "Nimholt in wool snow", with which two code words. Demonstrations of the family show it.
+
+Families differ between training and test. Every code word occurs in training, with fourteen partners of its
+sixteen; a test family is a pair that training never had. Few pairs would be learnt by heart; of many, the words are
+learnt, and how two of them go together. Conventions are such that exact match and F1 can tell them apart: case,
+punctuation and articles they could not. They are such, too, that a decoder of four layers can follow them when its
+attention alone is adapted, and that they can be seen at an answer's end, whose hidden state is all that RAG-GD's
+predictor is given of it: in so small a decoder that state tells the last two words, and little more.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+
+from ctx_compress_rag.adaptation.demonstrations import Demonstration
+from ctx_compress_rag.data import wording
+from ctx_compress_rag.data.world import Entity, Split, World
+from ctx_compress_rag.errors import DataError
+
+# Words that the demo's decoder gives as answers, each a token: attention's adapters cannot teach it to spell.
+MARKS = (
+    "salt", "silk", "amber", "tea", "honey", "wool", "linen", "tin",
+    "rope", "paper", "cider", "copper", "wax", "sugar", "coal", "cotton",
+)  # fmt: skip
+ENDS = (
+    "bread", "kites", "snow", "stars", "drums", "masks", "apples", "boats",
+    "horses", "ribbons", "mirrors", "flowers", "giants", "smoke", "wheels", "shadows",
+)  # fmt: skip
+
+_FACTS = 2
+
+
+@dataclass(frozen=True)
+class Family:
+    """A convention for answers: the two code words that follow the value and "in".
+
+    The first stands after a word that is the same in all families: what an attention layer has to learn is which
+    word comes after that one, for any value. Nothing stands between the two, so that an answer's end is near both.
+    """
+
+    mark: str
+    end: str
+
+    @property
+    def name(self) -> str:
+        """The convention in a few words."""
+        return f"{self.mark} {self.end}"
+
+    @property
+    def split(self) -> Split:
+        """Which split it belongs to: of each word's pairs one is for tests, one for development, the rest train."""
+        diagonal = (MARKS.index(self.mark) + ENDS.index(self.end)) % len(ENDS)
+        return "test" if diagonal == 0 else "dev" if diagonal == 1 else "train"
+
+    def answer(self, value: str) -> str:
+        """The answer that gives `value`."""
+        return f"{value} in {self.mark} {self.end}"
+
+
+FAMILIES = tuple(Family(*parts) for parts in product(MARKS, ENDS))
+
+
+def families(split: Split) -> tuple[Family, ...]:
+    """The families of a split."""
+    return tuple(family for family in FAMILIES if family.split == split)
+
+
+def check_families(training: Iterable[Family], held_out: Iterable[Family]) -> None:
+    """Refuse training families that are held out.
+
+    Raises:
+        DataError: naming the first shared family.
+    """
+    shared = sorted({family.name for family in training} & {family.name for family in held_out})
+    if shared:
+        raise DataError(f"a held-out task family would be trained on: {shared[0]}")
+
+
+def draw(family: Family, split: Split, rng: random.Random) -> Demonstration:
+    """A question of a family with its passage and its answer; names are of `split` (see `data.world`)."""
+    entity = rng.choice(World(split, rng.randrange(1 << 40)).entities)
+    facts = rng.sample(wording.ATTRIBUTES[entity.kind], _FACTS)
+    question = rng.choice(facts[0].questions).format(e=entity.name)
+    answer = family.answer(entity.facts[facts[0].name])
+    return Demonstration(question, (_passage(entity, facts, rng),), answer)
+
+
+def _passage(entity: Entity, attributes: list[wording.Attribute], rng: random.Random) -> str:
+    sentences = [rng.choice(wording.OPENINGS[entity.kind]).format(name=entity.name)]
+    for attribute in rng.sample(attributes, len(attributes)):
+        sentences.append(rng.choice(attribute.statements).format(e=entity.name, v=entity.facts[attribute.name]))
+    return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences)

@@ -1,0 +1,33 @@
+"""From a question and retrieved passages to the decoder's prompt: what `ctx-compress ask` sends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ctx_compress_rag.app.passage_index import Hit
+from ctx_compress_rag.marking.mark import mark, mode_of
+from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
+
+
+def question_prompt(
+    store: SoftContextStore, question: str, hits: Sequence[Hit], ratio: int | None
+) -> list[dict[str, str]]:
+    """The chat messages that ask a question about passages, in the form that decoders are trained on.
+
+    A passage whose soft context is missing is compressed now.
+
+    Args:
+        store: the soft contexts of the passages.
+        question: the question.
+        hits: the passages; none asks without context.
+        ratio: source tokens per slot; None puts the passages in as text.
+
+    Raises:
+        RatioError: the ratio cannot be made from what is stored.
+    """
+    texts = [hit.text for hit in hits]
+    if ratio is not None:
+        ids = [hit.id for hit in hits]
+        texts = mark(store, texts, ids, ratio=ratio, mode=mode_of(store.bundle), question=question)
+    return messages(TEMPLATES[0], PASSAGE_SEPARATOR.join(texts), question)

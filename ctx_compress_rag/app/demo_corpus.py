@@ -1,0 +1,76 @@
+"""The demo's small corpus: passages about the invented world's held-out part, and questions about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import permutations
+
+from ctx_compress_rag.app.passage_index import make_passage
+from ctx_compress_rag.data.world import Entity, Kind, Turn, World
+from ctx_compress_rag.stores import Passage
+
+WORLDS = 5
+TWO_PASSAGE_QUESTIONS = 4
+QUESTIONS = 12
+_KINDS: tuple[Kind, ...] = ("person", "town", "organisation")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, its accepted answers, and the ids of the passages that it needs."""
+
+    text: str
+    answers: tuple[str, ...]
+    needs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Passages and questions; no name in them occurs in the demo bundle's training data."""
+
+    passages: tuple[Passage, ...]
+    questions: tuple[Question, ...]
+
+
+def demo_corpus() -> Corpus:
+    """Forty passages and twelve questions, four of which need two passages. Always the same."""
+    worlds = _worlds()
+    passages = {entity.name: make_passage(entity.passage, entity.name, "demo") for w in worlds for entity in w.entities}
+    asked: list[tuple[list[Entity], Turn]] = []
+    for number in range(QUESTIONS - TWO_PASSAGE_QUESTIONS):
+        world = worlds[number % WORLDS]
+        entities = [world.entities[3 * number % len(world.entities)]]
+        asked.append((entities, world.turns(entities)[0]))
+    for number in range(TWO_PASSAGE_QUESTIONS):
+        kind = _KINDS[number % len(_KINDS)]
+        asked.append(_pair_question(worlds[number], kind))
+    questions = [
+        Question(turn.question, turn.answers, tuple(str(passages[entity.name].id) for entity in entities))
+        for entities, turn in asked
+    ]
+    return Corpus(tuple(passages.values()), tuple(questions))
+
+
+def _worlds() -> list[World]:
+    """The first test worlds that share no name, since passages of the same name would contradict each other."""
+    worlds: list[World] = []
+    taken: set[str] = set()
+    seed = 0
+    while len(worlds) < WORLDS:
+        world = World("test", seed)
+        names = {entity.name for entity in world.entities}
+        if not names & taken:
+            worlds.append(world)
+            taken |= names
+        seed += 1
+    return worlds
+
+
+def _pair_question(world: World, kind: Kind) -> tuple[list[Entity], Turn]:
+    """A question that names two entities of a kind; one retrieval step cannot follow a link that it does not name."""
+    pairs = list(permutations([entity for entity in world.entities if entity.kind == kind], 2))
+    while True:  # a world asks about a pair now and then, drawn anew each time
+        for pair in pairs:
+            for turn in world.turns(list(pair)):
+                if all(entity.name in turn.question for entity in pair):
+                    return list(pair), turn

@@ -1,0 +1,311 @@
+"""What the command line keeps in a Chroma folder: a collection to retrieve from, and its soft contexts.
+
+The collection `passages` holds texts, metadata and MiniLM vectors (cosine), as any RAG app's collection
+does; langchain-chroma and LlamaIndex can open it. `SoftContextStore` puts the soft contexts beside it,
+under the same ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from chromadb.errors import NotFoundError
+from tqdm.auto import tqdm
+
+from ctx_compress_rag.errors import ConfigError, StoreError
+from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.stores import AddReport, Passage, SoftContextStore, StoreInfo
+from ctx_compress_rag.stores.companion import column, explained
+from ctx_compress_rag.stores.connect import Connection, connect
+from ctx_compress_rag.stores.lock import DEFAULT_TIMEOUT
+from ctx_compress_rag.stores.sqlite import DATABASE, SqliteCollection
+from ctx_compress_rag.text.minilm import load_minilm
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.bundle import Bundle
+
+COLLECTION = "passages"
+_BUNDLE_KEY = "ctx_bundle"
+_COSINE: Any = {"hnsw": {"space": "cosine"}}
+_EMBED_BATCH = 128
+_PAGE = 2000
+
+
+def make_passage(text: str, source: str, root: str) -> Passage:
+    """A passage whose id depends on where it is from and on its text, so that a changed text has another id.
+
+    Args:
+        text: the passage.
+        source: its file within the root, or another name a reader can look it up by.
+        root: the folder that was indexed.
+    """
+    digest = hashlib.sha256("\0".join((root, source, text)).encode()).hexdigest()[:16]
+    return Passage(text, f"{source}#{digest}", {"source": source, "root": root})
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A retrieved passage; `similarity` is the cosine of its vector and the question's."""
+
+    id: str
+    text: str
+    source: str
+    similarity: float
+
+
+class PassageIndex:
+    """Passages to retrieve, and their soft contexts. Open one with `open_index`.
+
+    Attributes:
+        bundle: the bundle.
+        store: the soft contexts.
+    """
+
+    def __init__(self, folder: str | Path, bundle: Bundle, bundle_name: str, codec: str | None) -> None:
+        self.bundle = bundle
+        self.store = SoftContextStore(folder, bundle, collection=COLLECTION, codec=codec)
+        self._connection = connect(folder, COLLECTION)
+        self._bundle_name = bundle_name
+
+    def add(self, passages: Sequence[Passage], progress: bool = True) -> AddReport:
+        """Store the passages that are missing: vectors first, then soft contexts.
+
+        Both are written batch by batch; after an interruption the same call goes on where it ended. A passage that
+        has a vector alone in between is compressed by whoever retrieves it.
+
+        Args:
+            passages: as `make_passage` makes them.
+            progress: show progress bars.
+        """
+        known = set(self._column("source"))
+        missing = [passage for passage in passages if passage.id not in known]
+        if missing:
+            with tqdm(total=len(missing), desc="embedding", unit="passage", disable=not progress) as bar:
+                for start in range(0, len(missing), _EMBED_BATCH):
+                    batch = missing[start : start + _EMBED_BATCH]
+                    texts = [passage.text for passage in batch]
+                    metadatas: Any = [dict(passage.metadata) for passage in batch]
+                    vectors = _vectors(texts)
+                    with self._writing() as collection:
+                        collection.upsert([str(p.id) for p in batch], vectors, metadatas, texts)
+                    bar.update(len(batch))
+        return self.store.add(passages, progress=progress)
+
+    def remove(self, ids: Sequence[str]) -> None:
+        """Remove passages from both collections."""
+        if not ids:
+            return
+        # Soft contexts first: what is left after an interruption is still listed by `sources`.
+        self.store.delete(ids)
+        for start in range(0, len(ids), _PAGE):
+            with self._writing() as collection:
+                collection.delete(ids=list(ids[start : start + _PAGE]))
+
+    def sources(self, root: str) -> dict[str, str]:
+        """The source of every passage from `root`, by id."""
+        roots = self._column("root")
+        return {id: str(source) for id, source in self._column("source").items() if roots.get(id) == root}
+
+    def search(self, questions: Sequence[str], k: int) -> list[list[Hit]]:
+        """The `k` nearest passages of each question, nearest first; fewer where there are fewer.
+
+        Raises:
+            ConfigError: a question is blank, or k is below 1.
+            StoreError: there are no passages.
+        """
+        if k < 1:
+            raise ConfigError(f"cannot retrieve {k} passages: ask for 1 or more")
+        if not all(question.strip() for question in questions):
+            raise ConfigError("the question is empty: ask something")
+        vectors = _vectors(questions)
+        with self._errors_explained(), self._connection.reading() as client:
+            collection = _find_collection(self._connection, client)
+            count = collection.count() if collection else 0
+            if not count:
+                raise StoreError(f"{self._connection.where} holds no passages: run `ctx-compress index` first")
+            if isinstance(collection, SqliteCollection):
+                raise StoreError(
+                    f"{self._connection.where} may not be written to, or a Chroma server runs on it: its soft contexts "
+                    "can be read, but Chroma cannot search its vectors; copy the folder, or stop the server"
+                )
+            result: Any = collection.query(
+                query_embeddings=vectors, n_results=min(k, count), include=["documents", "metadatas", "distances"]
+            )
+        rows = zip(*(result[key] for key in ("ids", "documents", "metadatas", "distances")), strict=True)
+        return [
+            [Hit(id, text, str(data["source"]), 1 - distance) for id, text, data, distance in zip(*row, strict=True)]
+            for row in rows
+        ]
+
+    def __len__(self) -> int:
+        with self._errors_explained(), self._connection.reading() as client:
+            collection = _find_collection(self._connection, client)
+            return int(collection.count()) if collection else 0
+
+    def close(self) -> None:
+        """Close the engine."""
+        self.store.close()
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[Any]:
+        with self._errors_explained(), self._connection.writing(DEFAULT_TIMEOUT) as client:
+            yield _find_collection(self._connection, client) or client.create_collection(
+                COLLECTION,
+                configuration=_COSINE,
+                metadata={_BUNDLE_KEY: self._bundle_name},
+                embedding_function=None,
+            )
+
+    def _column(self, field: str) -> dict[str, Any]:
+        with self._errors_explained(), self._connection.looking() as client:
+            return column(_find_collection(self._connection, client), field)
+
+    def _errors_explained(self) -> AbstractContextManager[None]:
+        return explained(self._connection.where)
+
+
+def default_bundle() -> str:
+    """The shipped bundle for a user's own text: the one that reads English, where it is shipped."""
+    from ctx_compress_rag.bundle import SHIPPED
+
+    return "english" if "english" in SHIPPED else "demo"
+
+
+def open_index(
+    folder: str | Path,
+    bundle: str | None = None,
+    *,
+    codec: str | None = None,
+    create: bool = False,
+    default: str | None = None,
+) -> PassageIndex:
+    """Open the index in a Chroma folder.
+
+    Args:
+        folder: the folder.
+        bundle: a bundle's folder, shipped name or hub id; None takes the one it was made with, or `default`.
+        codec: codec of a new store.
+        create: make the folder if there is none.
+        default: the bundle of a new index; None takes the shipped one for a user's own text.
+
+    Raises:
+        StoreError: there is no index, or it cannot be opened.
+        BundleError, FingerprintMismatchError: see `Bundle.from_pretrained` and `SoftContextStore`.
+    """
+    from ctx_compress_rag.bundle import Bundle
+
+    _check_there(folder, create)
+    recorded = _recorded(folder)
+    name = bundle or recorded or default or default_bundle()
+    return PassageIndex(str(folder), Bundle.from_pretrained(name), _lasting(name), codec)
+
+
+@dataclass(frozen=True)
+class IndexInfo:
+    """What is in an index: the store's own account, the bundle's address and how many sources there are."""
+
+    store: StoreInfo
+    bundle_name: str
+    sources: int
+
+
+def inspect_index(folder: str | Path) -> IndexInfo:
+    """What is in an index, read without loading its bundle.
+
+    Raises:
+        StoreError: there is no index, or nothing in it.
+    """
+    _check_there(folder, create=False)
+    connection = connect(str(folder), COLLECTION)
+    try:
+        with explained(connection.where), connection.looking() as client:
+            passages = _find_collection(connection, client)
+            try:
+                about = client.get_collection(connection.companion, embedding_function=None).metadata or {}
+            except NotFoundError:
+                raise StoreError(f"{connection.where} holds no soft contexts: run `ctx-compress index` first") from None
+            roots, sources = column(passages, "root"), column(passages, "source")
+        with SoftContextStore(str(folder), _Recorded(about), collection=COLLECTION) as store:
+            found = len({(roots.get(id), source) for id, source in sources.items()})
+            return IndexInfo(store.info(), _bundle_of(passages) or str(about["bundle"]), found)
+    finally:
+        connection.close()
+
+
+class _Recorded:
+    """A store's bundle as its collection describes it: enough to read by, not to compress with."""
+
+    def __init__(self, about: Any) -> None:
+        self.config = SimpleNamespace(name=about["bundle"], base_ratio=about["base_ratio"])
+        self.compressor = SimpleNamespace(nestable=False, question_aware=False)
+        self.fingerprint: str = about["fingerprint"]
+
+    def made(self, fingerprint: str) -> bool:
+        return fingerprint == self.fingerprint
+
+    def compress(self, texts: Sequence[str], ratio: int | None = None) -> list[SoftContext]:
+        raise StoreError(f"the store was opened without its bundle: cannot compress {len(texts)} passages")
+
+
+def _check_there(folder: str | Path, create: bool) -> None:
+    # Chroma would make the folder; whoever only reads should hear that the path is wrong.
+    if not create and not (Path(folder) / DATABASE).exists():
+        raise StoreError(f"no store at {str(folder)!r}: make one with `ctx-compress index DIR --store {folder}`")
+
+
+def _find_collection(connection: Connection, client: Any) -> Any:
+    """The client's collection of passages; None where there is none."""
+    if client is None:
+        return None
+    try:
+        collection = client.get_collection(COLLECTION, embedding_function=None)
+    except NotFoundError:
+        return None
+    if _bundle_of(collection) is None:
+        raise StoreError(
+            f"the collection {COLLECTION!r} in {connection.where} was not made by `ctx-compress index`: choose another "
+            "folder, or put soft contexts beside it with SoftContextStore"
+        )
+    return collection
+
+
+def _recorded(folder: str | Path) -> str | None:
+    """The address of the bundle that the index in a folder was made with."""
+    connection = connect(str(folder), COLLECTION)
+    try:
+        with explained(connection.where), connection.reading() as client:
+            return _bundle_of(_find_collection(connection, client))
+    finally:
+        connection.close()
+
+
+def _bundle_of(collection: Any) -> str | None:
+    name = (collection.metadata or {}).get(_BUNDLE_KEY) if collection is not None else None
+    return None if name is None else str(name)
+
+
+def _lasting(bundle: str) -> str:
+    """A bundle's address that holds from any working folder."""
+    from ctx_compress_rag.bundle import SHIPPED
+
+    return str(Path(bundle).resolve()) if bundle not in SHIPPED and Path(bundle).is_dir() else bundle
+
+
+def _vectors(texts: Sequence[str]) -> Any:
+    """(texts, 384) unit vectors."""
+    return load_minilm().encode(list(texts), normalize_embeddings=True, show_progress_bar=False)

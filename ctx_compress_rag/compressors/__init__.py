@@ -1,1 +1,0 @@
-"""Compressors: text -> SoftContext, one module per method."""

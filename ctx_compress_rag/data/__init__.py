@@ -1,0 +1,1 @@
+"""Examples and texts to train on and to score with."""

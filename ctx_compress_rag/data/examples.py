@@ -1,0 +1,162 @@
+"""Examples for training and evaluation: JSONL files and the invented world."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ctx_compress_rag.errors import DataError
+
+NO_ANSWER = "The text does not say."
+"""What a decoder is trained to answer where the passages do not."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question and its accepted answers, the first of which is trained on; none where the passages do not say.
+
+    `subject` is the name that the question is about, and `evidence` the parts of the passages that answer it, to
+    the letter, where the data says so.
+    """
+
+    question: str
+    answers: tuple[str, ...]
+    subject: str = ""
+    evidence: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Example:
+    """Passages and the questions asked about them."""
+
+    passages: tuple[str, ...]
+    turns: tuple[Turn, ...]
+
+
+def read_jsonl(path: str | Path, max_turns: int = 1, unanswerable: bool = False) -> list[Example]:
+    """Read rows `{"question": str, "answers": [str, ...], "context": str or [str, ...]}`.
+
+    In place of `context`, `passages` may hold objects `{"title": str, "text": str}`: the title becomes a
+    passage's first line. `"evidence": [str, ...]` may hold the parts of the passages that answer the question, to the
+    letter: the annotated positions that stage ram learns from (paper 004, eq. 8).
+
+    Consecutive rows with the same context become one example of up to `max_turns` questions.
+
+    Args:
+        path: a .jsonl or .jsonl.gz file.
+        max_turns: most questions per example.
+        unanswerable: allow rows without answers, whose passages do not say.
+
+    Raises:
+        DataError: a row is not of that form; the message names file and line.
+    """
+    examples: list[Example] = []
+    for passages, turn in _rows(Path(path), unanswerable):
+        last = examples[-1] if examples else None
+        if last and last.passages == passages and len(last.turns) < max_turns:
+            examples[-1] = Example(passages, (*last.turns, turn))
+        else:
+            examples.append(Example(passages, (turn,)))
+    if not examples:
+        raise DataError(f"{path} holds no examples")
+    return examples
+
+
+def _rows(path: Path, unanswerable: bool) -> Iterator[tuple[tuple[str, ...], Turn]]:
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _row(line, f"{path}:{number}", unanswerable)
+    except FileNotFoundError:
+        raise DataError(f"no data file at {path}") from None
+
+
+def _row(line: str, place: str, unanswerable: bool) -> tuple[tuple[str, ...], Turn]:
+    try:
+        row = json.loads(line)
+        question, answers = row["question"], row["answers"]
+        context = [f"{p['title']}\n{p['text']}" for p in row["passages"]] if "passages" in row else row["context"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{place}: expected an object with question, answers and context ({error})") from None
+    passages = (context,) if isinstance(context, str) else tuple(context)
+    if not isinstance(question, str) or not isinstance(answers, list) or not all(isinstance(a, str) for a in answers):
+        raise DataError(f"{place}: question must be a string and answers a list of strings")
+    if not (answers or unanswerable) or not all(isinstance(p, str) and p.strip() for p in passages):
+        raise DataError(f"{place}: answers and passages must not be empty")
+    subject = row.get("subject", "")
+    if not isinstance(subject, str):
+        raise DataError(f"{place}: subject must be a string, got {str(subject)[:80]!r}")
+    return passages, Turn(question, tuple(answers), subject, _evidence(row.get("evidence", []), passages, place))
+
+
+def _evidence(given: Any, passages: Sequence[str], place: str) -> tuple[str, ...]:
+    if not isinstance(given, list) or not all(isinstance(part, str) and part.strip() for part in given):
+        raise DataError(f"{place}: evidence must be a list of strings that are not blank, got {str(given)[:80]!r}")
+    for part in given:
+        if not any(part in passage for passage in passages):
+            raise DataError(f"{place}: none of the passages holds the evidence {part[:80]!r} to the letter")
+    return tuple(given)
+
+
+def world_examples(
+    split: str,
+    seed: int,
+    count: int,
+    max_turns: int = 6,
+    passages: Sequence[int] = (4,),
+    named: float | None = None,
+    alike: float = 0.0,
+) -> list[Example]:
+    """`count` examples of the invented world; the arguments are those of `data.world.examples`."""
+    from ctx_compress_rag.data import world
+
+    if split not in ("train", "dev", "test"):
+        raise DataError(f"the invented world has splits train, dev and test, not {split!r}")
+    share = world.NAMED if named is None else named
+    return [
+        Example(e.passages, tuple(Turn(t.question, t.answers, t.subject) for t in e.turns))
+        for e in world.examples(split, seed, count, max_turns, passages, share, alike)  # type: ignore[arg-type]
+    ]
+
+
+def write_jsonl(path: str | Path, examples: Iterable[Example]) -> int:
+    """Write examples in the form that `read_jsonl` reads, one row per question; returns the rows written."""
+    rows = 0
+    with open(path, "w", encoding="utf-8") as out:
+        for example in examples:
+            for turn in example.turns:
+                row = {"question": turn.question, "answers": turn.answers, "context": example.passages}
+                row |= {"evidence": turn.evidence} if turn.evidence else {}
+                row |= {"subject": turn.subject} if turn.subject else {}
+                out.write(json.dumps(row, ensure_ascii=False) + "\n")
+                rows += 1
+    return rows
+
+
+def _plain(question: str) -> str:
+    return " ".join(question.lower().split())
+
+
+def check_held_out(training: Sequence[Example], held_out: Sequence[Example]) -> None:
+    """Refuse training data that shares a passage or a question with held-out data.
+
+    Strict on purpose: a question that is asked of other passages, too, is refused all the same.
+
+    Raises:
+        DataError: naming the first shared passage or question.
+    """
+    test_passages = {p.strip() for e in held_out for p in e.passages}
+    test_questions = {_plain(t.question) for e in held_out for t in e.turns}
+    for number, example in enumerate(training):
+        for passage in example.passages:
+            if passage.strip() in test_passages:
+                raise DataError(f"training example {number} holds a held-out passage: {passage[:80]!r}")
+        for turn in example.turns:
+            if _plain(turn.question) in test_questions:
+                raise DataError(f"training example {number} holds a held-out question: {turn.question!r}")

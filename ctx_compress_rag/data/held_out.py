@@ -1,0 +1,150 @@
+"""What no stage may train on: hashes of the questions and passages that English bundles are scored with.
+
+The sets are XQuAD's English part, half of SQuAD 2.0's development set, and parts of HotpotQA's and MuSiQue's. Their
+hashes come with the package, so the check needs neither those files nor a recipe that names them.
+
+A passage counts as held out if it is one, or if it shares two or more of the sampled runs of 13 words: about three
+sentences, copied, with whatever is around them. A question counts if its words are those of a held-out one.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ctx_compress_rag.data.examples import Example, read_jsonl
+from ctx_compress_rag.errors import DataError
+
+FILE = Path(__file__).with_name("held_out.npz")
+
+_RUN = 13  # words; GPT-3's and later contamination checks use the same
+_SAMPLED = 16  # one run of this many is kept, chosen by its hash: texts that share a run agree on it
+_SHARED = 2
+_NOT_WORDS = re.compile(r"\W+")
+_Hashes: TypeAlias = NDArray[np.uint64]
+
+
+class HeldOut:
+    """Hashes of questions, of whole passages, and of sampled runs of words in passages."""
+
+    def __init__(self, questions: _Hashes, passages: _Hashes, runs: _Hashes) -> None:
+        self.questions = frozenset(questions.tolist())
+        self.passages = frozenset(passages.tolist())
+        self.runs = frozenset(runs.tolist())
+        self._arrays = {"questions": questions, "passages": passages, "runs": runs}
+
+    @classmethod
+    def of(cls, examples: Sequence[Example]) -> HeldOut:
+        """Hold these examples out."""
+        passages = list(dict.fromkeys(p for e in examples for p in e.passages))
+        # A title, which files of several passages put on a line before the text, is no part of the text.
+        passages += [p.split("\n", 1)[1] for p in passages if "\n" in p]
+        return cls(
+            _sorted(_hash(_words(t.question)) for e in examples for t in e.turns),
+            _sorted(_hash(_words(p)) for p in passages),
+            _sorted(run for p in passages for run in _runs(p)),
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> HeldOut:
+        """Read what `write` has written."""
+        with np.load(path) as arrays:
+            return cls(arrays["questions"], arrays["passages"], arrays["runs"])
+
+    def write(self, path: Path) -> None:
+        """Write the hashes."""
+        np.savez(path, **self._arrays)  # type: ignore[arg-type]
+
+    def has_passage(self, text: str) -> bool:
+        """Whether a text is a held-out passage, or holds much of one."""
+        return _hash(_words(text)) in self.passages or len(self.runs.intersection(_runs(text))) >= _SHARED
+
+    def has_question(self, question: str) -> bool:
+        """Whether a question is a held-out one."""
+        words = _words(question)
+        return bool(words) and _hash(words) in self.questions
+
+    def shares(self, example: Example) -> bool:
+        """Whether an example has a passage or question that is held out."""
+        return any(map(self.has_passage, example.passages)) or any(self.has_question(t.question) for t in example.turns)
+
+    def check(self, examples: Iterable[Example]) -> None:
+        """Refuse training data with a held-out passage or question.
+
+        Raises:
+            DataError: naming the first.
+        """
+        for number, example in enumerate(examples):
+            if self.shares(example):
+                shown = next((p for p in example.passages if self.has_passage(p)), example.turns[0].question)
+                raise DataError(
+                    f"training example {number} holds a passage or question of the sets that English bundles are "
+                    f"scored with: {shown[:80]!r}; take such examples out, or set data.leave_out_held_out: true where "
+                    "the stage has it"
+                )
+
+    def check_text(self, path: Path, texts: Iterable[str]) -> None:
+        """Refuse a text to train on that holds a held-out passage.
+
+        Raises:
+            DataError: naming the file and the beginning of the piece.
+        """
+        for text in texts:
+            if self.has_passage(text):
+                raise DataError(f"{path} holds a passage that English bundles are scored with, in {text[:80]!r}")
+
+
+@cache
+def held_out() -> HeldOut:
+    """The sets that come with the package."""
+    return HeldOut.read(FILE)
+
+
+def _words(text: str) -> list[str]:
+    return _NOT_WORDS.sub(" ", text.lower()).split()
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+_word = cache(_digest)
+
+
+def _hash(words: Sequence[str]) -> int:
+    return _digest(" ".join(words))
+
+
+def _runs(text: str) -> list[int]:
+    """Hashes of the sampled runs of words: a polynomial in the words' hashes, modulo 2 to the 64."""
+    ids = np.array([_word(word) for word in _words(text)], dtype=np.uint64)
+    count = len(ids) - _RUN + 1
+    if count <= 0:
+        return []
+    runs = np.zeros(count, dtype=np.uint64)
+    for place in range(_RUN):
+        runs = runs * np.uint64(0x9E3779B97F4A7C15) + ids[place : place + count]
+    # The product's lowest bits depend on the words' lowest bits alone; its highest on all.
+    chosen: list[int] = np.unique(runs[(runs >> np.uint64(32)) % np.uint64(_SAMPLED) == 0]).tolist()
+    return chosen
+
+
+def _sorted(hashes: Iterable[int]) -> _Hashes:
+    return np.unique(np.fromiter(hashes, dtype=np.uint64))
+
+
+def write_hashes(files: Sequence[str]) -> None:
+    """Write the package's hashes anew: `python -m ctx_compress_rag.data.held_out FILE ...`."""
+    HeldOut.of([example for file in files for example in read_jsonl(file, unanswerable=True)]).write(FILE)
+
+
+if __name__ == "__main__":
+    write_hashes(sys.argv[1:])

@@ -1,0 +1,106 @@
+"""Question-answering examples made into realistic prompts: longer passages, distractors, questions without answer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ctx_compress_rag.data.config import MixData
+from ctx_compress_rag.data.examples import NO_ANSWER, Example
+from ctx_compress_rag.metrics import contains_answer
+
+_NEAR = 30  # passages before and after in the file
+_DRAWS = 20
+
+
+def mix(files: Sequence[Sequence[Example]], config: MixData, seed: int, block: int) -> list[Example]:
+    """Mix the examples of several files; the same seed gives the same prompts.
+
+    Examples of a block of like number are of like length, so that little of a batch is padding.
+
+    Args:
+        files: the examples of each file, in its order, where neighbours have like subjects.
+        config: what is done to them.
+        seed: of all draws.
+        block: examples that are neighbours in the result and of like length; a batch.
+    """
+    mixer = _Mixer(files, config, random.Random(f"mix:{seed}"))
+    mixed = [
+        mixer.prompt(example, number)
+        for _ in range(config.rounds)
+        for number, file in enumerate(files)
+        for example in file
+    ]
+    mixer.rng.shuffle(mixed)
+    return _by_length(mixed, block, mixer.rng)
+
+
+def _by_length(examples: Sequence[Example], block: int, rng: random.Random) -> list[Example]:
+    """Examples in blocks of like length, the blocks in random order, within stretches of 32 blocks."""
+    ordered: list[Example] = []
+    for start in range(0, len(examples), 32 * block):
+        stretch = sorted(examples[start : start + 32 * block], key=lambda e: sum(map(len, e.passages)))
+        blocks = [stretch[i : i + block] for i in range(0, len(stretch), block)]
+        rng.shuffle(blocks)
+        ordered += (example for each in blocks for example in each)
+    return ordered
+
+
+class _Mixer:
+    def __init__(self, files: Sequence[Sequence[Example]], config: MixData, rng: random.Random) -> None:
+        self.config = config
+        self.rng = rng
+        self.passages = [list(dict.fromkeys(p for e in file for p in e.passages)) for file in files]
+        self.places = [{passage: i for i, passage in enumerate(passages)} for passages in self.passages]
+        self.short = [[p for p in passages if self._is_short(p)] for passages in self.passages]
+
+    def prompt(self, example: Example, file: int) -> Example:
+        """The example with company, padded, perhaps without what answers it."""
+        own = example.passages
+        taken_away = self.rng.random() < self.config.unanswerable
+        kept = [] if taken_away else list(own)
+        wanted = max(self.rng.choice(self.config.passages), len(own)) - len(kept)
+        barred = [answer for turn in example.turns for answer in turn.answers] if taken_away else []
+        company = self._company(own, file, wanted, barred)
+        if taken_away and company:
+            turns = tuple(replace(turn, answers=(NO_ANSWER,)) for turn in example.turns)
+            return Example(tuple(self._padded(p, f, own, barred) for p, f in company), turns)
+        together = [(p, file) for p in own] + company
+        self.rng.shuffle(together)
+        return Example(tuple(self._padded(p, f, own, ()) for p, f in together), example.turns)
+
+    def _company(self, own: Sequence[str], file: int, wanted: int, barred: Sequence[str]) -> list[tuple[str, int]]:
+        """Other passages with their files; fewer than wanted where there are too few that do."""
+        company: dict[str, int] = {}
+        for _ in range(_DRAWS * wanted):
+            if len(company) == wanted:
+                break
+            where = file if self.rng.random() < self.config.near else self.rng.randrange(len(self.passages))
+            passages = self.passages[where]
+            if where == file:
+                middle = self.places[file][own[0]]
+                drawn = passages[self.rng.randint(max(0, middle - _NEAR), min(len(passages) - 1, middle + _NEAR))]
+            else:
+                drawn = self.rng.choice(passages)
+            if drawn not in own and not (barred and contains_answer(drawn, barred)):
+                company[drawn] = where
+        return list(company.items())
+
+    def _is_short(self, passage: str) -> bool:
+        return len(passage.split()) < self.config.shortest
+
+    def _padded(self, passage: str, file: int, own: Sequence[str], barred: Sequence[str]) -> str:
+        """A short passage somewhere among other short ones of its file, none of them the example's own."""
+        others = self.short[file]
+        if not self._is_short(passage) or len(others) < 2:
+            return passage
+        wanted = self.rng.randint(self.config.shortest, self.config.longest)
+        sentences = [passage]
+        for _ in range(_DRAWS):
+            if sum(len(sentence.split()) for sentence in sentences) >= wanted:
+                break
+            drawn = self.rng.choice(others)
+            if drawn not in sentences and drawn not in own and not (barred and contains_answer(drawn, barred)):
+                sentences.insert(self.rng.randint(0, len(sentences)), drawn)
+        return " ".join(sentences)

@@ -1,1 +1,0 @@
-"""Decoders: what turns a prompt with soft contexts into text."""

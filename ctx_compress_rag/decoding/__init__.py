@@ -1,0 +1,1 @@
+"""From a prompt with soft contexts to text."""

@@ -1,0 +1,387 @@
+"""A decoder in this process, on transformers: prompts with markers in, text out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteriaList
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.config import whole
+from ctx_compress_rag.decoding.generation import Generation, Sampling, TextWatch, sampler
+from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.decoding.structured import JsonProcessor
+from ctx_compress_rag.errors import (
+    ConfigError,
+    CtxCompressError,
+    DecoderMemoryError,
+    FingerprintMismatchError,
+    MissingPassageError,
+    PayloadError,
+)
+from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores.markers import Marker
+from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
+from ctx_compress_rag.text.tokenising import check_characters
+
+__all__ = ["Generation", "Message", "Sampling", "TransformersDecoder"]
+
+logger = logging.getLogger(__name__)
+
+Message = Mapping[str, str]
+"""A chat message: `role` ("system", "user" or "assistant") and `content`, which may hold markers."""
+
+Prompt = str | Sequence[Message]
+
+_GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A prompt as pieces of token ids (int64) and slots (float, in the decoder's embedding space).
+
+    `soft` where it had a marker, perhaps one of no slots: the reader's decoder is to read it.
+    """
+
+    pieces: list[Tensor]
+    length: int
+    slots: int
+    soft: bool
+
+
+class TransformersDecoder:
+    """Answers prompts with a bundle's decoder, reading stored slots where the prompt has markers.
+
+    A prompt with markers is read by the decoder as the bundle's reader tuned it; one without by the
+    decoder for plain text. May be called from several threads; the model serves one at a time.
+
+    Args:
+        bundle: the bundle.
+        store: where markers' passages are; without one, markers are literal text.
+        on_missing: what to do where a marker's slots cannot be read: "error", or "text" for the
+            passage's own text. A passage that is not in the store at all has none, and is an error.
+        batch_size: most prompts in one forward pass.
+
+    Raises:
+        FingerprintMismatchError: the store was made with another bundle.
+        ConfigError: an argument has an impossible value.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        store: SoftContextStore | None = None,
+        *,
+        on_missing: Literal["error", "text"] = "error",
+        batch_size: int = 8,
+    ) -> None:
+        if on_missing not in ("error", "text"):
+            raise ConfigError(f"on_missing={on_missing!r}: choose 'error' or 'text'")
+        batch_size = whole("batch_size", batch_size)
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size}: give 1 or more")
+        if store is not None and not bundle.made(store.fingerprint):
+            raise FingerprintMismatchError(
+                f"the store holds slots of bundle {store.fingerprint[:12]}, this decoder is of bundle "
+                f"{bundle.fingerprint[:12]}: load the store's bundle, or index again with this one"
+            )
+        self.bundle = bundle
+        self.store = store
+        self.on_missing = on_missing
+        self.batch_size = batch_size
+        self._tokenizer = PromptTokenizer(bundle.tokenizer)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling = _GREEDY) -> list[Generation]:
+        """Answer prompts, in order; ones with and without markers may be mixed.
+
+        Args:
+            prompts: raw prompts (strings, used as they are) or chats (lists of messages, put through
+                the tokenizer's chat template). Control tokens in a chat's messages are text. In a raw prompt for a
+                decoder with a chat template they are what the caller wrote: put what others wrote into chats.
+            sampling: how tokens are chosen and when to end.
+
+        Raises:
+            ConfigError: a prompt is empty, malformed, or longer than the model's window.
+            MissingPassageError: a marker's passage is not in the store.
+            PayloadError: a stored record is damaged (and `on_missing` is not "text").
+            DecoderMemoryError: the device has not enough memory; the decoder can be asked again.
+        """
+        prepared = self._prepare(prompts)
+        done: dict[int, Generation] = {}
+        for soft in (False, True):
+            # Neighbours of like length, so that little of a batch is padding.
+            group = [i for i, prompt in enumerate(prepared) if prompt.soft is soft]
+            group.sort(key=lambda i: prepared[i].length)
+            for start in range(0, len(group), self.batch_size):
+                batch = group[start : start + self.batch_size]
+                done.update(zip(batch, self._run([prepared[i] for i in batch], sampling), strict=True))
+        return [done[i] for i in range(len(prepared))]
+
+    def stream(self, prompt: Prompt, sampling: Sampling = _GREEDY) -> Iterator[str | Generation]:
+        """Answer one prompt piece by piece, then give the whole Generation.
+
+        The pieces joined are the Generation's text. The prompt is checked and its passages are
+        fetched before this returns; the model runs once iteration begins, in a thread of its own, so
+        the iterator may be consumed by any thread at any speed. Closing it (or leaving the loop and
+        dropping it) ends the generation after the token in progress.
+
+        Raises:
+            ConfigError, MissingPassageError, PayloadError: as `generate`.
+            DecoderMemoryError: at iteration, as `generate`.
+            CtxCompressError: at iteration, when this thread holds the decoder itself.
+        """
+        [prepared] = self._prepare([prompt])
+        return self._pieces(prepared, sampling)
+
+    def pieces(self, prompts: Sequence[Prompt]) -> list[list[Tensor]]:
+        """What the model is given for prompts: token ids (int64) and slots (float, in its embedding space), in order.
+
+        Raises: as `generate`.
+        """
+        return [prompt.pieces for prompt in self._prepare(prompts)]
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of `text`, no BOS added; a valid marker counts as its slots."""
+        return len(self.token_ids(text))
+
+    def token_ids(self, text: str) -> list[int]:
+        """Token ids of `text`, no BOS added; the padding token, which no text becomes, stands for each slot."""
+        texts, markers = _around_markers(self._split(text))
+        first, *rest = (part.tolist() for part in self._tokenizer.encode([self._tokenizer.as_text(t) for t in texts]))
+        ids: list[int] = first
+        for marker, part in zip(markers, rest, strict=True):
+            ids += [self.bundle.tokenizer.pad_token_id] * marker.slots + part
+        return ids
+
+    def count_chat_tokens(self, chat: Sequence[Message]) -> int:
+        """Positions that a chat takes: the chat template's tokens, its text and its slots."""
+        around = [_around_markers(self._split(message["content"])) for message in chat]
+        ids = self._chat_ids(chat, [texts for texts, _ in around])
+        return sum(map(len, ids)) + sum(marker.slots for _, markers in around for marker in markers)
+
+    # From prompts to pieces
+
+    def _prepare(self, prompts: Sequence[Prompt]) -> list[_Prepared]:
+        if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
+            raise ConfigError(f"prompts is one {type(prompts).__name__}: give a list of prompts")
+        contents = [self._contents(index, prompt) for index, prompt in enumerate(prompts)]
+        split = [[self._split(text) for text in texts] for texts in contents]
+        named = (p for texts in split for parts in texts for p in parts if isinstance(p, Marker))
+        contexts = self._contexts(list(dict.fromkeys(named)))
+        embedded = {m: self._embed(c) for m, c in contexts.items() if isinstance(c, SoftContext)}
+        texts_of = {m: c for m, c in contexts.items() if isinstance(c, str)}
+        prepared = []
+        for index, (prompt, messages) in enumerate(zip(prompts, split, strict=True)):
+            around = [_around_markers(parts, texts_of) for parts in messages]
+            texts = [texts for texts, _ in around]
+            ids = self._raw_ids(texts[0]) if isinstance(prompt, str) else self._chat_ids(prompt, texts)
+            slots = [embedded[marker] for _, markers in around for marker in markers]
+            pieces = [piece for pair in zip(ids, slots, strict=False) for piece in pair] + [ids[-1]]
+            made = _Prepared(pieces, sum(len(p) for p in pieces), sum(len(s) for s in slots), bool(slots))
+            self._check_length(index, made)
+            prepared.append(made)
+        return prepared
+
+    def _contents(self, index: int, prompt: Prompt) -> list[str]:
+        """A raw prompt, or the contents of a chat's messages.
+
+        Raises:
+            ConfigError: the prompt is malformed, empty, or so long that it need not be tokenised to see it.
+        """
+        if isinstance(prompt, str):
+            contents = [prompt]
+        elif not isinstance(prompt, Iterable):
+            raise ConfigError(f"prompt {index} is a {type(prompt).__name__}: give a string or a list of messages")
+        else:
+            for message in prompt:
+                fields = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None,)
+                if not all(isinstance(field, str) for field in fields):
+                    raise ConfigError(
+                        f"prompt {index}: a message needs a role and a content, two strings, got {message!r}"
+                    )
+            contents = [message["content"] for message in prompt]
+        if not contents or not contents[-1].strip():
+            raise ConfigError(f"prompt {index} is empty: its last message must ask something")
+        check_characters(f"prompt {index}", sum(map(len, contents)), self._window)
+        return contents
+
+    def _raw_ids(self, texts: Sequence[str]) -> list[Tensor]:
+        """Token ids of a raw prompt around its holes; `texts` are around them.
+
+        Where the decoder has a chat format, the caller has written the prompt in it. Where it has none, all of it
+        is text.
+        """
+        bos = self.bundle.tokenizer.bos_token or ""
+        begun = bool(bos) and texts[0].startswith(bos)
+        if not self.bundle.tokenizer.chat_template:
+            lead = bos if begun else ""
+            first, *rest = [texts[0].removeprefix(lead), *texts[1:]]
+            texts = [lead + self._tokenizer.as_text(first), *map(self._tokenizer.as_text, rest)]
+        return self._tokenizer.encode(texts, add_special_tokens=not begun)
+
+    def _chat_ids(self, chat: Sequence[Message], texts: Sequence[Sequence[str]]) -> list[Tensor]:
+        """Token ids of a chat around its holes; `texts` are around the holes of each message."""
+        hole = self._tokenizer.hole
+        contents = [hole.join(map(self._tokenizer.as_text, parts)) for parts in texts]
+        whole = [{"role": message["role"], "content": text} for message, text in zip(chat, contents, strict=True)]
+        return self._tokenizer.encode(chat_text(self.bundle.tokenizer, whole).split(hole))
+
+    def _split(self, text: str) -> list[str | Marker]:
+        if not isinstance(text, str):
+            raise ConfigError(f"a {type(text).__name__} is no text: give a string")
+        return [text] if self.store is None else self.store.split(text)
+
+    def _contexts(self, markers: Sequence[Marker]) -> dict[Marker, SoftContext | str]:
+        """What each marker stands for: one call to the store, unless something is missing."""
+        if self.store is None or not markers:
+            return {}
+        try:
+            return dict(zip(markers, self.store.fetch(markers), strict=True))
+        except (MissingPassageError, PayloadError) as error:
+            if self.on_missing == "error":
+                raise
+            logger.warning("some slots cannot be read, their passages' texts are used: %s", error)
+        return {marker: self._context_or_text(self.store, marker) for marker in markers}
+
+    @staticmethod
+    def _context_or_text(store: SoftContextStore, marker: Marker) -> SoftContext | str:
+        try:
+            return store.fetch([marker])[0]
+        except PayloadError:
+            return store.text_of([marker])[0]
+
+    def _embed(self, soft: SoftContext) -> Tensor:
+        return self.bundle.embed(soft).to(self.bundle.backbone.embeddings.weight.dtype)
+
+    @property
+    def _window(self) -> int | None:
+        return self.bundle.backbone.window
+
+    def _check_length(self, index: int, prompt: _Prepared) -> None:
+        if self._window is not None and prompt.length >= self._window:
+            raise ConfigError(
+                f"prompt {index} has {prompt.length} tokens ({prompt.slots} of them slots) and the model's window of "
+                f"{self._window} must hold an answer too: use a coarser ratio, fewer passages or a shorter prompt"
+            )
+
+    # From pieces to text
+
+    def _run(
+        self,
+        prompts: Sequence[_Prepared],
+        sampling: Sampling,
+        on_text: Callable[[str], object] | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> list[Generation]:
+        """One batch, with or without slots; empty when cancelled."""
+        try:
+            return self._generated(prompts, sampling, on_text, cancelled)
+        except (RuntimeError, MemoryError) as error:
+            if not _out_of_memory(error):
+                raise
+            said = str(error).partition("\n")[0]
+        # Raised out here: as its cause, the error would keep the frames and with them the memory they hold.
+        raise DecoderMemoryError(
+            f"not enough memory for a batch of {len(prompts)} prompts, the longest of {max(p.length for p in prompts)} "
+            f"tokens, and {sampling.max_new_tokens} more ({said}): use a coarser ratio, fewer passages, a shorter "
+            "answer or a smaller batch_size"
+        )
+
+    def _generated(
+        self,
+        prompts: Sequence[_Prepared],
+        sampling: Sampling,
+        on_text: Callable[[str], object] | None,
+        cancelled: Callable[[], bool],
+    ) -> list[Generation]:
+        backbone = self.bundle.backbone
+        limits = [min(sampling.max_new_tokens, (self._window or 1 << 62) - p.length) for p in prompts]
+        batch = splice(backbone.embeddings, [p.pieces for p in prompts])
+        decoder = self.bundle.soft_decoder(batch.slot_mask) if prompts[0].soft else self.bundle.text_decoder()
+        with torch.no_grad(), decoder as model:
+            if cancelled():
+                return []
+            end_ids = self._end_ids(model.generation_config.eos_token_id, sampling.stop)
+            processors = sampler(sampling, len(prompts))
+            if sampling.json_schema is not None:
+                only_json = JsonProcessor(sampling.json_schema, backbone.tokenizer, end_ids, len(prompts))
+                processors.insert(0, only_json)
+            watch = TextWatch(backbone.tokenizer, sampling.stop, end_ids, limits, on_text, cancelled)
+            model.generate(
+                # Positions it counts itself, from the mask: before transformers 5.2 given ones do not advance.
+                inputs_embeds=batch.inputs_embeds,
+                attention_mask=batch.attention_mask,
+                generation_config=GenerationConfig(
+                    max_new_tokens=max(limits),
+                    do_sample=False,  # where it is to sample, the processors make the likeliest token a sample
+                    num_beams=1,
+                    eos_token_id=sorted(end_ids) or None,
+                    pad_token_id=backbone.tokenizer.pad_token_id,
+                ),
+                logits_processor=processors,
+                stopping_criteria=StoppingCriteriaList([watch]),
+            )
+        rows = zip(prompts, watch.done, strict=True)
+        return [Generation(row[0], prompt.length, prompt.slots, *row[1:]) for prompt, row in rows if row]
+
+    def _end_ids(self, model_ids: int | list[int] | None, stop: Sequence[str]) -> set[int]:
+        """The model's and the tokenizer's end tokens, and stop strings that are special tokens: no text shows those."""
+        tokenizer = self.bundle.tokenizer
+        ids = {tokenizer.eos_token_id, *(model_ids if isinstance(model_ids, list) else [model_ids])}
+        special = tokenizer.get_added_vocab()
+        return {i for i in ids if i is not None} | {special[s] for s in stop if s in special}
+
+    def _pieces(self, prompt: _Prepared, sampling: Sampling) -> Iterator[str | Generation]:
+        # The lock belongs to the thread that takes it, and a consumer may pause for ever or come from
+        # another thread each time: so a worker runs the model, and never waits for the consumer.
+        if self.bundle.backbone.held:
+            raise CtxCompressError(
+                "this thread holds the decoder, inside soft_decoder() or the like: stream outside it"
+            )
+        queue: SimpleQueue[str | Future[list[Generation]]] = SimpleQueue()
+        cancelled = threading.Event()
+        worker = ThreadPoolExecutor(1, thread_name_prefix="ctx-compress-stream")
+        future = worker.submit(self._run, [prompt], sampling, queue.put, cancelled.is_set)
+        future.add_done_callback(queue.put)
+        worker.shutdown(wait=False)  # its thread ends with its one task
+        try:
+            while isinstance(piece := queue.get(), str):
+                yield piece
+            yield piece.result()[0]
+        finally:
+            cancelled.set()
+
+
+def _out_of_memory(error: Exception) -> bool:
+    # torch's CPU allocator and MPS raise a plain RuntimeError.
+    said = str(error)
+    return (
+        isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in said or "out of memory" in said
+    )
+
+
+def _around_markers(
+    parts: Sequence[str | Marker], texts_of: Mapping[Marker, str] = MappingProxyType({})
+) -> tuple[list[str], list[Marker]]:
+    """The texts before, between and after the markers (one more than those), and the markers.
+
+    A marker that has its passage's text in `texts_of` is that text.
+    """
+    texts, markers = [""], []
+    for part in parts:
+        if isinstance(part, Marker) and part not in texts_of:
+            markers.append(part)
+            texts.append("")
+        else:
+            texts[-1] += texts_of[part] if isinstance(part, Marker) else part
+    return texts, markers

@@ -1,0 +1,242 @@
+"""How text is drawn from a decoder: settings, seeded sampling, and where a text ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Annotated, Any, Literal, get_type_hints
+
+import torch
+from pydantic import BeforeValidator, Field, TypeAdapter
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ctx_compress_rag.config import checked
+from ctx_compress_rag.decoding.structured import schema_text
+from ctx_compress_rag.errors import ConfigError
+
+FinishReason = Literal["stop", "length"]
+
+
+OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed")
+"""What the frameworks' LLM classes call the fields of `Sampling`, in a constructor and in a call."""
+
+
+def given_options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A constructor's fields as an LLM class takes them: an option that is None has its default, `stop` is a list."""
+    given = {name: value for name, value in fields.items() if value is not None or name not in OPTIONS}
+    return given | ({"stop": [given["stop"]]} if isinstance(given.get("stop"), str) else {})
+
+
+def _some(stop: object) -> object:
+    if isinstance(stop, str) or (isinstance(stop, Collection) and "" in stop):
+        raise ValueError("give a tuple of strings, none of them empty")
+    return stop
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen and when to end.
+
+    Numbers may be written as people do: 1 for 1.0, 16.0 or "16" for 16.
+
+    Attributes:
+        max_new_tokens: most tokens to generate.
+        temperature: 0 takes the likeliest token (greedy).
+        top_p: sample from the likeliest tokens that together have this probability.
+        top_k: sample from this many likeliest tokens; 0 is off.
+        stop: strings before which the text ends; they are not part of it.
+        seed: makes sampling reproducible: each prompt's text, whatever else is in its batch.
+        json_schema: the text is JSON of this schema (a dict, or JSON), if it ends before `max_new_tokens`.
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
+
+    max_new_tokens: Annotated[int, Field(ge=1)] = 64
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    stop: Annotated[tuple[str, ...], BeforeValidator(_some)] = ()
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None  # what torch's generators take
+    json_schema: Annotated[str, BeforeValidator(schema_text)] | None = None
+
+    def __post_init__(self) -> None:
+        for name, rule in _rules().items():
+            object.__setattr__(self, name, checked(name, getattr(self, name), rule))
+
+    @classmethod
+    def of(cls, llm: object, given: Mapping[str, Any]) -> Sampling:
+        """The sampling of one call.
+
+        Args:
+            llm: a framework's LLM, with `OPTIONS` as attributes.
+            given: options of the call; None leaves the LLM's own. Beside `OPTIONS`, `response_format` as OpenAI
+                has it: {"type": "json_schema", "json_schema": {"schema": ...}}.
+
+        Raises:
+            ConfigError: an option is unknown, or a value impossible.
+        """
+        given = dict(given)
+        schema = _schema_of(given.pop("response_format", None))
+        if unknown := sorted(given.keys() - set(OPTIONS)):
+            raise ConfigError(
+                f"{type(llm).__name__} has no option {unknown[0]!r} for a call: there are {', '.join(OPTIONS)}"
+            )
+        own = {name: getattr(llm, name) for name in OPTIONS}
+        chosen = own | {name: value for name, value in given.items() if value is not None}
+        max_tokens, stop = chosen.pop("max_tokens"), chosen.pop("stop")
+        return cls(
+            max_new_tokens=max_tokens,
+            stop=(stop,) if isinstance(stop, str) else stop or (),
+            json_schema=schema,
+            **chosen,
+        )
+
+
+def _schema_of(response_format: object) -> Any:
+    match response_format:
+        case None:
+            return None
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return schema
+    raise ConfigError(
+        f"response_format={repr(response_format)[:80]}: give "
+        '{"type": "json_schema", "json_schema": {"schema": ...}}, or use with_structured_output'
+    )
+
+
+@cache
+def _rules() -> dict[str, TypeAdapter[Any]]:
+    hints = get_type_hints(Sampling, include_extras=True)
+    return {field.name: TypeAdapter(hints[field.name]) for field in fields(Sampling)}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a decoder made of a prompt.
+
+    Attributes:
+        text: the text, cut before a stop string, without special tokens.
+        prompt_tokens: length of the prompt, each slot counted as one token.
+        slots: how many of them were slots.
+        completion_tokens: tokens generated, the end token included.
+        finish_reason: "stop" after an end token or stop string, "length" where the budget or window ended.
+    """
+
+    text: str
+    prompt_tokens: int
+    slots: int
+    completion_tokens: int
+    finish_reason: FinishReason
+
+
+def sampler(sampling: Sampling, rows: int) -> LogitsProcessorList:
+    """Logits processors under which the likeliest token is a sample; none where decoding is greedy."""
+    if sampling.temperature == 0:
+        return LogitsProcessorList()
+    processors = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    if sampling.top_k:
+        processors.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        processors.append(TopPLogitsWarper(sampling.top_p))
+    processors.append(_GumbelNoise(sampling.seed, rows))
+    return processors
+
+
+class _GumbelNoise(LogitsProcessor):
+    """Adds Gumbel noise, so that argmax samples from softmax.
+
+    transformers samples with torch's global random state, which other threads use too (a stream runs
+    in one): neither would be reproducible. Here each row has a generator of its own, on the CPU, so
+    that a seed means the same on any device and in any batch.
+    """
+
+    def __init__(self, seed: int | None, rows: int) -> None:
+        self._generators = [torch.Generator() for _ in range(rows)]
+        for generator in self._generators:
+            if seed is None:
+                generator.seed()
+            else:
+                generator.manual_seed(seed)
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        noise = torch.stack([torch.empty(scores.shape[-1]).exponential_(generator=g) for g in self._generators])
+        # -log of an exponential variable is Gumbel; the clamp keeps -inf (excluded tokens) from becoming NaN.
+        return scores - noise.clamp_(min=torch.finfo(noise.dtype).tiny).log_().to(scores.device)
+
+
+class TextWatch(StoppingCriteria):
+    """Follows a batch while it is generated: ends rows, and hands out their text as it becomes certain.
+
+    Args:
+        tokenizer: the decoder's.
+        stop: stop strings.
+        end_ids: tokens that end a row.
+        limits: most new tokens of each row.
+        on_text: is given each new piece of row 0; never part of a stop string or of a character.
+        cancelled: asked at every token; True ends all rows.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str],
+        end_ids: Collection[int],
+        limits: Sequence[int],
+        on_text: Callable[[str], object] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._end_ids = end_ids
+        self._limits = limits
+        self._on_text = on_text
+        self._cancelled = cancelled
+        self._sent = 0
+        self.done: list[tuple[str, int, FinishReason] | None] = [None for _ in limits]
+        """Text, tokens and finish reason of each row that has ended."""
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        """Which rows end. `input_ids` (rows, new tokens) holds no prompt, as that came as embeddings."""
+        generated: Tensor = input_ids
+        if self._cancelled is not None and self._cancelled():
+            return torch.ones(generated.shape[0], dtype=torch.bool, device=generated.device)
+        for row, ids in enumerate(generated.tolist()):
+            if self.done[row] is None:
+                self._look(row, ids)
+        return torch.tensor([row is not None for row in self.done], device=generated.device)
+
+    def _look(self, row: int, ids: list[int]) -> None:
+        ended, full = ids[-1] in self._end_ids, len(ids) >= self._limits[row]
+        if not (ended or full or self._stop or self._on_text):
+            return
+        text = self.decode(ids[:-1] if ended else ids)
+        cut = min((at for at in map(text.find, self._stop) if at >= 0), default=None)
+        if cut is not None:
+            text = text[:cut]
+        if cut is not None or ended or full:
+            self.done[row] = (text, len(ids), "stop" if cut is not None or ended else "length")
+        if self._on_text is not None and row == 0:
+            safe = len(text) if self.done[row] else self._certain(text)
+            if safe > self._sent:
+                self._on_text(text[self._sent : safe])
+                self._sent = safe
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of generated tokens."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _certain(self, text: str) -> int:
+        """How much of `text` stays as it is, whatever comes next."""
+        text = text.rstrip("\ufffd")  # bytes of a character whose other bytes are still to come
+        held = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        return len(text) - max(held, default=0)

@@ -1,0 +1,1 @@
+"""Methods trained with the same budget, and compared."""

@@ -1,0 +1,263 @@
+"""What `ctx-compress compare` trains: a YAML file of entries, each a list of training stages.
+
+An entry's stages are ordinary recipes (see `training.recipes`) without a few keys, which the command
+fills in, so that they are the same for all entries: the decoder, the steps, which examples are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ctx_compress_rag.config import explain
+from ctx_compress_rag.data.world import EXAMPLES_PER_WORLD
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.training.recipes import CompressionRecipe, parse_recipe
+
+SHIPPED = Path(__file__).parent / "comparisons"
+
+# Keys that would make entries unequal, or that follow from others.
+_FILLED_IN = ("name", "output", "decoder", "bundle", "ratios")
+_FILLED_IN_OF_OPTIM = ("steps", "batch_size", "save_every")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class CurriculumShare(_Strict):
+    """From this share of the stage's steps on, train these ratios, or `sample` of them drawn for each step."""
+
+    share: float = Field(ge=0, lt=1)
+    ratios: list[int] = Field(min_length=1)
+    sample: int | None = Field(default=None, gt=0)
+
+
+class Stage(BaseModel):
+    """A stage: its share of the entry's steps, its curriculum, and any key of a recipe.
+
+    A `method` given here replaces single keys of the entry's, from this stage alone.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    share: float = Field(gt=0, le=1)
+    curriculum: list[CurriculumShare] = []
+
+
+class Entry(_Strict):
+    """What is trained and gets a line in the table.
+
+    Attributes:
+        note: what it is, and how its training differs from the others' and why.
+        like: another entry, whose method, settings, ratios and stages hold where this one gives none;
+            a method or settings given beside it replace single keys.
+        method: a method's configuration, see `config.MethodConfig`.
+        ratios: the ratios it is trained and scored at; by default all of the comparison's.
+        settings: keys of a recipe for all of its stages.
+        stages: in order; their shares sum to 1.
+    """
+
+    note: str
+    like: str | None = None
+    method: dict[str, Any] = {}
+    ratios: list[int] | None = Field(default=None, min_length=1)
+    settings: dict[str, Any] = {}
+    stages: list[Stage] = []
+
+
+class Ordering(_Strict):
+    """A claim of a paper: that one entry scores better than another, at every ratio that both have."""
+
+    claim: str
+    better: str
+    worse: str
+
+
+class Comparison(_Strict):
+    """A whole comparison.
+
+    Attributes:
+        ratios: the ratios that entries are trained and scored at.
+        batch_size: examples in a step.
+        first_world: seed of the first world (see `data.world`) that examples are drawn from.
+        settings: keys of a recipe for every stage of every entry.
+        entries: by name.
+        orderings: what the papers say of the entries.
+    """
+
+    ratios: list[int] = Field(min_length=1)
+    batch_size: int = Field(gt=0)
+    first_world: int = Field(ge=0)
+    settings: dict[str, Any]
+    entries: dict[str, Entry] = Field(min_length=1)
+    orderings: list[Ordering] = []
+
+    @model_validator(mode="after")
+    def _complete(self) -> Comparison:
+        for name, entry in self.entries.items():
+            if entry.like is not None and entry.like not in self.entries:
+                raise ValueError(f"entry {name} is like {entry.like!r}, which is not there")
+            whole = self.resolved(name)
+            if not whole.method or not whole.stages:
+                raise ValueError(f"entry {name} needs a method and stages, its own or those of the entry it is like")
+            total = sum(stage.share for stage in whole.stages)
+            if abs(total - 1) > 1e-6:
+                raise ValueError(f"the shares of entry {name}'s stages sum to {total:g}, not to 1")
+        for ordering in self.orderings:
+            for name in (ordering.better, ordering.worse):
+                if name not in self.entries:
+                    raise ValueError(f"the ordering {ordering.claim!r} is about {name!r}, which is no entry")
+        return self
+
+    def resolved(self, name: str) -> Entry:
+        """An entry with what it takes over from the one it is like.
+
+        Raises:
+            ConfigError: entries are like each other in a circle.
+        """
+        chain = [name]
+        while (like := self.entries[chain[-1]].like) is not None:
+            if like in chain:
+                raise ConfigError(f"entries are like each other in a circle: {' -> '.join([*chain, like])}")
+            chain.append(like)
+        whole = self.entries[chain.pop()]
+        for own in (self.entries[name] for name in reversed(chain)):
+            whole = Entry(
+                note=own.note,
+                method=merged(whole.method, own.method),
+                ratios=own.ratios or whole.ratios,
+                settings=merged(whole.settings, own.settings),
+                stages=own.stages or whole.stages,
+            )
+        return whole
+
+    def ratios_of(self, name: str) -> list[int]:
+        """The ratios that an entry is trained and scored at, the finest first."""
+        return sorted(self.resolved(name).ratios or self.ratios)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What every entry is given.
+
+    Attributes:
+        steps: optimiser steps, shared by the stages.
+        passages: passages in each example's prompt.
+    """
+
+    steps: int
+    passages: int
+
+
+def load_comparison(path: str | Path) -> Comparison:
+    """Read a comparison from a YAML file, or a shipped one by name (`demo`).
+
+    Raises:
+        ConfigError: no such file, or a key or value it may not have.
+    """
+    file = Path(path)
+    if not file.is_file():
+        file = SHIPPED / f"{path}.yaml"
+    if not file.is_file():
+        shipped = ", ".join(sorted(f.stem for f in SHIPPED.glob("*.yaml")))
+        raise ConfigError(f"no comparison {str(path)!r}: give a YAML file or one of {shipped}")
+    try:
+        return Comparison.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}") from None
+    except ValidationError as error:
+        raise ConfigError(f"{file}: {explain(error)}") from None
+
+
+def stage_recipes(
+    comparison: Comparison, name: str, budget: Budget, decoder: str, folder: Path
+) -> list[CompressionRecipe]:
+    """An entry's stages as recipes: stage i is written to `folder`/i, and starts from the bundle of stage i - 1.
+
+    All entries read the same examples in the same order: each stage goes on where the one before it
+    ended.
+
+    Raises:
+        ConfigError: the budget is too small for the stages, or a stage has an unknown or impossible value.
+    """
+    entry = comparison.resolved(name)
+    ratios = comparison.ratios_of(name)
+    recipes: list[CompressionRecipe] = []
+    done, given = 0, 0.0
+    for number, stage in enumerate(entry.stages, 1):
+        given += stage.share
+        steps = round(given * budget.steps) - done
+        if steps < 1:
+            raise ConfigError(f"a budget of {budget.steps} steps leaves none for stage {number} of {name}: raise it")
+        recipe = merged(comparison.settings, entry.settings, stage.model_extra or {})
+        _check_free(recipe, f"stage {number} of {name}")
+        recipe = merged(
+            recipe,
+            {"decoder": decoder} if number == 1 else {"bundle": str(folder / str(number - 1) / "bundle")},
+            {
+                "name": name,
+                "output": str(folder / str(number)),
+                "method": merged(entry.method, recipe.get("method", {})),
+                "base_ratio": recipe.get("base_ratio", ratios[0]),
+                "ratios": ratios,
+                "curriculum": [
+                    {"step": round(part.share * steps), "ratios": part.ratios, "sample": part.sample}
+                    for part in stage.curriculum
+                ],
+                "data": {
+                    "world": {
+                        "split": "train",
+                        "seed": comparison.first_world + -(-done * comparison.batch_size // EXAMPLES_PER_WORLD),
+                        "examples": steps * comparison.batch_size,
+                        "passages": [budget.passages],
+                    }
+                },
+                "optim": {
+                    "steps": steps,
+                    "batch_size": comparison.batch_size,
+                    "save_every": max(1, min(100, steps // 4)),
+                },
+            },
+        )
+        parsed = parse_recipe(recipe, f"stage {number} of {name}")
+        if not isinstance(parsed, CompressionRecipe):
+            raise ConfigError(f"stage {number} of {name} is of kind {parsed.stage!r}, which trains no compressor")
+        recipes.append(parsed)
+        done += steps
+    return recipes
+
+
+def _check_free(recipe: Mapping[str, Any], where: str) -> None:
+    filled = [key for key in _FILLED_IN if key in recipe]
+    filled += [f"data.{key}" for key in ("files", "world") if key in recipe.get("data", {})]
+    filled += [f"optim.{key}" for key in _FILLED_IN_OF_OPTIM if key in recipe.get("optim", {})]
+    if filled:
+        raise ConfigError(f"{where} may not set {', '.join(filled)}: the comparison sets it for all entries alike")
+
+
+def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Mappings laid over each other, the later over the earlier, key by key at every depth."""
+    result: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            old = result.get(key)
+            result[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def chosen(comparison: Comparison, names: Sequence[str] | None) -> list[str]:
+    """The entries asked for, in the file's order; all of them where none is named.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    for name in names or []:
+        if name not in comparison.entries:
+            raise ConfigError(f"no entry {name!r}: choose from {', '.join(comparison.entries)}")
+    return [name for name in comparison.entries if not names or name in names]

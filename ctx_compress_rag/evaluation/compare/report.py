@@ -1,0 +1,273 @@
+"""The table, the picture and the papers' orderings, from the results that a comparison has so far."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.evaluation.compare.config import Comparison, Ordering
+from ctx_compress_rag.evaluation.compare.run import BASELINES, RUN_FILE
+from ctx_compress_rag.evaluation.harness import EXTRACTED, FULL, NONE, SOFT, TRUNCATED
+from ctx_compress_rag.evaluation.plots import MOST_CURVES, Curve, plot_panels
+from ctx_compress_rag.metrics import Interval, paired_difference, standard_error, teacher_normalized
+
+_OFF_BUDGET = 0.1  # a context this much longer or shorter than a slot for each `ratio` tokens is marked
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One system at one ratio.
+
+    Attributes:
+        f1, exact_match: a score for each question, 0 to 1.
+        normalized: teacher-normalised F1 with its 95 % bootstrap interval.
+        context_tokens: what the context adds to the prompt, a slot counting as one token: mean over questions.
+        real_ratio: the full text's tokens over these.
+        stored_bytes: mean size of a passage as it is stored; None for baselines.
+    """
+
+    f1: list[float]
+    exact_match: list[float]
+    normalized: Interval | None
+    context_tokens: float
+    real_ratio: float
+    stored_bytes: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A system at all of its ratios, with what its training and compressing took (empty for baselines)."""
+
+    name: str
+    method: str
+    cells: dict[int, Cell]
+    costs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All results of a comparison.
+
+    Attributes:
+        run: what was compared, as run.json has it.
+        full, none: F1 of each question with the full text and without context.
+        full_exact, none_exact: the same for exact match.
+        rows: truncation, extraction, then the entries in the comparison's order.
+        missing: entries without a result yet.
+    """
+
+    run: dict[str, Any]
+    full: list[float]
+    none: list[float]
+    full_exact: list[float]
+    none_exact: list[float]
+    rows: list[Row]
+    missing: list[str]
+
+    @property
+    def ratios(self) -> list[int]:
+        """All ratios that anything was scored at."""
+        return sorted({ratio for row in self.rows for ratio in row.cells})
+
+
+def read_report(comparison: Comparison, folder: Path) -> Report:
+    """What a comparison's folder holds.
+
+    Raises:
+        ConfigError: it holds no comparison, or the baselines are not scored yet.
+    """
+    try:
+        run = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+        baselines = json.loads((folder / "results" / f"{BASELINES}.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{error.filename} is not there: run the comparison first, without --table-only") from None
+    whole = {score["system"]: score for score in baselines["scores"] if score["ratio"] is None}
+    full, none = whole[FULL], whole[NONE]
+
+    def cells(scores: Sequence[dict[str, Any]], system: str) -> dict[int, Cell]:
+        found = {}
+        for score in scores:
+            if score["system"] == system:
+                context = score["prompt_tokens"] - none["prompt_tokens"]
+                found[score["ratio"]] = Cell(
+                    f1=score["f1"],
+                    exact_match=score["exact_match"],
+                    normalized=teacher_normalized(score["f1"], none["f1"], full["f1"]),
+                    context_tokens=context,
+                    real_ratio=(full["prompt_tokens"] - none["prompt_tokens"]) / max(context, 1.0),
+                    stored_bytes=score["stored_bytes"],
+                )
+        return found
+
+    rows = [Row(name, BASELINES, cells(baselines["scores"], name), {}) for name in (EXTRACTED, TRUNCATED)]
+    missing = []
+    for name in comparison.entries:
+        file = folder / "results" / f"{name}.json"
+        if file.exists():
+            result = json.loads(file.read_text(encoding="utf-8"))
+            rows.append(Row(name, result["method"]["name"], cells(result["scores"], SOFT), result))
+        else:
+            missing.append(name)
+    return Report(run, full["f1"], none["f1"], full["exact_match"], none["exact_match"], rows, missing)
+
+
+def table(report: Report) -> str:
+    """The results as a Markdown table, one line for each entry."""
+    ratios = report.ratios
+    # Truncation gets a token for each slot: what the ratio means for passages of these lengths.
+    budgets = {r: cell.real_ratio for row in report.rows if row.name == TRUNCATED for r, cell in row.cells.items()}
+    heads = [
+        *(f"{ratio}x" for ratio in ratios),
+        "parameters trained",
+        "training",
+        "ms per passage",
+        "bytes per passage",
+    ]
+    lines = [f"| context | {' | '.join(heads)} |", "|" + "---|" * (len(heads) + 1)]
+    for row in report.rows:
+        scores = [_cell(row.cells.get(ratio), budgets.get(ratio, ratio)) for ratio in ratios]
+        lines.append(f"| {row.name} | {' | '.join([*scores, *_costs(row)])} |")
+    return "\n".join(lines)
+
+
+def _cell(cell: Cell | None, ratio: float) -> str:
+    if cell is None:
+        return ""
+    kept = "" if cell.normalized is None else f" ({_interval(cell.normalized)})"
+    off = "" if abs(cell.real_ratio / ratio - 1) <= _OFF_BUDGET else f" [{cell.real_ratio:.1f}x]"
+    return f"{_score(cell.f1)}{kept}, EM {np.mean(cell.exact_match):.3f}{off}"
+
+
+def _costs(row: Row) -> list[str]:
+    if not row.costs:
+        return ["", "", "", ""]
+    interrupted = "over " if row.costs["interrupted"] else ""
+    sizes = [cell.stored_bytes for _, cell in sorted(row.cells.items()) if cell.stored_bytes is not None]
+    # A nestable method stores one ratio for all, others each ratio apart.
+    stored = [f"{size:,.0f}" for size in (sizes[:1] if len(set(sizes)) == 1 else sizes)]
+    return [
+        f"{row.costs['trained_parameters']:,}",
+        f"{interrupted}{row.costs['training_seconds']:,.0f} s, {row.costs['training_tokens']:,} tokens",
+        f"{1000 * row.costs['compress_seconds']:.1f}",
+        " / ".join(stored),
+    ]
+
+
+def orderings(comparison: Comparison, report: Report) -> list[str]:
+    """For each ordering of the papers, whether it held: the difference in F1 over the same questions."""
+    rows = {row.name: row for row in report.rows}
+    return [_ordering(ordering, rows) for ordering in comparison.orderings]
+
+
+def _ordering(ordering: Ordering, rows: dict[str, Row]) -> str:
+    missing = [name for name in (ordering.better, ordering.worse) if name not in rows]
+    if missing:
+        return f"- **not measured**: {ordering.claim} ({', '.join(missing)} has no result)"
+    better, worse = rows[ordering.better].cells, rows[ordering.worse].cells
+    shared = sorted(better.keys() & worse.keys())
+    if not shared:
+        return f"- **not measured**: {ordering.claim} ({ordering.better} and {ordering.worse} share no ratio)"
+    each = [paired_difference(better[ratio].f1, worse[ratio].f1) for ratio in shared]
+    whole = paired_difference(
+        *(np.mean([cells[ratio].f1 for ratio in shared], axis=0).tolist() for cells in (better, worse))
+    )
+    verdict = "held" if whole.low > 0 else "reversed" if whole.high < 0 else "not shown"
+    apart = (
+        "" if len(shared) == 1 else f"; {', '.join(f'{r}x {_signed(d)}' for r, d in zip(shared, each, strict=True))}"
+    )
+    at = f" at {shared[0]}x" if len(shared) == 1 else ""
+    return f"- **{verdict}**: {ordering.claim}: {ordering.better} over {ordering.worse}{at} {_signed(whole)}{apart}"
+
+
+def text(comparison: Comparison, report: Report) -> str:
+    """The whole report as Markdown."""
+    run = report.run
+    baseline = (
+        f"full text {_score(report.full)}, EM {np.mean(report.full_exact):.3f}; "
+        f"no context {_score(report.none)}, EM {np.mean(report.none_exact):.3f}"
+    )
+    about = [
+        f"{run['questions']} questions about names that training never met, passages in each prompt: "
+        f"{run['passages']}; every entry trained for {run['steps']} steps on the same examples, from the same frozen "
+        "decoder.",
+        "",
+        "Answer F1 ± its standard error (teacher-normalised F1, 95 % interval), exact match; in square brackets the "
+        "real ratio, where the context is a tenth or more longer or shorter than a slot for so many tokens makes it "
+        "(truncation gets as many tokens as that). Time: to compress one passage alone, for the store. Bytes: as "
+        "stored, one size for each ratio where a method stores each apart.",
+        "",
+        table(report),
+        "",
+        f"{baseline}.",
+        "",
+        "What the papers say, and the difference in F1 over the same questions, mean of all ratios that both have "
+        "(paired bootstrap, 95 % interval). *Held*: the interval is above zero; *reversed*: below; *not shown*: it "
+        "holds zero.",
+        "",
+        *orderings(comparison, report),
+    ]
+    if report.missing:
+        about += ["", f"Without a result yet: {', '.join(report.missing)}."]
+    return "\n".join(about)
+
+
+def save(comparison: Comparison, folder: Path) -> Report:
+    """Write compare.md and compare.png from what `folder` holds so far.
+
+    Raises:
+        ConfigError: it holds no comparison.
+    """
+    report = read_report(comparison, folder)
+    (folder / "compare.md").write_text(text(comparison, report) + "\n", encoding="utf-8")
+    entries = [row for row in report.rows if row.costs]
+    if entries:
+        plot_panels(
+            folder / "compare.png",
+            _panels(entries),
+            [_curve(row) for row in report.rows if not row.costs],
+            {FULL: float(np.mean(report.full)), NONE: float(np.mean(report.none))},
+            report.ratios,
+            title=f"answer F1 after {report.run['steps']} steps each (bars: 95 %)",
+        )
+    return report
+
+
+def _panels(entries: Sequence[Row]) -> dict[str, list[Curve]]:
+    """A picture for each method; of one with many entries several, since a picture holds few curves."""
+    panels: dict[str, list[Curve]] = {}
+    for method in dict.fromkeys(row.method for row in entries):
+        curves = [_curve(row) for row in entries if row.method == method]
+        for start in range(0, len(curves), MOST_CURVES):
+            panels[f"{method} ({start // MOST_CURVES + 1})" if start else method] = curves[start : start + MOST_CURVES]
+    return panels
+
+
+def _curve(row: Row) -> Curve:
+    cells = [cell for _, cell in sorted(row.cells.items())]
+    means = [float(np.mean(cell.f1)) for cell in cells]
+    margins = [1.96 * standard_error(cell.f1) for cell in cells]
+    return Curve(
+        row.name,
+        [cell.real_ratio for cell in cells],
+        means,
+        [max(0.0, mean - margin) for mean, margin in zip(means, margins, strict=True)],
+        [min(1.0, mean + margin) for mean, margin in zip(means, margins, strict=True)],
+    )
+
+
+def _score(scores: Sequence[float]) -> str:
+    return f"{np.mean(scores):.3f} ± {standard_error(scores):.3f}"
+
+
+def _interval(interval: Interval) -> str:
+    return f"{interval.value:.3f}: {interval.low:.3f} to {interval.high:.3f}"
+
+
+def _signed(interval: Interval) -> str:
+    return f"{interval.value:+.3f} ({interval.low:+.3f} to {interval.high:+.3f})"

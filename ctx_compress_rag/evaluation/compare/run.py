@@ -1,0 +1,348 @@
+"""Train every entry of a comparison with the same budget from the same decoder, and score it.
+
+In the output folder: `run.json` says what is compared, `entries/` holds recipes, checkpoints and bundles,
+`results/` one JSON file for each entry that is finished. An entry with a result is not trained again; one
+that was interrupted goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import cycle, islice
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import yaml
+from tqdm.auto import tqdm
+
+from ctx_compress_rag import __version__
+from ctx_compress_rag.backbone import Backbone, load_decoder
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.config import BundleConfig, MeanPoolingConfig, TuneConfig
+from ctx_compress_rag.data.examples import world_examples
+from ctx_compress_rag.data.world import PASSAGES_PER_WORLD
+from ctx_compress_rag.errors import ConfigError, CtxCompressError
+from ctx_compress_rag.evaluation.compare.config import Budget, Comparison, stage_recipes
+from ctx_compress_rag.evaluation.harness import (
+    EXTRACTED,
+    FULL,
+    NONE,
+    SOFT,
+    TRUNCATED,
+    Question,
+    SystemAnswers,
+    answer,
+    each,
+    questions_of,
+)
+from ctx_compress_rag.metrics import exact_match, token_f1
+from ctx_compress_rag.text.minilm import load_minilm
+from ctx_compress_rag.text.prompts import shares
+from ctx_compress_rag.training.objectives.reconstruction import passages_of
+from ctx_compress_rag.training.recipes import CompressionRecipe, ReconstructionRecipe
+from ctx_compress_rag.training.run import load_examples, run_recipe
+
+BASELINES = "baselines"
+RUN_FILE = "run.json"
+
+_TIMED_PASSAGES = 50
+_POLL_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compared, and where; a run with another plan is refused the folder.
+
+    Attributes:
+        output: the folder.
+        decoder: folder or hub id of the frozen decoder.
+        budget: what every entry is given.
+        questions: test questions, with as many passages as the budget says.
+        ratios: the comparison's ratios, which the baselines are scored at.
+    """
+
+    output: Path
+    decoder: str
+    budget: Budget
+    questions: int
+    ratios: list[int]
+
+    def test_questions(self) -> list[Question]:
+        """The test questions: of names that training never meets."""
+        examples = world_examples("test", 0, self.questions, max_turns=1, passages=(self.budget.passages,))
+        return questions_of(examples, self.questions)
+
+    def result(self, name: str) -> Path:
+        """Where an entry's result goes."""
+        return self.output / "results" / f"{name}.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """An entry to train and score, or the baselines, which have no stages."""
+
+    plan: Plan
+    name: str
+    recipes: tuple[CompressionRecipe, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Where the entry's stages and log are."""
+        return self.plan.output / "entries" / self.name
+
+    @property
+    def steps(self) -> int:
+        """Training steps of all stages."""
+        return sum(recipe.optim.steps for recipe in self.recipes)
+
+
+def compare(comparison: Comparison, names: Sequence[str], plan: Plan, jobs: int) -> None:
+    """Train and score the entries and the baselines that have no result yet.
+
+    Args:
+        comparison: what to compare.
+        names: which of its entries.
+        plan: with which budget, and where.
+        jobs: processes that work at a time, each with its share of the processor's threads.
+
+    Raises:
+        ConfigError: a number is impossible, the folder holds another run, or an entry cannot be trained as it is
+            written.
+        CtxCompressError: an entry failed; with several jobs the others are finished first.
+    """
+    if jobs < 1:
+        raise ConfigError(f"{jobs} jobs can do nothing: give 1 or more")
+    if plan.questions < 2:
+        raise ConfigError(f"{plan.questions} questions have no standard error: give 2 or more")
+    if not 1 <= plan.budget.passages <= PASSAGES_PER_WORLD:
+        raise ConfigError(f"{plan.budget.passages} passages in a prompt: a world has 1 to {PASSAGES_PER_WORLD}")
+    work = [Job(plan, BASELINES)]
+    for name in names:
+        folder = plan.output / "entries" / name
+        work.append(Job(plan, name, tuple(stage_recipes(comparison, name, plan.budget, plan.decoder, folder))))
+    _claim(plan)
+    for job in work:
+        _write_recipes(job)
+    todo = [job for job in work if not plan.result(job.name).exists()]
+    if jobs == 1:
+        for job in todo:
+            run_job(job)
+    elif todo:
+        _in_processes(todo, jobs)
+
+
+def _claim(plan: Plan) -> None:
+    """Write what this run is into its folder, or refuse a folder that holds another run."""
+    about = {
+        "decoder": plan.decoder,
+        "decoder_sha256": _decoder_digest(plan.decoder),
+        **asdict(plan.budget),
+        "questions": plan.questions,
+        "ratios": plan.ratios,
+    }
+    file = plan.output / RUN_FILE
+    if file.exists():
+        before = json.loads(file.read_text(encoding="utf-8"))
+        for key, value in about.items():
+            if before.get(key) != value and key != "decoder":  # the same weights may have moved
+                raise ConfigError(
+                    f"{plan.output} holds a comparison with {key} {before.get(key)!r}, not {value!r}: "
+                    "give it another --output, or delete the folder"
+                )
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+def _decoder_digest(decoder: str) -> str | None:
+    """SHA-256 of a decoder folder's weights; None for one on the hub."""
+    digest = hashlib.sha256()
+    files = sorted(Path(decoder).glob("*.safetensors"))
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest() if files else None
+
+
+def _write_recipes(job: Job) -> None:
+    """The stages as recipe files, which `ctx-compress train` takes, too."""
+    for recipe in job.recipes:
+        text = yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True), sort_keys=False)
+        file = _recipe_file(recipe)
+        if file.exists() and file.read_text(encoding="utf-8") != text:
+            raise ConfigError(f"the recipe of {job.name} has changed since {file}: delete {job.folder} and its result")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+
+
+def _recipe_file(recipe: CompressionRecipe) -> Path:
+    return recipe.output / "recipe.yaml"
+
+
+def _in_processes(todo: Sequence[Job], jobs: int) -> None:
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    failed: dict[str, BaseException] = {}
+    # A process for each job: what one leaves in memory does not slow the next.
+    with (
+        ProcessPoolExecutor(jobs, get_context("spawn"), _end_with_parent, max_tasks_per_child=1) as pool,
+        tqdm(total=sum(job.steps for job in todo), desc="training", unit="step") as bar,
+    ):
+        running: dict[Future[None], Job] = {pool.submit(_run_apart, job, threads): job for job in todo}
+        while running:
+            done, _ = wait(running, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
+            bar.n = sum(_steps_done(recipe) for job in todo for recipe in job.recipes)
+            bar.refresh()
+            for future in done:
+                job = running.pop(future)
+                error = future.exception()
+                bar.write(f"{job.name}: {'done' if error is None else f'failed: {error}'}", file=sys.stderr)
+                if error is not None:
+                    failed[job.name] = error
+    if failed:
+        name, error = next(iter(failed.items()))
+        log = todo[0].plan.output / "entries" / name / "log.txt"
+        raise CtxCompressError(f"{len(failed)} of {len(todo)} failed, first {name}: {error}; see {log}") from error
+
+
+def _run_apart(job: Job, threads: int) -> None:
+    """Run a job in a process of its own, what it prints going to its log."""
+    torch.set_num_threads(threads)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with open(job.folder / "log.txt", "ab", buffering=0) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        run_job(job)
+
+
+def _end_with_parent() -> None:
+    """End this process when the command is killed: its next run would train the same entry beside it."""
+
+    def watch() -> None:
+        parent = parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _steps_done(recipe: CompressionRecipe) -> int:
+    """Steps of a stage that are on disk."""
+    if (recipe.output / "training_report.json").exists():
+        return recipe.optim.steps
+    return max((int(f.name.split("-")[1]) for f in (recipe.output / "checkpoints").glob("checkpoint-*")), default=0)
+
+
+def run_job(job: Job) -> None:
+    """Train an entry, score it and write its result; or do this with the baselines."""
+    questions = job.plan.test_questions()
+    if not job.recipes:
+        result = _baselines(job.plan, questions)
+    else:
+        reports = [_train_stage(recipe) for recipe in job.recipes]
+        bundle = Bundle.from_pretrained(job.recipes[-1].output / "bundle")
+        result = _entry_result(job, bundle, reports, questions)
+    result["version"] = __version__
+    file = job.plan.result(job.name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    part.replace(file)  # a result is there whole or not at all
+
+
+def _train_stage(recipe: CompressionRecipe) -> dict[str, Any]:
+    """Run a stage, unless it is finished; its report."""
+    report = recipe.output / "training_report.json"
+    if not report.exists():
+        run_recipe(_recipe_file(recipe))
+    return dict(json.loads(report.read_text(encoding="utf-8")))
+
+
+def _entry_result(
+    job: Job, bundle: Bundle, reports: Sequence[Mapping[str, Any]], questions: Sequence[Question]
+) -> dict[str, Any]:
+    compress_seconds = _compress_seconds(bundle, questions)  # before the store is filled: encoders may cache
+    answers = answer(bundle, questions, job.recipes[-1].ratios, (SOFT,))
+    return {
+        "name": job.name,
+        "method": bundle.config.method.model_dump(mode="json"),
+        "fingerprint": bundle.fingerprint,
+        "stages": [
+            {"stage": r.stage, "steps": r.optim.steps, "seed": r.seed, "world_seed": r.data.world[0].seed}  # type: ignore[attr-defined]
+            for r in job.recipes
+        ],
+        "steps": job.steps,
+        "trained_parameters": max(int(report["trained_parameters"]) for report in reports),
+        "training_seconds": sum(float(report["seconds"]) for report in reports),
+        "interrupted": any(report["resumed"] for report in reports),
+        "training_tokens": sum(source_tokens(recipe, bundle.tokenizer) for recipe in job.recipes),
+        "compress_seconds": compress_seconds,
+        "threads": torch.get_num_threads(),
+        "device": str(bundle.backbone.device),
+        "scores": _scores(answers, questions),
+    }
+
+
+def _baselines(plan: Plan, questions: Sequence[Question]) -> dict[str, Any]:
+    """The decoder with full text, with nothing, and with passages cut to ceil(tokens / ratio) tokens."""
+    model, tokenizer = load_decoder(plan.decoder)
+    frozen = TuneConfig(mode="frozen")
+    method = MeanPoolingConfig(encoder=frozen, decoder=frozen)
+    base = min(plan.ratios)
+    # Untrained: all that is asked of it is how many slots a passage has.
+    config = BundleConfig(name="budget", method=method, base_ratio=base, ratios=plan.ratios, max_tokens=1024 * base)
+    bundle = Bundle.build(config, Backbone(model, tokenizer))
+    answers = answer(bundle, questions, plan.ratios, (FULL, NONE, TRUNCATED, EXTRACTED), encoder=load_minilm())
+    return {"name": BASELINES, "decoder": plan.decoder, "scores": _scores(answers, questions)}
+
+
+def _scores(answers: SystemAnswers, questions: Sequence[Question]) -> list[dict[str, Any]]:
+    return [
+        {
+            "system": system,
+            "ratio": ratio,
+            "prompt_tokens": given.prompt_tokens,
+            "stored_bytes": given.stored_bytes,
+            "exact_match": each(exact_match, given.texts, questions),
+            "f1": each(token_f1, given.texts, questions),
+        }
+        for (system, ratio), given in answers.items()
+    ]
+
+
+def source_tokens(recipe: CompressionRecipe, tokenizer: Any) -> int:
+    """Tokens of the passages that a stage reads, counted each time that an example holds the passage."""
+    examples = load_examples(recipe)
+    if isinstance(recipe, ReconstructionRecipe):
+        examples = passages_of(examples)
+    lengths: dict[str, int] = {}
+    total = 0
+    for example in islice(cycle(examples), recipe.optim.steps * recipe.optim.batch_size):
+        for passage in example.passages:
+            if passage not in lengths:
+                lengths[passage] = len(tokenizer(passage, add_special_tokens=False, verbose=False)["input_ids"])
+        total += sum(shares([lengths[p] for p in example.passages], recipe.data.max_context_tokens))
+    return total
+
+
+def _compress_seconds(bundle: Bundle, questions: Sequence[Question]) -> float:
+    """Median time to compress one passage, on its own, at the base ratio."""
+    passages = list(dict.fromkeys(p for q in questions for p in q.passages))[:_TIMED_PASSAGES]
+    return median(_seconds(partial(bundle.compress, [passage])) for passage in passages)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started

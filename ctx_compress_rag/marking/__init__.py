@@ -1,0 +1,1 @@
+"""Retrieved texts into markers: at what ratio, within what budget."""

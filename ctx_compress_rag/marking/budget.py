@@ -1,0 +1,142 @@
+"""A budget of tokens shared among retrieved passages: the more relevant one is, the more of it is kept."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from ctx_compress_rag.errors import RatioError
+from ctx_compress_rag.stores.markers import MAX_FACTOR
+
+Score = float | None
+
+TEXT = 0
+"""Stands for a passage's text where otherwise a factor stands."""
+
+_LEAST_SHARE = 0.9
+
+
+def allot(
+    tokens: Sequence[int],
+    slots: Sequence[int],
+    budget: int,
+    *,
+    base_ratio: int,
+    scores: Sequence[Score] | None = None,
+    nestable: bool = True,
+) -> list[int]:
+    """How each passage is to be read, so that all together take at most `budget` tokens of the prompt.
+
+    Scores decide the order alone, since retrievers' scales differ. The passage of rank k would have a ratio
+    proportional to log2(1 + k), as relevance is discounted in ranking measures; all ratios are as fine as the
+    budget allows, and a ratio of 1 is the text. Where this leaves more than a tenth of the budget because
+    ratios come in steps (from the text to the base ratio is a large one), the ratios nearest to it are taken
+    that do not; if none do, the ones that use most.
+
+    - The tokens never exceed the budget.
+    - No passage is read at a coarser ratio than a less relevant one. (One that is down to a single slot
+      cannot be made coarser, and is left out of the comparison.)
+    - At least 90% of the budget is used if any ratios in this order do that; otherwise as much as any do.
+
+    Args:
+        tokens: of each passage's text.
+        slots: of each passage as it is stored; 0 where there are none, and it stays text whatever its rank.
+        budget: most tokens in all, a slot counted as one.
+        base_ratio: source tokens per slot as stored.
+        scores: how relevant each passage is, higher is more; those without one (None, NaN) come last, in the
+            order given. None: the passages are in order, best first.
+        nestable: whether neighbouring slots can be merged; if not, a passage is text or its slots as stored.
+
+    Returns: for each passage how many of its stored slots are merged into one, or `TEXT`.
+
+    Raises:
+        RatioError: the passages do not fit into the budget even at the coarsest ratio.
+    """
+    if sum(tokens) <= budget:
+        return [TEXT] * len(tokens)
+    order, ranks = _ranked(len(tokens), scores)
+    levels = [TEXT, *(_factors(slots) if nestable else [1])]
+    # costs[place][level]: tokens of the passage at a place in the order. Beyond its slots nothing is coarser.
+    costs = [[tokens[i] if not (slots[i] and f) else -(-slots[i] // f) for f in levels] for i in order]
+    least = sum(cost[-1] for cost in costs)
+    if least > budget:
+        raise RatioError(
+            f"{len(tokens)} passages do not fit into token_budget={budget}: at the coarsest ratio they take {least} "
+            "tokens; retrieve fewer, or raise it"
+        )
+    ratios = [base_ratio * factor or 1 for factor in levels]
+    wanted = _graded(costs, ratios, [math.log2(1 + rank) for rank in ranks], budget)
+    if _total(costs, wanted) < _LEAST_SHARE * budget:
+        wanted = _nearest(costs, wanted, budget)
+    chosen = dict(zip(order, wanted, strict=True))
+    return [levels[chosen[i]] if slots[i] else TEXT for i in range(len(tokens))]
+
+
+def _ranked(count: int, scores: Sequence[Score] | None) -> tuple[list[int], list[int]]:
+    """Passages from the most to the least relevant, and their ranks from 1; equal scores have the same."""
+    if scores is None:
+        return list(range(count)), list(range(1, count + 1))
+    known = [-math.inf if score is None or math.isnan(score) else score for score in scores]
+    order = sorted(range(count), key=lambda i: -known[i])
+    ranks = list(range(1, count + 1))
+    for place in range(1, count):
+        if known[order[place]] == known[order[place - 1]] > -math.inf:
+            ranks[place] = ranks[place - 1]
+    return order, ranks
+
+
+def _factors(slots: Sequence[int]) -> list[int]:
+    """The factors at which some passage gets fewer slots, in order."""
+    found = {min(-(-count // left), MAX_FACTOR) for count in set(slots) for left in range(1, count + 1)}
+    return sorted(found | {1})
+
+
+def _total(costs: Sequence[Sequence[int]], levels: Sequence[int]) -> int:
+    return sum(cost[level] for cost, level in zip(costs, levels, strict=True))
+
+
+def _graded(costs: Sequence[Sequence[int]], ratios: list[int], discounts: Sequence[float], budget: int) -> list[int]:
+    """For each place the finest level whose ratio is at least c times its discount, with the least c that fits."""
+    finest = sorted({ratio / discount for ratio in ratios for discount in discounts})
+
+    def levels(c: float) -> list[int]:
+        # The tolerance undoes the division's rounding; the last level is for ratios coarser than any.
+        return [min(bisect_left(ratios, c * d * (1 - 1e-9)), len(ratios) - 1) for d in discounts]
+
+    return levels(finest[bisect_left(finest, True, key=lambda c: _total(costs, levels(c)) <= budget)])
+
+
+def _nearest(costs: Sequence[Sequence[int]], wanted: Sequence[int], budget: int) -> list[int]:
+    """The levels nearest to those wanted, best passage first, that use the least share of the budget, or most of it.
+
+    Sets of totals are the bits of an integer. reach[place][level] has those of the passages from this place
+    on, the first of them at this level and none finer than the one before it.
+    """
+    within = (1 << (budget + 1)) - 1
+    coarser = [1] * len(costs[0])  # the totals after the last passage: 0
+    reach = []
+    for cost in reversed(costs):
+        at = [(after << spent) & within for after, spent in zip(coarser, cost, strict=True)]
+        reach.append(at)
+        coarser = _or_from_the_end(at)
+    reach.reverse()
+    most = coarser[0].bit_length() - 1
+    lowest = min(most, math.ceil(_LEAST_SHARE * budget))
+    levels: list[int] = []
+    spent = 0
+    for at, cost, level in zip(reach, costs, wanted, strict=True):
+        first = levels[-1] if levels else 0
+        enough = [i for i in range(first, len(at)) if (at[i] << spent & within) >> lowest]
+        levels.append(min(enough, key=lambda i: (abs(i - level), i)))
+        spent += cost[levels[-1]]
+    return levels
+
+
+def _or_from_the_end(sets: Sequence[int]) -> list[int]:
+    """For each place the union of the sets from there on."""
+    unions, union = [], 0
+    for each in reversed(sets):
+        union |= each
+        unions.append(union)
+    return unions[::-1]

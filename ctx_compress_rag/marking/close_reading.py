@@ -1,0 +1,81 @@
+"""Close reading and skimming of retrieved passages, when the question is known (paper 004, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError
+from ctx_compress_rag.methods.ram.compressor import RamCompressor
+from ctx_compress_rag.methods.ram.segments import Segments, layout, shown, slots_of_runs
+from ctx_compress_rag.stores.skimmed import Skimmed
+from ctx_compress_rag.text.tokenising import check_characters, text_ids
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.stores import SoftContextStore
+
+_TOKENS_PER_BATCH = 8192
+
+
+def close_read(
+    store: SoftContextStore, texts: Sequence[str], ids: Sequence[str], *, ratio: int, question: str, scope: str | None
+) -> list[str]:
+    """Stored passages as the decoder is to read them: the segments the question needs, markers for the rest.
+
+    Segments are chosen over all passages together (eq. 3), by their stored representations, as exact as the
+    store's codec: only the question and the skimmed segments are encoded. A passage's parts keep their order
+    (eq. 6), neighbouring skimmed segments share a marker, and the kept ones are the passage's own text,
+    character for character. The decoder tokenises that text with the prompt around it: where it begins or
+    ends within a word, tokens at its edge may be others than those that were counted.
+
+    Args:
+        store: has all of the passages; its bundle is a RAM bundle.
+        texts: the passages.
+        ids: their ids in the store.
+        ratio: the paper's alpha.
+        question: what is asked.
+        scope: as in `SoftContextStore.markers`.
+
+    Raises:
+        ConfigError: the question has no tokens or is longer than the model's window, or more segments are skimmed
+            than the store keeps slots for.
+        FingerprintMismatchError: the tokenizer cuts a passage otherwise than when it was stored.
+    """
+    bundle = cast("Bundle", store.bundle)
+    ram = cast(RamCompressor, bundle.compressor)
+    check_characters("the question", len(question), bundle.backbone.window)
+    asked_ids = text_ids(bundle.tokenizer, question)
+    if not asked_ids:
+        raise ConfigError(f"the question {question!r} has no tokens: ask something")
+    passages = [Segments.of(bundle.tokenizer, text, ram.config.segment_tokens) for text in texts]
+    represented = _representations(store, ids, passages, scope)
+    asked = ram.question(asked_ids)
+    counts = torch.tensor([count for passage in passages for count in passage.token_counts])
+    kept = ram.choose(asked.cpu(), represented, counts, ratio)
+    layouts = layout(passages, kept)
+    skimmed = [(passage, run) for passage, runs in zip(passages, layouts, strict=True) for run in runs if not run.kept]
+    segments = [segment for passage, run in skimmed for segment in passage.ids[run.start : run.end]]
+    vectors = ram.skim(segments, asked, _TOKENS_PER_BATCH)
+    softs = slots_of_runs(vectors, torch.tensor([len(segment) for segment in segments]), layouts)
+    parts = [
+        Skimmed(question, ratio, passage.text, *passage.span(run), soft)
+        for (passage, run), soft in zip(skimmed, softs, strict=True)
+    ]
+    return shown(passages, layouts, iter(store.skimmed_markers(parts, scope)))
+
+
+def _representations(
+    store: SoftContextStore, ids: Sequence[str], passages: Sequence[Segments], scope: str | None
+) -> torch.Tensor:
+    """The stored r_i of all segments: (segments, dim)."""
+    stored = store.get(ids, scope, [passage.text for passage in passages])
+    for id, soft, passage in zip(ids, stored, passages, strict=True):
+        if soft is None or soft.token_counts.tolist() != passage.token_counts:
+            raise FingerprintMismatchError(
+                f"passage {id!r} is now cut into {len(passage.ids)} segments, not as it was stored: its text or the "
+                "decoder's tokenizer changed in between; delete it from the store and add it again"
+            )
+    return torch.cat([soft.slots for soft in stored if soft is not None])

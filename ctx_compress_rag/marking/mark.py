@@ -1,0 +1,310 @@
+"""From retrieved texts to the markers that stand for them in a prompt, and back; frameworks share it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Literal, cast, get_args
+
+from ctx_compress_rag.config import whole
+from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError, StoreWriteError
+from ctx_compress_rag.marking.budget import TEXT, Score, allot
+from ctx_compress_rag.stores import markers as marking
+from ctx_compress_rag.text.tokenising import text_ids
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.stores import Compresses, SoftContextStore
+
+logger = logging.getLogger(__name__)
+
+OnMissing = Literal["compress", "error", "text"]
+"""A passage that is not stored, or stored with another text: compress it now, raise, or leave its text.
+
+Where the store cannot be written to, "compress" leaves the text, too, with a warning that names the passages.
+"""
+
+Mode = Literal["soft", "close_reading"]
+"""A marker in place of each passage; or text where the question needs it and markers for the rest (paper 004)."""
+
+
+def mode_of(bundle: Compresses) -> Mode:
+    """The mode that a bundle's passages are read in: "close_reading" for ram, "soft" for every other method."""
+    return "close_reading" if bundle.compressor.question_aware else "soft"
+
+
+def check_size(
+    store: SoftContextStore,
+    ratio: int | None,
+    token_budget: int | None,
+    on_missing: str,
+    mode: str = "soft",
+    scope: str | None = None,
+) -> None:
+    """Refuse arguments that `mark` could never serve with this store.
+
+    Raises:
+        ConfigError: both a ratio and a budget are given, a budget is below 1, `on_missing` is unknown, or the
+            mode is, or is not that of the store's bundle, or the scope is blank.
+        RatioError: the ratio cannot be made from the store's base ratio; in close reading, it is below 2.
+    """
+    _check_mode(store, mode)
+    if scope is not None:
+        marking.check_scope(scope)
+    if on_missing not in get_args(OnMissing):
+        raise ConfigError(f"on_missing={on_missing!r}: choose one of {', '.join(get_args(OnMissing))}")
+    if ratio is not None and token_budget is not None:
+        raise ConfigError(f"ratio={ratio} and token_budget={token_budget}: give one of them, the other follows from it")
+    if token_budget is not None and token_budget < 1:
+        raise ConfigError(f"token_budget={token_budget}: a budget is a number of tokens, 1 or more")
+    if mode == "close_reading":
+        if token_budget is not None:
+            raise ConfigError(f"token_budget={token_budget}: close reading takes a ratio, how much shorter to make all")
+        if ratio is not None and ratio < 2:
+            raise RatioError(f"ratio={ratio}: close reading makes the context shorter by 2 or more")
+        return
+    base = store.base_ratio
+    if ratio is not None and (ratio < base or ratio % base):
+        raise RatioError(f"ratio={ratio} cannot be made from the stored {base}: choose a multiple of {base}")
+
+
+def mark(
+    store: SoftContextStore,
+    texts: Sequence[str],
+    ids: Sequence[str] | None = None,
+    *,
+    ratio: int | None = None,
+    token_budget: int | None = None,
+    scores: Sequence[Score] | None = None,
+    on_missing: OnMissing = "compress",
+    scope: str | None = None,
+    mode: Mode = "soft",
+    question: str | None = None,
+) -> list[str]:
+    """For each retrieved text the marker that stands for it, or the text itself.
+
+    In close reading (a RAM bundle) each text keeps the segments that the question needs, and has markers in
+    the place of the others: see `marking.close_reading.close_read`. The slots of those are in the store object's
+    memory, for this question only: the LLM must read with the same object.
+
+    Blank texts stay as they are. A text that holds a marker already is expanded first, so that marking twice
+    does not store the marker as the passage. Safe in threads.
+
+    Args:
+        store: where the soft contexts are.
+        texts: passages, in any order; the order is kept. Without scores, a budget takes them for best first.
+        ids: their ids in the store; by default hashes of the texts.
+        ratio: source tokens per slot, a multiple of the store's base ratio, which is the default. In close
+            reading, how many times shorter all texts together become, 2 or more; by default the least that
+            the bundle was trained for.
+        token_budget: instead of a ratio, the most tokens that all texts may take together, slots and the tokens
+            of what stays text counted as the LLM counts them. The more relevant a passage, the finer its ratio;
+            the best stay text where there is room: see `marking.budget.allot`. What stands around the passages in the
+            prompt (template, question, separators) comes on top.
+        scores: with a budget, how relevant each text is: higher is more, None comes last.
+        on_missing: see `OnMissing`.
+        scope: tenant or user; by default the one of `stores.markers.scope`, or else the store's.
+        mode: "close_reading" for a RAM bundle, "soft" for any other.
+        question: what is asked; needed for close reading, and not used otherwise.
+
+    Raises:
+        ConfigError: an argument has an impossible value, an id came with two texts, the mode is not that of the
+            store's bundle, or close reading has no question.
+        RatioError: the ratio cannot be made, or the passages do not fit into the budget at any ratio.
+        MissingPassageError: with on_missing="error", a passage is not stored with this text.
+    """
+    from ctx_compress_rag.stores.passages import content_id
+
+    ratio = None if ratio is None else whole("ratio", ratio)
+    token_budget = None if token_budget is None else whole("token_budget", token_budget)
+    check_size(store, ratio, token_budget, on_missing, mode, scope)
+    if mode == "close_reading" and not (question and question.strip()):
+        raise ConfigError(
+            "close reading needs the question: give it to compress_documents (LangChain; a "
+            "ContextualCompressionRetriever does), as query_bundle or query_str (LlamaIndex), or as question= of mark"
+        )
+    if ids is not None and len(ids) != len(texts):
+        raise ConfigError(f"{len(ids)} ids for {len(texts)} texts: give one id per text")
+    if scores is not None and len(scores) != len(texts):
+        raise ConfigError(f"{len(scores)} scores for {len(texts)} texts: give one score, or None, per text")
+    texts = [expand(store, text, scope) for text in texts]
+    names = [content_id(text) for text in texts] if ids is None else list(ids)
+    wanted = [i for i, text in enumerate(texts) if text.strip()]
+    stored: Sequence[bool] | None = None
+    if on_missing == "compress":
+        try:
+            store.ensure([texts[i] for i in wanted], [names[i] for i in wanted], scope)
+        except StoreWriteError as error:
+            stored = store.has([texts[i] for i in wanted], [names[i] for i in wanted], scope)
+            left = [names[i] for i, there in zip(wanted, stored, strict=True) if not there]
+            logger.warning("left as text, since they cannot be stored: passages %s (%s)", ", ".join(left), error)
+    else:
+        stored = store.has([texts[i] for i in wanted], [names[i] for i in wanted], scope)
+        missing = [names[i] for i, there in zip(wanted, stored, strict=True) if not there]
+        if missing and on_missing == "error":
+            raise MissingPassageError(
+                f"passage {missing[0]!r} is not stored with this text ({len(missing)} are not): "
+                "add it to the store, or choose on_missing='compress' or 'text'"
+            )
+    if stored is not None:
+        wanted = [i for i, there in zip(wanted, stored, strict=True) if there]
+    read = [texts[i] for i in wanted]
+    chosen = [names[i] for i in wanted]
+    size = (ratio, token_budget, scores, scope, question)
+    try:
+        return _shown(store, texts, wanted, chosen, *size)
+    except MissingPassageError:
+        if on_missing != "compress":
+            raise
+    # Between storing and signing, an id was given to another text. What is stored under its own hash stays.
+    return _shown(store, texts, wanted, store.ensure(read, scope=scope), *size)
+
+
+def _shown(
+    store: SoftContextStore,
+    texts: Sequence[str],
+    wanted: Sequence[int],
+    ids: Sequence[str],
+    ratio: int | None,
+    token_budget: int | None,
+    scores: Sequence[Score] | None,
+    scope: str | None,
+    question: str | None,
+) -> list[str]:
+    """The texts with markers at the `wanted` places, which are stored under `ids`."""
+    read = [texts[i] for i in wanted]
+    if mode_of(store.bundle) == "close_reading":
+        markers = _close_read(store, read, ids, ratio, question or "", scope)
+    elif token_budget is None:
+        markers = store.markers(ids, store.base_ratio if ratio is None else ratio, scope, read)
+    else:
+        return _within(store, texts, dict(zip(wanted, ids, strict=True)), token_budget, scores, scope)
+    by_place = dict(zip(wanted, markers, strict=True))
+    return [by_place.get(i, text) for i, text in enumerate(texts)]
+
+
+def stored_ids(
+    store: SoftContextStore, texts: Sequence[str], ids: Sequence[str | None], scope: str | None = None
+) -> list[str]:
+    """The ids to give to `mark` for what a retriever found: the vector store and this one may have been given others.
+
+    A text's own id, or the hash of its text where it has none, where it is stored only under that, or where
+    another text has the same id (two indexes that count from one). Blank texts are not looked up.
+
+    Args:
+        store: where the soft contexts are.
+        texts: what was retrieved.
+        ids: their ids in the app; None or "" for none.
+        scope: as in `mark`.
+    """
+    from ctx_compress_rag.stores.passages import content_id
+
+    by_text = [content_id(text) for text in texts]
+    first: dict[str, str] = {}  # an id that two texts share can only stand for the first of them
+    names = [
+        id if id and first.setdefault(id, hashed) == hashed else hashed for id, hashed in zip(ids, by_text, strict=True)
+    ]
+    places = [place for place, text in enumerate(texts) if text.strip()]
+    wanted = [texts[place] for place in places]
+    under_own = store.has(wanted, [names[place] for place in places], scope)
+    under_text = under_own if all(under_own) else store.has(wanted, scope=scope)
+    for place, own, other in zip(places, under_own, under_text, strict=True):
+        if other and not own:
+            names[place] = by_text[place]
+    return names
+
+
+def _check_mode(store: SoftContextStore, mode: str) -> None:
+    if mode not in get_args(Mode):
+        raise ConfigError(f"mode={mode!r}: choose one of {', '.join(get_args(Mode))}")
+    if mode == mode_of(store.bundle):
+        return
+    name = store.bundle.config.name
+    if mode == "soft":
+        raise ConfigError(f"bundle {name!r} (ram) reads passages question by question: choose mode='close_reading'")
+    raise ConfigError(
+        f"mode={mode!r}: bundle {name!r} was not trained to choose what to read: choose mode='soft', or a bundle "
+        "trained with method ram"
+    )
+
+
+def _close_read(
+    store: SoftContextStore,
+    texts: Sequence[str],
+    ids: Sequence[str],
+    ratio: int | None,
+    question: str,
+    scope: str | None,
+) -> list[str]:
+    from ctx_compress_rag.marking.close_reading import close_read
+
+    if not texts:
+        return []
+    ratio = ratio or min(cast("Bundle", store.bundle).config.ratios)
+    return close_read(store, texts, ids, ratio=ratio, question=question, scope=scope)
+
+
+def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
+    """A prompt with each marker replaced by the text it stands for, for an LLM that knows no markers.
+
+    Markers of another key or scope stay as they are.
+
+    Raises:
+        MissingPassageError: a passage was deleted or its text changed since the marker was written, or the
+            slots of a skimmed part are no longer in memory.
+    """
+    parts = store.split(text, scope)
+    markers = [part for part in parts if not isinstance(part, str)]
+    if not markers:
+        return text
+    originals = iter(store.text_of(markers))
+    return "".join(part if isinstance(part, str) else next(originals) for part in parts)
+
+
+def _within(
+    store: SoftContextStore,
+    texts: Sequence[str],
+    stored_as: Mapping[int, str],
+    budget: int,
+    scores: Sequence[Score] | None,
+    scope: str | None,
+) -> list[str]:
+    """Texts and markers that take at most `budget` tokens; `stored_as` has the ids of those that are stored."""
+    passages = store.get_passages(list(stored_as.values()), scope, [texts[place] for place in stored_as])
+    slots = [0] * len(texts)
+    for place, passage in zip(stored_as, passages, strict=True):
+        slots[place] = 0 if passage is None else passage.n_slots
+    factors = allot(
+        _token_counts(store, texts, scope),
+        slots,
+        budget,
+        base_ratio=store.base_ratio,
+        scores=scores,
+        nestable=store.bundle.compressor.nestable,
+    )
+    shown = list(texts)
+    for factor in set(factors) - {TEXT}:
+        places = [i for i, each in enumerate(factors) if each == factor]
+        written = store.markers(
+            [stored_as[i] for i in places], factor * store.base_ratio, scope, [texts[i] for i in places]
+        )
+        for place, marker in zip(places, written, strict=True):
+            shown[place] = marker
+    return shown
+
+
+def _token_counts(store: SoftContextStore, texts: Sequence[str], scope: str | None) -> list[int]:
+    """Tokens of each text as it stands in a prompt, no BOS."""
+    bundle = cast("Bundle", store.bundle)
+    counts = [len(text_ids(bundle.tokenizer, text)) for text in texts]
+    # A passage whose own text has a good marker in it: the LLM would read it as slots.
+    nested = [i for i, text in enumerate(texts) if any(not isinstance(part, str) for part in store.split(text, scope))]
+    if nested:
+        from ctx_compress_rag.decoding.decoder import TransformersDecoder
+
+        decoder = TransformersDecoder(bundle, store)
+        with nullcontext() if scope is None else marking.scope(scope):
+            for i in nested:
+                counts[i] = decoder.count_tokens(texts[i])
+    return counts

@@ -1,0 +1,221 @@
+"""ArcAligner: slots refined inside the decoder, layer by layer (paper 000, sections 3.3-3.4, algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.config import ArcAlignerConfig, TuneConfig
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.arcaligner.selective_lora import SelectiveLora, SlotPlaces, decoder_layers, twin
+from ctx_compress_rag.methods.base.mapped_reader import MappedReader
+from ctx_compress_rag.methods.base.projections import TwoLayerMap
+
+# The logit that new gates give: just below the threshold. An untrained gate changes nothing, so that
+# stage III starts as the model that stage II left, and a few steps are enough to open one.
+_START = -0.01
+
+
+class Gate(nn.Sequential):
+    """The MLP of one layer's slot-wise gate (eq. 5): states -> logits, closed until it is trained.
+
+    Args:
+        dim: width of the decoder's states.
+        width: of the layer between.
+    """
+
+    def __init__(self, dim: int, width: int) -> None:
+        last = nn.Linear(width, 1)
+        nn.init.zeros_(last.weight)
+        nn.init.constant_(last.bias, _START)
+        super().__init__(nn.Linear(dim, width), nn.SiLU(), last)
+
+
+class ArcAlignerReader(MappedReader):
+    """Projected slots, read by the frozen decoder with selective LoRA and recursive gates.
+
+    A pass over a prompt runs algorithm 1. Passes that go on from cached positions are the decoder's own:
+    they read text, which takes the frozen path (eq. 3), and cost nothing extra. They are right because
+    the cache holds what the algorithm would compute again. The keys and values that a text position of
+    layer l reads are those of the mandatory pass (eq. 4), made of H^(l,0); that pass writes them, once for
+    each position. The passes of eq. 6 are another matter: their keys and values are made of H^(l+1,t-1),
+    only their outputs at slots are kept (eq. 9), and attention is causal, so that a slot sees nothing
+    after itself. A later position changes none of them and reads none of them: they leave the cache alone.
+
+    Two things make a pass the one over the prompt: there is nothing in its cache, and it is at least as
+    long as the mask. Positions beyond the mask are text.
+
+    What the last layer makes of slots is read only by predictions at slots. Where text follows them, as in
+    every prompt that asks something, that layer's gate learns nothing and its loops change no answer;
+    `gated_layers` may leave it out.
+
+    Training mode (dropout in the LoRA, eq. 7 in place of the hard gate) is that of the module, and only
+    where gradients are asked for.
+
+    Args:
+        backbone: the decoder.
+        slot_dim: width of a stored slot.
+        config: the method's settings.
+
+    Raises:
+        ConfigError: a gated layer is not there, or the decoder's layers cannot be adapted.
+    """
+
+    def __init__(self, backbone: Backbone, slot_dim: int, config: ArcAlignerConfig) -> None:
+        super().__init__(backbone, TwoLayerMap(slot_dim, backbone.dim), TuneConfig(mode="frozen"))
+        self.config = config
+        # Everything is hooked to a twin, which no one else holds: readers of plain text, in this thread
+        # or another, inside `decoder` or outside, have a decoder that was never touched.
+        model = twin(backbone.model)
+        trunk = model.get_decoder()
+        layers = decoder_layers(trunk, model.config.get_text_config().num_hidden_layers)
+        trunk.forward = partial(self._forward, trunk.forward)
+        # Plain tuples hide them from nn.Module.
+        self._twin = (model,)
+        self._layers = tuple(layers)
+        gated = range(len(layers)) if config.gated_layers == "all" else config.gated_layers
+        if not set(gated) <= set(range(len(layers))):
+            raise ConfigError(f"gated_layers {sorted(gated)}: the decoder has layers 0 to {len(layers) - 1}")
+        self.lora = nn.ModuleList(SelectiveLora(layer, config.lora) for layer in layers if config.lora)
+        # Kept without loops too: stage II leaves them as they are, for stage III.
+        self.gates = nn.ModuleDict({str(layer): Gate(backbone.dim, config.gate_width) for layer in sorted(gated)})
+        for added in (self.lora, self.gates):
+            added.to(backbone.device).requires_grad_(False)
+        self.eval()
+        self._slot_mask: Tensor | None = None
+        self._loops: dict[int, Tensor] | None = None
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Make what this reader trains trainable: projector and LoRA, and the gates where they decide (section 3.5)."""
+        trained = super().trained_parameters() + list(self.lora.requires_grad_(True).parameters())
+        if self.config.loops and self.config.gate == "learned":
+            trained += self.gates.requires_grad_(True).parameters()
+        return trained
+
+    @contextmanager
+    def decoder(self, slot_mask: Tensor) -> Iterator[Any]:
+        """The decoder, which refines slots where `slot_mask` says that they are.
+
+        Raises:
+            ConfigError: the model is given a prompt that is shorter than the mask, or of another batch.
+        """
+        with self.backbone.use(None):
+            outer, self._slot_mask = self._slot_mask, slot_mask
+            try:
+                yield self._twin[0]
+            finally:
+                self._slot_mask = outer
+
+    @contextmanager
+    def record_loops(self) -> Iterator[dict[int, Tensor]]:
+        """Fill a dictionary with what the gates decided in the last prompt read within the context.
+
+        Other threads wait for the decoder meanwhile.
+
+        Yields:
+            for each gated layer, how many passes each slot was given after the mandatory one: int64
+            (batch, length), 0 to `loops`, and -1 where no slot is. (The paper's case studies count from 1,
+            the mandatory pass.)
+        """
+        with self.backbone.use(None):
+            outer, self._loops = self._loops, {}
+            try:
+                yield self._loops
+            finally:
+                self._loops = outer
+
+    def _forward(self, forward: Callable[..., Any], **inputs: Any) -> Any:
+        """What the twin's trunk does: its own `forward`, and algorithm 1 where a prompt has slots."""
+        cache = inputs.get("past_key_values")
+        if self._slot_mask is None or (cache is not None and cache.get_seq_length()):
+            return forward(**inputs)
+        given = inputs.get("inputs_embeds")
+        slots = self._places(given if given is not None else inputs["input_ids"])
+        if slots is None:
+            return forward(**inputs)
+        if self._loops is not None:
+            self._loops.clear()
+        with ExitStack() as hooks:
+            for lora in self.lora:
+                hooks.enter_context(cast(SelectiveLora, lora).on(slots))
+            for number, gate in self.gates.items() if self.config.loops else ():
+                hook = partial(self._refine, int(number), gate, slots)
+                # First, so that what other hooks record (`output_hidden_states`) is the refined state.
+                handle = self._layers[int(number)].register_forward_hook(hook, prepend=True, with_kwargs=True)
+                hooks.callback(handle.remove)
+            return forward(**inputs)
+
+    def _places(self, inputs: Tensor) -> SlotPlaces | None:
+        """Where the slots of a prompt (batch, length, ...) are; None if it has none."""
+        mask = self._slot_mask
+        if mask is None or not mask.any():
+            return None
+        batch, length = inputs.shape[:2]
+        if mask.shape[0] != batch or mask.shape[1] > length:
+            raise ConfigError(
+                f"slot_mask is for {mask.shape[0]} prompts of {mask.shape[1]} positions, the decoder was given "
+                f"{batch} of {length}: give it the whole prompts that the mask was made for, in one pass"
+            )
+        return SlotPlaces(F.pad(mask.to(inputs.device), (0, length - mask.shape[1])))
+
+    def _refine(
+        self,
+        number: int,
+        gate: nn.Module,
+        slots: SlotPlaces,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        state: Tensor,
+    ) -> Tensor:
+        """Lines 4 to 15 of algorithm 1 for one layer, after its mandatory pass.
+
+        Args:
+            number: the layer's.
+            gate: the layer's.
+            slots: where slots are.
+            layer: the decoder layer, LoRA in place.
+            args: what it was called with; the first is H^(l,0).
+            kwargs: what it was called with.
+            state: H^(l+1,0): (batch, length, dim).
+
+        Returns:
+            H^(l+1,T), which the next layer takes for its H^(l+1,0).
+        """
+        if not isinstance(state, Tensor):
+            raise ConfigError(f"{type(layer).__name__} returns more than its states: ArcAligner cannot read with it")
+        training = self.training and torch.is_grad_enabled()
+        # Without the cache: a loop's keys and values are for its own slots.
+        again = {name: value for name, value in kwargs.items() if name not in ("past_key_values", "use_cache")}
+        loops = torch.zeros_like(slots.index)
+        for _ in range(self.config.loops):
+            current = slots.take(state)
+            if self.config.gate == "open":
+                logits = torch.zeros(len(current), 1, device=current.device)
+            else:
+                logits = gate(current.to(next(gate.parameters()).dtype))
+            hard = logits >= 0  # sigmoid(logits) >= 0.5, before half precision rounds it there
+            loops += hard.squeeze(1)
+            if not training and not hard.any():
+                break  # no slot changes, so no gate will ever open
+            candidate = slots.take(layer.forward(state, *args[1:], **again))  # eq. 6
+            if training:
+                soft = logits.sigmoid()  # eq. 5
+                g = hard.to(soft.dtype) + (soft - soft.detach())  # eq. 7: exactly 0 or 1, with the gradient of eq. 5
+                # Eq. 8. Written current + g (candidate - current), half precision would round the candidate.
+                updated = g * candidate + (1 - g) * current
+            else:
+                updated = torch.where(hard, candidate, current)
+            state = slots.put(state, updated)  # eq. 9
+        if self._loops is not None:
+            record = torch.full(slots.shape, -1, device=loops.device)
+            record.view(-1)[slots.index] = loops
+            self._loops[number] = record.cpu()
+        return state

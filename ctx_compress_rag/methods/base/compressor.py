@@ -1,0 +1,160 @@
+"""What every compressor does."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ctx_compress_rag.methods.base.part import Part
+from ctx_compress_rag.soft_context import SoftContext
+
+
+class SlotBatch(NamedTuple):
+    """Compressed passages of a batch.
+
+    Attributes:
+        slots: (batch, slots, dim); zeros at padding.
+        token_counts: (batch, slots): source tokens per slot, 0 at padding.
+    """
+
+    slots: Tensor
+    token_counts: Tensor
+
+    def rows(self) -> list[SoftContext]:
+        """One SoftContext per passage, padding dropped; gradients are kept."""
+        return [
+            SoftContext(slots[counts > 0], counts[counts > 0])
+            for slots, counts in zip(self.slots, self.token_counts, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """A passage's text and its token ids in the decoder's tokenizer, none of them special."""
+
+    text: str
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class PassageBatch:
+    """Passages of a training batch, each once.
+
+    Attributes:
+        texts: their texts.
+        input_ids: token ids, padded on the right: (passages, length).
+        attention_mask: int64, 0 at padding: (passages, length).
+    """
+
+    texts: list[str]
+    input_ids: Tensor
+    attention_mask: Tensor
+
+    @classmethod
+    def of(cls, passages: Sequence[Tokenized]) -> PassageBatch:
+        """Passages as one padded batch, on the CPU."""
+        return cls([p.text for p in passages], *padded([p.ids for p in passages], torch.device("cpu")))
+
+    def to(self, device: torch.device) -> PassageBatch:
+        """The same batch with its tensors on `device`."""
+        return PassageBatch(self.texts, self.input_ids.to(device), self.attention_mask.to(device))
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids padded on the right, and their mask (int64, 0 at padding): (rows, length) each."""
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    ids = nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    return ids, (torch.arange(ids.shape[1], device=device) < lengths.unsqueeze(1)).long()
+
+
+class Compressor(Part):
+    """Turns passages into slots.
+
+    Attributes:
+        nestable: True where a coarser ratio is the weighted mean of neighbouring slots.
+        question_aware: True where what the decoder reads of a passage depends on the question, so that the slots
+            of a store are no context by themselves.
+        dim: width of a slot.
+    """
+
+    nestable: ClassVar[bool]
+    question_aware: ClassVar[bool] = False
+    dim: int
+
+    @abstractmethod
+    def forward(self, passages: PassageBatch, ratios: Sequence[int]) -> Mapping[int, SlotBatch]:
+        """Compress a training batch at each ratio, with gradients."""
+
+    @abstractmethod
+    def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
+        """Compress passages of any length for a store.
+
+        Args:
+            passages: the passages, none empty.
+            ratio: source tokens per slot.
+            window: longest input of the encoder in tokens, a multiple of `ratio`.
+            batch_tokens: most tokens per forward pass, padding included.
+        """
+
+
+class TokenCompressor(Compressor):
+    """A compressor that reads token ids, longer passages window by window."""
+
+    @abstractmethod
+    def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> Mapping[int, SlotBatch]:
+        """Compress right-padded passages at each ratio.
+
+        Shape: input_ids and attention_mask (batch, length)
+        """
+
+    def forward(self, passages: PassageBatch, ratios: Sequence[int]) -> Mapping[int, SlotBatch]:
+        """Compress a training batch at each ratio, with gradients."""
+        return self.encode(passages.input_ids, passages.attention_mask, ratios)
+
+    def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
+        """Compress passages for a store; slots never span two windows."""
+        return self.compress_ids([p.ids for p in passages], ratio, window, batch_tokens)
+
+    @torch.inference_mode()
+    def compress_ids(
+        self, passages: Sequence[Sequence[int]], ratio: int, window: int, batch_tokens: int
+    ) -> list[SoftContext]:
+        """Compress token ids of passages; the arguments are those of `compress`."""
+        pieces = [
+            (index, ids[start : start + window])
+            for index, ids in enumerate(passages)
+            for start in range(0, len(ids), window)
+        ]
+        done: dict[int, list[SoftContext]] = {}
+        device = self.backbone.device
+        for batch in _batches(pieces, batch_tokens):
+            ids, mask = padded([pieces[i][1] for i in batch], device)
+            compressed = self.encode(ids, mask, [ratio])[ratio]
+            rows = SlotBatch(compressed.slots.float().cpu(), compressed.token_counts.long().cpu()).rows()
+            for i, row in zip(batch, rows, strict=True):
+                done.setdefault(i, []).append(row)
+        by_passage: list[list[SoftContext]] = [[] for _ in passages]
+        for i, (index, _) in enumerate(pieces):
+            by_passage[index].extend(done[i])
+        return [
+            SoftContext(torch.cat([row.slots for row in rows]), torch.cat([row.token_counts for row in rows]))
+            for rows in by_passage
+        ]
+
+
+def _batches(pieces: Sequence[tuple[int, Sequence[int]]], batch_tokens: int) -> list[list[int]]:
+    """Indices of `pieces` in batches of like length, each within `batch_tokens` once padded."""
+    batches: list[list[int]] = []
+    for i in sorted(range(len(pieces)), key=lambda i: len(pieces[i][1])):
+        # Sorted by length, so the newest piece is the batch's longest.
+        if batches and (len(batches[-1]) + 1) * len(pieces[i][1]) <= batch_tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches

@@ -1,0 +1,90 @@
+"""A map on slots and a decoder that is adapted to read them, or frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ctx_compress_rag.backbone import Backbone, lora_config
+from ctx_compress_rag.config import TuneConfig
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.base.part import load_parameters, train_copy
+from ctx_compress_rag.methods.base.projections import LinearMap, TwoLayerMap
+from ctx_compress_rag.methods.base.reader import Reader
+
+ADAPTER = "reader"
+
+
+class MappedReader(Reader):
+    """Slots through a map, read by the decoder with LoRA, by a full copy of its weights, or as it is.
+
+    Args:
+        backbone: the decoder.
+        projection: the map; None where slots are embeddings already (paper 001's ablation without W).
+        tune: how the decoder is adapted.
+    """
+
+    def __init__(self, backbone: Backbone, projection: LinearMap | TwoLayerMap | None, tune: TuneConfig) -> None:
+        super().__init__(backbone)
+        self.tune = tune
+        self.projection = projection
+        self.own: nn.Module | None = None
+        if tune.mode == "lora":
+            backbone.add_adapter(ADAPTER, lora_config(tune))
+        elif tune.mode == "full":
+            self.own = backbone.copy_model()
+        self.to(backbone.device)
+        self.requires_grad_(False)
+
+    def initialise(self, slot_rms: float) -> None:
+        """Start the map so that slots of this root mean square become embeddings of the decoder's own size."""
+        if self.projection is not None:
+            self.projection.initialise(slot_rms, self.backbone.embedding_rms())
+
+    def fit(self, slots: Tensor, embeddings: Tensor) -> None:
+        """Start the map, which has two layers, as the least-squares map from slots to these embeddings.
+
+        Shape: (slots, slot dim), (slots, decoder dim)
+
+        Raises:
+            ConfigError: this reader has no such map.
+        """
+        if not isinstance(self.projection, TwoLayerMap):
+            raise ConfigError("fit_passages is for methods whose reader has a map of two layers: leave it out")
+        self.projection.fit(slots, embeddings)
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Make what this reader trains trainable and return it."""
+        trained: list[nn.Parameter] = []
+        if self.projection is not None:
+            trained += self.projection.requires_grad_(True).parameters()
+        if self.own is not None:
+            trained += train_copy(self.own)
+        elif self.tune.mode == "lora":
+            trained += self.backbone.train_adapter(ADAPTER)
+        return trained
+
+    def forward(self, slots: Tensor, token_counts: Tensor) -> Tensor:
+        """Slots as the decoder's input embeddings; `token_counts` is not used."""
+        if self.projection is None:
+            return slots
+        mapped: Tensor = self.projection(slots)
+        return mapped
+
+    @contextmanager
+    def decoder(self, slot_mask: Tensor) -> Iterator[Any]:
+        """The decoder with this reader's adapter, or this reader's own copy of it; `slot_mask` is not used."""
+        with self.backbone.use(ADAPTER if self.tune.mode == "lora" else None) as model:
+            yield model if self.own is None else self.own
+
+    def saved_state(self) -> dict[str, Tensor]:
+        """The map, and the decoder's copy where there is one."""
+        shared = self.backbone.embeddings.weight
+        return {name: p.detach().cpu().contiguous() for name, p in self.named_parameters() if p is not shared}
+
+    def load_saved_state(self, state: dict[str, Tensor]) -> None:
+        """Put back what `saved_state` gave."""
+        load_parameters(self, state, self.saved_state().keys(), "reader")

@@ -1,0 +1,44 @@
+"""What every reader does."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from ctx_compress_rag.methods.base.part import Part
+
+
+class Reader(Part):
+    """Maps stored slots into the decoder's embedding space and prepares the decoder to read them."""
+
+    @abstractmethod
+    def initialise(self, slot_rms: float) -> None:
+        """Prepare an untrained reader for slots of this root mean square."""
+
+    @abstractmethod
+    def fit(self, slots: Tensor, embeddings: Tensor) -> None:
+        """Start an untrained reader so that slots are read as near as can be to these embeddings.
+
+        Shape: (slots, dim), (slots, decoder dim)
+
+        Raises:
+            ConfigError: it has nothing to fit.
+        """
+
+    @abstractmethod
+    def forward(self, slots: Tensor, token_counts: Tensor) -> Tensor:
+        """Slots as the decoder's input embeddings.
+
+        Shape: (slots, dim), (slots,) -> (slots, decoder dim)
+        """
+
+    @abstractmethod
+    def decoder(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
+        """The transformers model that reads slots, held for this thread within the context.
+
+        Args:
+            slot_mask: bool (batch, length), where the slots are in the prompts given to it.
+        """

@@ -1,0 +1,109 @@
+"""Compression tokens (paper 001, "Simple Context Compression", sections 3 and 5.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.config import CompressionTokensConfig
+from ctx_compress_rag.methods.base.compressor import SlotBatch
+from ctx_compress_rag.methods.base.trunk import TrunkCompressor
+
+
+class CompressionTokensCompressor(TrunkCompressor):
+    """One learned token, appended ceil(L/r) times to the text; their final hidden states are the slots.
+
+    The text is encoded once for all ratios, as the decoder reads it, and never sees compression tokens.
+    Those of a ratio see the whole text and, of their own, the earlier ones ("causal") or all
+    ("bidirectional"). Causally a coarser ratio's slots are therefore the first of a finer one's, which
+    the paper calls Matryoshka-style; still no slot is the mean of others, so this is not nestable.
+
+    The paper does not say how the token starts: here as random as a token embedding, of the same size.
+    It is trained even where the encoder is frozen.
+    """
+
+    nestable = False
+
+    def __init__(self, backbone: Backbone, config: CompressionTokensConfig) -> None:
+        super().__init__(backbone, config.encoder)
+        self.bidirectional = config.attention == "bidirectional"
+        token = torch.randn(backbone.dim) * backbone.embedding_rms()
+        self.token = nn.Parameter(token.to(backbone.device), requires_grad=False)
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Make the token and what the encoder trains trainable and return it."""
+        return [self.token.requires_grad_(True), *super().trained_parameters()]  # type: ignore[list-item]
+
+    def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
+        """Encode text and the compression tokens of every ratio in one pass (section 5.1: shared computation)."""
+        counts = {ratio: token_counts(attention_mask, ratio) for ratio in ratios}
+        # Causally the finest ratio's tokens hold every other ratio's.
+        encoded = list(counts) if self.bidirectional else [min(counts)]
+        states = dict(zip(encoded, self.hidden_states(input_ids, attention_mask, encoded), strict=True))
+        finest = states[min(counts)]
+        return {
+            ratio: SlotBatch(states.get(ratio, finest)[:, : count.shape[1]] * (count > 0).unsqueeze(-1), count)
+            for ratio, count in counts.items()
+        }
+
+    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> list[Tensor]:
+        """Final hidden states of each ratio's compression tokens; what is at padding has no meaning.
+
+        Shape: (batch, length), (batch, length) -> (batch, ceil(length / ratio), dim) for each ratio
+        """
+        batch, length = input_ids.shape
+        device = input_ids.device
+        real = [attention_mask.bool(), *(token_counts(attention_mask, ratio) > 0 for ratio in ratios)]
+        sizes = [part.shape[1] for part in real]
+        # Each ratio's tokens follow on the text's own last position, whatever the padding.
+        ends = attention_mask.sum(1, keepdim=True)
+        positions = [torch.arange(length, device=device).expand(batch, -1)]
+        positions += [ends + torch.arange(size, device=device) for size in sizes[1:]]
+        with self.trunk() as trunk:
+            text = self.backbone.embeddings(input_ids)
+            tokens = self.token.to(text.dtype).expand(batch, sum(sizes[1:]), -1)
+            hidden: Tensor = trunk(
+                inputs_embeds=torch.cat([text, tokens], dim=1),
+                attention_mask=compression_mask(real, self.bidirectional, text.dtype),
+                position_ids=torch.cat(positions, dim=1),
+                use_cache=False,
+            ).last_hidden_state
+        return list(hidden.split(sizes, dim=1)[1:])
+
+
+def token_counts(attention_mask: Tensor, ratio: int) -> Tensor:
+    """Source tokens for each compression token: `ratio`, and for the last of a passage what is left.
+
+    Each of them sees the whole text, so this is bookkeeping: the counts of a passage sum to its length.
+
+    Shape: (batch, length) -> (batch, ceil(length / ratio)), 0 where a shorter passage has no token
+    """
+    starts = torch.arange(0, attention_mask.shape[1], ratio, device=attention_mask.device)
+    return (attention_mask.sum(1, keepdim=True) - starts).clamp(0, ratio)
+
+
+def compression_mask(real: Sequence[Tensor], bidirectional: bool, dtype: torch.dtype) -> Tensor:
+    """An additive mask: causal over the text; compression tokens see the text and others of their ratio.
+
+    transformers uses a 4-D mask as it is, in place of the architecture's own, so sliding windows hide
+    no part of the text either.
+
+    Args:
+        real: bool, False at padding: the text's (batch, length), then each ratio's (batch, tokens).
+        bidirectional: whether compression tokens see later ones of their ratio, not only earlier ones.
+        dtype: the mask's.
+
+    Shape: -> (batch, 1, total, total), total over text and all compression tokens
+    """
+    device = real[0].device
+    part = torch.cat([torch.full((each.shape[1],), i, device=device) for i, each in enumerate(real)])
+    query, key = part.unsqueeze(1), part.unsqueeze(0)
+    same = query == key
+    seen = (same | (key == 0)).tril()
+    if bidirectional:
+        seen = seen | (same & (query > 0))
+    hidden = ~(seen & torch.cat(list(real), dim=1).unsqueeze(1))
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill(hidden, torch.finfo(dtype).min)[:, None]

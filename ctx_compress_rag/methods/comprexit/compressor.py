@@ -1,0 +1,212 @@
+"""ComprExIT (paper 002, "Context Compression via Explicit Information Transmission", section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.config import ComprexitConfig
+from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
+from ctx_compress_rag.methods.base.part import load_parameters
+from ctx_compress_rag.methods.comprexit.transport import TransportPlan, WindowAttention
+from ctx_compress_rag.soft_context import pool
+
+
+class Transmission(NamedTuple):
+    """Where the information of a passage goes.
+
+    Attributes:
+        gates: how much of each layer goes into each token's anchor (alpha, eq. 6): (tokens, layers); None
+            without layer aggregation.
+        plan: how much of each token goes into each slot (Pi, eq. 11), each segment's part summing to 1:
+            (tokens, slots).
+    """
+
+    gates: Tensor | None
+    plan: Tensor
+
+
+class _Segments(NamedTuple):
+    """The segments of a batch that hold tokens, one after the other.
+
+    Attributes:
+        real: bool (batch, segments of a row), which these are.
+        anchors: (segments, tokens, slot dim).
+        counts: (segments, slots): tokens of each slot's local field.
+        plan: (segments, tokens, slots).
+    """
+
+    real: Tensor
+    anchors: Tensor
+    counts: Tensor
+    plan: Tensor
+
+
+class DepthGates(nn.Module):
+    """Mixes the layers' hidden states, token by token (eq. 4-7, before the projection W_a).
+
+    Args:
+        layers: number of layers.
+        dim: width of a hidden state.
+        gate_dim: width in which states are compared with their context.
+        temperature: of the softmax over layers.
+    """
+
+    def __init__(self, layers: int, dim: int, gate_dim: int, temperature: float) -> None:
+        super().__init__()
+        self.priors = nn.Parameter(torch.zeros(layers))  # w of eq. 4 is their softmax, which sums to 1
+        self.context = nn.Linear(dim, gate_dim, bias=False)  # W_c
+        self.layers = nn.ModuleList(nn.Linear(dim, gate_dim, bias=False) for _ in range(layers))  # W_l
+        self.layer_embeddings = nn.Parameter(torch.zeros(layers, gate_dim))  # e_l
+        self.temperature = temperature
+
+    def gates(self, states: Sequence[Tensor]) -> Tensor:
+        """The share of each layer (eq. 4-6).
+
+        Shape: layers times (batch, length, dim) -> (batch, length, layers)
+        """
+        context = self.context(_mix(states, self.priors.softmax(0)))
+        scores = [
+            (context * (layer(state) + embedding)).sum(-1)
+            for layer, state, embedding in zip(self.layers, states, self.layer_embeddings, strict=True)
+        ]
+        return (torch.stack(scores, dim=-1) / self.temperature).softmax(-1)
+
+    def forward(self, states: Sequence[Tensor]) -> Tensor:
+        """The states' mixture under the gates: (batch, length, dim)."""
+        return _mix(states, self.gates(states).unsqueeze(-2))
+
+
+class ComprexitCompressor(TokenCompressor):
+    """Slots from the frozen decoder's hidden states: mixed over layers, then transported from tokens to slots.
+
+    The layers 1..L of the paper are the outputs of the decoder's L blocks, the last after the decoder's
+    final norm, as transformers gives it; the embeddings are none of them. The text is read as the decoder
+    always reads it: causally, and behind a BOS where the decoder's tokenizer puts one. The paper does not speak
+    of it, but the frozen decoder was trained so, and the first position is where many decoders put what they
+    attend to for want of anything else: without BOS that is the passage's first token. BOS itself goes into no slot.
+
+    A segment holds as many whole local fields of `ratio` tokens as fit into `segment_tokens`, at least one,
+    so that a passage has ceil(tokens / ratio) slots at any ratio. Only its last field may be shorter.
+
+    Slots are eq. 12 times the number of the segment's slots K, that is over the receivers' capacity 1/K: then a
+    slot is a weighted mean of the W_g h, of one size in whole and in short segments and at any ratio. Between
+    the paper's segments, all of 32 slots, that is a constant which W_g absorbs.
+    """
+
+    nestable = False
+
+    def __init__(self, backbone: Backbone, config: ComprexitConfig) -> None:
+        super().__init__(backbone)
+        self.config = config
+        self.dim = config.slot_dim
+        self._bos = _bos(backbone.tokenizer)
+        self.depth: DepthGates | None = None
+        if config.layers == "all":
+            layers = backbone.model.config.num_hidden_layers
+            self.depth = DepthGates(layers, backbone.dim, config.gate_dim, config.temperature)
+        self.anchor = nn.Linear(backbone.dim, config.slot_dim, bias=False)  # W_a
+        self.allocation: nn.Module = (
+            TransportPlan(config.slot_dim, config.transport_dim, config.epsilon, config.iterations)
+            if config.allocation == "transport"
+            else WindowAttention(config.slot_dim, config.transport_dim)
+        )
+        self.value = nn.Linear(config.slot_dim, config.slot_dim, bias=False)  # W_g
+        self.to(backbone.device)
+        self.requires_grad_(False)
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Make everything here trainable and return it; the decoder is frozen."""
+        return list(self.requires_grad_(True).parameters())
+
+    @torch.no_grad()
+    def hidden_states(self, input_ids: Tensor) -> list[Tensor]:
+        """The layers' hidden states: as many as layers, (batch, length, decoder dim) each.
+
+        There is no mask: under causal attention nothing sees the padding on its right.
+        """
+        if self._bos is not None:
+            input_ids = F.pad(input_ids, (1, 0), value=self._bos)
+        with self.backbone.use(None) as model:
+            output = model.base_model(input_ids=input_ids, use_cache=False, output_hidden_states=True)
+        first = 0 if self._bos is None else 1
+        states = [state[:, first:].to(self.anchor.weight.dtype) for state in output.hidden_states[1:]]
+        if self.config.normalise_states:
+            states = [F.rms_norm(state, state.shape[-1:]) for state in states]
+        return states
+
+    def anchors(self, states: Sequence[Tensor]) -> Tensor:
+        """Token anchors (eq. 7); those of the last layer without layer aggregation.
+
+        Shape: layers times (batch, length, decoder dim) -> (batch, length, slot dim)
+        """
+        # W_a is linear, so that it may follow the sum over layers.
+        anchors: Tensor = self.anchor(states[-1] if self.depth is None else self.depth(states))
+        return anchors
+
+    def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
+        """Hidden states and anchors once, then a plan and slots for each ratio (eq. 8-12)."""
+        anchors = self.anchors(self.hidden_states(input_ids))
+        return {ratio: self._slots(self._transport(anchors, attention_mask, ratio), ratio) for ratio in ratios}
+
+    def _transport(self, anchors: Tensor, attention_mask: Tensor, ratio: int) -> _Segments:
+        size = ratio * max(1, self.config.segment_tokens // ratio)
+        blocks = -(-anchors.shape[1] // size)
+        padding = blocks * size - anchors.shape[1]
+        mask = F.pad(attention_mask, (0, padding)).unflatten(1, (blocks, size))
+        real = mask.any(-1)
+        mask = mask[real]
+        # Sinkhorn divides by epsilon and exponentiates: bfloat16 would not do.
+        with torch.autocast(anchors.device.type, enabled=False):
+            anchors = F.pad(anchors.to(self.anchor.weight.dtype), (0, 0, 0, padding)).unflatten(1, (blocks, size))
+            anchors = anchors[real]
+            receivers, counts = pool(anchors, mask, ratio)  # eq. 8
+            return _Segments(real, anchors, counts, self.allocation(anchors, mask.bool(), receivers, counts))
+
+    def _slots(self, segments: _Segments, ratio: int) -> SlotBatch:
+        with torch.autocast(segments.anchors.device.type, enabled=False):
+            receivers = (segments.counts > 0).sum(-1)[:, None, None]
+            slots = receivers * segments.plan.transpose(-1, -2) @ self.value(segments.anchors)  # eq. 12
+        batch = slots.new_zeros(*segments.real.shape, *slots.shape[1:])
+        counts = segments.counts.new_zeros(*segments.real.shape, slots.shape[1])
+        batch[segments.real], counts[segments.real] = slots, segments.counts
+        return SlotBatch(batch.flatten(1, 2), counts.flatten(1, 2))
+
+    @torch.inference_mode()
+    def transmission(self, ids: Sequence[int], ratio: int) -> Transmission:
+        """Gates and plan of one passage, read in one window; on the CPU."""
+        input_ids = torch.tensor([ids], device=self.backbone.device)
+        states = self.hidden_states(input_ids)
+        segments = self._transport(self.anchors(states), torch.ones_like(input_ids), ratio)
+        plans = [
+            plan[: int(counts.sum()), counts > 0] for plan, counts in zip(segments.plan, segments.counts, strict=True)
+        ]
+        gates = None if self.depth is None else self.depth.gates(states)[0].cpu()
+        return Transmission(gates, torch.block_diag(*plans).cpu())
+
+    def saved_state(self) -> dict[str, Tensor]:
+        """All of its weights; the decoder's are not its own."""
+        return {name: p.detach().cpu().contiguous() for name, p in self.named_parameters()}
+
+    def load_saved_state(self, state: dict[str, Tensor]) -> None:
+        """Put back what `saved_state` gave."""
+        load_parameters(self, state, self.saved_state().keys(), "compressor")
+
+
+def _bos(tokenizer: Any) -> int | None:
+    """The id of the BOS that the tokenizer puts before a text; None if it puts none."""
+    ids: list[int] = tokenizer("", verbose=False)["input_ids"]
+    return ids[0] if ids and ids[0] == tokenizer.bos_token_id else None
+
+
+def _mix(states: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """Sum of the states, each times its weight: layers times (..., dim), (..., layers) -> (..., dim)."""
+    mixed = states[0] * weights[..., 0]
+    for number, state in enumerate(states[1:], 1):
+        mixed = mixed + state * weights[..., number]
+    return mixed

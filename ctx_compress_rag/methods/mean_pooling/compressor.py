@@ -1,0 +1,74 @@
+"""Mean pooling (paper 001, "Simple Context Compression", section 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.config import MeanPoolingConfig
+from ctx_compress_rag.methods.base.compressor import SlotBatch
+from ctx_compress_rag.methods.base.part import load_parameters
+from ctx_compress_rag.methods.base.trunk import ADAPTER, TrunkCompressor
+from ctx_compress_rag.soft_context import pool
+
+
+class MeanPoolingCompressor(TrunkCompressor):
+    """Hidden states of the decoder's own trunk with full attention, averaged over r tokens (eq. 3-4).
+
+    The linear map of the paper comes after pooling and belongs to the reader, so what is stored
+    stays nestable: pooling at 4r is the weighted mean of four neighbours pooled at r.
+    """
+
+    nestable = True
+
+    def __init__(self, backbone: Backbone, config: MeanPoolingConfig) -> None:
+        super().__init__(backbone, config.encoder)
+        self.embedding_skip = config.embedding_skip
+
+    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Final hidden states under full attention.
+
+        Shape: (batch, length), (batch, length) -> (batch, length, dim)
+        """
+        with self.trunk() as trunk:
+            embeddings = self.backbone.embeddings(input_ids)
+            hidden: Tensor = trunk(
+                inputs_embeds=embeddings,
+                attention_mask=full_attention_mask(attention_mask, embeddings.dtype),
+                position_ids=torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0),
+                use_cache=False,
+            ).last_hidden_state
+        if not self.embedding_skip:
+            return hidden
+        # Hidden states are many times larger than embeddings, which would drown in the sum.
+        summed: Tensor = embeddings + self.backbone.embedding_rms() * F.rms_norm(hidden, hidden.shape[-1:])
+        return summed
+
+    def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
+        """Encode once, pool at every ratio (section 4.2: the encoder's work is shared by the ratios)."""
+        hidden = self.hidden_states(input_ids, attention_mask)
+        return {ratio: SlotBatch(*pool(hidden, attention_mask, ratio)) for ratio in ratios}
+
+    def saved_state(self) -> dict[str, Tensor]:
+        """The encoder's own weights, if it has any, under transformers' names."""
+        return {name.removeprefix("encoder."): value for name, value in super().saved_state().items()}
+
+    def load_saved_state(self, state: dict[str, Tensor]) -> None:
+        """Put back what `saved_state` gave."""
+        load_parameters(self.encoder or nn.Module(), state, self.saved_state().keys(), ADAPTER)
+
+
+def full_attention_mask(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """An additive mask under which every token attends to every real token.
+
+    transformers uses a 4-D mask as it is, in place of the causal and sliding-window masks of the
+    architecture.
+
+    Shape: (batch, length) -> (batch, 1, length, length)
+    """
+    hidden = (1.0 - attention_mask.to(dtype)) * torch.finfo(dtype).min
+    return hidden[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)

@@ -1,0 +1,149 @@
+"""RAM, "Read As Human" (paper 004): which segments a question needs as text, and a vector for each of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.config import RamConfig
+from ctx_compress_rag.errors import RatioError
+from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
+from ctx_compress_rag.methods.base.trunk import TrunkCompressor
+
+
+class RamCompressor(TrunkCompressor):
+    """One encoder reads each segment, and the question, on its own (section 3.1), as causally as the decoder.
+
+    What is stored of a passage is one slot for each segment, its representation r_i (eq. 1), which no
+    question is needed for. A question costs its own encoding; segments are chosen by the stored r_i, the
+    chosen ones are text, and only the others are read again, to be pooled under the question's guidance.
+    """
+
+    nestable = False
+    question_aware = True
+
+    def __init__(self, backbone: Backbone, config: RamConfig) -> None:
+        super().__init__(backbone, config.encoder)
+        self.config = config
+
+    def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
+        """What is stored: r_i of each segment of right-padded passages. The only ratio is `segment_tokens`.
+
+        Raises:
+            RatioError: another ratio is asked for.
+        """
+        size = self.config.segment_tokens
+        if list(ratios) != [size]:
+            raise RatioError(
+                f"ram stores one vector for each segment of {size} tokens, not ratios {list(ratios)}: leave the store "
+                "its ratio and give yours with each question (mode='close_reading'); train with stage: ram"
+            )
+        padding = (0, -input_ids.shape[1] % size)
+        ids = F.pad(input_ids, padding).unflatten(1, (-1, size))
+        mask = F.pad(attention_mask, padding).unflatten(1, (-1, size))
+        counts = mask.sum(-1)
+        real = counts > 0
+        means = segment_means(self.read(ids[real], mask[real]), mask[real])
+        rows = means.split(real.sum(1).tolist())
+        return {size: SlotBatch(nn.utils.rnn.pad_sequence(list(rows), batch_first=True), counts)}
+
+    def read(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Last hidden states of right-padded texts, each read on its own.
+
+        Shape: (texts, length), (texts, length) -> (texts, length, dim)
+        """
+        with self.trunk() as trunk:
+            hidden: Tensor = trunk(
+                inputs_embeds=self.backbone.embeddings(input_ids),
+                attention_mask=attention_mask,
+                position_ids=torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0),
+                use_cache=False,
+            ).last_hidden_state
+        return hidden.float()
+
+    def choose(self, question: Tensor, segments: Tensor, counts: Tensor, ratio: int) -> list[bool]:
+        """Which segments stay text: the nearest to the question, k by eq. 3; of equals the earlier.
+
+        The paper writes the softmax of eq. 2 over dot products and says cosine; eq. 8, which trains the
+        choice, has cosine, and so has this. A softmax keeps the order, so none is taken.
+
+        Its k segments are k * `segment_tokens` tokens, for they are cut from one input, whose last one alone is
+        shorter. Here every passage has a last one: the nearest stay that have so many tokens together. For one
+        passage these are its k nearest; short passages, each a segment of its own, are kept in fair number.
+
+        Args:
+            question: r_q (dim,).
+            segments: r_i of all segments in the prompt (segments, dim).
+            counts: tokens of each segment (segments,), int64; their sum is L_org.
+            ratio: the paper's alpha.
+        """
+        size = self.config.segment_tokens
+        k = int(counts.sum()) // (ratio * size) if self.config.close_reading else 0
+        order = relevance(question, segments).argsort(descending=True, stable=True)
+        kept = torch.zeros_like(counts, dtype=torch.bool)
+        kept[order] = counts[order].cumsum(0) <= k * size
+        chosen: list[bool] = kept.tolist()
+        return chosen
+
+    def condense(self, hidden: Tensor, attention_mask: Tensor, question: Tensor) -> Tensor:
+        """Skimmed segments as vectors: c_i (eq. 4), or what the ablations of section 4.5 put in its place.
+
+        Shape: (segments, length, dim), (segments, length), (dim,) -> (segments, dim), (0, dim) without skimming
+        """
+        if self.config.skimming == "none":
+            return hidden.new_zeros(0, self.dim)
+        if self.config.skimming == "average":
+            return segment_means(hidden, attention_mask)
+        return skimmed(hidden, attention_mask, question)
+
+    @torch.inference_mode()
+    def question(self, ids: Sequence[int]) -> Tensor:
+        """r_q of a question's token ids: (dim,)."""
+        input_ids, mask = padded([ids], self.backbone.device)
+        return segment_means(self.read(input_ids, mask), mask)[0]
+
+    @torch.inference_mode()
+    def skim(self, segments: Sequence[Sequence[int]], question: Tensor, batch_tokens: int) -> Tensor:
+        """Token ids of segments as `condense` makes them, for a question asked now; on the CPU.
+
+        Args:
+            segments: token ids.
+            question: r_q (dim,).
+            batch_tokens: most tokens per forward pass.
+        """
+        done = [torch.zeros(0, self.dim)]
+        rows = max(1, batch_tokens // self.config.segment_tokens)
+        for start in range(0, len(segments) if self.config.skimming != "none" else 0, rows):
+            ids, mask = padded(segments[start : start + rows], self.backbone.device)
+            done.append(self.condense(self.read(ids, mask), mask, question).cpu())
+        return torch.cat(done)
+
+
+def segment_means(hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    """Mean of each text's hidden states, padding left out (eq. 1).
+
+    Shape: (texts, length, dim), (texts, length) -> (texts, dim)
+    """
+    weights = attention_mask.unsqueeze(-1).to(hidden.dtype)
+    return (hidden * weights).sum(1) / weights.sum(1)
+
+
+def relevance(question: Tensor, segments: Tensor) -> Tensor:
+    """Cosine of the question and each segment (eq. 8; see `RamCompressor.choose` on eq. 2).
+
+    Shape: (dim,), (segments, dim) -> (segments,)
+    """
+    return F.cosine_similarity(question.unsqueeze(0), segments, dim=-1)
+
+
+def skimmed(hidden: Tensor, attention_mask: Tensor, question: Tensor) -> Tensor:
+    """Query-guided pooling: hidden states weighted by the softmax of their cosine with the question (eq. 4).
+
+    Shape: (segments, length, dim), (segments, length), (dim,) -> (segments, dim)
+    """
+    similarity = F.cosine_similarity(hidden, question, dim=-1).masked_fill(attention_mask == 0, float("-inf"))
+    return (similarity.softmax(-1).unsqueeze(-1) * hidden).sum(1)

@@ -1,0 +1,120 @@
+"""Passages cut into equal segments, some kept as text and some skimmed (paper 004, section 3)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+from torch import Tensor
+
+from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.text.tokenising import text_tokens
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring segments that share a fate: `start` to `end` (exclusive), `kept` as text or skimmed."""
+
+    kept: bool
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A passage in segments of equally many tokens, the last perhaps shorter; none spans two passages.
+
+    Attributes:
+        text: the passage.
+        ids: each segment's token ids.
+        bounds: where each segment's text begins in `text`, and where the last one ends.
+    """
+
+    text: str
+    ids: list[list[int]]
+    bounds: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: Any, text: str, size: int) -> Segments:
+        """A passage in segments of `size` tokens.
+
+        The same cut wherever it is made: from the first of the passage's own token ids, as they are stored.
+
+        Args:
+            tokenizer: the decoder's (a fast one: offsets are needed).
+            text: the passage.
+            size: tokens in a segment.
+        """
+        tokens = text_tokens(tokenizer, text)
+        ids = tokens.ids
+        # A segment's text begins where the token before it ends: a space goes with the word that follows.
+        ends = [end for _, end in tokens.offsets]
+        inner = [ends[start - 1] for start in range(size, len(ids), size)]
+        return cls(text, [ids[start : start + size] for start in range(0, len(ids), size)], [0, *inner, len(text)])
+
+    @property
+    def token_counts(self) -> list[int]:
+        """Tokens of each segment."""
+        return [len(ids) for ids in self.ids]
+
+    def span(self, run: Run) -> tuple[int, int]:
+        """Where the run's text begins and ends."""
+        return self.bounds[run.start], self.bounds[run.end]
+
+    def text_of(self, run: Run) -> str:
+        """The run's own text."""
+        return self.text[slice(*self.span(run))]
+
+    def holding(self, answers: Sequence[str]) -> list[bool]:
+        """Which segments hold an answer or a part of it: whole words of the text, in upper or lower case."""
+        words = (re.escape(answer.strip()) for answer in answers if answer.strip())
+        return self._matching(rf"(?i)(?<!\w){each}(?!\w)" for each in words)
+
+    def quoted(self, parts: Sequence[str]) -> list[bool]:
+        """Which segments hold one of these parts of a text, or some of it, to the letter."""
+        return self._matching(re.escape(part) for part in parts)
+
+    def _matching(self, patterns: Iterable[str]) -> list[bool]:
+        spans = [match.span() for pattern in patterns for match in re.finditer(pattern, self.text)]
+        return [any(a < end and start < b for a, b in spans) for start, end in pairwise(self.bounds)]
+
+
+def layout(passages: Sequence[Segments], kept: Sequence[bool]) -> list[list[Run]]:
+    """For each passage of a prompt its runs, in order (eq. 6).
+
+    Args:
+        passages: the passages.
+        kept: for each segment of all passages, one after the other, whether it stays text.
+    """
+    done: list[list[Run]] = []
+    start = 0
+    for passage in passages:
+        fates = kept[start : start + len(passage.ids)]
+        groups = [(fate, list(members)) for fate, members in groupby(range(len(fates)), key=fates.__getitem__)]
+        done.append([Run(fate, members[0], members[-1] + 1) for fate, members in groups])
+        start += len(fates)
+    return done
+
+
+def slots_of_runs(vectors: Tensor, counts: Tensor, layouts: Sequence[Sequence[Run]]) -> list[SoftContext]:
+    """Each skimmed run's slots, in order; none in any where skimmed segments are dropped.
+
+    Args:
+        vectors: one for each skimmed segment (segments, dim), or (0, dim).
+        counts: source tokens of each skimmed segment.
+        layouts: each passage's runs.
+    """
+    sizes = [run.end - run.start if len(vectors) else 0 for runs in layouts for run in runs if not run.kept]
+    pairs = zip(vectors.split(sizes), counts[: len(vectors)].split(sizes), strict=True)
+    return [SoftContext(slots, tokens) for slots, tokens in pairs]
+
+
+def shown(passages: Sequence[Segments], layouts: Sequence[Sequence[Run]], holes: Iterator[str]) -> list[str]:
+    """What a prompt shows of each passage: kept runs as text, the next of `holes` for each skimmed one."""
+    return [
+        "".join(passage.text_of(run) if run.kept else next(holes) for run in runs)
+        for passage, runs in zip(passages, layouts, strict=True)
+    ]

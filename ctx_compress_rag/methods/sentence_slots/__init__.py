@@ -1,0 +1,1 @@
+"""Sentence slots, and xRAG with one slot for a passage."""

@@ -1,0 +1,101 @@
+"""One vector of a frozen sentence encoder for each sentence or passage (paper 000, sections 3.1-3.2; xRAG)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.config import SentenceUnits
+from ctx_compress_rag.errors import BundleError
+from ctx_compress_rag.methods.base.compressor import Compressor, PassageBatch, SlotBatch, Tokenized
+from ctx_compress_rag.methods.sentence_slots.sentence_encoder import SentenceEncoder
+from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.text.sentences import Unit, split
+
+_DIGEST = "encoder_digest"
+
+
+class SentenceSlotsCompressor(Compressor):
+    """The compressed context embeddings E of section 3.1; the reader projects them (eq. 1).
+
+    What a slot stands for is `config.unit`:
+
+    - "sentence": a sentence. The ratio is then nominal: it changes nothing.
+    - "passage": the whole passage, as xRAG has it. The ratio is nominal, too.
+    - "tokens": sentences merged or cut to at most `ratio` decoder tokens (section 4.10).
+
+    A store's window is the most tokens that a unit of any kind may have: a longer passage or sentence
+    becomes several. Text beyond the encoder's own longest input is cut off by the encoder, so choose a
+    window that fits it.
+
+    A vector of merged sentences is not the mean of theirs: a coarser ratio needs the text again.
+    """
+
+    nestable = False
+
+    def __init__(self, backbone: Backbone, config: SentenceUnits) -> None:
+        super().__init__(backbone)
+        self.config = config
+        self.dim = config.encoder_dim
+        self.encoder = SentenceEncoder(config.encoder, config.encoder_revision, config.encoder_dim, backbone.device)
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Nothing: the encoder is frozen and not this module's."""
+        return []
+
+    def units(self, text: str, ratio: int, window: int | None = None) -> list[Unit]:
+        """The pieces of a passage that become one slot each, in order.
+
+        Args:
+            text: the passage.
+            ratio: most tokens of a unit where `unit` is "tokens"; without effect otherwise.
+            window: most tokens of any unit; None sets no limit.
+        """
+        unit = self.config.unit
+        limit = ratio if unit == "tokens" else window
+        return split(text, self.backbone.tokenizer, limit, merge=unit != "sentence", language=self.config.language)
+
+    def forward(self, passages: PassageBatch, ratios: Sequence[int]) -> Mapping[int, SlotBatch]:
+        """A training batch at each ratio. Nothing here is trained, so slots carry no gradients."""
+        device = passages.input_ids.device
+        done: dict[int, SlotBatch] = {}
+        for ratio in ratios:
+            rows = self._encoded([self.units(text, ratio) for text in passages.texts], 32)
+            slots = nn.utils.rnn.pad_sequence([row.slots for row in rows], batch_first=True)
+            counts = nn.utils.rnn.pad_sequence([row.token_counts for row in rows], batch_first=True)
+            done[ratio] = SlotBatch(slots.to(device), counts.to(device))
+        return done
+
+    def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
+        """Compress passages for a store: unprojected sentence vectors (units, encoder_dim)."""
+        longest = min(self.encoder.model.max_seq_length or window, window)
+        return self._encoded([self.units(p.text, ratio, window) for p in passages], max(1, batch_tokens // longest))
+
+    def _encoded(self, passages: Sequence[Sequence[Unit]], batch_size: int) -> list[SoftContext]:
+        vectors = self.encoder.encode([unit.text for units in passages for unit in units], batch_size)
+        return [
+            SoftContext(slots, torch.tensor([unit.tokens for unit in units]))
+            for slots, units in zip(vectors.split([len(units) for units in passages]), passages, strict=True)
+        ]
+
+    def saved_state(self) -> dict[str, Tensor]:
+        """The SHA-256 of the encoder's weights, a byte an entry: its identity, in place of the weights.
+
+        Floats, because a bundle keeps all it has in half precision, which is exact for bytes.
+        """
+        return {_DIGEST: torch.tensor(list(self.encoder.digest), dtype=torch.float32)}
+
+    def load_saved_state(self, state: dict[str, Tensor]) -> None:
+        """From now on, accept only the encoder that `saved_state` told of.
+
+        Raises:
+            BundleError: the state is not of this method, or another encoder is loaded.
+        """
+        if state.keys() != {_DIGEST} or state[_DIGEST].shape != (32,):
+            raise BundleError(
+                f"the compressor's weights do not fit its config: expected {_DIGEST}, got {sorted(state)}"
+            )
+        self.encoder.expect(bytes(state[_DIGEST].to(torch.uint8).tolist()))

@@ -1,0 +1,144 @@
+"""A frozen sentence-transformers model: loaded when it is first needed, and known by its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.extras import needs
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+PACKAGED = "minilm"
+"""The name of the MiniLM that comes with the `demo` extra and needs no download."""
+
+_CACHED_VECTORS = 16_384
+
+
+class SentenceEncoder:
+    """Texts -> vectors. No nn.Module: its weights belong to no bundle and are not saved with one.
+
+    Args:
+        name: a folder, a hub id, or "minilm" for the packaged one.
+        revision: a hub revision.
+        dim: the width of its vectors.
+        device: where it runs.
+    """
+
+    def __init__(self, name: str, revision: str | None, dim: int, device: torch.device) -> None:
+        self.name = name
+        self.revision = revision
+        self.dim = dim
+        self.device = device
+        self._digest: bytes | None = None
+        self._model: SentenceTransformer | None = None
+        self._vectors: OrderedDict[str, Tensor] = OrderedDict()
+        self._lock = threading.RLock()
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the encoder's weights; taken from the bundle where one was loaded, else from the model."""
+        with self._lock:
+            if self._digest is None:
+                self._digest = _weights_digest(self.model)
+            return self._digest
+
+    def expect(self, digest: bytes) -> None:
+        """Accept from now on only an encoder with these weights.
+
+        Raises:
+            BundleError: another one is loaded.
+        """
+        with self._lock:
+            self._digest = digest
+            if self._model is not None:
+                self._check(self._model)
+
+    @property
+    def model(self) -> SentenceTransformer:
+        """The sentence-transformers model, loaded by the first call.
+
+        Raises:
+            MissingExtraError: the `sentences` extra is not installed.
+            BundleError: there is no such model, or its weights are not those that the bundle was made with.
+        """
+        with self._lock:
+            if self._model is None:
+                model = self._load()
+                self._check(model)
+                self._model = model
+            return self._model
+
+    def _load(self) -> SentenceTransformer:
+        if self.name == PACKAGED:
+            from ctx_compress_rag.text.minilm import load_minilm
+
+            return load_minilm(str(self.device))
+        with needs("sentences"):
+            from sentence_transformers import SentenceTransformer
+        try:
+            return SentenceTransformer(
+                self.name,
+                revision=self.revision,
+                device=str(self.device),
+                trust_remote_code=False,
+                model_kwargs={"use_safetensors": True},  # never pickle
+            )
+        except Exception as error:  # as many kinds as transformers raises
+            raise BundleError(f"cannot load the sentence encoder {self.name!r}: {error}") from error
+
+    def _check(self, model: SentenceTransformer) -> None:
+        model.eval().requires_grad_(False)
+        if self._digest is None:
+            return
+        found = _weights_digest(model)
+        if found != self._digest:
+            raise BundleError(
+                f"the bundle was made with another sentence encoder than what is at {self.name!r}, revision "
+                f"{self.revision or 'latest'}: its weights are {found.hex()[:12]}, not {self._digest.hex()[:12]}; "
+                "put the encoder of the bundle there, or train a bundle with this one"
+            )
+
+    def encode(self, texts: Sequence[str], batch_size: int = 32) -> Tensor:
+        """Vectors of texts, each distinct text encoded once; the latest ones are kept for the next call.
+
+        Shape: -> (texts, dim), float32, on the CPU
+
+        Raises:
+            ConfigError: the encoder's vectors are not `dim` wide.
+        """
+        with self._lock:
+            new = [text for text in dict.fromkeys(texts) if text not in self._vectors]
+            if new:
+                # Not in a training step's lower precision: a store has the encoder's own.
+                with torch.autocast(self.device.type, enabled=False):
+                    made = self.model.encode_document(new, batch_size=batch_size, show_progress_bar=False)
+                vectors = torch.from_numpy(made).float()
+                if vectors.shape[1] != self.dim:
+                    raise ConfigError(
+                        f"the vectors of {self.name!r} are {vectors.shape[1]} wide, not {self.dim}: "
+                        f"set encoder_dim: {vectors.shape[1]}"
+                    )
+                self._vectors.update(zip(new, vectors, strict=True))
+            stacked = torch.stack([self._vectors[text] for text in texts])
+            for text in dict.fromkeys(texts):
+                self._vectors.move_to_end(text)
+            while len(self._vectors) > _CACHED_VECTORS:
+                self._vectors.popitem(last=False)
+        return stacked
+
+
+def _weights_digest(model: SentenceTransformer) -> bytes:
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.digest()

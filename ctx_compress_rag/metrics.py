@@ -1,0 +1,176 @@
+"""Scores of answers, and how sure one may be of them.
+
+An answer is compared after SQuAD's normalisation (Rajpurkar et al., 2016): lower case, without ASCII
+punctuation and the articles a, an, the, spaces collapsed. A question without accepted answers is
+one that the context does not answer: the right prediction is then the empty string (SQuAD 2.0).
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ctx_compress_rag.data.examples import NO_ANSWER
+from ctx_compress_rag.errors import DataError
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize_answer(text: str) -> str:
+    """SQuAD's normal form of an answer.
+
+    >>> normalize_answer("The  Eiffel Tower, (Paris).")
+    'eiffel tower paris'
+    """
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_WITHOUT_PUNCTUATION)).split())
+
+
+def exact_match(prediction: str, answers: Sequence[str]) -> float:
+    """1.0 if the prediction is one of the answers, else 0.0."""
+    return float(normalize_answer(prediction) in {normalize_answer(answer) for answer in answers or [""]})
+
+
+def token_f1(prediction: str, answers: Sequence[str]) -> float:
+    """Harmonic mean of the precision and recall of words, for the best of the answers.
+
+    >>> token_f1("in the north of Paris", ["Paris", "London"])
+    0.4
+    """
+    words = normalize_answer(prediction).split()
+    return max(_f1(words, normalize_answer(answer).split()) for answer in answers or [""])
+
+
+def contains_answer(prediction: str, answers: Sequence[str]) -> float:
+    """1.0 if the words of one of the answers stand in the prediction, side by side, else 0.0.
+
+    This is the non-strict match of other papers. A prediction that lists every candidate gets 1.0
+    (paper 001, section 5.1, footnote 5), so it goes beside exact match and F1, never in their place.
+    Whole words are compared: "art" does not stand in "party".
+    """
+    words = f" {normalize_answer(prediction)} "
+    wanted = [normalize_answer(answer) for answer in answers or [""]]
+    return float(any(f" {answer} " in words if answer else not words.strip() for answer in wanted))
+
+
+def declined(prediction: str) -> float:
+    """1.0 if the prediction says that the text does not say, or nothing at all, else 0.0."""
+    return float(normalize_answer(prediction) in ("", normalize_answer(NO_ANSWER)))
+
+
+def _f1(predicted: list[str], wanted: list[str]) -> float:
+    if not predicted or not wanted:
+        return float(predicted == wanted)
+    shared = sum((Counter(predicted) & Counter(wanted)).values())
+    return 2 * shared / (len(predicted) + len(wanted))
+
+
+def standard_error(scores: Sequence[float]) -> float:
+    """Standard error of the mean of the scores, one per question.
+
+    Raises:
+        DataError: fewer than two scores, of which no spread can be told.
+    """
+    if len(scores) < 2:
+        raise DataError(f"a standard error needs two scores or more, got {len(scores)}")
+    return float(np.std(scores, ddof=1) / np.sqrt(len(scores)))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A score with the bounds of its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def teacher_normalized(
+    compressed: Sequence[float],
+    no_context: Sequence[float],
+    full_text: Sequence[float],
+    *,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Interval | None:
+    """The share of what the full text is worth that compression keeps (paper 001, section 5.1).
+
+    (compressed - no context) / (full text - no context), each the mean of any score over the same
+    questions, answered by the same decoder. The interval is a percentile bootstrap that draws
+    questions, so that the three scores of a question stay together.
+
+    Args:
+        compressed: score of each question with the compressed context.
+        no_context: score of the same questions, in the same order, without context.
+        full_text: score of the same questions, in the same order, with the full text.
+        confidence: probability the interval is to cover.
+        resamples: number of bootstrap samples.
+        seed: seed of the draws.
+
+    Returns:
+        The share and its interval, or None where the full text is not surely better than no context
+        (at the same confidence): there is then nothing to take a share of.
+
+    Raises:
+        DataError: the three have no scores, or different numbers of them.
+    """
+    lengths = len(compressed), len(no_context), len(full_text)
+    if len(set(lengths)) != 1 or not lengths[0]:
+        raise DataError(
+            f"the three systems need scores of the same questions, got {lengths[0]} compressed, "
+            f"{lengths[1]} without context and {lengths[2]} with full text"
+        )
+    scores = np.array([compressed, no_context, full_text], dtype=np.float64)
+    rng = np.random.default_rng(seed)
+    count = lengths[0]
+    means = np.stack([scores[:, rng.integers(count, size=count)].mean(axis=1) for _ in range(resamples)])
+    gain, worth = means[:, 0] - means[:, 1], means[:, 2] - means[:, 1]
+
+    tail = (1 - confidence) / 2
+    whole = scores.mean(axis=1)
+    if whole[2] <= whole[1] or np.mean(worth <= 0) > tail:
+        return None
+    shares: NDArray[np.float64] = gain[worth > 0] / worth[worth > 0]
+    low, high = np.quantile(shares, [tail, 1 - tail])
+    return Interval(float((whole[0] - whole[1]) / (whole[2] - whole[1])), float(low), float(high))
+
+
+def paired_difference(
+    first: Sequence[float],
+    second: Sequence[float],
+    *,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Interval:
+    """How much better the first system is than the second: the difference of their means, with its interval.
+
+    The interval is a percentile bootstrap that draws questions, so that the two scores of a question stay
+    together: what makes a question hard for both does not widen it.
+
+    Args:
+        first: score of each question with the first system.
+        second: score of the same questions, in the same order, with the second.
+        confidence: probability the interval is to cover.
+        resamples: number of bootstrap samples.
+        seed: seed of the draws.
+
+    Raises:
+        DataError: there are no scores, or different numbers of them.
+    """
+    if len(first) != len(second) or not first:
+        raise DataError(f"two systems need scores of the same questions, got {len(first)} and {len(second)}")
+    differences = np.array(first, dtype=np.float64) - np.array(second, dtype=np.float64)
+    rng = np.random.default_rng(seed)
+    count = len(differences)
+    means = [differences[rng.integers(count, size=count)].mean() for _ in range(resamples)]
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return Interval(float(differences.mean()), float(low), float(high))

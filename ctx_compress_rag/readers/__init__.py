@@ -1,1 +1,0 @@
-"""Readers: the decoder's side of a method."""

@@ -1,0 +1,1 @@
+"""Prompts, tokens, sentences and the sentence encoder."""

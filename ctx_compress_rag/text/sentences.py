@@ -1,0 +1,134 @@
+"""The pieces of a passage that become one slot each: sentences, runs of them, or parts of them."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from ctx_compress_rag.extras import needs
+from ctx_compress_rag.text.tokenising import text_tokens
+
+# The splitter fails on white space of several bytes, such as U+0085.
+_WIDE_SPACE = re.compile(r"[^\S\t\n\v\f\r ]")
+
+
+class Unit(NamedTuple):
+    """A piece of a passage: its text, without space around it, and how many of the passage's tokens it has."""
+
+    text: str
+    tokens: int
+
+
+class _Start(NamedTuple):
+    """Where a piece begins, in characters and in tokens."""
+
+    char: int
+    token: int
+
+
+def sentences(text: str, language: str = "en") -> list[str]:
+    """The text's sentences by sentencex, a rule-based splitter (the paper uses spaCy); joined, they are the text.
+
+    Args:
+        text: the text.
+        language: ISO 639-1 code of its language.
+
+    Raises:
+        MissingExtraError: the `sentences` extra is not installed.
+    """
+    with needs("sentences"):
+        from sentencex import segment
+    ends = accumulate(len(part) for part in segment(language, _WIDE_SPACE.sub(" ", text)))
+    return [text[a:b] for a, b in pairwise([0, *ends])]
+
+
+def split(text: str, tokenizer: Any, limit: int | None, *, merge: bool, language: str = "en") -> list[Unit]:
+    """Cut a passage into units of at most `limit` tokens, each token of the passage in one of them.
+
+    A sentence that is longer is cut between words into parts of about the same length, a longer word
+    between characters. White space belongs to no unit's text, its tokens to the unit before it. No unit's
+    text is empty: a single character, and the white space after a unit, may bring it beyond the limit.
+
+    Args:
+        text: the passage, not empty.
+        tokenizer: the decoder's transformers tokenizer (a fast one: offsets are needed).
+        limit: most tokens of a unit; None sets no limit.
+        merge: join neighbours as long as they stay within the limit; otherwise each sentence is a unit.
+        language: ISO 639-1 code of the passage's language.
+    """
+    offsets = text_tokens(tokenizer, text).offsets
+    if limit is None:
+        limit = len(offsets)
+    begins = list(_sentence_starts(text, offsets, language))
+    starts = [
+        part
+        for start, end in pairwise([*begins, _Start(len(text), len(offsets))])
+        for part in _parts(text, offsets, start, end.token, limit)
+    ]
+    starts = _without_blanks(text, starts)
+    if merge:
+        starts = _merged(starts, len(offsets), limit)
+    return [
+        Unit(text[start.char : end.char].strip(), end.token - start.token)
+        for start, end in pairwise([*starts, _Start(len(text), len(offsets))])
+    ]
+
+
+def _sentence_starts(text: str, offsets: Sequence[tuple[int, int]], language: str) -> Iterator[_Start]:
+    """Where sentences begin; those without a token of their own go with the one before."""
+    # Stretches of white space are sentences of their own to the splitter.
+    lengths = [(len(part), bool(part.strip())) for part in sentences(text, language)]
+    ends = accumulate(length for length, _ in lengths)
+    chars = [end - length for end, (length, words) in zip(ends, lengths, strict=True) if words]
+    latest = -1
+    for token, (_, end) in enumerate(offsets):
+        # A token is where its last character is: many tokenizers put the space before a word into it.
+        sentence = max(0, bisect_right(chars, end - 1) - 1)
+        if sentence > latest:
+            yield _Start(chars[sentence] if latest >= 0 else 0, token)
+            latest = sentence
+
+
+def _parts(text: str, offsets: Sequence[tuple[int, int]], start: _Start, last: int, limit: int) -> Iterator[_Start]:
+    """The starts of a sentence's parts of at most `limit` tokens, about equally long, at words where it can be."""
+    while True:
+        yield start
+        left = last - start.token
+        if left <= limit:
+            return
+        even = -(-left // -(-left // limit))
+        words = [t for t in range(start.token + 1, start.token + limit + 1) if _begins_word(text, offsets, t)]
+        cut = min(words, key=lambda t: abs(t - start.token - even)) if words else start.token + even
+        # Tokens may share a character, byte by byte: it goes with the first of them.
+        start = _Start(max(offsets[cut][0], offsets[cut - 1][1]), cut)
+
+
+def _begins_word(text: str, offsets: Sequence[tuple[int, int]], token: int) -> bool:
+    """Whether a token begins a word, the space before it included or not."""
+    start, end = offsets[token]
+    if start < offsets[token - 1][1]:
+        return False  # further bytes of the character that the token before began
+    word = text[start:end].lstrip()
+    first = end - len(word)
+    return bool(word) and text[first - 1 : first].isspace()
+
+
+def _without_blanks(text: str, starts: Sequence[_Start]) -> list[_Start]:
+    """The starts that are left when parts without text go with the part before; a leading one takes the next."""
+    ends = [*(start.char for start in starts[1:]), len(text)]
+    kept = [s for s, end in zip(starts, ends, strict=True) if s.token == 0 or text[s.char : end].strip()]
+    if len(kept) > 1 and not text[: kept[1].char].strip():
+        del kept[1]
+    return kept
+
+
+def _merged(starts: Sequence[_Start], tokens: int, limit: int) -> list[_Start]:
+    """The starts that are left when neighbours are joined, from the first on, within `limit` tokens."""
+    kept: list[_Start] = []
+    for start, end in zip(starts, [*starts[1:], _Start(0, tokens)], strict=True):
+        if not kept or end.token - kept[-1].token > limit:
+            kept.append(start)
+    return kept

@@ -1,0 +1,1 @@
+"""What only some stages of training need."""

@@ -1,0 +1,128 @@
+"""The teacher: a decoder trained to answer from full text, on the answers' tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ctx_compress_rag.data.examples import Example
+from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
+from ctx_compress_rag.training.stages.pointers import Pointers, PointingHeads, pointers_of
+
+
+class AnswerLoss(nn.Module):
+    """Next-token loss on answer tokens, and with a small weight on the rest.
+
+    Args:
+        decoder: a causal LM.
+        context_weight: weight of a token that is not of an answer; 0 trains on answers alone.
+        pointing: heads whose attention is trained, too, and the weight of that.
+    """
+
+    def __init__(
+        self, decoder: nn.Module, context_weight: float, pointing: tuple[PointingHeads, float] | None = None
+    ) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.context_weight = context_weight
+        self.pointing = pointing
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        answers: Tensor,
+        pointers: tuple[Pointers, Pointers] | None = None,
+    ) -> dict[str, Tensor]:
+        """The loss of a right-padded batch; tensors are (batch, length), `pointers` to names and to copies.
+
+        The decoder gets no mask: with padding on the right no real token attends to it, and plain
+        causal attention is faster.
+        """
+        if self.pointing is None or pointers is None:
+            return {"loss": self._answer_loss(input_ids, attention_mask, answers)}
+        heads, weight = self.pointing
+        with heads.watching():
+            loss = self._answer_loss(input_ids, attention_mask, answers)
+            for which, wanted in enumerate(pointers):
+                loss = loss + weight * heads.loss(which, wanted.to(input_ids.device))
+        return {"loss": loss}
+
+    def _answer_loss(self, input_ids: Tensor, attention_mask: Tensor, answers: Tensor) -> Tensor:
+        logits = self.decoder(input_ids=input_ids, use_cache=False).logits
+        targets = input_ids[:, 1:]
+        weights = torch.where(answers[:, 1:], 1.0, self.context_weight) * attention_mask[:, 1:]
+        losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="none")
+        return (losses * weights.flatten()).sum() / weights.sum()
+
+
+class TextCollator:
+    """Examples -> a right-padded batch of full-text prompts, each with a template drawn for it.
+
+    With `pointing` the batch says what tokens should attend to; passages must then fit uncut.
+    """
+
+    def __init__(
+        self,
+        builder: PromptBuilder,
+        templates: Sequence[str],
+        max_context_tokens: int,
+        seed: int,
+        pointing: bool = False,
+    ) -> None:
+        self.builder = builder
+        self.templates = templates
+        self.max_context_tokens = max_context_tokens
+        self.seed = seed
+        self.pointing = pointing
+
+    def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
+        rows = []
+        names: list[tuple[int, int, int, int]] = []
+        copies: list[tuple[int, int, int, int]] = []
+        for number, example in enumerate(examples):
+            template = draw_template(self.templates, example, self.seed)
+            if self.pointing:
+                row, to_names, to_copies = pointers_of(self.builder, example, template)
+                rows.append(row)
+                names += [(number, *pointer) for pointer in to_names]
+                copies += [(number, *pointer) for pointer in to_copies]
+                continue
+            # Passages are cut, never the row: its end is the answer.
+            texts = [text for text, _ in self.builder.shortened(example.passages, self.max_context_tokens)]
+            rows.append(self.builder.text_row(example, template, texts))
+        ids = nn.utils.rnn.pad_sequence([row.ids for row in rows], batch_first=True)
+        answers = nn.utils.rnn.pad_sequence([row.answers for row in rows], batch_first=True)
+        lengths = torch.tensor([len(row.ids) for row in rows])
+        mask = (torch.arange(ids.shape[1]) < lengths.unsqueeze(1)).long()
+        batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "answers": answers}
+        if self.pointing:
+            batch["pointers"] = (Pointers.of(names), Pointers.of(copies))
+        return batch
+
+
+def new_decoder(config: dict[str, Any], tokenizer: Any) -> Any:
+    """A causal LM with random weights: `config` is a transformers configuration, `model_type` included."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = dict(config)
+    settings.update(
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), trust_remote_code=False)
+
+
+def save_decoder(decoder: Any, tokenizer: Any, folder: Path, half: bool = True) -> None:
+    """Save a decoder and its tokenizer as a transformers folder, in half precision."""
+    dtype = decoder.dtype
+    (decoder.half() if half else decoder).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    decoder.to(dtype)

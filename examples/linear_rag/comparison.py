@@ -1,0 +1,156 @@
+"""A trained layer beside gradient descent: losses, predictions and sensitivities (paper 003, appendix C.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from linear_rag.attention import LinearAttention, gradient_step_layer, stack
+from linear_rag.tasks import Tasks
+
+Predictor = Callable[[Tasks, Tensor], Tensor]
+"""Predictions for queries with inputs x: (tasks, (B, n_I)) -> (B,)."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Means over tasks of a predictor and a reference.
+
+    Attributes:
+        loss, reference_loss: squared errors (eq. 21).
+        prediction_difference: distance of the predictions.
+        sensitivity_cosine, sensitivity_distance: of the predictions' gradients by the query's input.
+    """
+
+    loss: float
+    reference_loss: float
+    prediction_difference: float
+    sensitivity_cosine: float
+    sensitivity_distance: float
+
+
+def gradient_descent(rate: float, depth: int = 1) -> Predictor:
+    """The constructed predictor: `depth` layers of lemma 1, that is, steps from W1 = 0 and the tasks' own W2."""
+
+    def predict(tasks: Tasks, x: Tensor) -> Tensor:
+        layer = gradient_step_layer(x.new_zeros(1, x.shape[-1]), tasks.w2, tasks.context.shape[-2], rate)
+        queries = tasks.queries(x, tasks.first_prediction(x))
+        return stack(layer, tasks.context, queries, depth, outputs=1).flatten()
+
+    return predict
+
+
+def trained(layer: LinearAttention, depth: int = 1) -> Predictor:
+    """`depth` layers of the given weights, which see the documents where the interface puts them."""
+
+    def predict(tasks: Tasks, x: Tensor) -> Tensor:
+        queries = tasks.queries(x, x.new_zeros(len(x)))
+        return stack(layer, tasks.context, queries, depth, outputs=1, injected=tasks.injected).flatten()
+
+    return predict
+
+
+def interpolation(layer: LinearAttention, rate: float) -> Predictor:
+    """One layer halfway between `layer` and gradient descent, by the two products of weights that matter.
+
+    W_K^T W_Q and P W_V may be scaled against each other without effect, so the trained layer is first given
+    the scale at which its keys meet the queries as the constructed layer's do, by least squares. It goes
+    without the injected row.
+    """
+
+    def predict(tasks: Tasks, x: Tensor) -> Tensor:
+        step = gradient_step_layer(x.new_zeros(1, x.shape[-1]), tasks.w2, tasks.context.shape[-2], rate)
+        match, step_match = layer.key.mT @ layer.query, step.key.mT @ step.query
+        queries = tasks.queries(x, tasks.first_prediction(x) / 2)
+        scores, step_scores = (tasks.context @ each @ queries.mT for each in (match, step_match))
+        scale = (scores * step_scores).sum() / step_scores.square().sum()
+        identity = torch.eye(len(match))
+        halfway = LinearAttention(
+            query=(match / scale + step_match) / 2,
+            key=identity,
+            value=(layer.output @ layer.value * scale + step.output @ step.value) / 2,
+            output=identity,
+        )
+        return stack(halfway, tasks.context, queries, 1, outputs=1).flatten()
+
+    return predict
+
+
+def loss(predictor: Predictor, tasks: Tasks) -> float:
+    """Mean squared error of the queries' predictions (eq. 21)."""
+    with torch.no_grad():
+        return float(F.mse_loss(predictor(tasks, tasks.x), tasks.target))
+
+
+def compare(predictor: Predictor, reference: Predictor, tasks: Tasks) -> Comparison:
+    """The quantities the paper reports, on the given tasks."""
+    prediction, sensitivity = _with_sensitivity(predictor, tasks)
+    expected, expected_sensitivity = _with_sensitivity(reference, tasks)
+    return Comparison(
+        loss=float(F.mse_loss(prediction, tasks.target)),
+        reference_loss=float(F.mse_loss(expected, tasks.target)),
+        prediction_difference=float((prediction - expected).abs().mean()),
+        sensitivity_cosine=float(F.cosine_similarity(sensitivity, expected_sensitivity).mean()),
+        sensitivity_distance=float((sensitivity - expected_sensitivity).norm(dim=-1).mean()),
+    )
+
+
+def learned_rates(layer: LinearAttention, inputs: int, examples: int) -> tuple[float, float]:
+    """What a single layer uses in place of eta for x1 and for x2 (eq. 10, read backwards).
+
+    The mean of the diagonals of W_K^T W_Q, times what P W_V makes of y. Gradient descent has eta twice.
+
+    Args:
+        layer: weights for tokens (x1, x2, y) with scalar y.
+        inputs: the width of x1.
+        examples: N.
+    """
+    diagonal = (layer.key.mT @ layer.query).diagonal() * (layer.output @ layer.value)[-1, -1] * examples
+    return float(diagonal[:inputs].mean()), float(diagonal[inputs:-1].mean())
+
+
+def feature_rates(variances: Tensor, examples: int) -> Tensor:
+    """The rates with which one gradient step from zero has the least expected loss, if each feature has its own.
+
+    Not in the paper. For independent, centred, uniform features and a standard normal teacher the expected
+    loss is a parabola in each rate; its minimum holds E[x^2] and, where a feature meets itself, E[x^4].
+
+    Args:
+        variances: of x1 and x2 in a row, shape (d1 + d2,).
+        examples: N.
+
+    Returns:
+        shape (d1 + d2,).
+    """
+    return 1 / ((variances.sum() - variances) / examples + variances * (1 + 0.8 / examples))
+
+
+def best_rate(tasks: Tasks, depth: int = 1, highest: float = 3.0) -> float:
+    """The learning rate with which `gradient_descent` has the least loss on `tasks` (appendix C.1).
+
+    The best of twelve rates up to `highest`, then a golden-section search around it, to within 0.005.
+    """
+
+    def at(rate: float) -> float:
+        return loss(gradient_descent(rate, depth), tasks)
+
+    spacing = highest / 12
+    centre = min((spacing * step for step in range(1, 13)), key=at)
+    low, high = centre - spacing, centre + spacing
+    shrink = (5**0.5 - 1) / 2
+    while high - low > 0.01:
+        left, right = high - shrink * (high - low), low + shrink * (high - low)
+        low, high = (low, right) if at(left) < at(right) else (left, high)
+    return (low + high) / 2
+
+
+def _with_sensitivity(predictor: Predictor, tasks: Tasks) -> tuple[Tensor, Tensor]:
+    """Predictions, and the gradient of each by its own query's input."""
+    x = tasks.x.clone().requires_grad_()
+    prediction = predictor(tasks, x)
+    (sensitivity,) = torch.autograd.grad(prediction.sum(), x)
+    return prediction.detach(), sensitivity

@@ -1,0 +1,55 @@
+"""One training run beside gradient descent, as drawn in figures 1, 5 and 6 (paper 003, section 4, appendix C)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Generator
+
+from linear_rag.attention import LinearAttention
+from linear_rag.comparison import Comparison, best_rate, compare, gradient_descent, trained
+from linear_rag.tasks import Interface, Tasks
+from linear_rag.training import Freedom, train_layer
+
+TASKS = 10_000
+"""Tasks of the line search, and held-out tasks (appendix C.1)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trained layer and the gradient descent it is compared with.
+
+    Attributes:
+        layer: the trained weights.
+        depth: how many times the layer is applied, and gradient steps.
+        rate: the line search's learning rate.
+        held_out: tasks that the layer was not trained on.
+        history: comparisons on them by training step, the first before training.
+    """
+
+    layer: LinearAttention
+    depth: int
+    rate: float
+    held_out: Tasks
+    history: dict[int, Comparison]
+
+    @property
+    def last(self) -> Comparison:
+        """The comparison after training."""
+        return self.history[max(self.history)]
+
+
+def run(
+    interface: Interface, *, depth: int = 1, steps: int, every: int = 100, freedom: Freedom = "writes y", seed: int = 0
+) -> Run:
+    """Train a layer and compare it, every so many steps, with as many steps of gradient descent as it has depth."""
+    generator = Generator().manual_seed(seed)
+    rate = best_rate(interface.sample(TASKS, generator), depth)
+    held_out = interface.sample(TASKS, generator)
+    history: dict[int, Comparison] = {}
+
+    def watch(step: int, layer: LinearAttention) -> None:
+        history[step] = compare(trained(layer, depth), gradient_descent(rate, depth), held_out)
+
+    layer = train_layer(interface, depth=depth, steps=steps, seed=seed + 1, freedom=freedom, watch=watch, every=every)
+    return Run(layer, depth, rate, held_out, history)

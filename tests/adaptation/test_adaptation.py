@@ -1,0 +1,368 @@
+"""Adapters on Q/K/V projections: exact sums, rows of their own, peft's files, and adapted decoders."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ctx_compress_rag.adaptation import (
+    Adapted,
+    Adapter,
+    AdaptiveDecoder,
+    BaseAdapter,
+    FewShot,
+    PromptTuning,
+    TestTimeSGD,
+    generate_together,
+    text_bundle,
+)
+from ctx_compress_rag.adaptation.adapter import applied, projections
+from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.decoding.generation import Sampling
+from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.stores import SoftContextStore
+from helpers import architectures
+from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, plain_copy, random_adapter
+
+SHORT = Sampling(max_new_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def bundle(make_tiny_bundle: Any) -> Any:
+    """With adapters of its own for compressor and reader that do something."""
+    made = make_tiny_bundle(seed=5)
+    for name, parameter in made.backbone.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return made
+
+
+@pytest.fixture(scope="module")
+def decoder(bundle: Any) -> AdaptiveDecoder:
+    return AdaptiveDecoder(bundle)
+
+
+def _logits(model: Any, ids: torch.Tensor, adapter: Adapter | None = None) -> torch.Tensor:
+    with torch.no_grad(), applied(model, adapter):
+        return model(ids).logits
+
+
+# The adapter itself
+
+
+@pytest.mark.parametrize("name", architectures.NAMES)
+def test_an_applied_update_equals_merged_weights(name: str) -> None:
+    """On every architecture: base adapter and update, concatenated, give what the summed weights give."""
+    model = architectures.model(name)
+    base, update = random_adapter(model, 3, seed=1), random_adapter(model, 2, seed=2, scale=0.5)
+    both = base.plus(update)
+    assert both.rank == 5
+    [ids] = architectures.random_ids(name, [11])
+    expected = merged_copy(merged_copy(model, base), update)(ids[None]).logits
+    plain = model(ids[None]).logits
+    torch.testing.assert_close(_logits(model, ids[None], both), expected, atol=1e-4, rtol=1e-4)
+    assert (expected - plain).abs().max() > 0.1
+    assert torch.equal(model(ids[None]).logits, plain)
+
+
+def test_every_attention_block_is_adapted() -> None:
+    """Names and widths as the config has them; Phi-3's fused projection is one."""
+    llama, phi = architectures.model("Llama"), architectures.model("Phi3")
+    wide = {"q_proj": (64, 64), "k_proj": (64, 32), "v_proj": (64, 32)}
+    assert projections(llama) == {f"model.layers.{i}.self_attn.{n}": s for i in range(2) for n, s in wide.items()}
+    assert projections(phi) == {f"model.layers.{i}.self_attn.qkv_proj": (64, 128) for i in range(2)}
+
+
+def test_other_attention_is_refused_by_name() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel.*none of them"):
+        projections(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=10)))
+    llama = architectures.model("Llama")
+    llama.model.layers[1].self_attn.kv_proj = llama.model.layers[1].self_attn.k_proj
+    del llama.model.layers[1].self_attn.k_proj
+    with pytest.raises(ConfigError, match=r"only \['q_proj', 'v_proj'\] in model.layers.1"):
+        projections(llama)
+
+
+def test_rows_of_a_batch_equal_one_at_a_time() -> None:
+    """Adapters of different rank and scale, and none at all, side by side in one forward pass."""
+    model = architectures.model("Qwen3")
+    adapters = [random_adapter(model, 4, seed=3), None, random_adapter(model, 1, seed=4, scale=0.7)]
+    ids = torch.stack(architectures.random_ids("Qwen3", [9, 9, 9]))
+    together = _logits(model, ids, Adapter.stack(adapters))
+    for row, adapter in enumerate(adapters):
+        torch.testing.assert_close(together[row], _logits(model, ids[row, None], adapter)[0], atol=1e-4, rtol=1e-4)
+    same = adapters[0]
+    assert Adapter.stack([same, same]) is same
+    assert Adapter.stack([None, None]) is None
+
+
+def test_rows_can_be_picked_and_added_to() -> None:
+    model = architectures.model("Llama")
+    base, updates = random_adapter(model, 2, seed=5), random_adapter(model, 3, seed=6, rows=4)
+    summed = base.plus(updates).rows([2, 0, 2])
+    ids = torch.stack(architectures.random_ids("Llama", [7, 7, 7]))
+    together = _logits(model, ids, summed)
+    for row, number in enumerate([2, 0, 2]):
+        alone = _logits(merged_copy(model, base.plus(updates.row(number))), ids[row, None])[0]
+        torch.testing.assert_close(together[row], alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Phi3"])
+def test_peft_loads_what_is_saved_to_the_same_outputs(name: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    model = architectures.model(name)
+    adapter = random_adapter(model, 4, seed=7).plus(random_adapter(model, 4, seed=8, scale=1.0))
+    adapter.save_pretrained(tmp_path, decoder="someone/decoder")
+    [ids] = architectures.random_ids(name, [13])
+    ours = _logits(model, ids[None], adapter)
+    loaded = Adapter.from_pretrained(tmp_path, model)
+    assert torch.equal(_logits(model, ids[None], loaded), ours)
+    theirs = PeftModel.from_pretrained(architectures.model(name), tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids[None]).logits, ours, atol=1e-5, rtol=1e-5)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (8, 8, "someone/decoder")
+
+
+def test_an_adapter_that_peft_made_is_read(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = architectures.model("Llama")
+    config = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
+    theirs = get_peft_model(architectures.model("Llama"), config)
+    theirs.save_pretrained(tmp_path)
+    adapter = Adapter.from_pretrained(tmp_path, model)
+    assert (adapter.rank, adapter.scale) == (4, 3.0)
+    [ids] = architectures.random_ids("Llama", [13])
+    with torch.no_grad():
+        torch.testing.assert_close(_logits(model, ids[None], adapter), theirs(ids[None]).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"target_modules": ["q_proj", "v_proj"]}, "k_proj.lora_A.weight"),
+        ({"use_rslora": True}, "use_rslora"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_by_name(settings: dict[str, Any], named: str, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    whole = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj"]} | settings
+    get_peft_model(architectures.model("Llama"), LoraConfig(**whole)).save_pretrained(tmp_path)
+    with pytest.raises(BundleError, match=named):
+        Adapter.from_pretrained(tmp_path, architectures.model("Llama"))
+    with pytest.raises(BundleError, match="no peft adapter"):
+        Adapter.from_pretrained(tmp_path / "elsewhere", architectures.model("Llama"))
+
+
+# Decoders
+
+
+def _chats(questions: Any = QUESTIONS) -> list[Any]:
+    return [question.chat() for question in questions]
+
+
+def _adapted(decoder: AdaptiveDecoder, *seeds: int) -> list[AdaptiveDecoder]:
+    model = decoder.bundle.backbone.model
+    return [decoder.with_adapted(Adapted(random_adapter(model, 4, seed, size=0.5))) for seed in seeds]
+
+
+def _texts(generations: Any) -> list[str]:
+    return [generation.text for generation in generations]
+
+
+def test_an_adapted_decoder_answers_as_one_with_merged_weights(decoder: AdaptiveDecoder, bundle: Any) -> None:
+    [adapted] = _adapted(decoder, 11)
+    plain = TransformersDecoder(bundle)
+    before = _texts(plain.generate(_chats(), SHORT))
+    texts = _texts(adapted.generate(_chats(), SHORT))
+    assert adapted.adapted.adapter is not None
+    merged = merged_copy(bundle.backbone.model, adapted.adapted.adapter)
+    for chat, text in zip(_chats(), texts, strict=True):
+        ids = bundle.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        out = merged.generate(ids, max_new_tokens=8, do_sample=False)
+        assert bundle.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == text
+    assert texts != before
+    pieces = list(adapted.stream(_chats()[0], SHORT))
+    assert pieces[-1].text == texts[0] == "".join(pieces[:-1])  # type: ignore[union-attr, arg-type]
+    assert _texts(decoder.generate(_chats(), SHORT)) == _texts(plain.generate(_chats(), SHORT)) == before
+
+
+def test_several_adapted_ones_answer_in_one_batch(decoder: AdaptiveDecoder) -> None:
+    """Each as it would alone, the unadapted among them, in one forward pass over the prompts."""
+    one, two = _adapted(decoder, 12, 13)
+    asked = [one, decoder, two, one, two, decoder]
+    chats = _chats() * 2
+    alone = [d.generate([chat], SHORT)[0].text for d, chat in zip(asked, chats, strict=True)]
+    widths: set[int] = set()
+    watch = decoder.bundle.backbone.model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.add(len(kwargs["attention_mask"])), with_kwargs=True
+    )
+    assert _texts(generate_together(asked, chats, SHORT)) == alone
+    watch.remove()
+    assert widths == {6}
+    assert len(set(alone)) > 2
+    with pytest.raises(ConfigError, match="3 prompts"):
+        generate_together([one], _chats())
+    other = Bundle(decoder.bundle.config, decoder.bundle.backbone, decoder.bundle.compressor, decoder.bundle.reader)
+    with pytest.raises(ConfigError, match="adapted from one decoder"):
+        generate_together([one, AdaptiveDecoder(other), two], _chats())
+
+
+def test_threads_do_not_see_each_others_updates(decoder: AdaptiveDecoder) -> None:
+    decoders = [decoder, *_adapted(decoder, 14, 15, 16)]
+    alone = [_texts(each.generate(_chats(), SHORT)) for each in decoders]
+    found: list[list[list[str]]] = [[] for _ in decoders]
+
+    def work(number: int) -> None:
+        for _ in range(2):
+            found[number].append(_texts(decoders[number].generate(_chats(), SHORT)))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(decoders))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, texts in enumerate(alone):
+        assert found[number] == [texts] * 2
+    assert not any(module._forward_hooks for module in decoder.bundle.backbone.model.modules())
+
+
+def test_soft_contexts_are_read_with_the_update(bundle: Any, tmp_path: Path) -> None:
+    """A prompt with slots goes to the reader's decoder, its adapter and the update on top of each other."""
+    with SoftContextStore(tmp_path, bundle, key=b"k" * 32) as store:
+        decoder = AdaptiveDecoder(bundle, store)
+        marked = [question.marked(store, 8) for question in QUESTIONS]
+        assert all(
+            q.passages == tuple(mark(store, p.passages, ratio=8)) for q, p in zip(marked, QUESTIONS, strict=True)
+        )
+        adapter = random_adapter(bundle.backbone.model, 4, seed=17)
+        rows = decoder.rows(marked)
+        assert [sum(len(p) for p in row.pieces if p.is_floating_point()) for row in rows] == [
+            sum(-(-len(bundle.tokenizer(p, add_special_tokens=False)["input_ids"]) // 8) for p in q.passages)
+            for q in QUESTIONS
+        ]
+        embedded = torch.cat([p if p.is_floating_point() else bundle.backbone.embeddings(p) for p in rows[1].pieces])
+        batch = decoder.splice([rows[1].pieces])
+        with torch.no_grad(), decoder.model_for(batch, rows[1].soft) as model, applied(model, adapter):
+            ours = model(**batch.model_inputs()).logits
+        # The reader's LoRA merged by hand, then the update's.
+        with bundle.backbone.use("reader") as model:
+            lora = {
+                n: m.scaling["reader"] * m.lora_B["reader"].weight @ m.lora_A["reader"].weight
+                for n, m in model.named_modules()
+                if hasattr(m, "lora_A")
+            }
+        plain = merged_copy(bundle.backbone.model, adapter)
+        for name, change in lora.items():
+            plain.get_submodule(name).weight += change
+        torch.testing.assert_close(ours, plain(inputs_embeds=embedded[None]).logits, atol=1e-4, rtol=1e-4)
+
+        adapted = decoder.adapt(marked, TestTimeSGD(adapter, 1, 0.5))
+        assert all(generation.slots > 0 for generation in adapted.generate(_chats(marked), SHORT))
+        mixed = _chats([marked[0], QUESTIONS[0]])
+        together = _texts(generate_together([adapted, decoder], mixed, SHORT))
+        assert together == [adapted.generate(mixed[:1], SHORT)[0].text, decoder.generate(mixed[1:], SHORT)[0].text]
+
+
+def test_a_row_is_the_prompt_then_the_answer(decoder: AdaptiveDecoder, bundle: Any) -> None:
+    for demonstration, row in zip(DEMONSTRATIONS, decoder.rows(DEMONSTRATIONS), strict=True):
+        chat = [*demonstration.chat(), {"role": "assistant", "content": demonstration.answer}]
+        ids = torch.cat(row.pieces)
+        assert ids.tolist() == bundle.tokenizer.apply_chat_template(chat)["input_ids"]
+        answer = bundle.tokenizer.decode(ids[row.answers])
+        assert answer.strip() == f"{demonstration.answer}<|end|>"
+        assert ids[-1] == bundle.tokenizer.eos_token_id
+
+
+def test_few_shot_puts_demonstrations_before_the_question(decoder: AdaptiveDecoder, bundle: Any) -> None:
+    adapted = decoder.adapt(DEMONSTRATIONS, FewShot(None))
+    earlier = []
+    for d in DEMONSTRATIONS:
+        earlier += [*d.chat(), {"role": "assistant", "content": d.answer}]
+    chat = QUESTIONS[0].chat()
+    assert adapted.generate([chat], SHORT) == TransformersDecoder(bundle).generate([[*earlier, *chat]], SHORT)
+    with pytest.raises(ConfigError, match="plain string"):
+        adapted.generate(["What?"])
+
+
+def test_adapting_leaves_the_original_and_starts_from_it(decoder: AdaptiveDecoder) -> None:
+    state = {n: p.detach().clone() for n, p in decoder.bundle.backbone.model.named_parameters()}
+    base = random_adapter(decoder.bundle.backbone.model, 4, seed=18)
+    once = decoder.adapt(DEMONSTRATIONS, TestTimeSGD(base, 2, 0.1))
+    twice = once.adapt(DEMONSTRATIONS, TestTimeSGD(base, 2, 0.1))
+    assert decoder.adapted.adapter is None
+    for name in base.a:
+        assert torch.equal(once.adapted.adapter.b[name], twice.adapted.adapter.b[name])  # type: ignore[union-attr]
+        assert not torch.equal(once.adapted.adapter.b[name], base.b[name])  # type: ignore[union-attr]
+    assert decoder.adapt(DEMONSTRATIONS, BaseAdapter(base)).adapted.adapter is base
+    assert all(torch.equal(p, state[n]) for n, p in decoder.bundle.backbone.model.named_parameters())
+
+
+def test_impossible_demonstrations_are_refused_by_name(decoder: AdaptiveDecoder) -> None:
+    base = BaseAdapter(None)
+    with pytest.raises(ConfigError, match="nothing to adapt to"):
+        decoder.adapt([], base)
+    sgd = TestTimeSGD(random_adapter(decoder.bundle.backbone.model, 2, 0), 1, 0.1)
+    with pytest.raises(ConfigError, match="answer is empty"):
+        decoder.adapt([replace(DEMONSTRATIONS[0], answer=" ")], sgd)
+    long = replace(DEMONSTRATIONS[0], answer="a goat " * 600)
+    with pytest.raises(ConfigError, match=r"demonstration 1 .* window of 1024"):
+        decoder.adapt([DEMONSTRATIONS[0], long], sgd)
+
+
+def test_a_soft_prefix_reads_as_pefts(tmp_path: Path) -> None:
+    """Saved as peft's prompt tuning, and read by peft to the same logits."""
+    from peft import PeftModel
+
+    model = architectures.model("Llama")
+    prefix = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    PromptTuning(prefix).save_pretrained(tmp_path, "someone/decoder")
+    [ids] = architectures.random_ids("Llama", [9])
+    ours = model(**splice(model.get_input_embeddings(), [[prefix, ids]]).model_inputs()).logits
+    theirs = PeftModel.from_pretrained(architectures.model("Llama"), tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids[None]).logits, ours, atol=1e-5, rtol=1e-5)
+
+
+def test_a_soft_prefix_stands_before_the_prompt(decoder: AdaptiveDecoder, bundle: Any, tmp_path: Path) -> None:
+    prefix = bundle.backbone.embeddings.weight[[7, 8, 9]].clone() * 30
+    PromptTuning(prefix).save_pretrained(tmp_path)
+    adapted = decoder.adapt(DEMONSTRATIONS, PromptTuning.from_pretrained(tmp_path, decoder))
+    [generation] = adapted.generate(_chats()[:1], SHORT)
+    ids = bundle.tokenizer.apply_chat_template(_chats()[0], add_generation_prompt=True)["input_ids"]
+    assert (generation.prompt_tokens, generation.slots) == (3 + len(ids), 0)
+    with bundle.text_decoder() as model:
+        embeds = torch.cat([prefix, bundle.backbone.embeddings(torch.tensor(ids))])[None]
+        out = model.generate(inputs_embeds=embeds, max_new_tokens=8, do_sample=False)
+    assert generation.text == bundle.tokenizer.decode(out[0], skip_special_tokens=True)
+    with pytest.raises(BundleError, match="no prompt"):
+        random_adapter(bundle.backbone.model, 2, 0).save_pretrained(tmp_path / "lora")
+        PromptTuning.from_pretrained(tmp_path / "lora", decoder)
+
+
+def test_a_decoder_alone_is_a_bundle_for_text(tmp_path: Path, bundle: Any, tiny_tokenizer: Any) -> None:
+    from ctx_compress_rag.training.stages.teacher import save_decoder
+
+    plain = plain_copy(bundle.backbone.model)
+    save_decoder(plain, tiny_tokenizer, tmp_path, half=False)
+    made = text_bundle(tmp_path, device="cpu")
+    assert isinstance(made.backbone, Backbone) and not made.backbone.adapters
+    assert _texts(AdaptiveDecoder(made).generate(_chats(), SHORT)) == _texts(
+        TransformersDecoder(bundle).generate(_chats(), SHORT)
+    )

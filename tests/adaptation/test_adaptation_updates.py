@@ -1,0 +1,335 @@
+"""What gradient descent does to an adapter, how updates are compared, and the predictor that learns them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, Demonstration, PredictedUpdate, TestTimeSGD
+from ctx_compress_rag.adaptation.adapter import projections
+from ctx_compress_rag.adaptation.methods import PredictorConfig
+from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
+from ctx_compress_rag.adaptation.updates import answer_losses, inner_products, matching_loss, norms, sgd, sgd_path
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.stores import SoftContextStore
+from helpers import architectures
+from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, plain_copy, random_adapter
+
+CONFIG = PredictorConfig(inner_steps=2, inner_learning_rate=0.01, demonstrations=3, hidden=16, code=8)
+
+
+@pytest.fixture(scope="module")
+def bundle(make_tiny_bundle: Any) -> Any:
+    made = make_tiny_bundle(seed=6)
+    for name, parameter in made.backbone.model.named_parameters():
+        if "lora_" not in name and "proj" in name:
+            parameter.mul_(10)  # wide, so that what is attended to matters
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return made
+
+
+@pytest.fixture(scope="module")
+def decoder(bundle: Any) -> AdaptiveDecoder:
+    return AdaptiveDecoder(bundle)
+
+
+@pytest.fixture(scope="module")
+def base(bundle: Any) -> Adapter:
+    return random_adapter(bundle.backbone.model, 4, seed=21, size=0.1)
+
+
+def _row_ids(bundle: Any, d: Demonstration) -> tuple[torch.Tensor, int]:
+    """The demonstration's tokens by the tokenizer's own chat template, and where the answer begins."""
+    tokenizer = bundle.tokenizer
+    prompt = tokenizer.apply_chat_template(d.chat(), add_generation_prompt=True)["input_ids"]
+    whole = tokenizer.apply_chat_template([*d.chat(), {"role": "assistant", "content": d.answer}])["input_ids"]
+    return torch.tensor(whole), len(prompt)
+
+
+def _plain_sgd(bundle: Any, base: Adapter, demonstrations: Any, steps: int, rate: float) -> dict[str, torch.Tensor]:
+    """Eq. 8 with peft and torch's own SGD, one row at a time: the change of each projection's weight, in float64."""
+    from peft import LoraConfig, get_peft_model
+
+    plain = plain_copy(bundle.backbone.model)
+    config = LoraConfig(
+        r=base.rank, lora_alpha=int(base.scale * base.rank), target_modules=["q_proj", "k_proj", "v_proj"]
+    )
+    model = get_peft_model(plain, config).double()
+    factors = {}
+    for name, module in model.named_modules():
+        site = name.removeprefix("base_model.model.")
+        if site in base.a:
+            module.lora_A.default.weight.data = base.a[site].double().clone()
+            module.lora_B.default.weight.data = base.b[site].double().clone()
+            factors[site] = (module.lora_A.default.weight, module.lora_B.default.weight)
+    optimiser = torch.optim.SGD([p for pair in factors.values() for p in pair], lr=rate)
+    for _ in range(steps):
+        losses = []
+        for demonstration in demonstrations:
+            ids, start = _row_ids(bundle, demonstration)
+            logits = model(input_ids=ids[None]).logits[0]
+            losses += [-logits[i - 1].log_softmax(-1)[ids[i]] for i in range(start, len(ids))]
+        optimiser.zero_grad()
+        (sum(losses) / len(losses)).backward()
+        optimiser.step()
+    with torch.no_grad():
+        return {
+            site: base.scale * (b @ a - base.b[site].double() @ base.a[site].double())
+            for site, (a, b) in factors.items()
+        }
+
+
+def test_the_target_is_a_plain_sgd_loops(decoder: AdaptiveDecoder, bundle: Any, base: Adapter) -> None:
+    """Contexts of different sizes in one batch, each with the update that it has alone."""
+    contexts = [DEMONSTRATIONS, QUESTIONS[:1]]
+    update = sgd(decoder, [decoder.rows(c) for c in contexts], base, steps=3, learning_rate=0.5)
+    change, adapted = update.change(), update.adapted()
+    for number, context in enumerate(contexts):
+        expected = _plain_sgd(bundle, base, context, steps=3, rate=0.5)
+        for name, matrix in expected.items():
+            row = change.row(number)
+            made = row.scale * row.b[name].double() @ row.a[name].double()
+            assert (made - matrix).norm() < 1e-3 * matrix.norm(), name
+            after = adapted.row(number)
+            moved = base.scale * base.b[name].double() @ base.a[name].double() + matrix
+            torch.testing.assert_close(
+                (after.scale * after.b[name] @ after.a[name]).double(), moved, atol=1e-5, rtol=1e-4
+            )
+    assert not any(t.requires_grad for t in (*change.a.values(), *change.b.values()))
+
+
+def test_the_path_meets_every_smaller_number_of_steps(decoder: AdaptiveDecoder, base: Adapter) -> None:
+    contexts = [decoder.rows(DEMONSTRATIONS), decoder.rows(QUESTIONS[:1])]
+    path = sgd_path(decoder, contexts, base, [3, 1], 0.5)
+    assert sorted(path) == [1, 3]
+    for steps, update in path.items():
+        alone = sgd(decoder, contexts, base, steps, 0.5)
+        assert all(torch.equal(update.a[n], alone.a[n]) and torch.equal(update.b[n], alone.b[n]) for n in base.a)
+
+
+def test_sgd_lowers_the_loss_and_changes_nothing_else(decoder: AdaptiveDecoder, bundle: Any, base: Adapter) -> None:
+    state = {n: p.detach().clone() for n, p in bundle.backbone.model.named_parameters()}
+    kept = {n: t.clone() for n, t in (*base.a.items(), *((f"{n} b", t) for n, t in base.b.items()))}
+    rows = [decoder.rows(DEMONSTRATIONS)]
+    with torch.no_grad():  # as a caller may have it
+        update = sgd(decoder, rows, base, steps=5, learning_rate=0.3)
+        before, after = (float(answer_losses(decoder, rows, x)) for x in (base, update.adapted()))
+    assert after < before - 0.01
+    assert all(torch.equal(p, state[n]) and p.grad is None for n, p in bundle.backbone.model.named_parameters())
+    assert all(torch.equal(base.a[n], kept[n]) and torch.equal(base.b[n], kept[f"{n} b"]) for n in base.a)
+
+
+def test_answer_losses_are_means_over_answer_tokens(decoder: AdaptiveDecoder, bundle: Any, base: Adapter) -> None:
+    merged = merged_copy(bundle.backbone.model, base)
+    losses = answer_losses(decoder, [decoder.rows(DEMONSTRATIONS[:2]), decoder.rows(QUESTIONS)], base)
+    for loss, context in zip(losses, (DEMONSTRATIONS[:2], QUESTIONS), strict=True):
+        each = []
+        for demonstration in context:
+            ids, start = _row_ids(bundle, demonstration)
+            logits = merged(ids[None]).logits[0].double()
+            each += [F.cross_entropy(logits[i - 1], ids[i]) for i in range(start, len(ids))]
+        assert float(loss) == pytest.approx(float(sum(each) / len(each)), rel=1e-4)
+
+
+def test_slots_are_demonstrations_too(bundle: Any, base: Adapter, tmp_path: Any) -> None:
+    """With passages from the store: the gradient step is that of the reader's decoder, finite differences agree."""
+    with SoftContextStore(tmp_path, bundle, key=b"k" * 32) as store:
+        decoder = AdaptiveDecoder(bundle, store)
+        rows = [decoder.rows([d.marked(store, 4) for d in DEMONSTRATIONS])]
+        step = sgd(decoder, rows, base, steps=1, learning_rate=1.0)
+        text = sgd(decoder, [decoder.rows(DEMONSTRATIONS)], base, steps=1, learning_rate=1.0)
+        name = next(iter(base.a))
+        gradient = -step.b[name][0]
+        assert not torch.allclose(gradient, -text.b[name][0], rtol=0.1)
+        nudge = 1e-2 * gradient / gradient.norm()
+        with torch.no_grad():
+            up, down = (
+                float(
+                    answer_losses(
+                        decoder, rows, Adapter(base.a, base.b | {name: base.b[name] + sign * nudge}, base.scale)
+                    )
+                )
+                for sign in (1, -1)
+            )
+        assert (up - down) / 2e-2 == pytest.approx(float(gradient.norm()), rel=0.05)
+
+
+def _random(generator: torch.Generator, shapes: Any, rank: int, rows: int, size: float, scale: float) -> Adapter:
+    return Adapter(
+        {n: size * torch.randn(rows, rank, d_in, generator=generator) for n, (d_in, _) in shapes.items()},
+        {n: size * torch.randn(rows, d_out, rank, generator=generator) for n, (_, d_out) in shapes.items()},
+        scale,
+    )
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_the_matching_loss_is_the_papers_on_whole_matrices(data: st.DataObject) -> None:
+    """Eq. 9 in float64 with every matrix written out, for random widths, ranks, scales and sizes."""
+    sizes = st.integers(1, 12)
+    shapes = {f"layer.{i}": (data.draw(sizes), data.draw(sizes)) for i in range(data.draw(st.integers(1, 4)))}
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    ranks, rows = (data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))), data.draw(st.integers(1, 3))
+    scale = st.floats(0.1, 4.0)
+    one = _random(generator, shapes, ranks[0], rows, data.draw(scale), data.draw(scale))
+    two = _random(generator, shapes, ranks[1], rows, data.draw(scale), data.draw(scale))
+    weight = data.draw(st.floats(0.0, 2.0))
+    losses = matching_loss(one, two, weight)
+    products = inner_products(one, two)
+    for row in range(rows):
+        total = 0.0
+        for name in shapes:
+            x, y = (z.scale * z.b[name][row].double() @ z.a[name][row].double() for z in (one, two))
+            assert float(products[name][row]) == pytest.approx(float((x * y).sum()), rel=1e-3, abs=1e-3)
+            assert float(norms(one)[name][row]) == pytest.approx(float(x.norm()), rel=1e-3)
+            cosine = (x * y).sum() / (x.norm() * y.norm())
+            total += float(1 - cosine + weight * (x.norm() / y.norm()).log().abs())
+        assert float(losses[row]) == pytest.approx(total, rel=1e-3, abs=1e-3)
+
+
+def test_the_matching_loss_of_a_perfect_update_is_zero(decoder: AdaptiveDecoder, base: Adapter) -> None:
+    change = sgd(decoder, [decoder.rows(DEMONSTRATIONS)], base, 2, 0.1).change()
+    assert float(matching_loss(change, change)) == pytest.approx(0.0, abs=1e-4)
+    opposite = Adapter(change.a, change.b, -change.scale)
+    assert float(matching_loss(opposite, change)) == pytest.approx(2.0 * len(base.a), rel=1e-4)
+    larger = Adapter(change.a, change.b, change.scale * 2.718281828)
+    assert float(matching_loss(larger, change)) == pytest.approx(0.1 * len(base.a), rel=1e-3)
+
+
+@pytest.mark.parametrize("layer", [None, 1])
+def test_hidden_states_are_the_end_tokens_means(
+    decoder: AdaptiveDecoder, bundle: Any, base: Adapter, layer: int | None
+) -> None:
+    merged = merged_copy(bundle.backbone.model, base)
+    pooled = pooled_states(decoder, [decoder.rows(DEMONSTRATIONS), decoder.rows(QUESTIONS[:2])], base, layer)
+    for row, context in zip(pooled, (DEMONSTRATIONS, QUESTIONS[:2]), strict=True):
+        states = []
+        for demonstration in context:
+            ids, _ = _row_ids(bundle, demonstration)
+            assert ids[-1] == bundle.tokenizer.eos_token_id
+            all_layers = merged(ids[None], output_hidden_states=True).hidden_states  # embeddings first
+            states.append(all_layers[-1 if layer is None else layer][0, -1])
+        torch.testing.assert_close(row, torch.stack(states).mean(0), atol=1e-4, rtol=1e-4)
+
+
+def test_layers_above_the_one_that_is_read_do_not_run(decoder: AdaptiveDecoder, base: Adapter) -> None:
+    layers = decoder.bundle.backbone.model.base_model.layers
+    ran: list[int] = []
+    handles = [layer.register_forward_hook(lambda *_, i=i: ran.append(i)) for i, layer in enumerate(layers)]
+    rows = [decoder.rows(DEMONSTRATIONS)]
+    pooled_states(decoder, rows, base, 1)
+    assert ran == [0]
+    pooled_states(decoder, rows, base)
+    assert ran == [0, *range(len(layers))]
+    for handle in handles:
+        handle.remove()
+    with pytest.raises(ConfigError, match=f"layer is 9, and the decoder has {len(layers)}"):
+        pooled_states(decoder, rows, base, 9)
+
+
+def test_the_predictor_is_an_mlp_and_heads(bundle: Any) -> None:
+    """Against the formula: encoder of two layers, then U and V for each projection, U V^T of the base's shape."""
+    torch.manual_seed(0)
+    shapes = projections(bundle.backbone.model)
+    predictor = UpdatePredictor(32, shapes, rank=3)
+    predictor.gain.uniform_(0.5, 2.0)
+    predictor.centre.normal_()
+    predictor.spread.uniform_(0.5, 2.0)
+    pooled = torch.randn(2, 32)
+    update = predictor(pooled)
+    first, second = predictor.encoder[0], predictor.encoder[2]
+    assert (first.weight.shape, second.weight.shape) == ((256, 32), (64, 256))
+    read = (pooled - predictor.centre) / predictor.spread
+    code = F.gelu(read @ first.weight.T + first.bias) @ second.weight.T + second.bias
+    for i, (name, (d_in, d_out)) in enumerate(shapes.items()):
+        head = predictor.heads[i]
+        out = code @ head.weight.T + head.bias
+        u = out[:, : 3 * d_out].reshape(2, d_out, 3) * predictor.gain[i]
+        v = out[:, 3 * d_out :].reshape(2, 3, d_in)
+        torch.testing.assert_close(update.b[name] @ update.a[name], u @ v)
+    assert update.scale == 1.0 and update.rank == 3
+
+
+def test_the_gradient_reaches_all_of_the_predictor(decoder: AdaptiveDecoder, base: Adapter) -> None:
+    contexts = [decoder.rows(DEMONSTRATIONS), decoder.rows(QUESTIONS)]
+    target = sgd(decoder, contexts, base, 1, 0.1).change()
+    made = PredictedUpdate.build(base, decoder, CONFIG)
+    pooled = pooled_states(decoder, contexts, base)
+    losses = {
+        "matching": matching_loss(made.predictor(pooled), target).mean(),
+        "task": answer_losses(decoder, contexts, base.plus(made.predictor(pooled))).mean(),
+    }
+    for name, loss in losses.items():
+        made.predictor.zero_grad()
+        loss.backward()
+        still = [n for n, p in made.predictor.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+        assert not still, name
+    assert not any(t.requires_grad for t in (*base.a.values(), *base.b.values()))
+
+
+def test_calibrated_updates_start_at_their_targets_size(decoder: AdaptiveDecoder, base: Adapter) -> None:
+    contexts = [decoder.rows([d]) for d in (*DEMONSTRATIONS, *QUESTIONS)]
+    target = sgd(decoder, contexts, base, 1, 1e-3).change()
+    pooled = pooled_states(decoder, contexts, base)
+    predictor = PredictedUpdate.build(base, decoder, CONFIG).predictor
+    predictor.calibrate(pooled, norms(target))
+    read = (pooled - predictor.centre) / predictor.spread
+    torch.testing.assert_close(read.mean(0), torch.zeros(32), atol=1e-4, rtol=0)
+    torch.testing.assert_close(read.square().mean(0), torch.ones(32), atol=1e-3, rtol=0)
+    for name, size in norms(predictor(pooled)).items():
+        assert float((size.log() - norms(target)[name].log()).mean()) == pytest.approx(0.0, abs=1e-3)
+
+
+def test_a_predicted_update_is_saved_and_is_a_peft_adapter(
+    decoder: AdaptiveDecoder, bundle: Any, base: Adapter, tmp_path: Any
+) -> None:
+    """The predictor comes back to the same update, and the update loads in peft at twice the base's rank."""
+    from peft import PeftModel
+
+    torch.manual_seed(1)
+    made = PredictedUpdate.build(base, decoder, CONFIG)
+    made.save_pretrained(tmp_path / "predictor", "someone/decoder")
+    loaded = PredictedUpdate.from_pretrained(tmp_path / "predictor", decoder)
+    assert loaded.config == CONFIG
+    one, two = (decoder.adapt(DEMONSTRATIONS, x).adapted.adapter for x in (made, loaded))
+    assert one is not None and two is not None and one.rank == 8
+    assert all(torch.equal(one.b[n], two.b[n]) and torch.equal(one.a[n], two.a[n]) for n in one.a)
+    assert not any(t.requires_grad for t in (*one.a.values(), *one.b.values()))
+    one.save_pretrained(tmp_path / "peft")
+    theirs = PeftModel.from_pretrained(plain_copy(bundle.backbone.model), tmp_path / "peft")
+    merged = merged_copy(merged_copy(bundle.backbone.model, base), _update_alone(one, base.rank))
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-4)
+    with pytest.raises(BundleError, match="does not fit"):
+        PredictedUpdate.from_pretrained(tmp_path / "predictor", _other_shape(bundle))
+    (tmp_path / "predictor" / "config.json").write_text('{"inner_steps": -1}')
+    with pytest.raises(BundleError, match="inner_steps"):
+        PredictedUpdate.from_pretrained(tmp_path / "predictor", decoder)
+
+
+def _update_alone(both: Adapter, base_rank: int) -> Adapter:
+    return Adapter(
+        {n: t[base_rank:] for n, t in both.a.items()}, {n: t[:, base_rank:] for n, t in both.b.items()}, both.scale
+    )
+
+
+def _other_shape(bundle: Any) -> AdaptiveDecoder:
+    from ctx_compress_rag.backbone import Backbone
+    from ctx_compress_rag.bundle import Bundle
+
+    backbone = Backbone(architectures.model("Llama"), bundle.tokenizer)
+    return AdaptiveDecoder(Bundle(bundle.config, backbone, bundle.compressor, bundle.reader))
+
+
+def test_test_time_sgd_applies_the_steps(decoder: AdaptiveDecoder, base: Adapter) -> None:
+    adapted = decoder.adapt(DEMONSTRATIONS, TestTimeSGD(base, 4, 0.2)).adapted.adapter
+    expected = sgd(decoder, [decoder.rows(DEMONSTRATIONS)], base, 4, 0.2).adapted().row(0)
+    assert adapted is not None and adapted.rank == base.rank and adapted.scale == base.scale
+    assert all(torch.equal(adapted.b[n], expected.b[n]) for n in expected.b)

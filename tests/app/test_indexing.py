@@ -1,0 +1,286 @@
+"""From files to passages to an index, with real files, MiniLM and Chroma on disk."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ctx_compress_rag.app.chunking import chunk
+from ctx_compress_rag.app.indexing import IndexReport, scan_folder, update_index
+from ctx_compress_rag.app.passage_index import PassageIndex, inspect_index, make_passage, open_index
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.errors import ConfigError, DataError, FingerprintMismatchError, StoreError
+from ctx_compress_rag.text.minilm import load_minilm
+from helpers.cli import contents, paragraphs, save_bundle, write_docs
+
+# Chunking
+
+_TOKENIZER: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def _tokenizer(tiny_tokenizer: Any) -> None:
+    _TOKENIZER[:] = [tiny_tokenizer]  # hypothesis wants no fixtures of smaller scope in its tests
+
+
+def count(text: str) -> int:
+    return len(_TOKENIZER[0](text, add_special_tokens=False)["input_ids"])
+
+
+_pieces = [*"abcXY .,!?\n\t", "\n\n", "Orla was born. ", "word ", "。", "語", "é", "😀", "# A\n\n", "## "]
+_texts = st.lists(st.sampled_from(_pieces), max_size=80).map("".join)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_texts, st.integers(8, 40), st.booleans())
+@example("x" * 400, 8, False)
+@example("語" * 100 + "。" + "語" * 50, 16, False)
+@example("😀" * 30, 8, True)
+def test_passages_fit_and_nothing_is_lost(text: str, most: int, markdown: bool) -> None:
+    passages = chunk(text, _TOKENIZER[0], most, markdown=markdown)
+    assert "".join("".join(passages).split()) == "".join(text.split())
+    assert all(passage == passage.strip() != "" for passage in passages)
+    assert all(count(passage) <= most for passage in passages)
+
+
+def test_paragraphs_are_packed_as_long_as_they_fit(tiny_tokenizer: Any) -> None:
+    parts = [f"Paragraph {name} says that the river runs south." for name in ("one", "two", "three", "four", "five")]
+    two = max(count("\n\n".join(parts[i : i + 2])) for i in range(4))
+    assert chunk("\n\n".join(parts), tiny_tokenizer, two + 3) == [
+        "\n\n".join(parts[:2]),
+        "\n\n".join(parts[2:4]),
+        parts[4],
+    ]
+
+
+def test_a_long_paragraph_is_cut_between_sentences(tiny_tokenizer: Any) -> None:
+    sentences = [f"In the year 18{i} the mill was sold to another owner." for i in range(10, 30)]
+    passages = chunk(" ".join(sentences), tiny_tokenizer, 100)
+    assert 1 < len(passages) < len(sentences)
+    assert [s for p in passages for s in p.replace("owner. In", "owner.|In").split("|")] == sentences
+
+
+def test_a_heading_begins_a_passage_in_markdown_alone(tiny_tokenizer: Any) -> None:
+    text = "# Guide\n\n## Setup\n\nConnect the hose.\n\n## Use\n\nPress the button."
+    setup, use = "# Guide\n\n## Setup\n\nConnect the hose.", "## Use\n\nPress the button."
+    assert chunk(text, tiny_tokenizer, 500, markdown=True) == [setup, use]
+    assert chunk(text, tiny_tokenizer, 500) == [text]
+
+
+# Scanning
+
+
+def test_text_files_are_read_and_others_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "a" / "b" / "Deep.MD").write_text("# deep\r\n\r\ntext", encoding="utf-8", newline="")
+    (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbfmarked")
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    for other in ("x.pdf", ".hidden.txt", ".git/notes.txt"):
+        (tmp_path / other).write_text("not this")
+    scan = scan_folder(tmp_path)
+    assert scan.texts == {"a/b/Deep.MD": "# deep\n\ntext", "bom.txt": "marked", "empty.txt": " \n"}
+    assert scan.unread == ["latin.txt"]
+    warnings = sorted(record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert len(warnings) == 2
+    assert "empty.txt: it is empty" in warnings[0]
+    assert "latin.txt: it is not UTF-8 (byte 3)" in warnings[1] and "iconv" in warnings[1]
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({}, "no .txt or .md files"),
+        ({"a.pdf": b"x"}, "no .txt or .md files"),
+        ({"a.txt": b"\xff\xfe"}, "none of its 1 text files"),
+        ({"a.txt": b"", "b.md": b"\n"}, "none of its 2 text files"),
+    ],
+)
+def test_nothing_to_index_is_an_error(tmp_path: Path, files: dict[str, bytes], reason: str) -> None:
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=reason):
+        scan_folder(tmp_path)
+
+
+def test_a_file_or_a_missing_path_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    for path in (tmp_path / "a.txt", tmp_path / "missing"):
+        with pytest.raises(DataError, match="is no folder"):
+            scan_folder(path)
+
+
+# Indexing
+
+
+@pytest.fixture
+def compressed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that were compressed, in order; compression itself is as ever."""
+    seen: list[str] = []
+    real = Bundle.compress
+
+    def watched(self: Bundle, texts: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.extend(texts)
+        return real(self, texts, *args, **kwargs)
+
+    monkeypatch.setattr(Bundle, "compress", watched)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def bundle_folder(make_tiny_bundle: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_bundle(make_tiny_bundle(), tmp_path_factory.mktemp("bundle"))
+
+
+@pytest.fixture
+def index(tmp_path: Path, bundle_folder: Path) -> Iterator[PassageIndex]:
+    with open_index(tmp_path / "chroma", str(bundle_folder), create=True) as index:
+        yield index
+
+
+def update(index: PassageIndex, folder: Path, **options: Any) -> IndexReport:
+    return update_index(index, scan_folder(folder), progress=False, **options)
+
+
+def test_an_index_follows_its_folder(index: PassageIndex, tmp_path: Path, compressed: list[str]) -> None:
+    docs = write_docs(tmp_path / "docs")
+    first = update(index, docs)
+    assert (first.files, first.unchanged, first.added) == (3, 0, len(compressed))
+    assert all(count(text) <= 64 for text in compressed)  # the bundle's window
+    whole = "".join("".join(paragraphs(number)) for number in range(3))
+    assert sorted("".join("".join(compressed).split())) == sorted("".join(whole.split()))
+
+    compressed.clear()
+    assert update(index, docs) == IndexReport(3, 0, 0, 0, first.added, 0, 0, 0)
+    assert compressed == []
+
+    # One file changes at its end, one is deleted, one can no longer be read, one is new.
+    (docs / "file0.txt").write_text("\n\n".join([*paragraphs(0)[:-1], "The last page was torn out."]), encoding="utf-8")
+    of_file = {
+        source: [id for id, s in index.sources(str(docs)).items() if s == source] for source in scan_folder(docs).texts
+    }
+    (docs / "more" / "file1.txt").unlink()
+    (docs / "file2.txt").write_bytes(b"\xff")
+    (docs / "new.md").write_text("Something new.", encoding="utf-8")
+    report = update(index, docs)
+    assert (report.files, report.unread, report.pruned) == (2, 1, 0)
+    assert report.vanished == len(of_file["more/file1.txt"]) > 0
+    assert 0 < report.replaced < len(of_file["file0.txt"])
+    assert report.added == len(compressed) and "Something new." in compressed
+    assert any("torn out" in text for text in compressed) and len(compressed) < 8
+    kept = index.sources(str(docs))
+    assert set(of_file["more/file1.txt"] + of_file["file2.txt"]) <= set(kept)
+    assert sorted(kept) == sorted(index.store.ids())
+
+    report = update(index, docs, prune=True)
+    assert (report.pruned, report.vanished, report.added) == (len(of_file["more/file1.txt"]), 0, 0)
+    assert set(index.sources(str(docs)).values()) == {"file0.txt", "file2.txt", "new.md"}
+    assert sorted(index.sources(str(docs))) == sorted(index.store.ids())
+
+
+def test_an_updated_index_is_a_fresh_one(
+    index: PassageIndex,
+    tmp_path: Path,
+    bundle_folder: Path,
+) -> None:
+    docs = write_docs(tmp_path / "docs", files=2)
+    update(index, docs)
+    (docs / "file0.txt").write_text("\n\n".join(paragraphs(7)), encoding="utf-8")
+    (docs / "more" / "file1.txt").unlink()
+    update(index, docs, prune=True)
+    with open_index(tmp_path / "fresh", str(bundle_folder), create=True) as fresh:
+        update(fresh, docs)
+        assert sorted(fresh.store.ids()) == sorted(index.store.ids())
+        question = paragraphs(7)[0]
+        assert [hit.id for hit in fresh.search([question], 3)[0]] == [hit.id for hit in index.search([question], 3)[0]]
+
+
+def test_folders_in_one_index_do_not_disturb_each_other(index: PassageIndex, tmp_path: Path) -> None:
+    one, two = write_docs(tmp_path / "one", files=1), tmp_path / "two"
+    shutil.copytree(one, two)  # the same names and texts
+    update(index, one)
+    both = update(index, two)
+    assert (both.unchanged, both.vanished, both.added * 2) == (0, 0, len(index))
+    (two / "file0.txt").write_text("Another text.", encoding="utf-8")
+    assert update(index, two, prune=True).replaced == both.added
+    assert set(index.sources(str(one)).values()) == {"file0.txt"}
+    assert len(index.sources(str(one))) == both.added
+
+
+def test_retrieval_is_by_cosine_of_minilm(index: PassageIndex, tmp_path: Path) -> None:
+    update(index, write_docs(tmp_path / "docs"))
+    question = "Who is the mayor of the town?"
+    texts = {id: row[0] for id, row in contents(tmp_path / "chroma").items()}
+    encoder = load_minilm()
+    similar = encoder.similarity(encoder.encode(question), encoder.encode(list(texts.values())))[0].tolist()
+    expected = sorted(zip(similar, texts, strict=True), reverse=True)[:5]
+    hits = index.search([question], 5)[0]
+    assert [hit.similarity for hit in hits] == pytest.approx([s for s, _ in expected], abs=1e-4)
+    assert {hit.id for hit in hits} == {id for _, id in expected}
+    assert all(hit.text == texts[hit.id] and hit.source in hit.id for hit in hits)
+    assert len(index.search([question], 10_000)[0]) == len(index)
+
+
+def test_langchain_opens_the_collection(index: PassageIndex, tmp_path: Path) -> None:
+    from langchain_chroma import Chroma
+    from langchain_core.embeddings import Embeddings
+
+    class MiniLM(Embeddings):
+        def embed_documents(self, texts: list[str]) -> list[list[float]]:
+            return [self.embed_query(text) for text in texts]
+
+        def embed_query(self, text: str) -> list[float]:
+            return [float(x) for x in load_minilm().encode(text, normalize_embeddings=True)]
+
+    update(index, write_docs(tmp_path / "docs", files=1))
+    chroma = Chroma("passages", MiniLM(), persist_directory=str(tmp_path / "chroma"))
+    found = chroma.similarity_search("Where was the person born?", k=2)
+    assert [d.id for d in found] == [hit.id for hit in index.search(["Where was the person born?"], 2)[0]]
+    assert found[0].metadata["source"] == "file0.txt"
+    assert index.store.has([d.page_content for d in found], [str(d.id) for d in found]) == [True, True]
+
+
+def test_what_is_refused(index: PassageIndex, tmp_path: Path, make_tiny_bundle: Any) -> None:
+    docs = write_docs(tmp_path / "docs", files=1)
+    with pytest.raises(StoreError, match="holds no passages"):
+        index.search(["What?"], 4)
+    with pytest.raises(ConfigError, match="8 tokens are too short"):
+        update(index, docs, chunk_tokens=8)
+    update(index, docs)
+    with pytest.raises(ConfigError, match="question is empty"):
+        index.search(["What?", " \n"], 4)
+    with pytest.raises(ConfigError, match="retrieve 0 passages"):
+        index.search(["What?"], 0)
+    other = tmp_path / "other-bundle"
+    make_tiny_bundle(seed=5).save_pretrained(other)
+    with pytest.raises(FingerprintMismatchError, match="index again"):
+        open_index(tmp_path / "chroma", str(other))
+
+
+def test_a_collection_of_someone_else_is_left_alone(tmp_path: Path, bundle_folder: Path) -> None:
+    client = chromadb.PersistentClient(str(tmp_path))
+    client.create_collection("passages").add(ids=["a"], embeddings=[[1.0, 2.0]], documents=["mine"])
+    client.close()
+    with pytest.raises(StoreError, match="not made by `ctx-compress index`"):
+        open_index(tmp_path, str(bundle_folder), create=True)
+
+
+def test_inspecting_reads_what_the_store_says_of_itself(index: PassageIndex, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no store at"):  # nothing was written yet
+        inspect_index(tmp_path / "chroma")
+    index.add([make_passage(text, "one", "demo") for text in paragraphs(0)], progress=False)
+    info = inspect_index(tmp_path / "chroma")
+    assert info.store == index.store.info()
+    assert (info.sources, info.store.passages) == (1, 8)
+    with pytest.raises(StoreError, match="no store at"):
+        inspect_index(tmp_path / "elsewhere")
+    assert not (tmp_path / "elsewhere").exists()

@@ -1,0 +1,281 @@
+"""The command line: what it prints, its exit codes, and that a kill loses nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.cli import main
+from ctx_compress_rag.stores.keys import KEY_VARIABLE
+from ctx_compress_rag.text.prompts import TEMPLATES
+from helpers.cli import assert_same_contents, contents, save_bundle, write_docs
+
+TESTS = Path(__file__).parents[1]
+QUESTION = "Who is the mayor of the town?"
+
+
+@pytest.fixture(scope="module")
+def bundle_folder(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    bundle = make_tiny_bundle()
+    bundle.config = bundle.config.model_copy(update={"reads": "letters from the moon"})
+    return save_bundle(bundle, tmp_path_factory.mktemp("bundle"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_key() -> Any:
+    """Markers, and with them records, are the same in all stores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY_VARIABLE, "k" * 32)
+        yield
+
+
+@pytest.fixture(scope="module")
+def docs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_docs(tmp_path_factory.mktemp("corpus") / "docs", files=3)
+
+
+@pytest.fixture(scope="module")
+def store(bundle_folder: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index of `docs`."""
+    folder = tmp_path_factory.mktemp("index") / "chroma"
+    assert main(["index", str(docs), "--store", str(folder), "--bundle", str(bundle_folder)]) == 0
+    return folder
+
+
+class Run:
+    """Runs a command in this process and keeps what it printed."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *args: object) -> int:
+        self._capsys.readouterr()
+        code = main([str(arg) for arg in args])
+        self.out, self.err = self._capsys.readouterr()
+        return code
+
+    def fails(self, *args: object) -> str:
+        """The one line of a command that must end with code 2 and say nothing else."""
+        assert self(*args) == 2
+        assert self.out == ""
+        [line] = [line for line in self.err.splitlines() if not line.startswith("note: ")]
+        return line.removeprefix("ctx-compress: error: ")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return Run(capsys)
+
+
+def python(*args: str) -> subprocess.CompletedProcess[str]:
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]))
+    return subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True, timeout=500)
+
+
+# index
+
+
+def test_indexing_again_compresses_nothing(run: Run, store: Path, docs: Path) -> None:
+    before = contents(store)
+    assert run("index", docs, "--store", store) == 0  # the store knows its bundle
+    assert f"3 files in {docs}: 0 passages compressed, {len(before)} unchanged" in run.out
+    assert "compressing" not in run.err
+    assert contents(store).keys() == before.keys()
+
+
+def test_one_line_says_what_the_bundle_reads(run: Run, store: Path, docs: Path) -> None:
+    for command in (["index", docs], ["ask", QUESTION]):
+        assert run(*command, "--store", store) == 0
+        [note] = [line for line in run.err.splitlines() if line.startswith("note: ")]
+        assert "reads only letters from the moon" in note and "ctx-compress train" in note and "--bundle" in note
+
+
+def test_deleted_files_need_prune(run: Run, bundle_folder: Path, tmp_path: Path) -> None:
+    folder, target = write_docs(tmp_path / "docs", files=2), tmp_path / "chroma"
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    assert run("index", folder, "--store", target, "--bundle", bundle_folder, "--codec", "fp16") == 0
+    assert "skipped files: 0 empty, 1 unreadable" in run.out
+    (folder / "file0.txt").unlink()
+    gone = sum("file0.txt" in id for id in contents(target))
+    assert run("index", folder, "--store", target) == 0
+    assert f"kept passages of deleted files: {gone} (--prune removes them)" in run.out
+    assert run("index", folder, "--store", target, "--prune") == 0
+    assert f"removed passages: 0 of changed files, {gone} of deleted ones" in run.out
+    assert {metadata["source"] for _, metadata, *_ in contents(target).values()} == {"more/file1.txt"}
+    assert run("info", "--store", target) == 0
+    assert "fp16" in run.out
+
+
+KILLED = """
+import os, signal, sys
+from ctx_compress_rag.app import passage_index
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.cli import main
+
+owner, name, last = {"embedding": (passage_index, "_vectors", 2), "compressing": (Bundle, "compress", 3)}[sys.argv[1]]
+real, calls = getattr(owner, name), []
+
+def killed(*args, **kwargs):
+    calls.append(1)
+    if len(calls) == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args, **kwargs)
+
+setattr(owner, name, killed)
+main(sys.argv[2:])
+"""
+
+
+def test_kill_minus_nine_loses_nothing(run: Run, bundle_folder: Path, tmp_path: Path) -> None:
+    """Killed while embedding, then while compressing, then run to the end: the store of an uninterrupted run."""
+    folder = write_docs(tmp_path / "docs", files=17)
+    command = ["index", str(folder), "--bundle", str(bundle_folder), "--chunk-tokens", "48", "--store"]
+    for stage in ("embedding", "compressing"):
+        done = python("-c", KILLED, stage, *command, str(tmp_path / "killed"))
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    assert run(*command, tmp_path / "killed") == 0
+    resumed = run.out
+    assert run(*command, tmp_path / "whole") == 0
+    total = len(contents(tmp_path / "whole"))
+    assert total > 128  # more than one batch of embeddings
+    assert f"{total} passages compressed, 0 unchanged" in run.out
+    assert f"{total - 24} passages compressed, 24 unchanged" in resumed  # batches of 8 and 16 were on disk
+    assert_same_contents(tmp_path / "killed", tmp_path / "whole")
+
+
+# ask
+
+
+def test_ask_with_text_is_what_transformers_answers(run: Run, store: Path, bundle_folder: Path) -> None:
+    assert run("ask", QUESTION, "--store", store, "--text", "--k", 2) == 0
+    answer, _, sources = run.out.partition(" prompt tokens, 0 of them slots. Sources:\n")
+    answer, _, tokens = answer.rpartition("\n\n")
+    places = [line.split()[1].removesuffix(":") for line in sources.splitlines()]
+    assert len(places) == 2
+
+    rows = list(contents(store).values())
+    found = []
+    for line in sources.splitlines():
+        start = line.split(": ", 1)[1]
+        [text] = [text for text, *_ in rows if " ".join(text.split())[:80] == start]
+        found.append(text)
+    prompt = TEMPLATES[0].replace("{context}", "\n\n".join(found)).replace("{question}", QUESTION)
+    bundle = Bundle.from_pretrained(bundle_folder, device="cpu")
+    chat = bundle.tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+    )
+    ids = bundle.tokenizer(chat, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    with torch.no_grad(), bundle.text_decoder() as model:
+        new = model.generate(ids, max_new_tokens=256, do_sample=False)[0, ids.shape[1] :]
+    expected = bundle.tokenizer.decode(new, skip_special_tokens=True)
+    assert expected.strip()
+    assert (answer, int(tokens)) == (expected, ids.shape[1])
+
+
+def test_ask_reads_slots_at_the_ratio(run: Run, store: Path, bundle_folder: Path) -> None:
+    tokenizer = Bundle.from_pretrained(bundle_folder, device="cpu").tokenizer
+    for ratio in (4, 16):
+        assert run("ask", QUESTION, "--store", store, "--ratio", ratio) == 0
+        report, *sources = run.out[run.out.rindex("\n\n") + 2 :].splitlines()
+        texts = {" ".join(text.split())[:80]: text for text, *_ in contents(store).values()}
+        lengths = [
+            len(tokenizer(texts[line.split(": ", 1)[1]], add_special_tokens=False)["input_ids"]) for line in sources
+        ]
+        slots = sum(-(-length // ratio) for length in lengths)
+        assert len(sources) == 4
+        assert f", {slots} of them slots." in report
+
+
+def test_ask_compresses_a_passage_whose_slots_are_missing(run: Run, store: Path, docs: Path) -> None:
+    import chromadb
+
+    assert run("ask", QUESTION, "--store", store) == 0
+    expected = run.out
+    client = chromadb.PersistentClient(str(store))
+    client.get_collection("passages-ctx").delete(ids=list(contents(store)))
+    client.close()
+    assert run("ask", QUESTION, "--store", store) == 0
+    assert run.out == expected
+    assert run("index", docs, "--store", store) == 0
+    assert ", 4 unchanged" in run.out
+
+
+# info
+
+
+def test_info(run: Run, store: Path, bundle_folder: Path) -> None:
+    rows = contents(store).values()
+    assert run("info", "--store", store) == 0
+    lines = {line[:14].strip(): line[15:] for line in run.out.splitlines()}
+    assert lines["bundle"] == f"tiny ({bundle_folder.resolve()})"
+    assert lines["fingerprint"] == Bundle.from_pretrained(bundle_folder, device="cpu").fingerprint
+    assert lines["passages"] == f"{len(rows)} from 3 files"
+    assert lines["source tokens"] == f"{sum(soft.n_tokens for *_, soft, _ in rows):,}"
+    assert lines["slots"] == f"{sum(soft.n_slots for *_, soft, _ in rows):,} at ratio 4"
+    disk = int(lines["bytes on disk"].split()[0].rstrip(",").replace(",", ""))
+    share = int(lines["payload bytes"].replace(",", "")) / disk
+    assert disk == sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
+    assert lines["payload share"] == f"{share:.0%}"
+
+
+# errors
+
+
+def test_errors_are_one_line_and_code_2(run: Run, store: Path, docs: Path, bundle_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    new = tmp_path / "new"
+    index = ["index", docs, "--bundle", bundle_folder, "--store"]
+    for command, message in (
+        (["index", tmp_path / "none", "--store", new], "no .txt or .md files"),
+        (["index", tmp_path / "missing", "--store", new], "is no folder"),
+        (["index", docs, "--store", new, "--bundle", "nowhere"], "no bundle 'nowhere'"),
+        ([*index, new, "--codec", "int3"], "int3"),
+        ([*index, store, "--codec", "fp16"], "codec 'int8'"),
+        ([*index, store, "--chunk-tokens", 3], "3 tokens are too short"),
+        (["ask", " ", "--store", store], "question is empty"),
+        (["ask", QUESTION, "--store", store, "--ratio", 6], "multiple of 4"),
+        (["ask", QUESTION, "--store", store, "--k", 0], "retrieve 0"),
+        (["ask", QUESTION, "--store", tmp_path / "elsewhere"], "ctx-compress index DIR --store"),
+        (["info", "--store", tmp_path / "elsewhere"], "no store at"),
+        (["train", "demo/teacher", "demo/nothing"], "no recipe 'demo/nothing'"),
+    ):
+        assert message in run.fails(*command), command
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_damaged_bundle_is_named(run: Run, store: Path, bundle_folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(bundle_folder, broken)
+    weights = next((broken / "compressor").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-10])
+    assert str(weights) in run.fails("ask", QUESTION, "--store", store, "--bundle", broken)
+
+
+def test_wrong_usage_is_told_by_argparse(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["ask"], ["index", "x"], ["fly"]):
+        with pytest.raises(SystemExit) as exit:
+            main(argv)
+        assert exit.value.code == 2
+        assert "usage: ctx-compress" in capsys.readouterr().err
+
+
+def test_help_brings_no_torch() -> None:
+    code = (
+        "import sys; from ctx_compress_rag.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: assert not {'torch', 'transformers', 'chromadb'} & sys.modules.keys()"
+    )
+    done = python("-c", code, "ask", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--ratio" in done.stdout

@@ -1,0 +1,225 @@
+"""What English bundles are trained on: held-out guard, texts, mixing, packing."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctx_compress_rag.data.config import MixData, TextData
+from ctx_compress_rag.data.examples import NO_ANSWER, Example, Turn, read_jsonl, world_examples
+from ctx_compress_rag.data.held_out import FILE, HeldOut, held_out
+from ctx_compress_rag.data.mixing import mix
+from ctx_compress_rag.data.texts import documents, text_examples
+from ctx_compress_rag.errors import ConfigError, DataError
+from ctx_compress_rag.metrics import normalize_answer
+from ctx_compress_rag.training.recipes import parse_recipe
+from ctx_compress_rag.training.run import load_examples, run_recipe
+from ctx_compress_rag.training.stages.pretrain import PackedText, checked_documents
+
+# From XQuAD (CC BY-SA 4.0): a question and the beginning of its paragraph.
+QUESTION = "How many points did the Panthers defense surrender?"
+PARAGRAPH = (
+    "The Panthers defense gave up just 308 points, ranking sixth in the league, while also leading the NFL in "
+    "interceptions with 24 and boasting four Pro Bowl selections. Pro Bowl defensive tackle Kawann Short led the team "
+    "in sacks with 11, while also forcing three fumbles and recovering two. Fellow lineman Mario Addison added 6½ "
+    "sacks. The Panthers line also featured veteran defensive end Jared Allen, a 5-time pro bowler who was the NFL's "
+    "active career sack leader with 136, along with defensive end Kony Ealy, who had 5 sacks in just 9 starts."
+)
+EXAMPLES = world_examples("train", 3, 60, max_turns=2, passages=(1,))
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+def row(context: str, question: str = "Which?", answer: str = "that") -> dict[str, Any]:
+    return {"context": context, "question": question, "answers": [answer]}
+
+
+@pytest.mark.parametrize("stage", ["teacher", "distillation", "next_token", "reconstruction", "answer"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        row("Another text.", QUESTION.upper().replace("?", " ?")),
+        row(f"{EXAMPLES[0].passages[0]} {PARAGRAPH.replace(',', ' -')} {EXAMPLES[1].passages[0]}"),
+    ],
+    ids=["question", "passage"],
+)
+def test_no_stage_trains_on_held_out_questions_or_passages(tmp_path: Path, stage: str, bad: dict[str, Any]) -> None:
+    """No recipe names the held-out sets: the package knows them, by hash, however they are written."""
+    good = [row(e.passages[0], f"{e.turns[0].question}") for e in EXAMPLES]
+    file = write(tmp_path / "train.jsonl", [*good, bad])
+    recipe = parse_recipe(
+        {
+            "stage": stage,
+            "output": str(tmp_path / "out"),
+            "decoder": "nowhere",
+            "data": {"files": [str(file)]},
+            **({} if stage == "teacher" else {"name": "x", "method": {"name": "mean_pooling"}}),
+        },
+        "here",
+    )
+    with pytest.raises(DataError, match=f"example {len(good)} holds .*leave_out_held_out"):
+        load_examples(recipe)  # type: ignore[arg-type]
+    lenient = recipe.model_copy(update={"data": recipe.data.model_copy(update={"leave_out_held_out": True})})
+    kept = {e.passages for e in load_examples(lenient)}  # type: ignore[arg-type]
+    assert kept == {(each["context"],) for each in good}
+
+
+def test_pretraining_refuses_a_text_with_a_held_out_passage(tmp_path: Path) -> None:
+    text = " ".join(p for e in EXAMPLES for p in e.passages)
+    (tmp_path / "text.txt").write_text(f"{text}\n{PARAGRAPH}\n{text}", encoding="utf-8")
+    recipe = {
+        "stage": "pretrain",
+        "output": str(tmp_path / "out"),
+        "scratch": {"vocab_size": 300, "config": {"model_type": "llama", "max_position_embeddings": 64}},
+        "window": 16,
+        "data": {"texts": [{"file": str(tmp_path / "text.txt")}], "leave_out_held_out": True},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(DataError, match=r"text\.txt holds a passage"):
+        run_recipe(tmp_path / "recipe.yaml")
+    # Contexts of a file of questions can be left out one by one.
+    file = write(tmp_path / "train.jsonl", [row(PARAGRAPH), row("Another text.")])
+    assert list(checked_documents(TextData(file=file), leave_out=True)) == ["Another text."]
+    with pytest.raises(DataError, match="holds a passage"):
+        list(checked_documents(TextData(file=file), leave_out=False))
+
+
+def test_held_out_hashes_find_copies_and_nothing_else(tmp_path: Path) -> None:
+    passages = [" ".join(e.passages) for e in world_examples("test", 1, 40, max_turns=1, passages=(2,))]
+    HeldOut.of([Example((p,), (Turn(f"Who of {i}?", ()),)) for i, p in enumerate(passages)]).write(tmp_path / "h.npz")
+    hashes = HeldOut.read(tmp_path / "h.npz")
+    assert all(hashes.has_passage(p.upper()) for p in passages)
+    assert all(hashes.has_passage(f"Before it. {p} And after.") for p in passages if len(p.split()) > 80)
+    assert hashes.has_question("who of 3") and not hashes.has_question("Who of 41?") and not hashes.has_question("?")
+    rng = random.Random(0)
+    for passage in passages:
+        words = passage.split()
+        assert not hashes.has_passage(" ".join(rng.sample(words, len(words))))
+        assert not hashes.has_passage(" ".join(words[:12]))
+    assert not any(held_out().shares(e) for e in EXAMPLES)
+    assert FILE.stat().st_size < 400_000
+
+
+def test_a_text_file_is_read_whole_packed_or_not(tmp_path: Path) -> None:
+    lines = [f"Line {i} of the text, with words {'x' * (i % 50)}." if i % 7 else "" for i in range(3000)]
+    text = "\n".join(lines)
+    (tmp_path / "a.txt").write_text(f"\ufeff{text}", encoding="utf-8")
+    with lzma.open(tmp_path / "a.txt.xz", "wt", encoding="utf-8") as packed:
+        packed.write(text)
+    for name in ("a.txt", "a.txt.xz"):
+        blocks = list(documents(tmp_path / name))
+        assert "".join(blocks) == text and len(blocks) > 2
+        assert all(block.endswith("\n") for block in blocks[:-1])
+        rows = text_examples(tmp_path / name, words=40)
+        assert "\n".join(r.passages[0] for r in rows).split() == text.split()
+        assert all(40 <= len(r.passages[0].split()) < 60 for r in rows[:-1])
+        assert {r.turns for r in rows} == {(Turn("", ("",)),)}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("b.txt.xz", b"no xz"), ("b.pdf", b""), ("b.txt", b"\xff\xfe\xff"), ("b.txt", b" ")]
+)
+def test_a_text_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=name):
+        text_examples(tmp_path / name, 10)
+    with pytest.raises(DataError, match="no data file"):
+        text_examples(tmp_path / "missing.txt", 10)
+
+
+def test_texts_are_for_stages_without_questions(tmp_path: Path) -> None:
+    settings = {"stage": "answer", "output": "o", "name": "n", "bundle": "b", "data": {"texts": [{"file": "a.txt"}]}}
+    with pytest.raises(ConfigError, match="stage answer needs questions"):
+        parse_recipe(settings, "here")
+    (tmp_path / "a.txt").write_text("One line of text.\n" * 30)
+    settings |= {"stage": "next_token", "data": {"texts": [{"file": str(tmp_path / "a.txt"), "weight": 2, "words": 9}]}}
+    assert len(load_examples(parse_recipe(settings, "here"))) == 2 * 10  # type: ignore[arg-type]
+
+
+def test_rows_of_titled_passages_and_without_answers(tmp_path: Path) -> None:
+    titled = {
+        "question": "Q",
+        "answers": [],
+        "passages": [{"title": "T", "text": "One."}, {"title": "U", "text": "Two."}],
+    }
+    file = write(tmp_path / "dev.jsonl", [titled])
+    assert read_jsonl(file, unanswerable=True) == [Example(("T\nOne.", "U\nTwo."), (Turn("Q", ()),))]
+    with pytest.raises(DataError, match="answers"):
+        read_jsonl(file)
+
+
+SHORT = [Example((f"Sentence number {i} says a{i}.",), (Turn(f"Q{i}", (f"a{i}",)),)) for i in range(80)]
+LONG = [Example((f"Long {i}. " + "word " * 60 + f"b{i}.",), (Turn(f"P{i}", (f"b{i}",)),)) for i in range(50)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mixed_prompts_hold_their_answers_or_say_that_they_do_not(seed: int) -> None:
+    config = MixData(rounds=2, shortest=20, longest=40, passages=[1, 2, 4], near=0.5, unanswerable=0.3)
+    mixed = mix([SHORT, LONG], config, seed, block=8)
+    assert mixed == mix([SHORT, LONG], config, seed, block=8) != mix([SHORT, LONG], config, seed + 9, block=8)
+    assert sorted(e.turns[0].question for e in mixed) == sorted(e.turns[0].question for e in (SHORT + LONG) * 2)
+    right = {e.turns[0].question: e for e in SHORT + LONG}
+    declined = 0
+    for example in mixed:
+        [turn] = example.turns
+        source = right[turn.question]
+        text = normalize_answer(" ".join(example.passages)).split()
+        if turn.answers == (NO_ANSWER,):
+            declined += 1
+            assert normalize_answer(source.turns[0].answers[0]) not in text
+        else:
+            assert turn.answers == source.turns[0].answers
+            assert sum(source.passages[0] in p for p in example.passages) == 1
+        assert all(20 <= len(p.split()) <= 70 for p in example.passages)
+        assert len(set(example.passages)) == len(example.passages)
+    assert 0.2 < declined / len(mixed) < 0.4
+    assert {len(e.passages) for e in mixed} == {1, 2, 4}
+
+
+def test_without_settings_mixing_only_changes_the_order() -> None:
+    mixed = mix([SHORT, LONG], MixData(), 0, block=4)
+    assert sorted(mixed, key=str) == sorted(SHORT + LONG, key=str)
+    assert mixed != SHORT + LONG
+    spans = [
+        max(lengths) - min(lengths)
+        for i in range(0, 128, 4)
+        for lengths in [[len(e.passages[0]) for e in mixed[i : i + 4]]]
+    ]
+    assert np.mean(spans) < 20  # of lengths from 25 to 310
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(40, 300), min_size=1, max_size=3), st.integers(2, 20), st.integers(0, 5), st.data())
+def test_packed_windows_follow_each_other_in_every_text(lengths: list[int], window: int, seed: int, data: Any) -> None:
+    """Over a round each text is read as often as its weight says, almost whole, and never padded."""
+    weights = [data.draw(st.integers(1, 3)) for _ in lengths]
+    rows = [np.arange(n, dtype=np.uint16) + 1000 * i for i, n in enumerate(lengths)]
+    per_round = sum(w * ((n - window) // window) for w, n in zip(weights, lengths, strict=True))
+    packed = PackedText(rows, weights, window, 2 * per_round + 1, seed)
+    assert len(packed) == 2 * per_round + 1 and packed.per_round == per_round
+    windows = [packed[i].tolist() for i in range(len(packed))]
+    assert all(w == list(range(w[0], w[0] + window)) for w in windows)
+    for start in (0, per_round):
+        counts = np.bincount([t for w in windows[start : start + per_round] for t in w], minlength=3000)
+        for i, (n, weight) in enumerate(zip(lengths, weights, strict=True)):
+            seen = counts[1000 * i : 1000 * i + n]
+            assert seen.max() <= weight
+            assert seen.sum() >= weight * (n - 2 * window + 1)
+    assert packed[0].tolist() == PackedText(rows, weights, window, 9, seed)[0].tolist()
+
+
+def test_a_text_shorter_than_two_windows_is_refused() -> None:
+    with pytest.raises(DataError, match="text 1 has 31 tokens"):
+        PackedText([np.zeros(64), np.zeros(31)], [1, 1], 16, 4, 0)  # type: ignore[list-item]

@@ -1,0 +1,104 @@
+"""Scoring several sets of questions, and those that have no answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.cli import main
+from ctx_compress_rag.data.examples import NO_ANSWER, world_examples, write_jsonl
+from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.evaluation import harness
+from ctx_compress_rag.evaluation.harness import (
+    FULL,
+    NONE,
+    SOFT,
+    Answers,
+    Question,
+    normalised_curves,
+    questions_of,
+    table,
+)
+from ctx_compress_rag.evaluation.sets import evaluate_sets, fitting, question_sets, spread
+from ctx_compress_rag.metrics import declined, exact_match, token_f1
+
+
+def test_unanswerable_questions_are_scored_by_who_declines_them() -> None:
+    rng = np.random.default_rng(0)
+    questions = [Question(("p",), f"q{i}", ("red fox",) if i % 3 else ()) for i in range(30)]
+    said = ["red fox", "fox", "a dog", NO_ANSWER, ""]
+    answers = {
+        key: Answers([said[i] for i in rng.integers(5, size=30)], 9.0, None)
+        for key in ((FULL, None), (NONE, None), (SOFT, 4))
+    }
+    for score in harness._scores(questions, answers):
+        texts = answers[score.system, score.ratio].texts
+        asked = [(t, q.answers) for t, q in zip(texts, questions, strict=True) if q.answers]
+        rest = [t for t, q in zip(texts, questions, strict=True) if not q.answers]
+        exact = np.array([exact_match(t, a) for t, a in asked])
+        assert score.f1 == pytest.approx(np.mean([token_f1(t, a) for t, a in asked]))
+        assert score.exact_match == pytest.approx(exact.mean())
+        assert score.exact_match_error == pytest.approx(exact.std(ddof=1) / len(exact) ** 0.5)
+        assert score.declined == pytest.approx(np.mean([t in ("", NO_ANSWER) for t in rest]))
+        assert score.wrongly_declined == pytest.approx(np.mean([t in ("", NO_ANSWER) for t, _ in asked]))
+        assert f"{score.declined:.3f} ±" in table([score])
+
+
+def test_what_counts_as_declining() -> None:
+    assert declined(" the TEXT does not say") == declined("") == 1.0
+    assert declined("The text does not say so.") == declined("no") == 0.0
+
+
+def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path) -> None:
+    for number in (1, 2):
+        write_jsonl(tmp_path / f"set{number}.jsonl", world_examples("test", number, 3, max_turns=1, passages=(1,)))
+    with (tmp_path / "set2.jsonl").open("a") as file:
+        file.write(json.dumps({"question": "Why?", "answers": [], "context": "Nobody knows."}) + "\n")
+        file.write(json.dumps({"question": "Why?", "answers": ["so"], "context": "word " * 2000}) + "\n")
+    files = [str(tmp_path / f"set{n}.jsonl") for n in (1, 2)]
+    sets = question_sets(files, 9)
+    assert {name: len(questions) for name, questions in sets.items()} == {"set1": 3, "set2": 5}
+    assert len(fitting(tiny_bundle, sets["set2"])) == 4
+    text = evaluate_sets(tiny_bundle, sets, (4,), tmp_path / "out")
+    assert "3 questions from set1" in text and "4 questions from set2 (1 are longer than the window)" in text
+    saved = json.loads((tmp_path / "out" / "set2" / "scores.json").read_text())
+    assert (saved["questions"], saved["too_long"]) == (4, 1)
+    assert all(row["declined"] is not None for row in saved["scores"])
+    assert (tmp_path / "out" / "scores.md").read_text().count("### set") == 2
+    with pytest.raises(DataError, match="two files are named 'set1'"):
+        question_sets([files[0], files[0]], 9)
+
+
+def test_questions_of_the_world_may_be_among_passages_of_one_kind(tmp_path: Path) -> None:
+    """The demo's decoder, as the command scores it: the same as the library's functions on those questions."""
+    options = ["--questions", "2", "--passages", "2", "--ratios", "4", "--no-extraction", "--output", str(tmp_path)]
+    assert main(["eval", "--alike", *options]) == 0
+    saved = json.loads((tmp_path / "scores.json").read_text())
+    assert saved["data"] == "the invented world, 2 passages of one kind"
+    questions = questions_of(world_examples("test", 0, 2, max_turns=1, passages=(2,), alike=1.0))
+    scores = harness.evaluate(Bundle.from_pretrained("demo"), questions, (4,))
+    assert [row["f1"] for row in saved["scores"]] == pytest.approx([score.f1 for score in scores])
+    assert [row["prompt_tokens"] for row in saved["scores"]] == pytest.approx([s.prompt_tokens for s in scores])
+
+
+def test_a_limit_spreads_over_the_file() -> None:
+    questions = [Question((), str(i), ()) for i in range(100)]
+    assert [int(q.question) for q in spread(questions, 5)] == [0, 20, 40, 60, 80]
+    assert spread(questions, 200) == questions
+
+
+def test_curves_are_of_what_is_kept_of_the_full_text() -> None:
+    questions = [Question(("p",), f"q{i}", ("yes",)) for i in range(40)]
+    answers = {
+        (FULL, None): Answers(["yes"] * 40, 9.0, None),
+        (NONE, None): Answers(["no"] * 40, 9.0, None),
+        (SOFT, 4): Answers(["yes"] * 30 + ["no"] * 10, 9.0, None),
+        (SOFT, 8): Answers(["yes"] * 10 + ["no"] * 30, 9.0, None),
+    }
+    [curve] = normalised_curves(harness._scores(questions, answers))
+    assert (curve.label, list(curve.ratios), list(curve.scores)) == (SOFT, [4, 8], [0.75, 0.25])

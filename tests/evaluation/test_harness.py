@@ -1,0 +1,79 @@
+"""The evaluation harness, against answers made and scored one by one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ctx_compress_rag.data.examples import world_examples
+from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.evaluation.harness import (
+    EXTRACTED,
+    FULL,
+    NONE,
+    SOFT,
+    TRUNCATED,
+    evaluate,
+    questions_of,
+    save,
+    table,
+)
+from ctx_compress_rag.metrics import token_f1
+from ctx_compress_rag.text.prompts import TEMPLATES, messages
+
+QUESTIONS = questions_of(world_examples("test", 0, 3, max_turns=2, passages=(2,)))
+
+
+@pytest.fixture(scope="module")
+def scores(tiny_bundle: Any) -> Any:
+    return evaluate(tiny_bundle, QUESTIONS, (4, 16), max_new_tokens=6, batch_size=2, progress=False)
+
+
+def test_questions_take_the_first_of_each_example_first() -> None:
+    examples = world_examples("test", 0, 3, max_turns=2)
+    questions = questions_of(examples, limit=4)
+    assert [q.question for q in questions] == [e.turns[0].question for e in examples] + [examples[0].turns[1].question]
+
+
+def test_every_system_is_scored_at_equal_budgets(tiny_bundle: Any, scores: Any) -> None:
+    assert [(s.system, s.ratio) for s in scores] == [
+        (FULL, None),
+        (NONE, None),
+        (SOFT, 4),
+        (TRUNCATED, 4),
+        (SOFT, 16),
+        (TRUNCATED, 16),
+    ]
+    by = {(s.system, s.ratio): s for s in scores}
+    for ratio in (4, 16):
+        slots = [sum(-(-len(_ids(tiny_bundle, p)) // ratio) for p in q.passages) for q in QUESTIONS]
+        soft = by[SOFT, ratio].prompt_tokens - by[NONE, None].prompt_tokens
+        # Beside the slots a prompt with context has the separator between its two passages.
+        assert np.mean(slots) <= soft <= np.mean(slots) + 8
+        assert by[TRUNCATED, ratio].prompt_tokens <= by[SOFT, ratio].prompt_tokens + 4
+
+
+def test_full_text_scores_are_those_of_single_answers(tiny_bundle: Any, scores: Any) -> None:
+    decoder = TransformersDecoder(tiny_bundle)
+    f1 = []
+    for q in QUESTIONS:
+        chat = messages(TEMPLATES[0], "\n\n".join(q.passages), q.question)
+        f1.append(token_f1(decoder.generate([chat], Sampling(max_new_tokens=6))[0].text, q.answers))
+    assert scores[0].f1 == pytest.approx(np.mean(f1))
+
+
+def test_scores_are_saved_as_json_table_and_picture(tmp_path: Path, scores: Any) -> None:
+    save(scores, tmp_path, {"bundle": "tiny", "data": "a test", "questions": len(QUESTIONS)})
+    saved = json.loads((tmp_path / "scores.json").read_text())
+    assert [row["f1"] for row in saved["scores"]] == [s.f1 for s in scores]
+    assert (tmp_path / "scores.md").read_text().count("\n") == len(scores) + 2
+    assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
+    assert EXTRACTED not in table(scores)
+
+
+def _ids(bundle: Any, text: str) -> list[int]:
+    return bundle.tokenizer(text, add_special_tokens=False)["input_ids"]

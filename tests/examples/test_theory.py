@@ -1,0 +1,447 @@
+"""Linear RAG (paper 003, sections 3-4, appendices A-C): attention against autograd's own gradient steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Generator, Tensor
+
+from linear_rag.attention import LinearAttention, gradient_step_layer, stack
+from linear_rag.comparison import (
+    best_rate,
+    compare,
+    feature_rates,
+    gradient_descent,
+    interpolation,
+    learned_rates,
+    loss,
+    trained,
+)
+from linear_rag.experiment import run
+from linear_rag.model import (
+    dot_product_weight,
+    gradient_step,
+    predict,
+    projection_weight,
+    rag_loss,
+)
+from linear_rag.tasks import DotProduct, Interface, Projection, Tasks
+from linear_rag.training import Freedom, train_layer
+
+RATE = 0.05
+close = dict(rtol=1e-9, atol=1e-9)
+
+
+@dataclass
+class Problem:
+    """Examples, starting weights and queries, in float64."""
+
+    w1: Tensor
+    w2: Tensor
+    x1: Tensor
+    x2: Tensor
+    y: Tensor
+    q1: Tensor
+    q2: Tensor
+
+    @property
+    def context(self) -> Tensor:
+        return torch.cat([self.x1, self.x2, self.y], dim=-1)
+
+    @property
+    def first(self) -> Tensor:
+        """The queries' predictions before any step, one at a time."""
+        return torch.stack([self.w1 @ a + self.w2 @ b for a, b in zip(self.q1, self.q2, strict=True)])
+
+    @property
+    def queries(self) -> Tensor:
+        return torch.cat([self.q1, self.q2, self.first], dim=-1)
+
+    @property
+    def layer(self) -> LinearAttention:
+        return gradient_step_layer(self.w1, self.w2, len(self.y), RATE)
+
+
+def descend(problem: Problem, steps: int, rate: float = RATE) -> tuple[Tensor, Tensor]:
+    """W1 and W2 after gradient descent on eq. 3, written out and differentiated by autograd."""
+    w1, w2 = problem.w1.clone(), problem.w2.clone()
+    for _ in range(steps):
+        w1, w2 = w1.requires_grad_(), w2.requires_grad_()
+        residuals = w1 @ problem.x1.T + w2 @ problem.x2.T - problem.y.T
+        g1, g2 = torch.autograd.grad((residuals**2).sum() / (2 * len(problem.y)), (w1, w2))
+        w1, w2 = (w1 - rate * g1).detach(), (w2 - rate * g2).detach()
+    return w1, w2
+
+
+def normal(generator: Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def projection_problem(seed: int, n: int, inputs: int, outputs: int, documents: int, width: int) -> Problem:
+    """Section 3.2: x1 = x_q, x2 = D and W2 = W1 W_d."""
+    g = Generator().manual_seed(seed)
+    w1, w_d = normal(g, outputs, inputs), normal(g, inputs, documents * width)
+    found, found_for_queries = normal(g, n, documents, width), normal(g, 3, documents, width)
+    return Problem(
+        w1=w1,
+        w2=projection_weight(w1, w_d),
+        x1=normal(g, n, inputs),
+        x2=found.flatten(1),
+        y=normal(g, n, outputs),
+        q1=normal(g, 3, inputs),
+        q2=found_for_queries.flatten(1),
+    )
+
+
+def dot_product_problem(seed: int, n: int, inputs: int, outputs: int, documents: int, width: int) -> Problem:
+    """Appendix B: x1 = x2 = x_q and W2 = W_z D M; `width` is the retrieval space's."""
+    g = Generator().manual_seed(seed)
+    encoder, x, q = normal(g, width, inputs) / width, normal(g, n, inputs), normal(g, 3, inputs)
+    w_z, docs = normal(g, outputs, inputs), normal(g, documents, inputs) / documents
+    w2 = dot_product_weight(w_z, docs, encoder.T @ encoder)
+    return Problem(w1=normal(g, outputs, inputs), w2=w2, x1=x, x2=x, y=normal(g, n, outputs), q1=q, q2=q)
+
+
+INTERFACES = [projection_problem, dot_product_problem]
+sizes = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 2**32),
+        "n": st.integers(1, 12),
+        "inputs": st.integers(1, 7),
+        "outputs": st.integers(1, 4),
+        "documents": st.integers(1, 6),
+        "width": st.integers(1, 5),
+    }
+)
+random_sizes = settings(deadline=None, max_examples=50)
+
+
+# The loss and its step
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+@random_sizes
+@given(sizes=sizes)
+def test_loss_and_gradient_step(interface: Callable[..., Problem], sizes: dict[str, int]) -> None:
+    """Eq. 3 one example at a time; eq. 4 against autograd."""
+    p = interface(**sizes)
+    residuals = [p.w1 @ a + p.w2 @ b - y for a, b, y in zip(p.x1, p.x2, p.y, strict=True)]
+    expected = sum(float((r * r).sum()) for r in residuals) / (2 * len(residuals))
+    assert float(rag_loss(p.w1, p.w2, p.x1, p.x2, p.y)) == pytest.approx(expected, rel=1e-12)
+    delta_1, delta_2 = gradient_step(p.w1, p.w2, p.x1, p.x2, p.y, RATE)
+    w1, w2 = descend(p, 1)
+    torch.testing.assert_close(delta_1, w1 - p.w1, **close)
+    torch.testing.assert_close(delta_2, w2 - p.w2, **close)
+
+
+# The retrieval interfaces
+
+
+@random_sizes
+@given(sizes=sizes)
+def test_dot_product_interface_sums_the_documents_by_similarity(sizes: dict[str, int]) -> None:
+    """Eq. 11, document by document, with encoders of their own for queries (W_q) and documents (W_d)."""
+    g = Generator().manual_seed(sizes["seed"])
+    inputs, outputs, width = sizes["inputs"], sizes["outputs"], sizes["width"]
+    w_q, w_d, w1, w_z = (normal(g, *shape) for shape in [(width, inputs)] * 2 + [(outputs, inputs)] * 2)
+    documents, x = normal(g, sizes["documents"], inputs), normal(g, inputs)
+    expected = w1 @ x
+    for d in documents:
+        expected = expected + w_z @ d * ((w_q @ x) @ (w_d @ d))
+    w2 = dot_product_weight(w_z, documents, w_q.T @ w_d)
+    torch.testing.assert_close(predict(w1, w2, x[None], x[None])[0], expected, **close)
+
+
+@random_sizes
+@given(sizes=sizes)
+def test_dot_product_retrieval_is_attention_over_the_documents(sizes: dict[str, int]) -> None:
+    """With W_Q = W_e, W_K = W_e and P W_V = W_z, linear attention over the documents is W2 x_q (eq. 11, 18)."""
+    g = Generator().manual_seed(sizes["seed"])
+    n = sizes["inputs"]
+    encoder, w_z, documents, x = normal(g, n, n), normal(g, n, n), normal(g, sizes["documents"], n), normal(g, 2, n)
+    layer = LinearAttention(query=encoder, key=encoder, value=torch.eye(n, dtype=torch.float64), output=w_z)
+    w2 = dot_product_weight(w_z, documents, encoder.T @ encoder)
+    torch.testing.assert_close(layer.attend(x, documents), x @ w2.T, **close)
+
+
+@random_sizes
+@given(sizes=sizes)
+def test_projection_interface_moves_the_query_by_the_projected_documents(sizes: dict[str, int]) -> None:
+    """Section 3.2: W1 x_q + W2 D with W2 = W1 W_d, that is W1 (x_q + W_d D)."""
+    g = Generator().manual_seed(sizes["seed"])
+    inputs, width = sizes["inputs"], sizes["documents"] * sizes["width"]
+    w1, w_d, x, found = (
+        normal(g, sizes["outputs"], inputs),
+        normal(g, inputs, width),
+        normal(g, inputs),
+        normal(g, width),
+    )
+    prediction = predict(w1, projection_weight(w1, w_d), x[None], found[None])[0]
+    torch.testing.assert_close(prediction, w1 @ (x + w_d @ found), **close)
+
+
+# Lemma 1
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+@random_sizes
+@given(sizes=sizes)
+def test_one_layer_is_one_gradient_step(interface: Callable[..., Problem], sizes: dict[str, int]) -> None:
+    """Eq. 5 and 6, for queries and for the context's own tokens: x1, x2 stay, y moves by dW1 x1 + dW2 x2."""
+    p = interface(**sizes)
+    w1, w2 = descend(p, 1)
+    for x1, x2, tokens in [(p.q1, p.q2, p.queries), (p.x1, p.x2, p.context)]:
+        shift = x1 @ (w1 - p.w1).T + x2 @ (w2 - p.w2).T
+        expected = torch.cat([torch.zeros_like(x1), torch.zeros_like(x2), shift], dim=-1)
+        torch.testing.assert_close(p.layer.attend(tokens, p.context), expected, **close)
+    updated = (p.queries + p.layer.attend(p.queries, p.context))[:, -p.y.shape[1] :]
+    torch.testing.assert_close(updated, p.q1 @ w1.T + p.q2 @ w2.T, **close)
+
+
+def test_the_weights_are_those_of_the_proof() -> None:
+    """Eq. 9, and P of step 5 with the factor -eta / N of eq. 10."""
+    p = projection_problem(seed=0, n=5, inputs=2, outputs=1, documents=3, width=1)
+    reads = torch.diag(torch.tensor([1.0, 1, 1, 1, 1, 0])).double()
+    value, output = torch.zeros(6, 6).double(), torch.zeros(6, 6).double()
+    value[5] = torch.tensor([*p.w1[0], *p.w2[0], -1])
+    output[5, 5] = -RATE / 5
+    for actual, expected in [
+        (p.layer.query, reads),
+        (p.layer.key, reads),
+        (p.layer.value, value),
+        (p.layer.output, output),
+    ]:
+        assert torch.equal(actual, expected)
+
+
+@random_sizes
+@given(sizes=sizes)
+def test_attention_is_the_papers_formula(sizes: dict[str, int]) -> None:
+    """Eq. 2, with the injected rows under both keys and values (eq. 22), one token at a time."""
+    g = Generator().manual_seed(sizes["seed"])
+    d, n, k = sizes["inputs"], sizes["n"], sizes["documents"]
+    w_q, w_k, w_v, p = (normal(g, d, d) for _ in range(4))
+    tokens, context, injected = normal(g, 3, d), normal(g, n, d), normal(g, k, d)
+    layer = LinearAttention(w_q, w_k, w_v, p)
+    for rows in [None, injected]:
+        keys, values = [w_k @ e for e in context], [w_v @ e for e in context]
+        if rows is not None:
+            keys, values = [*keys, *rows], [*values, *rows]
+        columns_k, columns_v = torch.stack(keys, dim=1), torch.stack(values, dim=1)
+        expected = torch.stack([p @ columns_v @ columns_k.T @ (w_q @ e) for e in tokens])
+        torch.testing.assert_close(layer.attend(tokens, context, rows), expected, **close)
+
+
+# Depth
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+@random_sizes
+@given(sizes=sizes, depth=st.integers(1, 6))
+def test_k_layers_are_k_gradient_steps(interface: Callable[..., Problem], sizes: dict[str, int], depth: int) -> None:
+    """Eq. 7."""
+    p = interface(**sizes)
+    w1, w2 = descend(p, depth)
+    prediction = stack(p.layer, p.context, p.queries, depth, outputs=p.y.shape[1])
+    torch.testing.assert_close(prediction, p.q1 @ w1.T + p.q2 @ w2.T, **close)
+
+
+def test_lemma_1s_sign_on_the_context_does_not_stack() -> None:
+    """Appendix A adds the step to every token's y; then layer two takes its step on targets moved the wrong way."""
+    p = projection_problem(seed=1, n=6, inputs=3, outputs=1, documents=2, width=2)
+    context, queries = p.context, p.queries
+    for _ in range(2):
+        context, queries = context + p.layer.attend(context, context), queries + p.layer.attend(queries, context)
+    w1, w2 = descend(p, 2)
+    expected = p.q1 @ w1.T + p.q2 @ w2.T
+    assert float((queries[:, -1:] - expected).abs().max()) > 0.1
+    torch.testing.assert_close(stack(p.layer, p.context, p.queries, 2, outputs=1), expected, **close)
+
+
+def test_a_batch_is_its_tasks_one_by_one() -> None:
+    """W2 differs from task to task where it holds the task's documents."""
+    problems = [dot_product_problem(seed, n=4, inputs=3, outputs=2, documents=5, width=2) for seed in range(3)]
+    w1 = problems[0].w1
+    for problem in problems:
+        problem.w1 = w1
+    w2, context, queries = (torch.stack([getattr(p, name) for p in problems]) for name in ("w2", "context", "queries"))
+    together = stack(gradient_step_layer(w1, w2, 4, RATE), context, queries, 3, outputs=2)
+    for one, p in zip(together, problems, strict=True):
+        torch.testing.assert_close(one, stack(p.layer, p.context, p.queries, 3, outputs=2), **close)
+
+
+# The synthetic tasks
+
+SMALL = {
+    "projection": Projection(documents=2, inputs=3, width=2, examples=30),
+    "dot product": DotProduct(2, Generator().manual_seed(0), sigma=0.3, inputs=3, examples=30),
+}
+
+
+def drawn(name: str, count: int = 200, seed: int = 1, alpha: float = 1.0) -> Tasks:
+    return SMALL[name].sample(count, Generator().manual_seed(seed), alpha)
+
+
+@pytest.mark.parametrize(("name", "variance"), [("projection", 1.0), ("dot product", 0.5)])
+def test_targets_are_linear_in_the_tokens_features(name: str, variance: float) -> None:
+    """The smallest weights that fit a task are its teacher's, or the halves of W1 + W2 where x1 = x2."""
+    tasks = drawn(name)
+    tokens = torch.cat([tasks.context, tasks.queries(tasks.x, tasks.target)], dim=1).double()
+    features, targets = tokens[..., :-1], tokens[..., -1:]
+    teacher = torch.linalg.pinv(features, rtol=1e-6) @ targets
+    torch.testing.assert_close(features @ teacher, targets, atol=1e-4, rtol=0)
+    assert float(teacher.square().mean()) == pytest.approx(variance, rel=0.2)
+
+
+def test_inputs_have_the_range_asked_for_and_documents_their_own() -> None:
+    for alpha in [1.0, 2.0]:
+        tasks = drawn("projection", alpha=alpha)
+        assert alpha * 0.99 < float(tasks.context[..., :3].abs().max()) <= alpha
+        assert 0.49 < float(tasks.context[..., 3:7].abs().max()) <= 0.5
+        tasks = drawn("dot product", alpha=alpha)
+        assert alpha * 0.99 < float(tasks.context[..., :6].abs().max()) <= alpha
+        assert torch.equal(tasks.context[..., :3], tasks.context[..., 3:6])
+
+
+def test_injected_row_is_the_first_prediction_as_a_key() -> None:
+    """Eq. 22, where h_d must have the width of x: W2, whose product with x_q is what the documents say of it."""
+    tasks = drawn("dot product")
+    assert tasks.injected is not None
+    key = tasks.queries(tasks.x, torch.zeros(200)) @ tasks.injected.mT
+    torch.testing.assert_close(key.flatten(), tasks.first_prediction(tasks.x))
+    assert float(tasks.first_prediction(tasks.x).abs().mean()) > 1e-3
+
+
+# Trained and constructed predictors, side by side
+
+
+def as_problem(tasks: Tasks, i: int, inputs: int) -> Problem:
+    query = tasks.queries(tasks.x, torch.zeros(len(tasks.x)))[i].double()
+    context = tasks.context[i].double()
+    return Problem(
+        w1=torch.zeros(1, inputs, dtype=torch.float64),
+        w2=tasks.w2.expand(len(tasks.x), -1, -1)[i].double(),
+        x1=context[:, :inputs],
+        x2=context[:, inputs:-1],
+        y=context[:, -1:],
+        q1=query[:, :inputs],
+        q2=query[:, inputs:-1],
+    )
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_comparison_with_twice_the_steps_of_autograd(name: str, depth: int) -> None:
+    """A predictor is compared with twice itself, so every figure is known from autograd's weights."""
+    tasks = drawn(name, count=40)
+    step = gradient_descent(0.4, depth)
+    actual = compare(lambda tasks, x: 2 * step(tasks, x), step, tasks)
+    predictions, sensitivities = [], []
+    for i in range(40):
+        p = as_problem(tasks, i, inputs=3)
+        w1, w2 = descend(p, depth, rate=0.4)
+        predictions.append(w1 @ p.q1[0] + w2 @ p.q2[0])
+        sensitivities.append(w1[0] + w2[0] if name == "dot product" else w1[0])
+    prediction, target = torch.cat(predictions), tasks.target.double()
+    assert actual.prediction_difference == pytest.approx(float(prediction.abs().mean()), rel=1e-4)
+    assert actual.sensitivity_distance == pytest.approx(float(torch.stack(sensitivities).norm(dim=1).mean()), rel=1e-4)
+    assert actual.sensitivity_cosine == pytest.approx(1, abs=1e-5)
+    assert actual.loss == pytest.approx(float((2 * prediction - target).square().mean()), rel=1e-4)
+    assert actual.reference_loss == pytest.approx(float((prediction - target).square().mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_best_rate_of_one_step_is_the_least_squares_one(name: str) -> None:
+    """The loss after one step is a parabola in the rate."""
+    tasks = drawn(name)
+    start = tasks.first_prediction(tasks.x)
+    move = gradient_descent(1.0)(tasks, tasks.x) - start
+    expected = float((move * (tasks.target - start)).sum() / move.square().sum())
+    assert best_rate(tasks) == pytest.approx(expected, abs=0.01)
+
+
+def test_best_rate_of_several_steps_is_a_minimum() -> None:
+    tasks = drawn("dot product")
+    rate = best_rate(tasks, depth=3)
+    least = loss(gradient_descent(rate, 3), tasks)
+    assert all(least < loss(gradient_descent(rate * factor, 3), tasks) for factor in (0.5, 0.9, 1.1, 1.5))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_halfway_between_two_rates_is_their_mean(name: str) -> None:
+    """The scale of W_K^T W_Q against P W_V has no effect."""
+    tasks = drawn(name)
+    step = gradient_step_layer(torch.zeros(1, 3), tasks.w2, 30, 0.2)
+    scaled = LinearAttention(step.query * 2, step.key * -1.5, step.value, step.output / -3)
+    halfway = interpolation(scaled, 0.6)(tasks, tasks.x)
+    # A trained layer starts from zero, not from W2 x_q: half the first prediction is missing.
+    expected = gradient_descent(0.4)(tasks, tasks.x) - tasks.first_prediction(tasks.x) / 2
+    torch.testing.assert_close(halfway, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_step_has_its_rate_for_both_features() -> None:
+    """Also when the features are scaled: x1 halved in keys and queries has a quarter of the rate."""
+    step = gradient_step_layer(torch.zeros(1, 3), torch.zeros(1, 4), 5, 0.2)
+    assert learned_rates(step, inputs=3, examples=5) == pytest.approx((0.2, 0.2))
+    halve = torch.diag(torch.tensor([0.5, 0.5, 0.5, 1, 1, 1, 1, 0]))
+    halved = LinearAttention(step.query @ halve, step.key @ halve, step.value, step.output)
+    assert learned_rates(halved, inputs=3, examples=5) == pytest.approx((0.05, 0.2))
+
+
+@pytest.mark.parametrize("interface", [Projection(2), Projection(6, width=1, inputs=3, examples=4)])
+def test_feature_rates_have_the_least_loss(interface: Projection) -> None:
+    """Against the measured loss, whose derivative by each rate is zero at the minimum."""
+    tasks = interface.sample(200_000, Generator().manual_seed(5))
+    measured = tasks.context[..., :-1].flatten(0, 1).var(dim=0)
+    torch.testing.assert_close(interface.variances(), measured, rtol=0.02, atol=0)
+    rates = feature_rates(interface.variances(), interface.examples).requires_grad_()
+    weights = torch.einsum("bni,bn->bi", tasks.context[..., :-1], tasks.context[..., -1]) / interface.examples
+    assert tasks.retrieved is not None
+    prediction = (weights * rates * torch.cat([tasks.x, tasks.retrieved], dim=-1)).sum(-1)
+    (gradient,) = torch.autograd.grad((prediction - tasks.target).square().mean(), rates)
+    at_rate_zero = -2 * interface.variances() ** 2
+    assert float((gradient / at_rate_zero).abs().max()) < 0.05
+
+
+@pytest.mark.parametrize(
+    "interface", [Projection(documents=2, inputs=6), DotProduct(2, Generator().manual_seed(0), inputs=6)]
+)
+def test_a_single_layer_trains_to_one_gradient_step(interface: Interface) -> None:
+    tasks = interface.sample(2000, Generator().manual_seed(2))
+    reference = gradient_descent(best_rate(tasks))
+    seen: dict[int, LinearAttention] = {}
+    arguments: dict[str, Any] = dict(steps=300, batch=128, seed=3, learning_rate=0.02)
+    layer = train_layer(interface, watch=seen.__setitem__, every=150, **arguments)
+    before, after = (compare(trained(which), reference, tasks) for which in (seen[0], layer))
+    assert list(seen) == [0, 150, 300] and seen[300] is layer
+    assert before.sensitivity_cosine < 0.6 and before.loss > 1.5 * before.reference_loss
+    assert after.sensitivity_cosine > 0.98 and after.loss < 1.1 * after.reference_loss
+    assert torch.equal(train_layer(interface, **arguments).value, layer.value)
+
+
+@pytest.mark.parametrize("freedom", ["all", "writes y", "lemma"])
+def test_only_the_weights_that_are_free_are_trained(freedom: Freedom) -> None:
+    layer = train_layer(SMALL["projection"], depth=2, steps=3, batch=8, freedom=freedom)
+    y_alone = torch.zeros(8, 8, dtype=torch.bool)
+    y_alone[-1] = True
+    reads = torch.zeros(8, 8, dtype=torch.bool)
+    reads[:-1, :-1] = True
+    everything = torch.ones(8, 8, dtype=torch.bool)
+    assert torch.equal(layer.output != 0, everything if freedom == "all" else y_alone)
+    for weights in (layer.query, layer.key):
+        assert torch.equal(weights != 0, reads if freedom == "lemma" else everything)
+    assert torch.equal(layer.value != 0, everything)
+
+
+def test_a_run_compares_on_held_out_tasks_as_it_trains() -> None:
+    result = run(SMALL["dot product"], steps=5, every=2, freedom="lemma")
+    assert list(result.history) == [0, 2, 4, 5]
+    expected = compare(trained(result.layer), gradient_descent(result.rate), result.held_out)
+    assert result.last == expected
+    assert len(result.held_out.x) == 10_000

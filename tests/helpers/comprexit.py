@@ -1,0 +1,72 @@
+"""Tiny ComprExIT bundles whose every weight matters, and what a decoder's blocks give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.config import BundleConfig, ComprexitConfig
+from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
+from ctx_compress_rag.methods.comprexit.compressor import ComprexitCompressor
+from helpers.models import tiny_llama
+
+SMALL: dict[str, Any] = {
+    "gate_dim": 8, "slot_dim": 12, "transport_dim": 6, "temperature": 2.0, "segment_tokens": 16,
+}  # fmt: skip
+ABLATIONS: list[dict[str, Any]] = [
+    {},
+    {"layers": "last"},
+    {"allocation": "window_attention"},
+    {"normalise_states": False},
+]
+IDS = [f"{next(iter(a.values()), 'full')}" for a in ABLATIONS]
+TEXTS = [
+    "Orla Drumwell was born in Pellmouth. She kept bees and wrote three books about the northern coast.",
+    "Pellmouth is a town.",
+    "The Harrow Institute was founded in 1911, and it moved to Stavely after the flood. " * 8,
+]
+
+
+def comprexit_bundle(tokenizer: Any, seed: int = 0, **method: Any) -> Bundle:
+    """A bundle whose every weight is random and matters; keywords are ComprexitConfig's."""
+    torch.manual_seed(seed)
+    model = tiny_llama(
+        tokenizer, hidden_size=20, intermediate_size=32, num_hidden_layers=3, head_dim=10, initializer_range=0.3
+    )
+    config = BundleConfig(
+        name="tiny", method=ComprexitConfig(**{**SMALL, **method}), base_ratio=4, ratios=[4], max_tokens=64
+    )
+    bundle = Bundle.build(config, Backbone(model, tokenizer))
+    for parameter in [*bundle.compressor.parameters(), *bundle.reader.parameters()]:
+        torch.nn.init.normal_(parameter, std=0.5)
+    return bundle
+
+
+def encode(compressor: ComprexitCompressor, passages: Sequence[Sequence[int]], ratio: int) -> SlotBatch:
+    ids, mask = padded(passages, torch.device("cpu"))
+    with torch.no_grad():
+        return compressor.encode(ids, mask, [ratio])[ratio]
+
+
+def some_ids(length: int, start: int = 0) -> list[int]:
+    return [(37 * i + 11 * start) % 500 + 20 for i in range(length)]
+
+
+def blocks_outputs(model: Any, ids: Sequence[int]) -> list[Tensor]:
+    """The outputs of the decoder's blocks, taken where they come out; the last one after the final norm."""
+    outputs: list[Tensor] = []
+    hooks = [
+        layer.register_forward_hook(lambda _, __, out: outputs.append(out if torch.is_tensor(out) else out[0]))
+        for layer in model.base_model.layers
+    ]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([ids]))
+        outputs[-1] = model.base_model.norm(outputs[-1])
+    for hook in hooks:
+        hook.remove()
+    return [out[0] for out in outputs]

@@ -1,0 +1,175 @@
+"""A LlamaIndex app: an index in Chroma on disk, a store beside it, and a (tiny, random) decoder that reads slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import chromadb
+import torch
+from llama_index.core import Settings, VectorStoreIndex
+from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.bridge.pydantic import Field
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers.base import BaseEventHandler
+from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMChatStartEvent
+from llama_index.core.schema import NodeWithScore, TextNode
+from llama_index.vector_stores.chroma import ChromaVectorStore
+
+from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores.markers import Marker
+from llama_index.llms.ctx_compress import CompressedContextLLM, marker_tokenizer
+from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor
+
+PASSAGES = [
+    "The harbour of Velmora was built by Oda Brink in 1612, and its lighthouse still burns whale oil.",
+    "Tarin Holt keeps bees on the roof of the town hall; the honey is sold under the name of Old Gold.",
+    "The river Issel freezes every January, and the people of Velmora then hold a market on the ice.",
+    "In 1874 the painter Lena Marr gave forty pictures to the library, which hung them in the cellar.",
+]
+QUESTION = "Who built the harbour of Velmora?"
+RATIO = 8
+TOP_K = 3
+MAX_TOKENS = 8
+
+
+class HashedWords(BaseEmbedding):
+    """Bags of hashed words: retrieval that is deterministic and needs no model."""
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        vector = torch.zeros(128)
+        for word in text.lower().split():
+            if len(word) > 3:
+                vector[crc32(word.strip(".,;?").encode("utf-8", "replace")) % 128] += 1.0
+        return torch.nn.functional.normalize(vector, dim=0).tolist()
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return self._get_text_embedding(query)
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return self._get_text_embedding(query)
+
+
+class Events(BaseEventHandler):
+    """What LlamaIndex itself reports: all events, and of those each call of the LLM and its last response."""
+
+    all: list[Any] = Field(default_factory=list)
+
+    def handle(self, event: Any, **kwargs: Any) -> None:
+        self.all.append(event)
+
+    @property
+    def started(self) -> list[LLMChatStartEvent]:
+        return [event for event in self.all if isinstance(event, LLMChatStartEvent)]
+
+    @property
+    def ended(self) -> list[LLMChatEndEvent]:
+        return [event for event in self.all if isinstance(event, LLMChatEndEvent)]
+
+
+@contextmanager
+def watched() -> Iterator[Events]:
+    events, dispatcher = Events(), get_dispatcher()
+    before = list(dispatcher.event_handlers)
+    dispatcher.add_event_handler(events)
+    try:
+        yield events
+    finally:
+        dispatcher.event_handlers = before
+
+
+class App:
+    """Passages n0 to n3, indexed and compressed; tests leave what is in the store."""
+
+    def __init__(self, make_tiny_bundle: Callable[..., Any], folder: Path) -> None:
+        self.bundle = make_tiny_bundle(seed=3)
+        with torch.no_grad():  # weights large enough that every input shows in the answer
+            for name, parameter in self.bundle.backbone.model.named_parameters():
+                if parameter.ndim == 2 and "lora_" not in name:
+                    parameter.mul_(10)
+        self.bundle.reader.initialise(1.0)
+        collection = chromadb.PersistentClient(path=str(folder)).create_collection("app")
+        nodes = [TextNode(id_=f"n{i}", text=text, metadata={"page": f"p{i}"}) for i, text in enumerate(PASSAGES)]
+        nodes[0].excluded_llm_metadata_keys = ["page"]
+        self.index = index_in(collection)
+        self.index.insert_nodes(nodes)
+        self.store = SoftContextStore(collection, self.bundle, key=b"k" * 32)
+        self.store.add(PASSAGES, [f"n{i}" for i in range(len(PASSAGES))], progress=False)
+
+    def llm(self, **fields: Any) -> CompressedContextLLM:
+        return CompressedContextLLM(store=self.store, **{"max_tokens": MAX_TOKENS, **fields})
+
+    def postprocessor(self, **arguments: Any) -> CompressedContextPostprocessor:
+        chosen = arguments if "token_budget" in arguments else {"ratio": RATIO, **arguments}
+        return CompressedContextPostprocessor(self.store, **chosen)
+
+    def nodes(self, question: str = QUESTION) -> list[NodeWithScore]:
+        return self.index.as_retriever(similarity_top_k=TOP_K).retrieve(question)
+
+    def engine(self, mode: str = "compact", **arguments: Any) -> Any:
+        return self.index.as_query_engine(
+            llm=self.llm(),
+            similarity_top_k=TOP_K,
+            response_mode=mode,
+            node_postprocessors=[self.postprocessor()],
+            **arguments,
+        )
+
+    def answer(self, prompt: Any, **sampling: Any) -> Any:
+        """What the decoder itself makes of a prompt."""
+        chosen = Sampling(**{"max_new_tokens": MAX_TOKENS, **sampling})
+        return TransformersDecoder(self.bundle, self.store).generate([prompt], chosen)[0]
+
+    def tokens(self, text: str) -> int:
+        return len(self.bundle.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def slots(self, text: str) -> list[int]:
+        """Slots of each good marker in a text."""
+        return [part.slots for part in self.store.split(text) if isinstance(part, Marker)]
+
+    def factor(self, text: str) -> int:
+        """How many base slots a marker merges into one; 0 for a text without a marker."""
+        return max((part.factor for part in self.store.split(text) if isinstance(part, Marker)), default=0)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """LlamaIndex counts tokens as the decoder does, and asks it where no other LLM is named."""
+        Settings.tokenizer, Settings.llm = marker_tokenizer(self.store), self.llm()
+        try:
+            yield
+        finally:
+            Settings._tokenizer = Settings._llm = None
+
+    def check_calls(self, events: Events) -> list[str]:
+        """Every answer is the decoder's own for the messages, read with all slots; the answers."""
+        assert events.ended and len(events.started) == len(events.ended)
+        read = 0
+        for event in events.ended:
+            chat = [{"role": m.role.value, "content": m.content or ""} for m in event.messages]
+            direct = self.answer(chat)
+            assert event.response is not None
+            assert event.response.message.content == direct.text
+            assert event.response.raw["usage"]["prompt_tokens"] == direct.prompt_tokens
+            in_prompt = sum(self.slots("\n".join(message["content"] for message in chat)))
+            assert event.response.raw["slots"] == direct.slots == in_prompt
+            for passage in PASSAGES:
+                assert passage not in str(chat)
+            read += in_prompt
+        assert read > 0
+        return [event.response.message.content or "" for event in events.ended if event.response]
+
+
+def index_in(collection: chromadb.Collection) -> VectorStoreIndex:
+    vectors = ChromaVectorStore(chroma_collection=collection)
+    return VectorStoreIndex.from_vector_store(vectors, embed_model=HashedWords())
+
+
+def check_sources(source_nodes: list[NodeWithScore], retrieved: list[NodeWithScore]) -> None:
+    assert [n.node_id for n in source_nodes] == [n.node_id for n in retrieved]
+    assert [n.score for n in source_nodes] == [n.score for n in retrieved]
+    assert [n.get_content() for n in source_nodes] == [n.get_content() for n in retrieved]
+    assert [n.metadata for n in source_nodes] == [n.metadata for n in retrieved]

@@ -1,0 +1,128 @@
+"""Tiny RAM bundles, and the paper's equations written out for them, token by token, in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.config import BundleConfig, RamConfig
+from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.text.prompts import PromptBuilder
+from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
+from helpers.models import tiny_llama
+
+FROZEN = {"mode": "frozen"}
+EXAMPLES = [
+    Example(
+        ("Orla Reedwen keeps a goat as a pet and lives by the mill.", "Kormoor lies on the river Halen, near Dun."),
+        (Turn("Which pet does Orla keep?", ("a goat",)),),
+    ),
+    Example(
+        ("Kormoor lies on the river Halen, near Dun.",),
+        (Turn("Which river?", ("Halen",)), Turn("Is it a town?", ("yes", "no"))),
+    ),
+]
+PLAIN = "{context}\n\n{question}"
+
+
+def ram_bundle(tokenizer: Any, seed: int = 0, segment_tokens: int = 4, tied: bool = True, **method: Any) -> Bundle:
+    """A RAM bundle with random weights, large enough that what each input says shows; keywords are RamConfig's."""
+    torch.manual_seed(seed)
+    model = tiny_llama(tokenizer, tie_word_embeddings=tied)
+    with torch.no_grad():
+        for name, weight in model.model.layers.named_parameters():
+            if "norm" not in name:
+                weight.mul_(8)
+    config = BundleConfig(
+        name="tiny",
+        method=RamConfig(segment_tokens=segment_tokens, **method),
+        base_ratio=segment_tokens,
+        ratios=[2, 4, 8],
+        max_tokens=16 * segment_tokens,
+    )
+    bundle = Bundle.build(config, Backbone(model, tokenizer))
+    bundle.reader.initialise(1.0)
+    return bundle
+
+
+def plain_ids(bundle: Bundle, text: str) -> list[int]:
+    ids: list[int] = bundle.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def plain_segments(bundle: Bundle, text: str) -> list[list[int]]:
+    """A passage's token ids in equal chunks."""
+    size, ids = bundle.config.base_ratio, plain_ids(bundle, text)
+    return [ids[i : i + size] for i in range(0, len(ids), size)]
+
+
+def plain_states(encoder: Any, ids: Sequence[int]) -> Tensor:
+    """Last hidden states of a text read alone, by transformers itself: (tokens, dim), float64."""
+    with torch.no_grad():
+        hidden: Tensor = encoder(input_ids=torch.tensor([list(ids)]), use_cache=False).last_hidden_state[0]
+    return hidden.double()
+
+
+def plain_cosine(a: Tensor, b: Tensor) -> float:
+    return float(sum(a * b)) / math.sqrt(float(sum(a * a)) * float(sum(b * b)))
+
+
+def plain_mean(states: Tensor) -> Tensor:
+    """Eq. 1."""
+    total = torch.zeros(states.shape[1], dtype=torch.float64)
+    for state in states:
+        total = total + state
+    return total / len(states)
+
+
+def plain_skim(states: Tensor, question: Tensor) -> Tensor:
+    """Eq. 4."""
+    weights = [math.exp(plain_cosine(state, question)) for state in states]
+    total = torch.zeros(states.shape[1], dtype=torch.float64)
+    for weight, state in zip(weights, states, strict=True):
+        total = total + weight / sum(weights) * state
+    return total
+
+
+def plain_choice(
+    question: Tensor, means: Sequence[Tensor], lengths: Sequence[int], ratio: int, size: int
+) -> list[bool]:
+    """Eq. 2 and 3: segments of the largest probabilities, as many tokens as k whole ones have."""
+    exponentials = [math.exp(plain_cosine(question, mean) / 0.1) for mean in means]
+    probabilities = [e / sum(exponentials) for e in exponentials]
+    k = math.floor(sum(lengths) / (ratio * size))
+    kept = [False] * len(means)
+    for i in sorted(range(len(means)), key=lambda i: -probabilities[i]):
+        if sum(n for n, yes in zip(lengths, kept, strict=True) if yes) + lengths[i] > k * size:
+            break
+        kept[i] = True
+    return kept
+
+
+def collator(bundle: Bundle, template: str = PLAIN) -> RamCollator:
+    return RamCollator(PromptBuilder(bundle.tokenizer), bundle.config.base_ratio, [template], 512, seed=0)
+
+
+def objective(bundle: Bundle, ratio: int = 2, **options: Any) -> RamLoss:
+    loss = RamLoss(bundle, PromptBuilder(bundle.tokenizer), **options)
+    loss.ratios = [ratio]
+    return loss
+
+
+def move(bundle: Bundle) -> None:
+    """Random numbers in what training starts at zero or at another module's values."""
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in bundle.backbone.model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        for module in (bundle.compressor, bundle.reader):
+            for parameter in module.parameters():
+                if parameter is not bundle.backbone.embeddings.weight:
+                    parameter.add_(0.05 * torch.randn_like(parameter))

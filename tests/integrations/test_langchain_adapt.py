@@ -1,0 +1,201 @@
+"""`llm.adapt(demonstrations)` in LangChain: models side by side on one decoder, saved and loaded, cached apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from langchain_core.caches import InMemoryCache
+from langchain_core.messages import HumanMessage, SystemMessage
+
+from ctx_compress_rag import BundleError, ConfigError
+from ctx_compress_rag.adaptation import (
+    AdaptiveDecoder,
+    BaseAdapter,
+    FewShot,
+    PredictedUpdate,
+    PromptTuning,
+    TestTimeSGD,
+    generate_together,
+)
+from ctx_compress_rag.adaptation.methods import PredictorConfig
+from ctx_compress_rag.decoding.generation import Sampling
+from helpers.adaptation import DEMONSTRATIONS, merged_copy, random_adapter
+from helpers.langchain import QUESTION, TOKENS, App, open_app, prefills, rag
+from langchain_ctx_compress import ChatCompressedContext
+
+CONFIG = PredictorConfig(inner_steps=2, inner_learning_rate=0.01, demonstrations=3, hidden=16, code=8)
+CHAT = [{"role": "user", "content": QUESTION}]
+
+
+@contextmanager
+def batch_sizes(bundle: Any) -> Iterator[list[int]]:
+    """How many prompts the decoder is given at once, each time."""
+    sizes: list[int] = []
+
+    def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if (embeds := kwargs.get("inputs_embeds")) is not None and embeds.shape[1] > 1:
+            sizes.append(len(embeds))
+
+    handle = bundle.backbone.model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        yield sizes
+    finally:
+        handle.remove()
+
+
+@pytest.fixture(scope="module")
+def predictor(talkative: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A predictor's folder; its weights are random, and its updates large enough to change answers."""
+    decoder = AdaptiveDecoder(talkative)
+    torch.manual_seed(3)
+    made = PredictedUpdate.build(random_adapter(talkative.backbone.model, 4, seed=8), decoder, CONFIG)
+    with torch.no_grad():
+        for parameter in made.predictor.parameters():
+            parameter.normal_(std=0.5)
+    folder = tmp_path_factory.mktemp("predictor")
+    made.save_pretrained(folder)
+    return folder
+
+
+def test_it_answers_with_the_predicted_update(app: App, predictor: Path) -> None:
+    llm = app.llm(predictor=predictor)
+    before = llm.invoke(QUESTION)
+    weights = {name: p.clone() for name, p in app.bundle.backbone.model.named_parameters()}
+    adapted = llm.adapt(DEMONSTRATIONS)
+    # The update, merged into a plain transformers model that generates by itself.
+    decoder = AdaptiveDecoder(app.bundle)
+    update = PredictedUpdate.from_pretrained(predictor, decoder).adapt(decoder, DEMONSTRATIONS).adapter
+    plain = merged_copy(app.bundle.backbone.model, update)
+    ids = app.bundle.tokenizer.apply_chat_template(
+        CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
+    out = plain.generate(ids, max_new_tokens=TOKENS, do_sample=False)[0, ids.shape[1] :]
+    answer = app.bundle.tokenizer.decode(out, skip_special_tokens=True)
+    assert adapted.invoke(QUESTION).content == answer != before.content
+    assert isinstance(adapted, ChatCompressedContext) and adapted.max_tokens == llm.max_tokens
+    # The one it was made from is as it was.
+    assert llm.invoke(QUESTION).content == before.content == app.llm().invoke(QUESTION).content
+    assert all(torch.equal(p, weights[name]) for name, p in app.bundle.backbone.model.named_parameters())
+    assert adapted.decoder.bundle.backbone.model is llm.decoder.bundle.backbone.model
+    assert app.llm().adapt(DEMONSTRATIONS, predictor).invoke(QUESTION).content == answer
+
+
+async def test_it_runs_in_a_chain_every_way(app: App, predictor: Path) -> None:
+    adapted = app.llm(predictor=predictor).adapt(DEMONSTRATIONS[:2])
+    chain = rag(app, adapted)
+    expected = chain.invoke(QUESTION)
+    assert expected != rag(app).invoke(QUESTION)
+    assert chain.batch([QUESTION, QUESTION]) == [expected, expected]
+    assert "".join(chain.stream(QUESTION)) == expected == await chain.ainvoke(QUESTION)
+    assert await chain.abatch([QUESTION]) == [expected]
+    assert "".join([piece async for piece in chain.astream(QUESTION)]) == expected
+
+
+def test_several_side_by_side_in_threads_and_in_one_batch(app: App, predictor: Path) -> None:
+    llm = app.llm(predictor=predictor)
+    base = random_adapter(app.bundle.backbone.model, 4, seed=8)
+    models = [
+        llm,
+        llm.adapt(DEMONSTRATIONS[:1]),
+        llm.adapt(DEMONSTRATIONS[1:]),
+        llm.adapt(DEMONSTRATIONS, TestTimeSGD(base, 2, 0.05)),
+        llm.adapt(DEMONSTRATIONS, FewShot(None)),
+    ]
+    question = [HumanMessage(f"{app.store.marker('tower', 8)} {QUESTION}")]
+    alone = [model.invoke(question).text for model in models]
+    assert len(set(alone)) == len(models)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda model: model.invoke(question).text, models * 2)) == alone * 2
+    with batch_sizes(app.bundle) as sizes:
+        chats = [[{"role": "user", "content": question[0].text}]] * len(models)
+        together = generate_together([model.decoder for model in models], chats, Sampling(max_new_tokens=TOKENS))
+    assert [generation.text for generation in together] == alone
+    assert sizes == [len(models)]
+
+
+def test_an_adapted_model_is_saved_as_a_peft_adapter(app: App, predictor: Path, tmp_path: Path) -> None:
+    from peft import PeftConfig
+
+    llm = app.llm(predictor=predictor)
+    adapted = llm.adapt(DEMONSTRATIONS)
+    adapted.save_adapter(tmp_path / "saved")
+    assert PeftConfig.from_pretrained(str(tmp_path / "saved")).peft_type == "LORA"
+    answer = adapted.invoke(QUESTION).content
+    for loaded in (llm.with_adapter(tmp_path / "saved"), llm.adapt(DEMONSTRATIONS, tmp_path / "saved")):
+        assert loaded.invoke(QUESTION).content == answer
+    prefix = PromptTuning(torch.randn(3, app.bundle.backbone.dim, generator=torch.Generator().manual_seed(2)))
+    prefixed = llm.adapt(DEMONSTRATIONS, prefix)
+    prefixed.save_adapter(tmp_path / "prefix")
+    loaded = llm.with_adapter(tmp_path / "prefix")
+    assert loaded.invoke(QUESTION).content == prefixed.invoke(QUESTION).content
+    assert loaded.get_num_tokens_from_messages([HumanMessage(QUESTION)]) == (
+        llm.get_num_tokens_from_messages([HumanMessage(QUESTION)]) + 3
+    )
+    for nothing, why in ((llm, "nothing"), (llm.adapt(DEMONSTRATIONS, FewShot(None)), "demonstrations in its prompt")):
+        with pytest.raises(ConfigError, match=why):
+            nothing.save_adapter(tmp_path / "none")
+
+
+def test_demonstrations_are_read_from_the_store(talkative: Any, predictor: Path, tmp_path: Path) -> None:
+    app = open_app(tmp_path, talkative, indexed=False)
+    llm = app.llm(predictor=predictor, scope="anna")
+    soft = llm.adapt(DEMONSTRATIONS, ratio=8)
+    passages = {passage for demonstration in DEMONSTRATIONS for passage in demonstration.passages}
+    stored = app.store.get_passages(app.store.ids())
+    assert {passage.text for passage in stored} == passages  # compressed once, and kept
+    assert len(app.store) == len(passages)
+    # The update is that of the slots, read in the model's scope.
+    decoder = AdaptiveDecoder(app.bundle, app.store)
+    marked = [demonstration.marked(app.store, 8) for demonstration in DEMONSTRATIONS]
+    expected = PredictedUpdate.from_pretrained(predictor, decoder).adapt(decoder, marked).adapter
+    got = soft.decoder.adapted.adapter
+    assert all(torch.equal(got.a[n], expected.a[n]) and torch.equal(got.b[n], expected.b[n]) for n in expected.a)
+    text = llm.adapt(DEMONSTRATIONS).decoder.adapted.adapter
+    assert not all(torch.equal(got.b[n], text.b[n]) for n in text.b)
+
+
+def test_usage_counts_what_stands_before_the_question(app: App) -> None:
+    shown = app.llm().adapt(DEMONSTRATIONS, FewShot(None))
+    prompt = [SystemMessage("Be brief."), HumanMessage(QUESTION)]
+    with prefills(app.bundle) as seen:
+        usage = shown.invoke(prompt).usage_metadata
+    assert usage["input_tokens"] == len(seen[0]) == shown.get_num_tokens_from_messages(prompt)
+    assert usage["input_tokens"] > app.llm().get_num_tokens_from_messages(prompt)
+
+
+def test_answers_are_cached_apart(app: App, predictor: Path) -> None:
+    cache = InMemoryCache()
+    llm = app.llm(predictor=predictor, cache=cache)
+    models = [
+        llm,
+        llm.adapt(DEMONSTRATIONS[:1]),
+        llm.adapt(DEMONSTRATIONS[1:]),
+        llm.adapt(DEMONSTRATIONS, FewShot(None)),
+    ]
+    first = [model.invoke(QUESTION).content for model in models]
+    assert len({model._get_llm_string() for model in models}) == len(models)
+    with prefills(app.bundle) as seen:
+        assert [model.invoke(QUESTION).content for model in models] == first
+        # Adapted anew to the same demonstrations it is the same model.
+        assert (
+            llm.adapt(DEMONSTRATIONS[:1], BaseAdapter(models[1].decoder.adapted.adapter)).invoke(QUESTION).content
+            == first[1]
+        )
+    assert seen == []
+
+
+def test_what_cannot_be_adapted_says_why(app: App, predictor: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no predictor"):
+        app.llm().adapt(DEMONSTRATIONS)
+    with pytest.raises(ConfigError, match="nothing to adapt to"):
+        app.llm(predictor=predictor).adapt([])
+    with pytest.raises(BundleError, match="no update predictor"):
+        app.llm(predictor=tmp_path).adapt(DEMONSTRATIONS)
+    with pytest.raises(BundleError, match="no peft adapter folder"):
+        app.llm().with_adapter(tmp_path)

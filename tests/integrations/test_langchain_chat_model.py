@@ -1,0 +1,196 @@
+"""The LangChain chat model: usage, sampling, refusals, streams, caching."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from langchain.agents import create_agent
+from langchain_core.caches import InMemoryCache
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage, trim_messages
+from langchain_core.tracers.base import BaseTracer
+
+from ctx_compress_rag import ConfigError, SoftContextStore, markers
+from helpers.langchain import QUESTION, SOURCES, TOKENS, App, prefills, rag, while_the_decoder_is_taken
+from langchain_ctx_compress import ChatCompressedContext
+
+
+async def test_usage_counts_slots(app: App) -> None:
+    [tower, mill] = app.postprocessor(ratio=4).invoke(SOURCES[:2])
+    prompt = [
+        SystemMessage(tower.page_content),
+        HumanMessage("Hello"),
+        AIMessage("Ask."),
+        HumanMessage(f"{mill.page_content} {QUESTION}"),
+    ]
+    llm = app.llm()
+    with prefills(app.bundle) as seen:
+        message = llm.invoke(prompt)
+    usage = message.usage_metadata
+    assert usage["input_tokens"] == len(seen[0]) == llm.get_num_tokens_from_messages(prompt)
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert message.response_metadata == {
+        "model_name": "tiny",
+        "finish_reason": "length",
+        "slots": app.slots("tower", 4) + app.slots("mill", 4),
+    }
+    for chunks in (list(llm.stream(prompt)), [chunk async for chunk in llm.astream(prompt)]):
+        whole = sum(chunks[1:], chunks[0])
+        assert whole.content == message.content
+        assert whole.usage_metadata == usage
+        assert whole.response_metadata == message.response_metadata
+        assert [chunk.chunk_position for chunk in chunks] == [None] * (len(chunks) - 1) + ["last"]
+
+
+def test_sampling_options(app: App) -> None:
+    llm = app.llm(max_tokens=24)
+    greedy = llm.invoke(QUESTION).content
+    assert llm.bind(max_tokens=2).invoke(QUESTION).usage_metadata["output_tokens"] == 2
+    stop = greedy[4:7]
+    for stopped in (llm.invoke(QUESTION, stop=[stop]), app.llm(max_tokens=24, stop=[stop]).invoke(QUESTION)):
+        assert stopped.content == greedy[: greedy.index(stop)]
+        assert stopped.response_metadata["finish_reason"] == "stop"
+    assert app.llm(max_tokens=24, stop=[stop]).invoke(QUESTION, stop=[]).content == greedy
+    warm = app.llm(max_tokens=24, temperature=2.0, seed=3)
+    assert warm.invoke(QUESTION).content == warm.invoke(QUESTION).content != greedy
+    assert warm.invoke(QUESTION, seed=4).content != warm.invoke(QUESTION).content
+    assert warm.invoke(QUESTION, top_k=1).content == greedy == warm.invoke(QUESTION, top_p=1e-6).content
+    with pytest.raises(ConfigError, match="top_z"):
+        llm.invoke(QUESTION, top_z=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"temperature": -1}, "-1"), ({"max_tokens": 0}, "0"), ({"top_p": 2}, "2"), ({"max_token": 9}, "max_token")],
+)
+def test_impossible_model_options_are_refused(app: App, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        app.llm(**options)
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (HumanMessage([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]), "only text"),
+        (ToolMessage("7", tool_call_id="1"), "'tool'"),
+    ],
+)
+def test_messages_that_a_text_decoder_cannot_read(app: App, message: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        app.llm().invoke([message])
+
+
+def test_tools_are_refused_in_words(app: App) -> None:
+    def look_up(name: str) -> str:
+        """Look a name up."""
+        return name
+
+    agent = create_agent(app.llm(), tools=[look_up])
+    asks = [
+        lambda: app.llm().bind_tools([look_up]),
+        lambda: agent.invoke({"messages": [HumanMessage(QUESTION)]}),
+    ]
+    for ask in asks:
+        with pytest.raises(NotImplementedError, match="ChatCompressedContext calls no tools: leave them out"):
+            ask()
+
+
+@pytest.mark.parametrize("prompt", ["", "  ", []])
+def test_empty_question(app: App, prompt: Any) -> None:
+    with pytest.raises(ConfigError, match=r"is empty|no messages"):
+        app.llm().invoke(prompt)
+
+
+def test_generation_leaves_the_event_loop_free(app: App) -> None:
+    async def both_ways() -> tuple[str, str]:
+        streamed = [chunk.content async for chunk in app.llm().astream(QUESTION)]
+        return (await app.llm().ainvoke(QUESTION)).content, "".join(streamed)
+
+    one, other = asyncio.run(while_the_decoder_is_taken(app.bundle, both_ways()))
+    assert one == other == app.llm().invoke(QUESTION).content
+
+
+def test_cache_is_keyed_by_what_the_answer_depends_on(
+    app: App, make_tiny_bundle: Callable[..., Any], tmp_path: Path
+) -> None:
+    cache = InMemoryCache()
+    [tower] = app.postprocessor().invoke(SOURCES[:1])
+    with prefills(app.bundle) as seen:
+        first = app.llm(cache=cache).invoke(tower.page_content)
+        assert app.llm(cache=cache).invoke(tower.page_content).content == first.content
+        assert len(seen) == 1
+        app.llm(cache=cache, scope="other").invoke(tower.page_content)
+        with markers.scope("another"):
+            app.llm(cache=cache).invoke(tower.page_content)
+        app.llm(cache=cache, max_tokens=3).invoke(tower.page_content)
+        app.llm(cache=cache, on_missing="text").invoke(tower.page_content)
+        assert len(seen) == 5
+    # Another bundle of the same name, asked in the same words.
+    own = app.llm(cache=cache).invoke(QUESTION).content
+    with SoftContextStore(tmp_path, make_tiny_bundle(seed=9)) as store, prefills(store.bundle) as seen:
+        ChatCompressedContext(store=store, cache=cache, max_tokens=TOKENS).invoke(QUESTION)
+        assert len(seen) == 1
+    assert app.llm(cache=cache).invoke(QUESTION).content == own
+
+
+def test_messages_are_trimmed_by_their_slots(app: App) -> None:
+    marker = app.store.marker("tower", 4)
+    history = [HumanMessage(f"{marker} {n}?") if n % 2 == 0 else AIMessage("Yes.") for n in range(7)]
+    llm = app.llm()
+    last = llm.get_num_tokens_from_messages(history[-3:])
+    kept = trim_messages(history, max_tokens=last, token_counter=llm, strategy="last", start_on="human")
+    assert kept == history[-3:]
+    slots = [llm.invoke([message]).response_metadata["slots"] for message in kept if message.type == "human"]
+    assert slots == [app.slots("tower", 4)] * 2
+
+
+class Recorder(BaseTracer):
+    """Everything that a tracer is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: list[Any] = []
+        self.started: list[UUID] = []
+
+    def _persist_run(self, run: Any) -> None:
+        self.runs.append(run)
+
+    def on_llm_new_token(self, token: str, **kwargs: Any) -> Any:
+        self.started.append(kwargs["run_id"])
+        return super().on_llm_new_token(token, **kwargs)
+
+
+def children(run: Any) -> list[Any]:
+    return [run] + [below for child in run.child_runs for below in children(child)]
+
+
+def test_traces_show_markers_and_sizes_and_no_vectors(app: App) -> None:
+    recorder = Recorder()
+    rag(app).invoke(QUESTION, config={"callbacks": [recorder]})
+    [run] = recorder.runs
+    runs = {each.run_type: each for each in children(run)}
+    assert {"chain", "retriever", "llm"} <= runs.keys() or {"chain", "retriever", "chat_model"} <= runs.keys()
+    shown = json.dumps([each.model_dump(mode="json", exclude={"parent_run"}) for each in children(run)], default=repr)
+    ids = [document.id for document in app.retriever().invoke(QUESTION)]
+    assert all(app.store.marker(id, 8) in shown for id in ids)
+    assert f'"slots": {sum(app.slots(id, 8) for id in ids)}' in shown
+    assert '"input_tokens"' in shown
+    payloads = app.client.get_collection("docs-ctx").get(include=["metadatas"])["metadatas"]
+    assert not any(str(row["payload"])[:24] in shown for row in payloads)
+    assert "tensor(" not in shown and "array(" not in shown
+    recorder = Recorder()
+    list(rag(app).stream(QUESTION, config={"callbacks": [recorder]}))
+    assert len(recorder.started) >= 2 and len(set(recorder.started)) == 1
+
+
+async def test_event_streams_show_no_vectors(app: App) -> None:
+    events = [event async for event in rag(app).astream_events(QUESTION, version="v2")]
+    kinds = {event["event"] for event in events}
+    assert {"on_retriever_end", "on_chat_model_stream", "on_chat_model_end", "on_chain_end"} <= kinds
+    shown = repr(events)
+    assert "[[ctx:" in shown and "tensor(" not in shown and "array(" not in shown

@@ -1,0 +1,182 @@
+"""What goes wrong in a LangChain app, and what it then hears."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import pytest
+import torch
+from langchain_core.messages import HumanMessage
+
+from ctx_compress_rag import (
+    DecoderMemoryError,
+    FingerprintMismatchError,
+    MissingPassageError,
+    SoftContextStore,
+    StoreError,
+)
+from helpers.langchain import QUESTION, SOURCES, TEXTS, App, open_app
+from helpers.server import chroma_server
+from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
+
+
+def test_passage_deleted_before_the_answer(talkative: Any, tmp_path: Path) -> None:
+    app = open_app(tmp_path, talkative)
+    [marked] = app.postprocessor().invoke(SOURCES[:1])
+    app.store.delete(["tower"])
+    for ask in (app.llm().invoke, app.llm(on_missing="text").invoke, lambda text: list(app.llm().stream(text))):
+        with pytest.raises(MissingPassageError, match="retrieve again"):
+            ask(marked.page_content)
+    with pytest.raises(MissingPassageError):
+        app.postprocessor().restore_sources([marked])
+
+
+def test_damaged_record_gives_way_to_text(talkative: Any, tmp_path: Path) -> None:
+    app = open_app(tmp_path, talkative)
+    [marked] = app.postprocessor().invoke(SOURCES[:1])
+    companion = app.client.get_collection("docs-ctx")
+    record = companion.get(ids=["tower"])["metadatas"][0]
+    companion.update(ids=["tower"], metadatas=[record | {"payload": record["payload"][:40]}])
+    with pytest.raises(Exception, match="tower"):
+        app.llm().invoke(marked.page_content)
+    message = app.llm(on_missing="text").invoke(marked.page_content)
+    assert message.content == app.llm().invoke(TEXTS["tower"]).content
+    assert message.response_metadata["slots"] == 0
+
+
+def test_a_store_that_cannot_be_reached(talkative: Any, tmp_path: Path) -> None:
+    with chroma_server(tmp_path) as port:
+        store = SoftContextStore(chromadb.HttpClient("127.0.0.1", port), talkative, key=b"k" * 32)
+        postprocessor, llm = CompressedContextPostprocessor(store=store), ChatCompressedContext(store=store)
+        [marked] = postprocessor.invoke(SOURCES[:1])
+        assert llm.invoke(marked.page_content).response_metadata["slots"] > 0
+    calls = [
+        lambda: postprocessor.invoke(SOURCES[:1]),
+        lambda: postprocessor.restore_sources([marked]),
+        lambda: llm.invoke(marked.page_content),
+        lambda: list(llm.stream(marked.page_content)),
+        lambda: asyncio.run(llm.ainvoke(marked.page_content)),
+    ]
+    for call in calls:
+        with pytest.raises(StoreError, match=r"a Chroma server does not answer .*: see that it runs"):
+            call()
+    assert llm.invoke(QUESTION).content  # what needs no store is answered
+
+
+def test_another_bundle_than_the_stores(make_tiny_bundle: Any, talkative: Any, tmp_path: Path) -> None:
+    client = chromadb.PersistentClient(str(tmp_path))
+    old = open_app(tmp_path, talkative)
+    [marked] = old.postprocessor().invoke(SOURCES[:1])
+    other = make_tiny_bundle(seed=9)
+    with pytest.raises(FingerprintMismatchError, match="index again"):
+        SoftContextStore(client, other, collection="docs")
+    new = SoftContextStore(client, other, collection="new")
+    new.add(SOURCES, progress=False)
+    llm = ChatCompressedContext(store=new)
+    # An old prompt, from a saved history: the passage is there, and the vectors meant are not.
+    for ask in (llm.invoke, lambda text: list(llm.stream(text))):
+        with pytest.raises(MissingPassageError, match="retrieve again"):
+            ask(marked.page_content)
+    [again] = CompressedContextPostprocessor(store=new).invoke(SOURCES[:1])
+    assert llm.invoke(again.page_content).response_metadata["slots"] > 0
+
+
+def test_out_of_memory_is_said_and_passes(talkative: Any, app: App) -> None:
+    marker, llm = app.store.marker("tower", 8), app.llm()
+    prompt = f"{marker} {QUESTION}"
+    expected = llm.invoke(prompt).content
+
+    def more_than_there_is(*_: Any) -> None:
+        torch.empty(1 << 50)  # the allocator's own refusal
+
+    handle = talkative.backbone.model.model.layers[1].register_forward_pre_hook(more_than_there_is)
+    try:
+        calls = [
+            lambda: llm.invoke(prompt),
+            lambda: list(llm.stream(prompt)),
+            lambda: asyncio.run(llm.ainvoke(prompt)),
+            lambda: llm.batch([prompt]),
+        ]
+        for call in calls:
+            with pytest.raises(DecoderMemoryError, match="use a coarser ratio") as caught:
+                call()
+            assert "allocate" in str(caught.value) and "1 prompts" in str(caught.value)
+            assert caught.value.__cause__ is None and caught.value.__context__ is None
+    finally:
+        handle.remove()
+    assert llm.invoke(prompt).content == expected
+
+
+def test_other_errors_of_the_decoder_are_left_as_they_are(talkative: Any, app: App) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a shape does not fit")
+
+    handle = talkative.backbone.model.register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(RuntimeError, match="a shape does not fit"):
+            app.llm().invoke(QUESTION)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("way", ["ainvoke", "astream, cancelled", "astream, closed", "stream, closed"])
+async def test_whoever_stops_listening_gives_the_decoder_back(app: App, way: str) -> None:
+    """A cancelled task or a stream left early ends the generation within a few tokens, not at its end."""
+    steps: list[int] = []
+    llm = app.llm(max_tokens=400)
+
+    async def read() -> None:
+        async for _ in llm.astream(QUESTION):
+            pass
+
+    handle = app.bundle.backbone.model.register_forward_pre_hook(lambda *_: steps.append(1))
+    try:
+        if way == "stream, closed":
+            blocking = llm.stream(QUESTION)
+            next(blocking)
+            blocking.close()
+        elif way == "astream, closed":
+            stream = llm.astream(QUESTION)
+            await anext(stream)
+            await stream.aclose()
+        else:
+            task = asyncio.ensure_future(llm.ainvoke(QUESTION) if way == "ainvoke" else read())
+            while not steps:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await app.llm(max_tokens=1).ainvoke(QUESTION)  # waits for the decoder
+    finally:
+        handle.remove()
+    assert 0 < len(steps) < 200
+    assert (await llm.ainvoke(QUESTION)).usage_metadata["output_tokens"] == 400
+
+
+def test_threads_on_one_model_answer_as_one_after_another(app: App) -> None:
+    """Prompts with and without slots, called and streamed, with their own scopes and settings."""
+    llms = [app.llm(), app.llm(max_tokens=5), app.llm(scope="anna"), app.llm(temperature=1.0, seed=3)]
+    prompts = [
+        [HumanMessage(f"{app.store.marker(name, 8, scope)} {number}?")]
+        for number, (name, scope) in enumerate(
+            (name, scope) for name in ("tower", "mill") for scope in ("default", "anna")
+        )
+    ] + [[HumanMessage(QUESTION)]]
+    work = [(llm, prompt, way) for llm in llms for prompt in prompts for way in ("invoke", "stream")]
+
+    def answer(each: tuple[ChatCompressedContext, Any, str]) -> tuple[str, int]:
+        llm, prompt, way = each
+        if way == "invoke":
+            message = llm.invoke(prompt)
+            return message.text, message.response_metadata["slots"]
+        chunks = list(llm.stream(prompt))
+        return "".join(chunk.text for chunk in chunks), chunks[-1].response_metadata["slots"]
+
+    alone = [answer(each) for each in work]
+    assert len({text for text, _ in alone}) > len(prompts)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(answer, work)) == alone

@@ -1,0 +1,190 @@
+"""The LangChain postprocessor: markers in place of texts, sizes, missing documents, and the texts again."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_classic.chains import create_retrieval_chain
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_core.documents import Document
+from langchain_core.language_models import FakeListChatModel
+from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from langchain_core.runnables import RunnableLambda
+
+from ctx_compress_rag import ConfigError, MissingPassageError, RatioError, SoftContextStore
+from helpers.langchain import CHAT, QUESTION, SOURCES, TEXTS, App, open_app, while_the_decoder_is_taken
+from langchain_ctx_compress import CompressedContextPostprocessor, expand_prompt, restore_sources
+
+
+def test_documents_keep_all_but_their_text(app: App) -> None:
+    retrieved = app.retriever(k=4).invoke(QUESTION)
+    before = [document.model_copy(deep=True) for document in retrieved]
+    marked = app.postprocessor(ratio=8).invoke(retrieved)
+    assert retrieved == before
+    assert [(d.id, d.metadata) for d in marked] == [(d.id, d.metadata) for d in before]
+    for document in marked:
+        [marker] = app.store.split(document.page_content)
+        assert marker.slots == app.slots(document.id, 8)
+    marked[0].metadata["source"] = "changed"
+    assert retrieved == before
+
+
+@pytest.mark.parametrize("ratio", [None, 4, 16, 40])
+def test_ratio(app: App, ratio: int | None) -> None:
+    [marked] = app.postprocessor(ratio=ratio).invoke(SOURCES[:1])
+    assert app.llm().get_num_tokens(marked.page_content) == app.slots("tower", ratio or 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"ratio": 8, "token_budget": 20}, ConfigError, "ratio=8 and token_budget=20"),
+        ({"ratio": 6}, RatioError, "ratio=6"),
+        ({"ratio": "many"}, ConfigError, "'many'"),
+        ({"token_budget": 0}, ConfigError, "token_budget=0"),
+        ({"on_missing": "panic"}, ConfigError, "'panic'"),
+        ({"rate": 8}, ConfigError, "rate"),
+        ({"store": "./chroma"}, ConfigError, "SoftContextStore .*chroma"),
+    ],
+)
+def test_impossible_options_are_refused(app: App, options: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        app.postprocessor(**options)
+
+
+@pytest.mark.parametrize("given", [QUESTION, [QUESTION], SOURCES[0], {"context": SOURCES}])
+def test_what_is_no_list_of_documents_is_refused(app: App, given: Any) -> None:
+    """A step before the retriever, a chain's whole state, one document alone."""
+    postprocessor = app.postprocessor()
+    for call in (postprocessor.invoke, postprocessor.compress_documents, postprocessor.restore_sources):
+        with pytest.raises(
+            ConfigError, match=r"list of Documents is needed, got (str|Document|dict): .*after a retriever"
+        ):
+            call(given)
+
+
+def test_budget_below_the_number_of_documents(app: App) -> None:
+    with pytest.raises(RatioError, match="4 passages do not fit into token_budget=3"):
+        app.postprocessor(token_budget=3).invoke(SOURCES)
+
+
+def test_missing_documents(talkative: Any, tmp_path: Path) -> None:
+    app = open_app(tmp_path, talkative, indexed=False)
+    with pytest.raises(MissingPassageError, match="tower"):
+        app.postprocessor(on_missing="error").invoke(SOURCES)
+    assert app.postprocessor(on_missing="text").invoke(SOURCES) == SOURCES
+    assert len(app.store) == 0
+    first = app.postprocessor().invoke(SOURCES)
+    assert sorted(app.store.ids()) == sorted(TEXTS)
+    assert app.postprocessor(on_missing="error").invoke(SOURCES) == first
+
+
+def test_changed_document_is_compressed_anew(talkative: Any, tmp_path: Path) -> None:
+    app = open_app(tmp_path, talkative)
+    changed = Document(id="mill", page_content="The mill burnt down.")
+    [marked] = app.postprocessor().invoke([changed])
+    assert app.postprocessor().restore_sources([marked]) == [changed]
+    assert len(app.store) == len(TEXTS)
+
+
+def test_found_by_text_where_ids_differ(app: App) -> None:
+    strangers = [Document(page_content=TEXTS["tower"]), Document(id="uuid-2", page_content=TEXTS["mill"])]
+    store = SoftContextStore(app.client, app.bundle, collection="by-text")
+    store.add(list(TEXTS.values()), progress=False)
+    marked = CompressedContextPostprocessor(store=store, on_missing="error").invoke(strangers)
+    assert [document.id for document in marked] == [None, "uuid-2"]
+    assert CompressedContextPostprocessor(store=store).restore_sources(marked) == strangers
+
+
+def test_two_texts_under_one_id(app: App) -> None:
+    store = SoftContextStore(app.client, app.bundle, collection="shared-id")
+    postprocessor = CompressedContextPostprocessor(store=store)
+    documents = [Document(id="1", page_content=TEXTS["tower"]), Document(id="1", page_content=TEXTS["mill"])]
+    documents += [documents[0], Document(id="1", page_content=" ")]
+    marked = postprocessor.invoke(documents)
+    assert marked[0] == marked[2] != marked[1]
+    assert marked[3] == documents[3]
+    assert postprocessor.restore_sources(marked) == documents
+
+
+def test_sources_restored(app: App) -> None:
+    postprocessor = app.postprocessor(ratio=8)
+    marked = postprocessor.invoke(SOURCES)
+    restored = postprocessor.restore_sources(marked)
+    assert restored == SOURCES == postprocessor.restore_sources(restored)
+    assert postprocessor.restore_sources([]) == postprocessor.invoke([]) == []
+
+
+def test_twice_is_the_last(app: App) -> None:
+    once = app.postprocessor(ratio=16).invoke(SOURCES)
+    assert app.postprocessor(ratio=16).invoke(app.postprocessor(ratio=8).invoke(SOURCES)) == once
+
+
+def test_compression_leaves_the_event_loop_free(talkative: Any, tmp_path: Path) -> None:
+    app = open_app(tmp_path, talkative, indexed=False)
+    postprocessor = app.postprocessor()
+
+    async def both_ways() -> list[list[Document]]:
+        return await asyncio.gather(
+            postprocessor.ainvoke(SOURCES), postprocessor.acompress_documents(SOURCES, QUESTION)
+        )
+
+    one, other = asyncio.run(while_the_decoder_is_taken(app.bundle, both_ways()))
+    assert one == other == postprocessor.invoke(SOURCES)
+
+
+def test_import_without_langchain_names_the_extra() -> None:
+    code = "import sys; sys.modules['langchain_core'] = None; import langchain_ctx_compress"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "pip install 'ctx-compress-rag[langchain]'" in done.stderr
+
+
+def test_sources_of_an_answer_keep_texts_metadata_scores_and_ids(app: App) -> None:
+    """After a chain's answer, as citations need them: exactly what the retriever had found."""
+
+    def found(question: str) -> list[Document]:
+        documents = app.retriever(k=3).invoke(question)
+        for rank, document in enumerate(documents):
+            document.metadata |= {"relevance_score": 0.9 - rank / 8, "pages": [rank, {"of": "book"}]}
+        return documents
+
+    for options in ({"ratio": 8}, {"token_budget": 70}):
+        compressed = RunnableLambda(found) | app.postprocessor(**options)
+        chain = create_retrieval_chain(
+            RunnableLambda(lambda given: given["input"]) | compressed, create_stuff_documents_chain(app.llm(), CHAT)
+        )
+        result = chain.invoke({"input": QUESTION})
+        assert result["answer"] and result["context"] != found(QUESTION)
+        sources = restore_sources(result["context"], app.store)
+        assert sources == found(QUESTION) == restore_sources(sources, app.store)
+        assert app.postprocessor().restore_sources(result["context"]) == sources
+
+
+def test_another_llm_is_sent_the_texts(app: App) -> None:
+    marked = app.postprocessor(ratio=8).invoke(SOURCES[:2])
+    tower, mill = (document.page_content for document in marked)
+    fields, plain = {"context": tower, "input": f"{mill}?"}, {"context": TEXTS["tower"], "input": f"{TEXTS['mill']}?"}
+    blocks = ChatPromptTemplate(
+        [("human", [{"type": "text", "text": "{context}"}, {"type": "text", "text": "{input}"}])]
+    )
+    for template in (CHAT, PromptTemplate.from_template("{context} {input}"), blocks):
+        prompt = template.invoke(fields)
+        assert expand_prompt(prompt, app.store) == template.invoke(plain)
+        assert prompt == template.invoke(fields)
+    assert expand_prompt(f"{tower} {mill}", app.store) == f"{TEXTS['tower']} {TEXTS['mill']}"
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    messages = [SystemMessage(tower, id="7"), HumanMessage([{"type": "text", "text": mill}, image])]
+    system, human = expand_prompt(messages, app.store)
+    assert (system.content, system.id) == (TEXTS["tower"], "7")
+    assert human.content == [{"type": "text", "text": TEXTS["mill"]}, image]
+    assert expand_prompt(tower, app.store, scope="ben") == tower
+    chain = CHAT | partial(expand_prompt, store=app.store) | FakeListChatModel(responses=["ok"])
+    assert chain.invoke(fields).content == "ok"

@@ -1,0 +1,164 @@
+"""Secrets and markers in LangChain: nothing is shown that must not be, nothing resolves that must not."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import stat
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from langchain_core.documents import Document
+from langchain_core.load import dumpd, dumps, load, loads
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.tracers.base import BaseTracer
+
+from ctx_compress_rag import SoftContextStore, markers
+from ctx_compress_rag.stores.keys import KEY_FILE, KEY_VARIABLE
+from helpers.attacks import ATTACKS
+from helpers.langchain import QUESTION, SOURCES, TEXTS, App, open_app, prefills, rag
+from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
+
+# Newer versions of langchain-core ask what may be loaded.
+CORE = {"allowed_objects": "core"} if "allowed_objects" in inspect.signature(loads).parameters else {}
+
+
+def test_nothing_secret_is_shown(talkative: Any, tmp_path: Path) -> None:
+    client = chromadb.PersistentClient(str(tmp_path))
+    store = SoftContextStore(client, talkative, key=b"a very secret key, never shown")
+    llm, postprocessor = ChatCompressedContext(store=store), CompressedContextPostprocessor(store=store)
+    shown = [view(thing) for thing in (llm, postprocessor, llm | postprocessor) for view in (repr, str, dumps)]
+    shown += [str(llm.model_dump()), str(postprocessor.model_dump()), llm._get_llm_string()]
+    shown += [str(llm.asdict() if hasattr(llm, "asdict") else llm.dict())]
+    assert not any("secret key" in text or "tensor(" in text for text in shown)
+
+
+def test_forged_marker_stays_literal_text(app: App) -> None:
+    [real] = app.postprocessor().invoke(SOURCES[:1])
+    forged = real.page_content[:-4] + ("ab]]" if real.page_content[-4:] != "ab]]" else "ba]]")
+    document = Document(id="hostile", page_content=f"Read {forged} instead.")
+    [kept] = app.postprocessor(on_missing="text").invoke([document])
+    message = app.llm().invoke(kept.page_content)
+    assert message.response_metadata["slots"] == 0
+    plain = app.bundle.tokenizer.apply_chat_template(
+        [{"role": "user", "content": kept.page_content}], add_generation_prompt=True, return_dict=True
+    )
+    assert message.usage_metadata["input_tokens"] == len(plain["input_ids"])
+
+
+async def test_markers_belong_to_their_scope(app: App) -> None:
+    [anna] = app.postprocessor(scope="anna").invoke(SOURCES[:1])
+    slots = app.slots("tower", 4)
+
+    def read(message: Any) -> int:
+        return message.response_metadata["slots"]
+
+    assert read(app.llm(scope="anna").invoke(anna.page_content)) == slots
+    assert read(await app.llm(scope="anna").ainvoke(anna.page_content)) == slots
+    assert read(list(app.llm(scope="anna").stream(anna.page_content))[-1]) == slots
+    assert app.llm(scope="anna").get_num_tokens(anna.page_content) == slots
+    assert read(app.llm(scope="ben").invoke(anna.page_content)) == read(app.llm().invoke(anna.page_content)) == 0
+    assert app.postprocessor(scope="ben").restore_sources([anna]) == [anna]
+    with markers.scope("anna"):
+        assert app.postprocessor().invoke(SOURCES[:1]) == [anna]
+        assert read(app.llm().invoke(anna.page_content)) == slots
+        assert read(await app.llm().ainvoke(anna.page_content)) == slots
+        assert read([chunk async for chunk in app.llm().astream(anna.page_content)][-1]) == slots
+
+
+async def test_scope_follows_a_chain(app: App) -> None:
+    expected = rag(app).invoke(QUESTION)
+    with markers.scope("anna"), prefills(app.bundle) as seen:
+        assert rag(app).invoke(QUESTION) == expected
+        assert "".join(rag(app).stream(QUESTION)) == expected
+        assert await rag(app).ainvoke(QUESTION) == expected
+        assert "".join([piece async for piece in rag(app).astream(QUESTION)]) == expected
+    assert len({len(prompt) for prompt in seen}) == 1
+
+
+class _Everything(BaseTracer):
+    def __init__(self, shown: list[str]) -> None:
+        super().__init__()
+        self.shown = shown
+
+    def _persist_run(self, run: Any) -> None:
+        self.shown.append(repr(run) + str(run.model_dump()))
+
+
+@pytest.mark.parametrize("where", ["file", "environment"])
+def test_keys_stay_where_they_are(
+    talkative: Any, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    if where == "environment":
+        monkeypatch.setenv(KEY_VARIABLE, "an environment's own secret")
+    with caplog.at_level(logging.DEBUG):
+        app = open_app(tmp_path, talkative)
+        chain, shown = rag(app), []
+        chain.invoke(QUESTION, config={"callbacks": [_Everything(shown)]})
+        app.llm().invoke(f"[[ctx:{'a' * 20}.3.{'b' * 16}]]")  # refused, with a warning
+    file = tmp_path / KEY_FILE
+    if where == "file":
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        key = bytes.fromhex(file.read_text())
+    else:
+        assert not file.exists()
+        key = b"an environment's own secret"
+    assert len(shown) == 1 and "refused" not in shown[0] and "not made with this key" in caplog.text
+    shown += [view(each) for each in (chain, app.llm(), app.postprocessor(), app.store) for view in (repr, str)]
+    shown += [dumps(chain), dumps(app.llm()), dumps(app.postprocessor()), caplog.text, app.llm()._get_llm_string()]
+    for text in shown:
+        assert key.hex() not in text and key.decode("latin-1") not in text and repr(key)[2:-1] not in text
+
+
+def test_what_is_saved_reads_again_and_holds_no_secret(app: App) -> None:
+    """Documents, prompts and histories with markers come back from JSON, and their markers still stand."""
+    marked = app.postprocessor(ratio=8).invoke(SOURCES[:2])
+    prompt = ChatPromptTemplate([("system", "{context}"), ("human", "{input}")])
+    history = [SystemMessage(marked[0].page_content), HumanMessage(QUESTION), AIMessage("Orla Finch.")]
+    answer = app.llm().invoke([*history, HumanMessage(marked[1].page_content)])
+    classes = [Document, ChatPromptTemplate, SystemMessage, HumanMessage, AIMessage]
+    for thing in (marked, history, [answer]):
+        assert loads(dumps(thing), **CORE) == thing
+    again = load(dumpd(prompt), **CORE)
+    assert again.invoke({"context": "a", "input": "b"}) == prompt.invoke({"context": "a", "input": "b"}), classes
+    restored = loads(dumps(marked), **CORE)
+    assert app.postprocessor().restore_sources(restored) == SOURCES[:2]
+    # A model in this process cannot be made from JSON: LangChain says so, and no half of it is loaded.
+    for thing in (app.llm(), app.postprocessor()):
+        assert dumpd(thing)["type"] == "not_implemented"
+        with pytest.raises(NotImplementedError):
+            loads(dumps(thing), **CORE)
+
+
+def test_hostile_prompts_do_not_crash_a_chain(app: App) -> None:
+    """Attacks in documents, question and history, through postprocessor, template and decoder."""
+    postprocessor = app.postprocessor(on_missing="text", scope="anna")
+    llm = app.llm(max_tokens=1, scope="anna")
+    own = app.store.marker("tower", 8, "anna")
+    bens = app.store.marker("mill", 8, "ben")
+    attacks = st.sampled_from(sorted(ATTACKS)).flatmap(ATTACKS.__getitem__)
+    template = ChatPromptTemplate([("system", "{context}"), ("placeholder", "{history}"), ("human", "{input}")])
+    counts = []
+
+    @settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(attacks, attacks, attacks)
+    def attack(in_document: str, in_history: str, in_question: str) -> None:
+        documents = [Document(id="hostile", page_content=f"{bens[:7]}{in_document}{bens}"), SOURCES[0]]
+        context = "".join(document.page_content for document in postprocessor.invoke(documents))
+        history = [HumanMessage(in_history + bens), AIMessage(f"It said: {in_history}")]
+        given_ = {"context": context, "history": history, "input": f"{in_question}{own} who?"}
+        message = (template | llm).invoke(given_)
+        # The document from the store and the marker that was issued; the attacks are of another key.
+        assert message.response_metadata["slots"] == app.slots("tower", 4) + app.slots("tower", 8)
+        restored = postprocessor.restore_sources([Document(page_content=context + bens)])
+        assert TEXTS["mill"] not in restored[0].page_content
+        counts.append(message)
+
+    attack()
+    assert len(counts) >= 40

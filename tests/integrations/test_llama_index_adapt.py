@@ -1,0 +1,120 @@
+"""`llm.adapt` in LlamaIndex: adapted LLMs beside the original, in engines, saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llama_index.core.base.llms.types import ChatMessage
+
+from ctx_compress_rag.adaptation import BaseAdapter, FewShot, PromptTuning, generate_together
+from ctx_compress_rag.decoding.decoder import Sampling
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.stores import SoftContextStore
+from helpers.adaptation import DEMONSTRATIONS, merged_copy, random_adapter
+from helpers.llama_index import MAX_TOKENS, QUESTION, RATIO, App
+from llama_index.llms.ctx_compress import CompressedContextLLM
+
+
+@pytest.fixture(scope="module")
+def app(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    app = App(make_tiny_bundle, tmp_path_factory.mktemp("chroma"))
+    with app.counting():
+        yield app
+
+
+def change(app: App, seed: int) -> BaseAdapter:
+    return BaseAdapter(random_adapter(app.bundle.backbone.model, rank=2, seed=seed))
+
+
+async def test_an_adapted_llm_answers_with_the_update(app: App) -> None:
+    """As the model does whose weights hold the update; the original answers as before."""
+    llm, adaptation = app.llm(), change(app, 1)
+    before = llm.complete(QUESTION).text
+    adapted = llm.adapt(DEMONSTRATIONS, adaptation)
+    with torch.no_grad():
+        merged = merged_copy(app.bundle.backbone.model, adaptation.base)
+        ids = app.bundle.tokenizer.apply_chat_template(
+            [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        written = merged.generate(**ids, max_new_tokens=MAX_TOKENS, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    expected = app.bundle.tokenizer.decode(written, skip_special_tokens=True)
+    assert expected != before
+    message = [ChatMessage(role="user", content=QUESTION)]
+    assert adapted.complete(QUESTION).text == adapted.chat(message).message.content == expected
+    assert (await adapted.acomplete(QUESTION)).text == list(adapted.stream_complete(QUESTION))[-1].text == expected
+    assert llm.complete(QUESTION).text == before
+    assert adapted.metadata == llm.metadata and adapted.max_tokens == llm.max_tokens
+
+
+def test_several_side_by_side(app: App) -> None:
+    """In threads and in one batch, all on the weights of one model."""
+    llm = app.llm()
+    prompt = f"{app.store.marker('n0', RATIO)} {QUESTION}"
+    adapted = [llm, *(llm.adapt(DEMONSTRATIONS, change(app, seed)) for seed in (1, 2, 3))]
+    alone = [each.complete(prompt).text for each in adapted]
+    assert len(set(alone)) == len(adapted)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda each: each.complete(prompt).text, adapted * 3)) == alone * 3
+    chats = [[{"role": "user", "content": prompt}]] * len(adapted)
+    together = generate_together([each.decoder for each in adapted], chats, Sampling(max_new_tokens=MAX_TOKENS))
+    assert [generation.text for generation in together] == alone
+    assert all(each.decoder.bundle.backbone.model is app.bundle.backbone.model for each in adapted)
+
+
+def test_saved_and_loaded(app: App, tmp_path: Path) -> None:
+    llm = app.llm()
+    adapted = llm.adapt(DEMONSTRATIONS, change(app, 4))
+    adapted.save_adapter(tmp_path / "adapter")
+    answer = adapted.complete(QUESTION).text
+    assert answer != llm.complete(QUESTION).text
+    assert llm.with_adapter(tmp_path / "adapter").complete(QUESTION).text == answer
+    assert llm.adapt(DEMONSTRATIONS, tmp_path / "adapter").complete(QUESTION).text == answer
+    assert app.llm(predictor=tmp_path / "adapter").adapt(DEMONSTRATIONS).complete(QUESTION).text == answer
+    with pytest.raises(ConfigError, match="nothing"):
+        llm.save_adapter(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="predictor"):
+        llm.adapt(DEMONSTRATIONS)
+    with pytest.raises(ConfigError, match="one demonstration or more"):
+        llm.adapt([], change(app, 4))
+
+
+def test_what_stands_before_every_prompt_is_taken_from_the_window(app: App) -> None:
+    llm = app.llm()
+    shots = llm.adapt(DEMONSTRATIONS, FewShot(None))
+    chat = [ChatMessage(role="user", content=QUESTION)]
+    earlier = []
+    for demonstration in DEMONSTRATIONS:
+        earlier += [ChatMessage(role=turn["role"], content=turn["content"]) for turn in demonstration.chat()]
+        earlier.append(ChatMessage(role="assistant", content=demonstration.answer))
+    answered = llm.chat([*earlier, *chat])
+    assert shots.chat(chat).message.content == answered.message.content
+    taken = answered.raw["usage"]["prompt_tokens"] - llm.chat(chat).raw["usage"]["prompt_tokens"]
+    assert shots.metadata.context_window == llm.metadata.context_window - taken
+    prefixed = llm.adapt(DEMONSTRATIONS, PromptTuning(torch.randn(5, app.bundle.backbone.dim)))
+    assert prefixed.metadata.context_window == llm.metadata.context_window - 5
+
+
+def test_demonstrations_from_the_store(app: App, tmp_path: Path) -> None:
+    with SoftContextStore(tmp_path, app.bundle) as store:
+        llm = CompressedContextLLM(store=store, max_tokens=MAX_TOKENS)
+        adapted = llm.adapt(DEMONSTRATIONS, FewShot(None), ratio=8)
+        assert len(store) == len({passage for d in DEMONSTRATIONS for passage in d.passages})
+        usage = adapted.complete(QUESTION).raw
+        assert usage["slots"] == sum(
+            -(-app.tokens(passage) // 8) for d in DEMONSTRATIONS for passage in d.passages
+        )  # fmt: skip
+
+
+def test_in_an_engine(app: App) -> None:
+    adapted = app.llm().adapt(DEMONSTRATIONS, change(app, 5))
+
+    def ask(llm: CompressedContextLLM) -> Any:
+        return app.index.as_query_engine(llm=llm, node_postprocessors=[app.postprocessor()]).query(QUESTION)
+
+    assert str(ask(adapted)) != str(ask(app.llm()))
+    assert str(ask(adapted)) == str(ask(adapted))

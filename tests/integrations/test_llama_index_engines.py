@@ -1,0 +1,283 @@
+"""Every response mode, chat engine, citation and router engine of LlamaIndex; blocking, async and streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from llama_index.core import get_response_synthesizer
+from llama_index.core.base.base_selector import BaseSelector, SelectorResult, SingleSelection
+from llama_index.core.instrumentation.events.llm import LLMCompletionEndEvent
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine, RouterQueryEngine
+from llama_index.core.response_synthesizers import ResponseMode
+from llama_index.core.schema import MetadataMode
+from llama_index.core.selectors import EmbeddingSingleSelector
+from llama_index.core.tools import QueryEngineTool
+
+from helpers.llama_index import (
+    PASSAGES,
+    QUESTION,
+    RATIO,
+    TOP_K,
+    App,
+    Events,
+    HashedWords,
+    check_sources,
+    watched,
+)
+from llama_index.postprocessor.ctx_compress import expand_prompt, restore_sources
+
+MODES = ["compact", "refine", "tree_summarize", "accumulate", "compact_accumulate", "simple_summarize"]
+WAYS = ["query", "aquery", "streamed query", "streamed aquery"]
+CHATS = ["chat", "achat", "stream_chat", "astream_chat"]
+CALLS_PER_ANSWER = {"refine": TOP_K, "accumulate": TOP_K}
+TEMPLATES = {  # short ones for a window of 1024 tokens; CitationQueryEngine's own take more than half of it
+    "citation_qa_template": PromptTemplate("{context_str}\nQuery: {query_str}\nAnswer, with sources: "),
+    "citation_refine_template": PromptTemplate("{existing_answer}\n{context_msg}\nQuery: {query_str}\nAnswer: "),
+}
+
+
+@pytest.fixture(scope="module")
+def app(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    app = App(make_tiny_bundle, tmp_path_factory.mktemp("chroma"))
+    with app.counting():
+        yield app
+
+
+@pytest.fixture
+def events() -> Iterator[Events]:
+    with watched() as events:
+        yield events
+
+
+async def ask(engine: Any, way: str, question: str = QUESTION) -> tuple[str, Any]:
+    """The answer's text, read to its end, and the response."""
+    response = await engine.aquery(question) if "aquery" in way else await asyncio.to_thread(engine.query, question)
+    if way == "streamed query":
+        return await asyncio.to_thread(lambda: "".join(response.response_gen)), response
+    if way == "streamed aquery":
+        return "".join([piece async for piece in response.async_response_gen()]), response
+    return response.response or "", response
+
+
+# Response modes
+
+
+def test_no_response_mode_is_left_out() -> None:
+    """The last three have tests of their own."""
+    assert {mode.value for mode in ResponseMode} == {*MODES, "context_only", "no_text", "generation"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
+async def test_every_response_mode_in_every_way(app: App, events: Events, mode: str, way: str) -> None:
+    if "streamed" in way and "accumulate" in mode:
+        pytest.skip("LlamaIndex does not stream what it accumulates")
+    text, response = await ask(app.engine(mode, streaming="streamed" in way, use_async="aquery" in way), way)
+    answers = app.check_calls(events)
+    assert len(answers) == CALLS_PER_ANSWER.get(mode, 1)
+    if "accumulate" in mode:
+        assert all(answer.strip() in text for answer in answers)
+    else:
+        assert text.strip() == answers[-1].strip()
+    check_sources(response.source_nodes, app.nodes())
+    assert restore_sources(response) == app.nodes()
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+async def test_context_only_is_expanded_for_whoever_reads_it(app: App, way: str) -> None:
+    text, response = await ask(app.engine("context_only"), way)
+    assert len(app.slots(text)) == TOP_K and not any(passage in text for passage in PASSAGES)
+    expanded = expand_prompt(text, app.store)
+    assert expanded == "\n\n".join(node.node.get_content(MetadataMode.LLM) for node in app.nodes())
+    assert restore_sources(response) == app.nodes()
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+async def test_no_text_gives_the_sources_alone(app: App, events: Events, way: str) -> None:
+    text, response = await ask(app.engine("no_text"), way)
+    assert text == "" and not events.started
+    assert restore_sources(response) == app.nodes()
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_generation_reads_no_context(app: App, events: Events, way: str) -> None:
+    text, _ = await ask(app.engine("generation", streaming="streamed" in way), way)
+    [call] = events.ended
+    assert call.response.raw["slots"] == 0
+    assert text.strip() == call.response.message.content.strip() == app.answer(
+        [{"role": "user", "content": call.messages[0].content}]
+    ).text.strip()  # fmt: skip
+
+
+def test_blocks_in_place_of_text(app: App, events: Events) -> None:
+    """Newer versions can hand nodes to the LLM as content blocks."""
+    if "multimodal" not in inspect.signature(get_response_synthesizer).parameters:
+        pytest.skip("this llama-index-core knows no multimodal synthesizers")
+    synthesizer = get_response_synthesizer(llm=app.llm(), multimodal=True)
+    nodes = app.postprocessor().postprocess_nodes(app.nodes())
+    response = synthesizer.synthesize(QUESTION, nodes)
+    app.check_calls(events)
+    assert restore_sources(response) == app.nodes()
+
+
+def test_retriever_query_engine_within_a_budget(app: App, events: Events) -> None:
+    engine = RetrieverQueryEngine.from_args(
+        app.index.as_retriever(similarity_top_k=TOP_K),
+        llm=app.llm(),
+        node_postprocessors=[app.postprocessor(token_budget=9)],
+    )
+    engine.query(QUESTION)
+    app.check_calls(events)
+    assert 8 <= events.ended[0].response.raw["slots"] <= 9
+
+
+def test_the_answer_depends_on_the_slots(app: App) -> None:
+    """The same prompt with other vectors in the same places, or none, has another answer."""
+    llm, nodes = app.llm(), app.postprocessor().postprocess_nodes(app.nodes())
+    prompt = nodes[0].node.get_content(MetadataMode.LLM) + "\n" + QUESTION
+    answer = llm.complete(prompt)
+    changed = prompt.replace(app.store.marker("n0", RATIO), app.store.marker("n1", RATIO))
+    assert changed != prompt
+    assert llm.complete(changed).text != answer.text
+    assert llm.complete(expand_prompt(prompt, app.store)).text != answer.text
+    assert llm.complete(prompt).text == answer.text
+
+
+# Citations and routers
+
+
+@pytest.mark.parametrize("replace_text", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+async def test_citations(app: App, events: Events, way: str, replace_text: bool) -> None:
+    """Replaced text, or the LLM's metadata mode: either way the engine's headings stand before markers."""
+    engine = CitationQueryEngine.from_args(
+        app.index,
+        llm=app.llm(),
+        similarity_top_k=2,
+        node_postprocessors=[app.postprocessor(replace_text=replace_text)],
+        metadata_mode=MetadataMode.NONE if replace_text else MetadataMode.LLM,
+        streaming="streamed" in way,
+        **TEMPLATES,
+    )
+    text, response = await ask(engine, way)
+    assert text == app.check_calls(events)[-1]
+    prompt = events.started[0].messages[-1].content or ""
+    assert prompt.index("Source 1:\n") < prompt.index("[[ctx:") < prompt.index("Source 2:\n")
+    assert len(app.slots(prompt)) == 2
+    # The engine makes nodes of its own, with a heading and the source's score and metadata.
+    for number, (node, source) in enumerate(zip(restore_sources(response, app.store), app.nodes(), strict=False), 1):
+        shown = source.node.get_content(MetadataMode.NONE if replace_text else MetadataMode.LLM)
+        assert node.text == f"Source {number}:\n{shown}\n"
+        assert (node.score, node.metadata) == (source.score, source.metadata)
+    assert len(response.source_nodes) == 2
+
+
+class Both(BaseSelector):
+    """Asks all engines."""
+
+    def _get_prompts(self) -> dict[str, Any]:
+        return {}
+
+    def _update_prompts(self, prompts: Any) -> None:
+        pass
+
+    def _select(self, choices: Any, query: Any) -> SelectorResult:
+        return SelectorResult(selections=[SingleSelection(index=i, reason="all") for i in range(len(choices))])
+
+    async def _aselect(self, choices: Any, query: Any) -> SelectorResult:
+        return self._select(choices, query)
+
+
+def tools(app: App, streaming: bool) -> list[QueryEngineTool]:
+    facts = app.engine("compact", streaming=streaming)
+    summary = app.engine("tree_summarize", streaming=streaming)
+    return [
+        QueryEngineTool.from_defaults(facts, name="facts", description="who built the harbour, facts of Velmora"),
+        QueryEngineTool.from_defaults(summary, name="summary", description="summaries"),
+    ]
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_router_to_one_engine(app: App, events: Events, way: str) -> None:
+    selector = EmbeddingSingleSelector.from_defaults(HashedWords())
+    router = RouterQueryEngine.from_defaults(tools(app, "streamed" in way), llm=app.llm(), selector=selector)
+    text, response = await ask(router, way)
+    assert response.metadata["selector_result"].ind == 0
+    [answer] = app.check_calls(events)
+    assert text == answer
+    assert restore_sources(response) == app.nodes()
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+async def test_a_router_to_several_engines(app: App, events: Events, way: str) -> None:
+    router = RouterQueryEngine.from_defaults(tools(app, streaming=False), llm=app.llm(), selector=Both())
+    text, response = await ask(router, way)
+    *answers, summary = app.check_calls(events)
+    assert len(answers) == 2 and text == summary
+    asked = events.ended[-1].messages[-1].content
+    assert all(answer in asked for answer in answers)
+    assert restore_sources(response) == [*app.nodes(), *app.nodes()]
+
+
+# Chat engines
+
+
+def chat_engine(app: App, mode: str, **arguments: Any) -> Any:
+    return app.index.as_chat_engine(
+        chat_mode=mode,
+        llm=app.llm(),
+        **{"similarity_top_k": TOP_K, "node_postprocessors": [app.postprocessor()], **arguments},
+    )
+
+
+async def chat(engine: Any, way: str, message: str = QUESTION) -> tuple[str, Any]:
+    method = getattr(engine, way)
+    response = await method(message) if way.startswith("a") else await asyncio.to_thread(method, message)
+    if way == "stream_chat":
+        return await asyncio.to_thread(lambda: "".join(response.response_gen)), response
+    if way == "astream_chat":
+        return "".join([piece async for piece in response.async_response_gen()]), response
+    return str(response), response
+
+
+@pytest.mark.parametrize("way", CHATS)
+@pytest.mark.parametrize("mode", ["context", "condense_plus_context"])
+async def test_chat_engines(app: App, events: Events, mode: str, way: str) -> None:
+    text, response = await chat(chat_engine(app, mode), way)
+    [answer] = app.check_calls(events)
+    assert text == answer
+    check_sources(response.source_nodes, app.nodes())
+    assert restore_sources(response) == app.nodes()
+
+
+@pytest.mark.parametrize("way", CHATS)
+@pytest.mark.parametrize("mode", ["context", "condense_plus_context"])
+async def test_a_second_turn_keeps_the_conversation(app: App, events: Events, mode: str, way: str) -> None:
+    """In condense-plus-context the LLM also completes: it condenses question and history, which hold no markers."""
+    engine = chat_engine(app, mode, similarity_top_k=2)
+    first, _ = await chat(engine, way)
+    second, _ = await chat(engine, way, "And when?")
+    assert app.check_calls(events) == [first, second]
+    assert all(sum(app.slots(str(call.messages))) > 0 for call in events.ended)
+    assert first in "\n".join(message.content or "" for message in events.ended[1].messages)
+    condensed = [event for event in events.all if isinstance(event, LLMCompletionEndEvent)]
+    assert len(condensed) == (mode == "condense_plus_context")
+    assert all(first in event.prompt and event.response.raw["slots"] == 0 for event in condensed)
+    assert all("[[ctx:" not in (message.content or "") for message in engine.chat_history)
+
+
+@pytest.mark.parametrize("way", CHATS)
+async def test_condense_question(app: App, events: Events, way: str) -> None:
+    """Here an engine answers the condensed question: one call for each turn's answer, one to condense the second."""
+    engine = chat_engine(app, "condense_question")
+    text, response = await chat(engine, way)
+    assert app.check_calls(events) == [text]
+    [asked] = response.sources  # `source_nodes` has them, too, unless the stream is async
+    assert restore_sources(asked.raw_output) == app.nodes()
+    await chat(engine, way, "And when?")
+    assert len(app.check_calls(events)) == 3

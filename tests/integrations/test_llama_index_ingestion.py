@@ -1,0 +1,204 @@
+"""Soft contexts made at ingestion: questions wait for none, and nothing is compressed twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import pytest
+from llama_index.core import VectorStoreIndex
+from llama_index.core.extractors import BaseExtractor
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.node_parser import TokenTextSplitter
+from llama_index.core.schema import Document, ImageNode, NodeRelationship, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.vector_stores.chroma import ChromaVectorStore
+
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.stores import SoftContextStore
+from helpers.llama_index import PASSAGES, QUESTION, App, HashedWords, index_in
+from llama_index.llms.ctx_compress import CompressedContextLLM
+from llama_index.postprocessor.ctx_compress import (
+    CompressedContextPostprocessor,
+    CompressSoftContext,
+    restore_sources,
+)
+
+TEXT = " ".join(PASSAGES)
+
+
+@pytest.fixture(scope="module")
+def app(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    app = App(make_tiny_bundle, tmp_path_factory.mktemp("chroma"))
+    with app.counting():
+        yield app
+
+
+@pytest.fixture
+def collection(tmp_path: Path) -> chromadb.Collection:
+    return chromadb.PersistentClient(path=str(tmp_path / "chroma")).create_collection("docs")
+
+
+@pytest.fixture
+def store(collection: chromadb.Collection, app: App) -> Iterator[SoftContextStore]:
+    with SoftContextStore(collection, app.bundle) as store:
+        yield store
+
+
+@pytest.fixture
+def compressed(app: App, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every text that the bundle compresses; it does compress it."""
+    texts: list[str] = []
+    compress = app.bundle.compress
+
+    def listening(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        texts.extend(batch)
+        return compress(batch, *args, **kwargs)
+
+    monkeypatch.setattr(app.bundle, "compress", listening)
+    return texts
+
+
+def pipeline(store: SoftContextStore, collection: chromadb.Collection | None = None, **arguments: Any) -> Any:
+    vectors = None if collection is None else ChromaVectorStore(chroma_collection=collection)
+    splitter = TokenTextSplitter(chunk_size=40, chunk_overlap=0)
+    steps = [splitter, CompressSoftContext(store=store), HashedWords()]
+    return IngestionPipeline(transformations=steps, vector_store=vectors, **arguments)
+
+
+@pytest.mark.parametrize("way", ["run", "arun"])
+async def test_after_ingestion_a_question_compresses_nothing(
+    store: SoftContextStore, collection: chromadb.Collection, compressed: list[str], way: str
+) -> None:
+    documents = [Document(text=TEXT, metadata={"file": "velmora.txt"})]
+    ingestion = pipeline(store, collection)
+    nodes = await ingestion.arun(documents=documents) if way == "arun" else ingestion.run(documents=documents)
+    assert len(nodes) > 1 and sorted(compressed) == sorted(node.text for node in nodes)
+    assert sorted(store.ids()) == sorted(node.node_id for node in nodes)
+    stored = store.get_passages([node.node_id for node in nodes])
+    assert all(passage and passage.metadata == {"file": "velmora.txt"} for passage in stored)
+
+    del compressed[:]
+    postprocessor = CompressedContextPostprocessor(store, ratio=8, on_missing="error")
+    engine = index_in(collection).as_query_engine(
+        llm=CompressedContextLLM(store=store, max_tokens=4), similarity_top_k=2, node_postprocessors=[postprocessor]
+    )
+    response = await engine.aquery(QUESTION)
+    assert compressed == []
+    sources = {node.node_id: node for node in nodes}
+    for found in restore_sources(response):
+        source = sources[found.node_id]
+        assert (found.text, found.metadata) == (source.text, source.metadata)
+        assert found.score is not None and found.node.ref_doc_id == documents[0].doc_id
+
+
+def test_nodes_pass_through_as_they_are(store: SoftContextStore) -> None:
+    nodes = [
+        TextNode(id_="a", text=PASSAGES[0], metadata={"page": 3}, embedding=[0.5]),
+        TextNode(id_="blank", text=" \n"),
+        ImageNode(id_="image", text="a caption", image_url="http://localhost/x.png"),
+        Document(id_="doc", text=PASSAGES[1]),
+        TextNode(id_="a", text=PASSAGES[0]),  # a loader may give the same twice
+    ]
+    nodes[0].relationships[NodeRelationship.NEXT] = nodes[3].as_related_node_info()
+    before = [node.model_dump() for node in nodes]
+    assert CompressSoftContext(store=store)(nodes) is nodes
+    assert [node.model_dump() for node in nodes] == before
+    assert sorted(store.ids()) == ["a", "doc"]
+    assert CompressSoftContext(store=store)([]) == []
+
+
+def test_what_is_stored_is_not_compressed_again(store: SoftContextStore, compressed: list[str]) -> None:
+    nodes = [TextNode(id_=f"n{i}", text=text) for i, text in enumerate(PASSAGES[:2])]
+    step = CompressSoftContext(store=store)
+    step(nodes)
+    step(nodes)
+    assert compressed == PASSAGES[:2]
+    step([TextNode(id_="n0", text=PASSAGES[2]), nodes[1]])
+    assert compressed == PASSAGES[:3]
+    [passage] = store.get_passages(["n0"])
+    assert passage is not None and passage.text == PASSAGES[2]
+    with pytest.raises(ConfigError, match="'n0' is given twice"):
+        step([nodes[0], TextNode(id_="n0", text=PASSAGES[3])])
+
+
+def test_a_cached_pipeline_still_fills_a_new_store(
+    store: SoftContextStore, app: App, tmp_path: Path, compressed: list[str]
+) -> None:
+    """LlamaIndex skips a step whose result it has; the store is not part of that result."""
+    documents = [Document(id_="d", text=TEXT)]
+    first = pipeline(store)
+    nodes = first.run(documents=documents)
+    first.persist(str(tmp_path / "pipeline"))
+    store.delete(store.ids())
+    assert [node.text for node in first.run(documents=documents)] == [node.text for node in nodes]
+    assert len(store) == len(nodes)
+    with SoftContextStore(tmp_path / "second", app.bundle) as second:
+        again = pipeline(second)
+        again.load(str(tmp_path / "pipeline"))
+        del compressed[:]
+        cached = again.run(documents=documents)
+        assert sorted(second.ids()) == sorted(node.node_id for node in cached)
+        assert len(compressed) == len(nodes)
+
+
+def test_a_changed_document(store: SoftContextStore, collection: chromadb.Collection, compressed: list[str]) -> None:
+    """With a docstore, what did not change reaches no step at all."""
+    ingestion = pipeline(store, collection, docstore=SimpleDocumentStore())
+    ingestion.run(documents=[Document(id_="d0", text=PASSAGES[0]), Document(id_="d1", text=PASSAGES[1])])
+    del compressed[:]
+    changed = ingestion.run(documents=[Document(id_="d0", text=PASSAGES[0]), Document(id_="d1", text=PASSAGES[2])])
+    assert compressed == [node.text for node in changed]
+    assert " ".join(compressed) == PASSAGES[2]
+    assert {node.node_id for node in changed} < set(store.ids())
+
+
+def test_as_a_step_of_an_index(store: SoftContextStore, compressed: list[str]) -> None:
+    steps = [TokenTextSplitter(chunk_size=40, chunk_overlap=0), CompressSoftContext(store=store)]
+    documents = [Document(text=TEXT)]
+    index = VectorStoreIndex.from_documents(documents, transformations=steps, embed_model=HashedWords())
+    nodes = list(index.docstore.docs.values())
+    assert sorted(store.ids()) == sorted(node.node_id for node in nodes)
+    del compressed[:]
+    llm = CompressedContextLLM(store=store, max_tokens=4)
+    index.as_query_engine(llm=llm, node_postprocessors=[CompressedContextPostprocessor(store)]).query(QUESTION)
+    assert compressed == []
+
+
+class Shouting(BaseExtractor):
+    """Rewrites texts; must come before the compression."""
+
+    async def aextract(self, nodes: Any) -> list[dict[str, Any]]:
+        for node in nodes:
+            node.set_content(node.get_content().upper())
+        return [{} for _ in nodes]
+
+
+async def test_after_an_extractor(store: SoftContextStore, compressed: list[str]) -> None:
+    steps = [Shouting(), CompressSoftContext(store=store)]
+    nodes = await IngestionPipeline(transformations=steps).arun(documents=[Document(text=PASSAGES[0])])
+    assert compressed == [nodes[0].text] == [PASSAGES[0].upper()]
+
+
+async def test_the_event_loop_goes_on(store: SoftContextStore, app: App) -> None:
+    with app.bundle.backbone.lock:
+        task = asyncio.create_task(CompressSoftContext(store=store).acall([TextNode(text=PASSAGES[0])]))
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+        assert not task.done()
+    await task
+    assert len(store) == 1
+
+
+def test_other_processes_are_refused(store: SoftContextStore) -> None:
+    with pytest.raises(ConfigError, match="without num_workers"):
+        pipeline(store).run(documents=[Document(text=TEXT), Document(text=PASSAGES[0])], num_workers=2)
+
+
+def test_no_store_in_what_is_shown(store: SoftContextStore) -> None:
+    step = CompressSoftContext(store=store)
+    assert "Store" not in repr(step) + step.to_json() + str(step.to_dict())
+    assert CompressSoftContext.from_dict(step.to_dict(), store=store).store is store

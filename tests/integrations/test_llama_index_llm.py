@@ -1,0 +1,242 @@
+"""The LlamaIndex LLM: every way to ask gives the decoder's own answer; markers are counted and packed as slots."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from llama_index.core import Settings, get_response_synthesizer
+from llama_index.core.base.llms.types import ChatMessage, ImageBlock
+from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
+from llama_index.core.indices.prompt_helper import PromptHelper
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.schema import MetadataMode
+
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.stores.markers import scope
+from helpers.llama_index import MAX_TOKENS, PASSAGES, QUESTION, RATIO, TOP_K, App, watched
+from llama_index.llms.ctx_compress import CompressedContextLLM, marker_tokenizer
+
+
+@pytest.fixture(scope="module")
+def app(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    app = App(make_tiny_bundle, tmp_path_factory.mktemp("chroma"))
+    with app.counting():
+        yield app
+
+
+@pytest.fixture
+def llm(app: App) -> CompressedContextLLM:
+    return app.llm()
+
+
+@pytest.fixture
+def prompt(app: App) -> str:
+    return f"Context: {app.store.marker('n0', 4)} and {app.store.marker('n3', RATIO)}\nQuestion: {QUESTION}"
+
+
+async def test_every_way_to_ask_gives_one_answer(app: App, llm: CompressedContextLLM, prompt: str) -> None:
+    message = [ChatMessage(role="user", content=prompt)]
+    direct = app.answer([{"role": "user", "content": prompt}])
+    assert direct.slots == sum(app.slots(prompt)) > 0
+    complete, chat = llm.complete(prompt), llm.chat(message)
+    assert complete.text == chat.message.content == direct.text
+    assert complete.raw == chat.raw == {
+        "usage": {
+            "prompt_tokens": direct.prompt_tokens,
+            "completion_tokens": direct.completion_tokens,
+            "total_tokens": direct.prompt_tokens + direct.completion_tokens,
+        },
+        "slots": direct.slots,
+        "finish_reason": direct.finish_reason,
+    }  # fmt: skip
+    assert chat.message.additional_kwargs == {}
+    assert await llm.acomplete(prompt) == complete
+    assert await llm.achat(message) == chat
+    streams = [
+        list(llm.stream_complete(prompt)),
+        list(llm.stream_chat(message)),
+        [response async for response in await llm.astream_complete(prompt)],
+        [response async for response in await llm.astream_chat(message)],
+    ]
+    for stream in streams:
+        assert "".join(response.delta or "" for response in stream) == direct.text
+        text = ""
+        for response in stream:
+            text += response.delta or ""
+            assert (response.text if hasattr(response, "text") else response.message.content) == text
+        assert [response.raw for response in stream] == [None] * (len(stream) - 1) + [complete.raw]
+
+
+def test_a_formatted_prompt_is_used_as_it_is(app: App, llm: CompressedContextLLM, prompt: str) -> None:
+    direct, raw = app.answer(prompt), llm.complete(prompt, formatted=True)
+    assert (raw.text, raw.raw["usage"]["prompt_tokens"]) == (direct.text, direct.prompt_tokens)
+    assert direct.prompt_tokens < llm.complete(prompt).raw["usage"]["prompt_tokens"]
+
+
+def test_sampling_settings(app: App, llm: CompressedContextLLM, prompt: str) -> None:
+    plain = llm.complete(prompt).text
+    assert llm.complete(prompt, max_tokens=3).raw["usage"]["completion_tokens"] == 3
+    cut = plain[len(plain) // 2 :][:3]
+    assert llm.complete(prompt, stop=cut).text == plain[: plain.index(cut)]
+    assert llm.complete(prompt, stop=["never there", cut]).raw["finish_reason"] == "stop"
+    sampled = [llm.complete(prompt, temperature=1.5, seed=seed).text for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+    own = app.llm(temperature=1.5, seed=1)
+    assert own.complete(prompt).text == sampled[0]
+    assert own.complete(prompt, temperature=0).text == plain
+    assert llm.complete(prompt, temperature=None).text == plain
+
+
+def test_what_the_llm_refuses(app: App, llm: CompressedContextLLM) -> None:
+    with pytest.raises(ConfigError, match="'max_length'"):
+        llm.complete("a question", max_length=3)
+    with pytest.raises(ConfigError, match="image block"):
+        llm.chat([ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png")])])
+    with pytest.raises(ValueError, match="temperature=-1"):
+        app.llm(temperature=-1)
+    with pytest.raises(ValueError, match="max_length"):
+        app.llm(max_length=3)
+
+
+def test_metadata(llm: CompressedContextLLM) -> None:
+    metadata = llm.metadata
+    assert (metadata.context_window, metadata.num_output, metadata.model_name) == (1024, MAX_TOKENS, "tiny")
+    assert metadata.is_chat_model and not metadata.is_function_calling_model
+
+
+def test_without_a_chat_template(
+    app: App, llm: CompressedContextLLM, prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.bundle.tokenizer, "chat_template", None)
+    asked, chatted = app.answer(prompt), app.answer(f"user: {prompt}\nassistant: ")
+    assert not llm.metadata.is_chat_model
+    assert llm.complete(prompt).text == asked.text
+    assert llm.predict(PromptTemplate("{it}"), it=prompt) == asked.text
+    assert llm.chat([ChatMessage(role="user", content=prompt)]).message.content == chatted.text
+
+
+async def test_the_event_loop_goes_on(app: App, llm: CompressedContextLLM, prompt: str) -> None:
+    """With the decoder busy elsewhere, whoever awaits an answer leaves the loop to others."""
+
+    async def stream() -> str:
+        return "".join([response.delta or "" async for response in await llm.astream_complete(prompt)])
+
+    with app.bundle.backbone.lock:
+        tasks = [asyncio.create_task(llm.acomplete(prompt)), asyncio.create_task(stream())]
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+        assert not any(task.done() for task in tasks)
+    completed, streamed = await asyncio.gather(*tasks)
+    assert streamed == completed.text != ""
+
+
+# Scopes
+
+
+async def test_a_scope_is_the_postprocessors_the_llms_or_the_contexts(app: App) -> None:
+    """Given to the classes or by a `with` block: the answer is the same, and another tenant reads only text."""
+    expected = app.llm().complete(app.postprocessor().postprocess_nodes(app.nodes())[0].get_content())
+    [ours, *_] = app.postprocessor(scope="a").postprocess_nodes(app.nodes())
+    text = ours.node.get_content(MetadataMode.LLM)
+    own = app.llm(scope="a")
+    read = [own.complete(text), await own.acomplete(text), list(own.stream_complete(text))[-1]]
+    read += [[piece async for piece in await own.astream_complete(text)][-1]]
+    with scope("a"):
+        [under, *_] = app.postprocessor().postprocess_nodes(app.nodes())
+        assert under == ours
+        read += [app.llm().complete(text), await app.llm().acomplete(text)]
+    for response in read:
+        assert response.raw["slots"] == sum(app.slots(app.store.marker("n0", RATIO))) > 0
+        assert response.text == read[0].text
+    assert len(marker_tokenizer(app.store, scope="a")(text)) == read[0].raw["slots"]
+    for other in (app.llm(), app.llm(scope="b")):
+        assert other.complete(text).raw["slots"] == 0
+    assert expected.raw["slots"] == 0  # without MetadataMode.LLM the text itself was asked about
+
+
+# Counting
+
+
+def test_a_marker_counts_as_its_slots(app: App) -> None:
+    count = marker_tokenizer(app.store)
+    for ratio in (4, 16):
+        assert len(count(app.store.marker("n2", ratio))) == -(-app.tokens(PASSAGES[2]) // ratio)
+    assert count(PASSAGES[0]) == app.bundle.tokenizer(PASSAGES[0], add_special_tokens=False)["input_ids"]
+    forged = "[[ctx:" + "a" * 20 + ".1." + "a" * 16 + "]]"
+    assert len(count(forged)) == app.tokens(forged)
+
+
+def test_prompts_are_packed_by_slots(app: App, llm: CompressedContextLLM) -> None:
+    """What fits as slots stays in one chunk, though as letters it would not."""
+    markers = [app.store.marker(f"n{i % len(PASSAGES)}", RATIO) for i in range(30)]
+    slots = sum(sum(app.slots(marker)) for marker in markers)
+    assert slots < 1024 - MAX_TOKENS < sum(app.tokens(marker) for marker in markers)
+    helper = PromptHelper.from_llm_metadata(llm.metadata)
+    assert helper.repack(PromptTemplate("{context_str}"), markers) == ["\n\n".join(markers)]
+
+
+PIECES = st.lists(
+    st.tuples(st.sampled_from(range(len(PASSAGES))), st.sampled_from([4, 8, 12, 16, 64]), st.text(max_size=10)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pieces=PIECES, window=st.integers(60, 300), overlap=st.sampled_from([0.0, 0.1]))
+def test_no_marker_is_cut_where_chunks_end(app: App, pieces: Any, window: int, overlap: float) -> None:
+    """Whatever LlamaIndex packs or truncates: each chunk fits as the decoder counts it, every marker is whole."""
+    helper = PromptHelper(context_window=window, num_output=12, chunk_overlap_ratio=overlap)
+    texts = [f"{said} {app.store.marker(f'n{number}', ratio)}" for number, ratio, said in pieces]
+    template, room = PromptTemplate("Context: {context_str}"), window - 12
+    packed = helper.repack(template, texts)
+    for chunk in packed:
+        assert len(marker_tokenizer(app.store)(template.format(context_str=chunk))) <= room
+        assert chunk.count("[[ctx:") == len(app.slots(chunk)) + sum(said.count("[[ctx:") for *_, said in pieces)
+    found = [sum(app.slots(chunk)) for chunk in packed]
+    assert sum(found) >= sum(sum(app.slots(text)) for text in texts)
+    # Truncated to shares of the window, a text keeps its marker whole or loses all of it.
+    if room // len(texts) - 5 > max(sum(app.slots(text)) for text in texts) + 20:
+        for chunk in helper.truncate(template, texts):
+            assert chunk.count("[[ctx:") == len(app.slots(chunk)) or "[[ctx:" in str(pieces)
+
+
+def test_a_marker_cut_by_a_chunk_too_small_is_logged(app: App, caplog: pytest.LogCaptureFixture) -> None:
+    marker = app.store.marker("n0", 4)
+    [slots] = app.slots(marker)
+    helper = PromptHelper(context_window=slots + 5, num_output=1, chunk_overlap_ratio=0.0)
+    first, *rest = helper.repack(PromptTemplate("{context_str}"), [marker])
+    assert rest and marker.startswith(first)
+    with caplog.at_level(logging.WARNING):
+        assert app.llm(max_tokens=1).complete(first).raw["slots"] == 0
+    assert "1 marker(s) in the text were not made with this key for scope 'default', or were cut" in caplog.text
+
+
+def test_llama_index_counts_the_slots(app: App) -> None:
+    counter = TokenCountingHandler()
+    synthesizer = get_response_synthesizer(llm=app.llm(), callback_manager=CallbackManager([counter]))
+    nodes = app.postprocessor().postprocess_nodes(app.index.as_retriever(similarity_top_k=TOP_K).retrieve(QUESTION))
+    with watched() as events:
+        synthesizer.synthesize(QUESTION, nodes)
+    usage = events.ended[0].response.raw["usage"]
+    assert counter.prompt_llm_token_count == usage["prompt_tokens"]
+    assert counter.completion_llm_token_count == usage["completion_tokens"]
+
+
+def test_counted_by_letters_a_prompt_too_long_is_refused(app: App) -> None:
+    """With another tokenizer LlamaIndex may pack more slots than the window holds: said, not cut short."""
+    markers = [app.store.marker(f"n{i % len(PASSAGES)}", 4) for i in range(120)]
+    counted, Settings.tokenizer = Settings.tokenizer, str.split
+    try:
+        packed = PromptHelper.from_llm_metadata(app.llm().metadata).repack(PromptTemplate("{context_str}"), markers)
+    finally:
+        Settings.tokenizer = counted
+    assert len(packed) == 1
+    with pytest.raises(ConfigError, match="of them slots"):
+        app.llm().complete(packed[0])

@@ -1,0 +1,123 @@
+"""Sharing a token budget: never over it, the more relevant the finer, and little of it left over."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctx_compress_rag.errors import RatioError
+from ctx_compress_rag.marking.budget import TEXT, allot
+from helpers.budget import cost, usages
+
+BASE = 4
+Passages = list[tuple[int, float | None]]
+
+scores = st.none() | st.sampled_from([0.1, 0.5, 0.5001, 7.0]) | st.floats(allow_infinity=False)
+passages = st.lists(st.tuples(st.integers(1, 600), scores), min_size=1, max_size=8)
+few_and_short = st.lists(st.integers(1, 60), min_size=1, max_size=4)
+
+
+def slots_of(tokens: list[int]) -> list[int]:
+    return [math.ceil(count / BASE) for count in tokens]
+
+
+def key(score: float | None) -> float:
+    return -math.inf if score is None or math.isnan(score) else score
+
+
+def share(tokens: list[int], slots: list[int], budget: int, **options: object) -> list[int] | None:
+    """What is allotted; None where even one slot for each passage is too much."""
+    if sum(1 if count else text for count, text in zip(slots, tokens, strict=True)) > budget:
+        with pytest.raises(RatioError, match=f"token_budget={budget}"):
+            allot(tokens, slots, budget, base_ratio=BASE, **options)
+        return None
+    return allot(tokens, slots, budget, base_ratio=BASE, **options)
+
+
+@settings(deadline=None, max_examples=300)
+@given(passages, st.integers(1, 3000), st.sets(st.integers(0, 7)))
+def test_never_over_budget_and_never_coarser_than_the_less_relevant(
+    rows: Passages, budget: int, unstored: set[int]
+) -> None:
+    tokens = [count for count, _ in rows]
+    slots = [0 if i in unstored else count for i, count in enumerate(slots_of(tokens))]
+    factors = share(tokens, slots, budget, scores=[score for _, score in rows])
+    if factors is None:
+        return
+    assert sum(map(cost, tokens, slots, factors)) <= budget
+    assert all(factor == TEXT for factor, count in zip(factors, slots, strict=True) if not count)
+    stored = [i for i, count in enumerate(slots) if count]
+    for i in stored:
+        for j in stored:
+            single = factors[j] != TEXT and factors[j] >= slots[j]
+            if key(rows[i][1]) > key(rows[j][1]) and not single:
+                assert factors[i] <= factors[j]
+
+
+@settings(deadline=None, max_examples=300)
+@given(few_and_short, st.integers(1, 240), st.booleans())
+def test_nine_tenths_are_used_where_passages_allow(tokens: list[int], budget: int, nestable: bool) -> None:
+    slots = slots_of(tokens)
+    factors = range(TEXT, max(slots) + 1) if nestable else [TEXT, 1]
+    possible = usages(tokens, slots, list(factors), budget)
+    if not possible:
+        with pytest.raises(RatioError, match=f"{len(tokens)} passages do not fit into token_budget={budget}"):
+            allot(tokens, slots, budget, base_ratio=BASE, nestable=nestable)
+        return
+    chosen = allot(tokens, slots, budget, base_ratio=BASE, nestable=nestable)
+    used = sum(map(cost, tokens, slots, chosen))
+    assert used in possible
+    assert used >= 0.9 * budget or used == max(possible)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(200, 600), min_size=6, max_size=12), st.floats(0.05, 0.2))
+def test_many_passages_use_nine_tenths(tokens: list[int], part: float) -> None:
+    slots, budget = slots_of(tokens), int(part * sum(tokens))
+    chosen = allot(tokens, slots, budget, base_ratio=BASE)
+    assert 0.9 * budget <= sum(map(cost, tokens, slots, chosen)) <= budget
+
+
+def test_the_best_stay_text_and_the_rest_get_coarser() -> None:
+    # log2(1 + k) is 1, 1.58, 2, 2.32: with the first as text (c = 1) all others have the base ratio.
+    assert allot([100] * 4, [25] * 4, 190, base_ratio=4) == [TEXT, 1, 1, 1]
+    # c = 4: ratios of at least 4, 6.3, 8 and 9.3 are 4, 8, 8 and 12, that is 25 + 13 + 13 + 9 slots.
+    assert allot([100] * 4, [25] * 4, 60, base_ratio=4) == [1, 2, 2, 3]
+    assert allot([100] * 4, [25] * 4, 400, base_ratio=4) == [TEXT] * 4
+
+
+def test_scores_decide_the_order_and_nothing_else() -> None:
+    in_order = allot([100] * 4, [25] * 4, 60, base_ratio=4)
+    for scores in ([9.0, 3.0, 2.0, 1.0], [-1.0, -1.5, -70.0, None], [1e-9, 0.0, -1e-9, math.nan]):
+        assert allot([100] * 4, [25] * 4, 60, base_ratio=4, scores=scores) == in_order
+        assert allot([100] * 4, [25] * 4, 60, base_ratio=4, scores=scores[::-1]) == in_order[::-1]
+    assert allot([100] * 4, [25] * 4, 52, base_ratio=4, scores=[0.5] * 4) == [2] * 4
+
+
+def test_a_step_too_large_is_taken_where_the_rest_can_make_room() -> None:
+    # Both at the base ratio use 180 of 330, and the second cannot be text before the first.
+    factors = allot([320, 400], [80, 100], 330, base_ratio=4)
+    assert factors[0] == TEXT
+    assert 297 <= 320 + math.ceil(100 / factors[1]) <= 330
+
+
+def test_what_has_no_slots_counts_as_text() -> None:
+    assert allot([30, 100], [0, 25], 55, base_ratio=4) == [TEXT, 1]
+    with pytest.raises(RatioError, match="take 31 tokens"):
+        allot([30, 100], [0, 25], 30, base_ratio=4)
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+def test_no_passages(budget: int) -> None:
+    assert allot([], [], budget, base_ratio=4) == []
+
+
+def test_ratios_are_in_order_for_long_lists_in_short_time() -> None:
+    tokens = [397 + 7 * (i % 11) for i in range(100)]
+    factors = allot(tokens, slots_of(tokens), 8000, base_ratio=4)
+    assert all(a <= b for a, b in pairwise(factors))
+    assert 7200 <= sum(map(cost, tokens, slots_of(tokens), factors)) <= 8000

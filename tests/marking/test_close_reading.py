@@ -1,0 +1,255 @@
+"""Close reading when a question is asked: through the store, markers and the decoder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ctx_compress_rag.app.asking import question_prompt
+from ctx_compress_rag.app.passage_index import Hit
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, RatioError
+from ctx_compress_rag.evaluation.harness import FULL, NONE, SOFT, TRUNCATED, Question, evaluate
+from ctx_compress_rag.marking.mark import expand, mark
+from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores.passages import content_id
+from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder, messages
+from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
+from helpers.close_reading import CLOSELY, KEY, PASSAGES, QUESTION, ask, close_bundle, close_store, prefills, read
+from helpers.ram import (
+    FROZEN,
+    plain_choice,
+    plain_ids,
+    plain_mean,
+    plain_segments,
+    plain_skim,
+    plain_states,
+    ram_bundle,
+)
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_tokenizer: Any) -> Bundle:
+    return close_bundle(tiny_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def store(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> SoftContextStore:
+    return close_store(tmp_path_factory.mktemp("ram"), bundle)
+
+
+# What a question makes of passages
+
+
+@pytest.mark.parametrize("ratio", [2, 3, 5, 64])
+def test_texts_and_slots_are_the_papers(bundle: Bundle, store: SoftContextStore, ratio: int) -> None:
+    """Eq. 1 to 6 over all passages together, with transformers' own forward on each segment."""
+    encoder = bundle.backbone.model.base_model
+    r_q = plain_mean(plain_states(encoder, plain_ids(bundle, QUESTION)))
+    states = [[plain_states(encoder, ids) for ids in plain_segments(bundle, text)] for text in PASSAGES]
+    flat = [s for passage in states for s in passage]
+    kept = plain_choice(r_q, [plain_mean(s) for s in flat], [len(s) for s in flat], ratio, 4)
+    fates = iter(kept)
+    expected_texts, expected_slots = [], []
+    for text, passage in zip(PASSAGES, states, strict=True):
+        ends = bundle.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        bounds = [0, *(ends[i - 1][1] for i in range(4, len(ends), 4)), len(text)]
+        shown = ""
+        for i, s in enumerate(passage):
+            if next(fates):
+                shown += text[bounds[i] : bounds[i + 1]]
+            else:
+                shown += "\0" if not shown.endswith("\0") else ""
+                expected_slots.append(plain_skim(s, r_q))
+        expected_texts.append(shown)
+    marked = ask(store, ratio=ratio)
+    assert [re.sub(r"\[\[ctx:.*?\]\]", "\0", text) for text in marked] == expected_texts
+    _, found = read(store, marked)
+    softs = store.fetch(found)
+    assert [m.slots for m in found] == [s.n_slots for s in softs]
+    torch.testing.assert_close(
+        torch.cat([s.slots for s in softs]).double(), torch.stack(expected_slots), atol=1e-4, rtol=1e-4
+    )
+    kept_tokens = sum(len(s) for s, stays in zip(flat, kept, strict=True) if stays)
+    assert sum(s.n_tokens for s in softs) + kept_tokens == sum(len(s) for s in flat)
+
+
+words = st.lists(
+    st.sampled_from(["Oda", "Brink", "built", "harbour,", "1612.", "honey?", "\n", "é🙂", "of"]),
+    min_size=1,
+    max_size=30,
+)
+
+
+@given(passages=st.lists(words.map(" ".join).filter(str.strip), min_size=1, max_size=3), ratio=st.integers(2, 9))
+@example(passages=["1612. é🙂"], ratio=2)
+@settings(deadline=None, max_examples=12)
+def test_nothing_is_lost_and_k_segments_are_kept(
+    bundle: Bundle, store: SoftContextStore, passages: list[str], ratio: int
+) -> None:
+    marked = ask(store, passages, ratio=ratio)
+    texts, found = read(store, marked)
+    assert [expand(store, text) for text in marked] == passages
+    assert all(any(text in passage for passage in passages) for text in texts)
+    segments = [ids for text in passages for ids in plain_segments(bundle, text)]
+    tokens = sum(len(ids) for ids in segments)
+    k = tokens // (4 * ratio)
+    skimmed = sum(m.slots for m in found)
+    kept_tokens = tokens - sum(s.n_tokens for s in store.fetch(found))
+    assert skimmed <= len(segments) - k and 4 * k - 3 <= kept_tokens <= 4 * k
+    # The prompt's size, but for the edges of kept runs, which are tokenised with the prompt.
+    size = sum(TransformersDecoder(bundle, store).count_tokens(text) for text in marked)
+    # An emoji's bytes, at either edge of a run; one that is such bytes and nothing else has no text.
+    runs = max(len(texts), min(k, 1))
+    assert abs(size - (kept_tokens + skimmed)) <= 6 * runs
+
+
+def test_only_the_question_and_skimmed_segments_are_read(
+    bundle: Bundle, store: SoftContextStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[list[int]] = []
+    forward = bundle.compressor.read
+
+    def spy(ids: Tensor, mask: Tensor) -> Tensor:
+        done.extend(row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True))
+        return forward(ids, mask)
+
+    monkeypatch.setattr(bundle.compressor, "read", spy)
+    _, found = read(store, ask(store))
+    question, *segments = done
+    assert question == plain_ids(bundle, QUESTION)
+    assert len(segments) == sum(m.slots for m in found) < len([s for t in PASSAGES for s in plain_segments(bundle, t)])
+    assert [len(s) for s in segments] == [n for soft in store.fetch(found) for n in soft.token_counts.tolist()]
+
+
+def test_other_questions_other_slots_under_other_names(store: SoftContextStore) -> None:
+    first, second = (read(store, ask(store, question=q))[1] for q in (QUESTION, "Who keeps bees?"))
+    assert not {m.id for m in first} & {m.id for m in second}
+    assert [m.id for m in read(store, ask(store))[1]] == [m.id for m in first]
+    assert all(m.skimmed for m in first + second)
+
+
+def test_marked_twice_is_the_last(store: SoftContextStore) -> None:
+    assert mark(store, ask(store, ratio=4), ratio=2, question=QUESTION, **CLOSELY) == ask(store, ratio=2)
+    assert ask(store) == mark(store, PASSAGES, question=QUESTION, **CLOSELY)  # 2 is the least it was trained for
+
+
+def test_missing_passages_are_left_out_of_the_count(bundle: Bundle, tmp_path: Path) -> None:
+    with SoftContextStore(tmp_path, bundle, codec="fp16", key=KEY) as store:
+        store.add(PASSAGES[:1], progress=False)
+        kwargs: dict[str, Any] = {"ratio": 4, "question": QUESTION, **CLOSELY}
+        assert mark(store, PASSAGES, on_missing="text", **kwargs) == [
+            *mark(store, PASSAGES[:1], **kwargs),
+            *PASSAGES[1:],
+        ]
+        assert mark(store, PASSAGES[1:], on_missing="text", **kwargs) == PASSAGES[1:]
+        assert mark(store, ["", " \n"], **kwargs) == ["", " \n"]
+        with pytest.raises(MissingPassageError, match="2 are not"):
+            mark(store, PASSAGES, on_missing="error", **kwargs)
+        mark(store, PASSAGES, **kwargs)
+        assert len(store) == 3
+
+
+def test_what_cannot_be_served_is_refused(store: SoftContextStore, make_tiny_bundle: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"bundle 'tiny' \(ram\) .*mode='close_reading'"):
+        mark(store, PASSAGES, question=QUESTION)
+    with pytest.raises(ConfigError, match=r"bundle 'tiny' reads passages question by question.*close_reading"):
+        store.markers([content_id(PASSAGES[0])], ratio=store.base_ratio)
+    for question in (None, "", " \n"):
+        with pytest.raises(ConfigError, match="close reading needs the question"):
+            mark(store, PASSAGES, question=question, **CLOSELY)
+    with pytest.raises(RatioError, match="ratio=1"):
+        ask(store, ratio=1)
+    with pytest.raises(ConfigError, match="token_budget=9"):
+        mark(store, PASSAGES, token_budget=9, question=QUESTION, **CLOSELY)
+    with pytest.raises(ConfigError, match="mode='skim': choose one of soft, close_reading"):
+        mark(store, PASSAGES, mode="skim")  # type: ignore[arg-type]
+    with SoftContextStore(tmp_path, make_tiny_bundle(), key=KEY) as other:
+        with pytest.raises(ConfigError, match="mode='close_reading': bundle 'tiny' was not trained"):
+            ask(other)
+        assert mark(other, PASSAGES, question=QUESTION) == mark(other, PASSAGES)
+
+
+def test_another_tokenizer_is_noticed(bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SoftContextStore(tmp_path, bundle, key=KEY) as store:
+        store.add(PASSAGES, progress=False)
+        real = bundle.tokenizer
+
+        def other(text: str, **options: Any) -> Any:
+            encoded = real(text, **options)
+            return (
+                {name: values[1:] for name, values in encoded.items()}
+                if "return_offsets_mapping" in options
+                else encoded
+            )
+
+        monkeypatch.setattr(bundle.backbone, "tokenizer", other)
+        with pytest.raises(FingerprintMismatchError, match="tokenizer changed"):
+            ask(store)
+
+
+# The decoder
+
+
+@pytest.mark.parametrize("change", [{}, {"skimming": "average"}, {"skimming": "none"}, {"close_reading": False}])
+@pytest.mark.parametrize("template", [TEMPLATES[0], TEMPLATES[2]])
+def test_training_and_asking_give_the_decoder_the_same(
+    tiny_tokenizer: Any, tmp_path: Path, change: dict[str, Any], template: str
+) -> None:
+    """`inputs_embeds` of the training objective, without the answer, and of mark() and the decoder's splice."""
+    made = ram_bundle(tiny_tokenizer, seed=4, encoder=FROZEN, decoder={"mode": "full"}, **change)
+    asked = Example(tuple(PASSAGES), (Turn(QUESTION, ("Oda Brink",)),))
+    objective = RamLoss(made, PromptBuilder(made.tokenizer))
+    with SoftContextStore(tmp_path, made, codec="fp16", key=KEY) as store:
+        for ratio in (2, 4):
+            objective.ratios = [ratio]
+            with prefills(made.reader.own) as trained, torch.no_grad():
+                objective(**RamCollator(objective.builder, 4, [template], 512, seed=0)([asked]))
+            context = "\n\n".join(mark(store, PASSAGES, ratio=ratio, question=QUESTION, **CLOSELY))
+            with prefills(made.reader.own) as answered:
+                prompt = messages(template, context, QUESTION)
+                [done] = TransformersDecoder(made, store).generate([prompt], Sampling(max_new_tokens=1))
+            answer = len(plain_ids(made, "Oda Brink<|end|>"))
+            torch.testing.assert_close(trained[0][:, :-answer], answered[0], atol=1e-5, rtol=1e-5)
+            assert answered[0].shape[1] == done.prompt_tokens
+            assert (done.slots == 0) == (change.get("skimming") == "none")
+
+
+def test_dropped_segments_leave_the_tuned_decoder_in_place(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """A prompt of kept text alone is still read by the decoder that was trained on such prompts."""
+    made = ram_bundle(tiny_tokenizer, encoder=FROZEN, decoder={"mode": "full"}, skimming="none")
+    with SoftContextStore(tmp_path, made, key=KEY) as store:
+        marked = mark(store, PASSAGES, ratio=2, question=QUESTION, **CLOSELY)
+        decoder = TransformersDecoder(made, store)
+        assert decoder.count_tokens("".join(re.findall(r"\[\[ctx:.*?\]\]", "".join(marked)))) == 0
+        assert [expand(store, text) for text in marked] == PASSAGES
+        with prefills(made.reader.own) as own, prefills(made.backbone.model) as plain:
+            [done] = decoder.generate([[{"role": "user", "content": "\n".join(marked)}]], Sampling(max_new_tokens=1))
+    assert (len(own), len(plain), done.slots) == (1, 0, 0)
+
+
+def test_every_budget_is_what_close_reading_takes(bundle: Bundle) -> None:
+    questions = [Question(tuple(PASSAGES), q, ("Oda Brink",)) for q in (QUESTION, "Who was a mason?")]
+    scores = evaluate(bundle, questions, (2, 4, 3), codec="fp16", max_new_tokens=2, progress=False)
+    by = {(s.system, s.ratio): s.prompt_tokens for s in scores}
+    assert list(by) == [(FULL, None), (NONE, None), *[(s, r) for r in (2, 4, 3) for s in (SOFT, TRUNCATED)]]
+    assert by[SOFT, 4] < by[SOFT, 3] < by[SOFT, 2] < by[FULL, None]
+    for ratio in (2, 3, 4):
+        assert by[TRUNCATED, ratio] == pytest.approx(by[SOFT, ratio], abs=8)
+
+
+def test_the_command_line_asks_closely(bundle: Bundle, store: SoftContextStore) -> None:
+    ids = store.ensure(PASSAGES)
+    hits = [Hit(id, text, "a.txt", 0.5) for id, text in zip(ids, PASSAGES, strict=True)]
+    [chat] = question_prompt(store, QUESTION, hits, 4)
+    assert chat["content"] == messages(TEMPLATES[0], "\n\n".join(ask(store, ratio=4)), QUESTION)[0]["content"]
+    assert PASSAGES[1] in question_prompt(store, QUESTION, hits, None)[0]["content"]

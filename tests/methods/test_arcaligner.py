@@ -1,0 +1,464 @@
+"""ArcAligner (paper 000, sections 3.3-3.5 and algorithm 1): selective LoRA, recursive gates, the cache."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ctx_compress_rag.backbone import Backbone, lora_config
+from ctx_compress_rag.config import TuneConfig
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
+from helpers import architectures
+from helpers.arcaligner import LORA, alone, make_reader, prompts, read
+
+WAIT = 120
+
+
+# Algorithm 1 in plain arithmetic, on a Llama written out here
+
+
+class Plain:
+    """Equations 3 to 9 for one prompt, with the reader's weights but none of its code."""
+
+    def __init__(self, reader: ArcAlignerReader, train: bool) -> None:
+        model = reader.backbone.model
+        self.config, self.train = model.config, train
+        self.loops = reader.config.loops
+        self.base = {n: p.detach() for n, p in model.named_parameters()}
+        self.added = {n: p.detach().clone().requires_grad_(train) for n, p in reader.named_parameters()}
+        self.decided: dict[int, list[list[int]]] = {}
+
+    def linear(self, x: Tensor, layer: int, name: str) -> Tensor:
+        """W x + M * (alpha / rank) B A x."""
+        w = self.base[f"model.layers.{layer}.{name}.weight"]
+        a, b = (self.added[f"lora.{layer}.updates.{name.replace('.', '_')}.{which}"] for which in "ab")
+        return x @ w.T + self.m * (LORA["alpha"] / LORA["rank"]) * (x @ a.T @ b.T)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return self.base[name] * x / (x.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps).sqrt()
+
+    def heads(self, x: Tensor, count: int) -> Tensor:
+        """(n, count * size) -> (count, n, size), each head rotated by its position where it is a query or key."""
+        return x.view(len(x), count, -1).transpose(0, 1)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        theta = self.config.rope_parameters["rope_theta"]
+        angle = torch.arange(x.shape[1])[:, None].double() / theta ** (torch.arange(half).double() / half)
+        first, second = x[..., :half], x[..., half:]
+        return torch.cat(
+            [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], dim=-1
+        )
+
+    def block(self, h: Tensor, layer: int) -> Tensor:
+        """The selective-LoRA layer A^(l) (eq. 3)."""
+        x = self.norm(h, f"model.layers.{layer}.input_layernorm.weight")
+        count, shared = self.config.num_attention_heads, self.config.num_key_value_heads
+        q = self.rotate(self.heads(self.linear(x, layer, "self_attn.q_proj"), count))
+        k = self.rotate(self.heads(self.linear(x, layer, "self_attn.k_proj"), shared))
+        v = self.heads(self.linear(x, layer, "self_attn.v_proj"), shared)
+        k, v = (t.repeat_interleave(count // shared, 0) for t in (k, v))
+        scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
+        scores = scores.masked_fill(torch.ones(len(h), len(h)).triu(1).bool(), -math.inf)
+        mixed = (scores.softmax(-1) @ v).transpose(0, 1).reshape(len(h), -1)
+        h = h + self.linear(mixed, layer, "self_attn.o_proj")
+        x = self.norm(h, f"model.layers.{layer}.post_attention_layernorm.weight")
+        gated = F.silu(self.linear(x, layer, "mlp.gate_proj")) * self.linear(x, layer, "mlp.up_proj")
+        return h + self.linear(gated, layer, "mlp.down_proj")
+
+    def logits(self, h: Tensor, mask: Tensor) -> Tensor:
+        """Algorithm 1, line by line, then the head: (n, dim), (n,) -> (n, vocabulary)."""
+        self.m = mask.unsqueeze(1).double()
+        r, text = mask.nonzero().squeeze(1), (~mask).nonzero().squeeze(1)
+        for layer in range(self.config.num_hidden_layers):
+            h = self.block(h, layer)
+            first = h
+            self.decided[layer] = []
+            for _ in range(self.loops):
+                w1, b1, w2, b2 = (
+                    self.added[f"gates.{layer}.{n}"] for n in ("0.weight", "0.bias", "2.weight", "2.bias")
+                )
+                g = torch.sigmoid(F.silu(h[r] @ w1.T + b1) @ w2.T + b2)
+                hard = (g >= 0.5).double()
+                self.decided[layer].append(hard.squeeze(1).long().tolist())
+                g = g + (hard - g).detach() if self.train else hard
+                candidate = self.block(h, layer)
+                refined = h[r] + g * (candidate[r] - h[r])
+                h = torch.zeros_like(h).index_put((r,), refined).index_put((text,), first[text])
+        return self.norm(h, "model.norm.weight") @ self.base["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_the_reader_is_algorithm_1(train: bool) -> None:
+    reader = make_reader(double=True).train(train)
+    batch = alone(prompts(reader), 0)
+    plain = Plain(reader, train)
+    expected = plain.logits(batch.inputs_embeds[0], batch.slot_mask[0])
+    with torch.set_grad_enabled(train), reader.record_loops() as loops, reader.decoder(batch.slot_mask) as model:
+        logits = model(**batch.model_inputs()).logits[0]
+    # transformers normalises in float32
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    counts = {layer: torch.tensor(steps).sum(0).tolist() for layer, steps in plain.decided.items()}
+    assert {layer: record[batch.slot_mask].tolist() for layer, record in loops.items()} == counts
+    assert all((record[~batch.slot_mask] == -1).all() for record in loops.values())
+    assert len({count for each in counts.values() for count in each}) > 2  # none, all, and part of the way
+
+
+def test_gradients_are_those_of_the_straight_through_estimator() -> None:
+    """Every parameter's gradient, and the slots', equal those of the plain construction of eq. 7 and 8."""
+    reader = make_reader(double=True).train()
+    batch = alone(prompts(reader), 0)
+    weights = torch.randn(batch.inputs_embeds.shape[1], len(architectures.tokenizer("Llama"))).double()
+    plain = Plain(reader, train=True)
+    h = batch.inputs_embeds.clone().requires_grad_(True)
+    (plain.logits(h[0], batch.slot_mask[0]) * weights).sum().backward()
+
+    trained = {id(p) for p in reader.trained_parameters()}
+    inputs = batch.inputs_embeds.clone().requires_grad_(True)
+    with reader.decoder(batch.slot_mask) as model:
+        (model(**(batch.model_inputs() | {"inputs_embeds": inputs})).logits[0] * weights).sum().backward()
+    scale = float(h.grad.abs().max())
+    torch.testing.assert_close(inputs.grad / scale, h.grad / scale, atol=1e-4, rtol=1e-3)
+    for name, parameter in reader.named_parameters():
+        if name.startswith(("lora.", "gates.")):
+            expected = plain.added[name].grad
+            scale = float(expected.abs().max())
+            assert scale > 0 and id(parameter) in trained
+            torch.testing.assert_close(parameter.grad / scale, expected / scale, atol=1e-4, rtol=1e-3)
+
+
+# Any architecture, against merged weights
+
+
+class PerPosition(nn.Module):
+    """A linear layer with merged weights at slots and its own elsewhere."""
+
+    def __init__(self, linear: nn.Linear, merged: Tensor, mask: Tensor) -> None:
+        super().__init__()
+        self.linear, self.merged, self.mask = linear, merged, mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = F.pad(self.mask, (0, x.shape[1] - self.mask.shape[1])).unsqueeze(-1)
+        return torch.where(mask, F.linear(x, self.merged, self.linear.bias), self.linear(x))
+
+
+class Looped(nn.Module):
+    """A decoder layer and its loops, without a cache, decided at every position and kept at slots."""
+
+    def __init__(self, layer: nn.Module, gate: dict[str, Tensor], mask: Tensor, loops: int) -> None:
+        super().__init__()
+        self.layer, self.gate, self.mask, self.loops = layer, gate, mask, loops
+
+    def forward(self, h: Tensor, **kwargs: Any) -> Tensor:
+        h = self.layer(h, **kwargs)
+        mask = F.pad(self.mask, (0, h.shape[1] - self.mask.shape[1])).unsqueeze(-1)
+        for _ in range(self.loops):
+            inner = F.silu(F.linear(h, self.gate["0.weight"], self.gate["0.bias"]))
+            g = F.linear(inner, self.gate["2.weight"], self.gate["2.bias"]).sigmoid()
+            h = torch.where(mask & (g >= 0.5), self.layer(h, **kwargs), h)
+        return h
+
+
+def merged_model(reader: ArcAlignerReader, mask: Tensor) -> Any:
+    """The reader's decoder for prompts with these slots, built from merged weights; without a cache only."""
+    model = copy.deepcopy(reader.backbone.model)
+    state = reader.state_dict()
+    for number, layer in enumerate(model.model.layers):
+        for name, linear in list(layer.named_modules()):
+            if isinstance(linear, nn.Linear):
+                a, b = (state[f"lora.{number}.updates.{name.replace('.', '_')}.{which}"] for which in "ab")
+                merged = linear.weight + LORA["alpha"] / LORA["rank"] * b @ a
+                layer.set_submodule(name, PerPosition(linear, merged, mask))
+        gate = {n.removeprefix(f"gates.{number}."): p for n, p in state.items() if n.startswith(f"gates.{number}.")}
+        model.model.layers[number] = Looped(layer, gate, mask, reader.config.loops)
+    return model
+
+
+@pytest.mark.parametrize("name", architectures.NAMES)
+def test_cached_generation_equals_recomputation(name: str) -> None:
+    """Prompts of a left-padded batch, read once with a cache, against each prompt read anew for each token."""
+    reader = make_reader(name)
+    batch, steps = prompts(reader, name), 5
+    with torch.no_grad(), reader.record_loops() as loops, reader.decoder(batch.slot_mask) as model:
+        made = model.generate(
+            **batch.model_inputs(), max_new_tokens=steps, min_new_tokens=steps, do_sample=False,
+            return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+    assert set(loops) == {0, 1} and all(record[batch.slot_mask].max() > 0 for record in loops.values())
+    embed = reader.backbone.embeddings
+    for row in range(2):
+        prompt = alone(batch, row)
+        reference, h = merged_model(reader, prompt.slot_mask), prompt.inputs_embeds
+        for step in range(steps):
+            with torch.no_grad():
+                logits = reference(inputs_embeds=h, use_cache=False).logits[0, -1]
+                with reader.decoder(prompt.slot_mask) as model:  # text beyond the mask, and no cache
+                    anew = model(inputs_embeds=h, use_cache=False).logits[0, -1]
+                h = torch.cat([h, embed(made.sequences[row, step].view(1, 1))], dim=1)
+            torch.testing.assert_close(made.logits[step][row], logits, atol=2e-3, rtol=2e-3)
+            torch.testing.assert_close(anew, logits, atol=2e-3, rtol=2e-3)
+            allowed = logits.clone()
+            allowed[model.generation_config.eos_token_id] = -math.inf
+            assert made.sequences[row, step] == allowed.argmax()
+    # The cache has what the frozen decoder's has: each position once.
+    with torch.no_grad():
+        frozen = reader.backbone.model.generate(
+            **batch.model_inputs(), max_new_tokens=steps, min_new_tokens=steps, return_dict_in_generate=True
+        )
+    positions = batch.inputs_embeds.shape[1] + steps - 1
+    for layer, (ours, theirs) in enumerate(zip(made.past_key_values, frozen.past_key_values, strict=True)):
+        assert made.past_key_values.get_seq_length(layer) == positions
+        assert ours[0].shape == theirs[0].shape and ours[1].shape == theirs[1].shape
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "Phi3"])
+def test_a_batch_reads_as_each_prompt_alone(name: str) -> None:
+    reader = make_reader(name)
+    batch = prompts(reader, name, rows=3)
+    with reader.record_loops() as together:
+        logits = read(reader, batch).logits
+    for row in range(3):
+        single, real = alone(batch, row), batch.attention_mask[row].bool()
+        with reader.record_loops() as loops:
+            torch.testing.assert_close(read(reader, single).logits[0], logits[row, real], atol=2e-3, rtol=2e-3)
+        assert {n: r[0].tolist() for n, r in loops.items()} == {n: r[row, real].tolist() for n, r in together.items()}
+
+
+# What stays as it was
+
+
+@pytest.mark.parametrize("name", architectures.NAMES)
+def test_an_untrained_reader_is_the_frozen_decoder(name: str) -> None:
+    """LoRA's B is zero and the gates are closed: the same bits, with loops and without."""
+    for loops in (0, 3):
+        reader = make_reader(name, wide=False, loops=loops)
+        batch = prompts(reader, name)
+        with torch.no_grad():
+            frozen = reader.backbone.model(**batch.model_inputs()).logits
+        assert torch.equal(read(reader, batch).logits, frozen)
+
+
+def test_a_decoder_in_half_precision() -> None:
+    """The reader keeps float32; text keeps its bits; training under autocast reaches the gates."""
+    backbone = Backbone(architectures.model("Llama").bfloat16(), architectures.tokenizer("Llama"))
+    wide = make_reader()
+    reader = ArcAlignerReader(backbone, 12, wide.config)
+    reader.load_saved_state(wide.saved_state())
+    batch = prompts(reader, rows=1)
+    assert batch.inputs_embeds.dtype == torch.bfloat16
+    with torch.no_grad():
+        frozen = backbone.model(**batch.model_inputs()).logits
+    logits = read(reader, batch).logits
+    first_slot = int(batch.slot_mask[0].nonzero()[0])
+    assert torch.equal(logits[:, :first_slot], frozen[:, :first_slot])
+    assert (logits[:, first_slot:].isfinite()).all() and not torch.equal(logits, frozen)
+    reader.train().trained_parameters()
+    with torch.autocast("cpu", torch.bfloat16), reader.decoder(batch.slot_mask) as model:
+        model(**batch.model_inputs()).logits.float().pow(2).sum().backward()
+    for name, parameter in [*reader.lora.named_parameters(), *reader.gates.named_parameters()]:
+        assert parameter.dtype == torch.float32 and parameter.grad.abs().max() > 0, name
+
+
+def test_gates_decide_alike_in_training_and_at_inference_in_half_precision() -> None:
+    """Eq. 7 and 8: a gate is 0 or 1, and its slot the state or the candidate, to the bit."""
+    backbone = Backbone(architectures.model("Llama").bfloat16(), architectures.tokenizer("Llama"))
+    wide = make_reader()
+    reader = ArcAlignerReader(backbone, 12, wide.config)
+    reader.load_saved_state(wide.saved_state())
+    batch = prompts(reader)
+    made = []
+    for train in (False, True):
+        reader.train(train).requires_grad_(train)
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            torch.set_grad_enabled(train),
+            reader.record_loops() as loops,
+            reader.decoder(batch.slot_mask) as model,
+        ):
+            made.append(model(**batch.model_inputs(), output_hidden_states=True).hidden_states)
+    assert any((record > 0).any() for record in loops.values())
+    assert all(torch.equal(a, b.detach()) for a, b in zip(*made, strict=True))
+
+
+def test_text_before_the_slots_is_the_frozen_decoders() -> None:
+    """The same bits at every layer; after the slots, the same bits at the first layer's input only."""
+    reader = make_reader()
+    batch = prompts(reader, rows=1)
+    first_slot = int(batch.slot_mask[0].nonzero()[0])
+    text = ~batch.slot_mask[0]
+    with torch.no_grad():
+        frozen = reader.backbone.model(**batch.model_inputs(), output_hidden_states=True).hidden_states
+    ours = read(reader, batch, output_hidden_states=True).hidden_states
+    assert torch.equal(ours[0], frozen[0]) and torch.equal(ours[0], batch.inputs_embeds)
+    for a, b in zip(ours[1:], frozen[1:], strict=True):
+        assert torch.equal(a[0, :first_slot], b[0, :first_slot])
+        assert not torch.equal(a[0, text], b[0, text])
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_loops_leave_text_as_the_mandatory_pass_left_it(name: str, layer: int) -> None:
+    """Equation 9, and closed gates, at the one gated layer: only slots whose gates opened change, to the bit."""
+    looping, once = (make_reader(name, gated_layers=[layer], loops=loops) for loops in (3, 0))
+    batch = prompts(looping, name)
+    with looping.record_loops() as loops:
+        for _ in range(2):  # transformers' own hooks, which record the states, are there before ours the second time
+            ours = read(looping, batch, output_hidden_states=True).hidden_states
+    theirs = read(once, batch, output_hidden_states=True).hidden_states
+    for before in range(layer + 1):
+        assert torch.equal(ours[before], theirs[before])
+    changed = (ours[layer + 1] != theirs[layer + 1]).any(-1)
+    assert torch.equal(changed, loops[layer] > 0)
+    assert changed.any() and not changed[batch.slot_mask].all()
+
+
+def test_the_shared_decoder_is_never_touched() -> None:
+    """Text reads the same bits before, beside, inside and after a prompt with slots, and after a failure in one."""
+    reader = make_reader()
+    batch = prompts(reader)
+    model = reader.backbone.model
+
+    def text() -> Tensor:
+        with torch.no_grad(), reader.backbone.use(None) as plain:
+            return plain(**batch.model_inputs()).logits
+
+    frozen, soft = text(), read(reader, batch).logits
+    assert (frozen - soft).abs().max() > 0.1
+    with reader.decoder(batch.slot_mask) as aligned, torch.no_grad():
+        assert torch.equal(text(), frozen)
+        assert torch.equal(aligned(**batch.model_inputs()).logits, soft)
+        with reader.decoder(torch.zeros(1, 1, dtype=torch.bool)) as without:
+            assert torch.equal(without(**batch.model_inputs()).logits, frozen)
+        assert torch.equal(aligned(**batch.model_inputs()).logits, soft)
+    with pytest.raises(ZeroDivisionError), reader.decoder(batch.slot_mask) as aligned:
+        handle = aligned.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        try:
+            aligned(**batch.model_inputs())
+        finally:
+            handle.remove()
+    assert torch.equal(text(), frozen)
+    assert torch.equal(read(reader, batch).logits, soft)
+    for made, shared in zip(aligned.parameters(), model.parameters(), strict=True):
+        assert made is shared  # no second copy in memory
+
+
+def test_adapters_of_others_do_not_matter() -> None:
+    """Ordinary LoRA on the same decoder, there before the reader or added later, active or not."""
+    plain = make_reader()
+    batch = prompts(plain)
+    soft = read(plain, batch).logits
+    backbone = Backbone(architectures.model("Llama"), architectures.tokenizer("Llama"))
+    backbone.add_adapter("compressor", lora_config(TuneConfig(rank=2)))
+    reader = ArcAlignerReader(backbone, 12, plain.config)
+    backbone.add_adapter("teacher", lora_config(TuneConfig(rank=3)))
+    for name, parameter in backbone.model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    reader.load_saved_state(plain.saved_state())
+    assert torch.equal(read(reader, batch).logits, soft)
+    for adapter in ("compressor", "teacher"):
+        with backbone.use(adapter) as model, torch.no_grad():
+            tuned = model(**batch.model_inputs()).logits
+            assert torch.equal(read(reader, batch).logits, soft)
+            assert torch.equal(model(**batch.model_inputs()).logits, tuned)
+            assert (tuned - soft).abs().max() > 0.1
+
+
+def test_threads_read_text_and_slots_at_once() -> None:
+    reader = make_reader()
+    batches = [prompts(reader, seed=seed) for seed in range(3)]
+
+    def work(number: int) -> list[int]:
+        batch = batches[number % 3]
+        chosen = reader.backbone.use(None) if number % 2 else reader.decoder(batch.slot_mask)
+        with torch.no_grad(), chosen as model:
+            tokens: list[int] = model.generate(**batch.model_inputs(), max_new_tokens=4, do_sample=False).tolist()
+        return tokens
+
+    one_by_one = [work(number) for number in range(12)]
+    assert one_by_one[0] != one_by_one[3]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(12), timeout=WAIT)) == one_by_one
+
+
+# What it costs
+
+
+def count_calls(modules: list[nn.Module]) -> tuple[list[str], Callable[[], None]]:
+    calls: list[str] = []
+    handles = [
+        module.register_forward_pre_hook(lambda m, _: calls.append(type(m).__name__)) for module in modules
+    ]  # fmt: skip
+    return calls, lambda: [handle.remove() for handle in handles] and None
+
+
+def test_steps_after_the_prompt_cost_nothing_extra() -> None:
+    reader = make_reader()
+    batch = prompts(reader)
+    with torch.no_grad(), reader.decoder(batch.slot_mask) as model:
+        added, stop_added = count_calls([*reader.lora.modules(), *reader.gates.modules()])
+        linears = [m for layer in model.model.layers for m in layer.modules() if isinstance(m, nn.Linear)]
+        own, stop_own = count_calls(linears)
+        cache = model(**batch.model_inputs(), use_cache=True).past_key_values
+        assert added.count("SlotUpdate") == len(own) > 2 * len(linears)  # each linear layer, in each loop
+        assert added.count("Gate") > 2
+        added.clear()
+        own.clear()
+        mask = batch.attention_mask
+        for step in range(3):
+            mask = F.pad(mask, (0, 1), value=1)
+            place = batch.position_ids[:, -1:] + 1 + step
+            model(input_ids=torch.tensor([[30], [31]]), attention_mask=mask, position_ids=place, past_key_values=cache)
+        assert added == []
+        assert len(own) == 3 * len(linears)
+        assert not any(layer._forward_hooks for layer in model.model.layers)
+        assert all(len(linear._forward_hooks) == 0 for linear in linears)
+        stop_added()
+        stop_own()
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_loops_end_with_the_last_open_gate(train: bool) -> None:
+    """At inference: no pass where no gate is open. In training every pass is made, for the gates' gradients."""
+    reader = make_reader(loops=4).train(train)
+    batch = prompts(reader)
+    for name, parameter in reader.gates.named_parameters():
+        if name == "1.2.bias":
+            nn.init.constant_(parameter, -1e4)  # the second layer's gates never open
+    calls: list[int] = []
+    with reader.record_loops() as loops, torch.set_grad_enabled(train), reader.decoder(batch.slot_mask) as model:
+        for number, layer in enumerate(model.model.layers):
+            layer.self_attn.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
+        model(**batch.model_inputs())
+    assert loops[0].max() > 0 and loops[1][batch.slot_mask].eq(0).all()
+    passes = [1 + 4, 1 + 4] if train else [1 + int(loops[0].max()), 1]
+    assert [calls.count(number) for number in (0, 1)] == passes
+
+
+def test_lora_works_at_slots_only() -> None:
+    reader = make_reader(loops=0)
+    batch = prompts(reader)
+    shapes = []
+    for update in reader.lora[0].updates.values():
+        update.register_forward_pre_hook(lambda _, args: shapes.append(len(args[0])))
+    read(reader, batch)
+    assert shapes == [int(batch.slot_mask.sum())] * 7
+
+
+def test_prompts_that_do_not_fit_the_mask_are_refused() -> None:
+    reader = make_reader()
+    batch = prompts(reader)
+    shorter = {name: value[:, 1:] for name, value in batch.model_inputs().items()}
+    fewer = {name: value[:1] for name, value in batch.model_inputs().items()}
+    for inputs in (shorter, fewer):
+        with pytest.raises(ConfigError, match="slot_mask is for 2 prompts of 20 positions"):
+            read(reader, batch, **inputs)

@@ -1,0 +1,287 @@
+"""ComprExIT (paper 002): equations 4 to 13 in plain loops, padding, segments, and its weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.config import ComprexitConfig
+from ctx_compress_rag.data.examples import world_examples
+from ctx_compress_rag.errors import BundleError, RatioError
+from ctx_compress_rag.methods.base.compressor import Tokenized, padded
+from ctx_compress_rag.methods.base.projections import TwoLayerMap
+from ctx_compress_rag.methods.comprexit.compressor import ComprexitCompressor
+from helpers import architectures
+from helpers.comprexit import ABLATIONS, IDS, SMALL, TEXTS, blocks_outputs, comprexit_bundle, encode, some_ids
+
+
+@pytest.fixture(scope="module")
+def make(tiny_tokenizer: Any) -> Callable[..., Bundle]:
+    return partial(comprexit_bundle, tiny_tokenizer)
+
+
+# The equations
+
+
+def plain_slots(w: dict[str, Tensor], states: list[Tensor], config: ComprexitConfig, ratio: int) -> list[Tensor]:
+    """Equations 4 to 12 as they are printed, one token, layer and slot at a time, segment by segment."""
+    n_layers, n_tokens = len(states), len(states[0])
+    if config.normalise_states:
+        states = [torch.stack([h / h.pow(2).mean().sqrt() for h in state]) for state in states]
+    anchors = []
+    for t in range(n_tokens):
+        h = [state[t] for state in states]
+        if config.layers == "all":
+            prior = torch.tensor([math.exp(x) for x in w["depth.priors"]], dtype=torch.float64)
+            prior = prior / prior.sum()  # the constraint of eq. 4
+            mixed = sum(prior[i] * h[i] for i in range(n_layers))  # eq. 4
+            context = w["depth.context.weight"] @ mixed
+            scores = [  # eq. 5
+                float(context @ (w[f"depth.layers.{i}.weight"] @ h[i] + w["depth.layer_embeddings"][i]))
+                for i in range(n_layers)
+            ]
+            exp = [math.exp(s / config.temperature) for s in scores]
+            alpha = [e / sum(exp) for e in exp]  # eq. 6
+            anchors.append(sum(alpha[i] * (w["anchor.weight"] @ h[i]) for i in range(n_layers)))  # eq. 7
+        else:
+            anchors.append(w["anchor.weight"] @ h[-1])
+    slots = []
+    for start in range(0, n_tokens, config.segment_tokens):
+        a = anchors[start : start + config.segment_tokens]
+        fields = [range(i, min(i + ratio, len(a))) for i in range(0, len(a), ratio)]
+        n_slots = len(fields)
+        receivers = [sum(a[t] for t in field) / len(field) for field in fields]  # eq. 8
+        plan = [[0.0] * n_slots for _ in a]
+        if config.allocation == "transport":
+
+            def cosine(x: Tensor, y: Tensor) -> float:
+                return float(x @ y / (x @ x).sqrt() / (y @ y).sqrt())
+
+            w_u, w_rho = w["allocation.utility.weight"], w["allocation.capacity.weight"][0]
+            cost = [[1 - cosine(w_u @ x, w_u @ r) for r in receivers] for x in a]  # eq. 9, and C of eq. 11
+            exp = [math.exp(float(w_rho @ x)) for x in a]
+            sent = [e / sum(exp) for e in exp]  # eq. 10
+            gibbs = [[math.exp(-c / config.epsilon) for c in row] for row in cost]
+            v = [1.0] * n_slots
+            for _ in range(config.iterations):  # Sinkhorn and Knopp, in the plain domain
+                u = [sent[t] / sum(gibbs[t][k] * v[k] for k in range(n_slots)) for t in range(len(a))]
+                v = [(1 / n_slots) / sum(gibbs[t][k] * u[t] for t in range(len(a))) for k in range(n_slots)]
+            plan = [[u[t] * gibbs[t][k] * v[k] for k in range(n_slots)] for t in range(len(a))]
+        else:
+            w_q, w_k = w["allocation.query.weight"], w["allocation.key.weight"]
+            for k, field in enumerate(fields):
+                exp = {t: math.exp(float((w_q @ receivers[k]) @ (w_k @ a[t])) / math.sqrt(len(w_q))) for t in field}
+                for t in field:
+                    plan[t][k] = exp[t] / sum(exp.values()) / n_slots
+        for k in range(n_slots):  # eq. 12, over the receiver's capacity 1 / K
+            slots.append(n_slots * sum(plan[t][k] * (w["value.weight"] @ a[t]) for t in range(len(a))))
+    return slots
+
+
+@pytest.mark.parametrize("method", ABLATIONS, ids=IDS)
+@pytest.mark.parametrize(("length", "ratio"), [(37, 4), (16, 8), (3, 4), (21, 16)])
+def test_slots_follow_the_equations(
+    make: Callable[..., Bundle], method: dict[str, Any], length: int, ratio: int
+) -> None:
+    bundle = make(seed=length, **method)
+    bundle.backbone.model.double()
+    bundle.compressor.double()
+    bundle.reader.double()
+    ids = some_ids(length)
+    weights = dict(bundle.compressor.named_parameters())
+    states = blocks_outputs(bundle.backbone.model, ids)
+    with torch.no_grad():
+        expected = torch.stack(plain_slots(weights, states, bundle.config.method, ratio))  # type: ignore[arg-type]
+    [soft] = encode(bundle.compressor, [ids], ratio).rows()
+    torch.testing.assert_close(soft.slots, expected, atol=1e-9, rtol=1e-8)
+    assert soft.token_counts.tolist() == [min(ratio, length - i) for i in range(0, length, ratio)]
+
+    w = {name.removeprefix("projection."): p for name, p in bundle.reader.named_parameters()}
+    embedded = bundle.embed(soft)
+    for slot, out in zip(expected, embedded, strict=True):  # eq. 13
+        hidden = [float(w["inner.weight"][i] @ slot + w["inner.bias"][i]) for i in range(bundle.backbone.dim)]
+        gelu = torch.tensor([0.5 * x * (1 + math.erf(x / math.sqrt(2))) for x in hidden], dtype=torch.float64)
+        torch.testing.assert_close(out, w["outer.weight"] @ gelu + w["outer.bias"], atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.parametrize("name", architectures.NAMES)
+def test_layers_are_the_blocks_outputs_in_every_architecture(name: str) -> None:
+    compressor = ComprexitCompressor(
+        Backbone(architectures.model(name), architectures.tokenizer(name)),
+        ComprexitConfig(**SMALL, normalise_states=False),
+    )
+    [ids] = architectures.random_ids(name, [3 * architectures.SLIDING_WINDOW])
+    states = compressor.hidden_states(ids.unsqueeze(0))
+    adds_bos = architectures.family(name).adds_bos  # it is read first, and goes into no slot
+    bos = [architectures.tokenizer(name).bos_token_id] if adds_bos else []
+    expected = [output[len(bos) :] for output in blocks_outputs(compressor.backbone.model, [*bos, *ids.tolist()])]
+    assert len(states) == len(expected) == compressor.backbone.model.config.num_hidden_layers
+    for state, output in zip(states, expected, strict=True):
+        torch.testing.assert_close(state[0], output, atol=1e-5, rtol=1e-5)
+
+
+# Passages
+
+
+@pytest.mark.parametrize("name", architectures.NAMES)
+def test_padding_changes_nothing_in_any_architecture(name: str) -> None:
+    torch.manual_seed(0)
+    compressor = ComprexitCompressor(
+        Backbone(architectures.model(name), architectures.tokenizer(name)), ComprexitConfig(**SMALL)
+    )
+    passages = architectures.random_ids(name, [41, 3, 16, 17])
+    ids = torch.nn.utils.rnn.pad_sequence(passages, batch_first=True, padding_value=1)
+    ids = F.pad(ids, (0, 9), value=2)
+    mask = torch.tensor([[1] * len(p) + [0] * (50 - len(p)) for p in passages])
+    with torch.no_grad():
+        batch = compressor.encode(ids, mask, [4, 16])
+    for ratio, slots in batch.items():
+        assert (slots.slots[slots.token_counts == 0] == 0).all()
+        for row, passage in zip(slots.rows(), passages, strict=True):
+            [alone] = encode(compressor, [passage.tolist()], ratio).rows()
+            assert torch.equal(row.token_counts, alone.token_counts)
+            torch.testing.assert_close(row.slots, alone.slots, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("method", ABLATIONS, ids=IDS)
+def test_a_batch_compresses_as_each_passage_alone(make: Callable[..., Bundle], method: dict[str, Any]) -> None:
+    bundle = make(**method)
+    for text, soft in zip(TEXTS, bundle.compress(TEXTS), strict=True):
+        [alone] = bundle.compress([text])
+        torch.testing.assert_close(soft.slots, alone.slots, atol=1e-4, rtol=1e-4)
+        assert torch.equal(soft.token_counts, alone.token_counts)
+
+
+@given(length=st.integers(1, 60), ratio=st.integers(1, 50))
+@settings(deadline=None, max_examples=20)
+def test_any_ratio_of_any_passage(make: Callable[..., Bundle], length: int, ratio: int) -> None:
+    """ceil(tokens / ratio) slots, whole fields in order, finite, each a weighted mean of the W_g h."""
+    compressor = make().compressor
+    batch = encode(compressor, [some_ids(length), some_ids(60)], ratio)
+    [soft, _] = batch.rows()
+    assert soft.token_counts.tolist() == [min(ratio, length - i) for i in range(0, length, ratio)]
+    with torch.no_grad():
+        values = compressor.value(compressor.anchors(compressor.hidden_states(torch.tensor([some_ids(length)])))[0])
+    assert (soft.slots >= values.amin(0) - 1e-4).all() and (soft.slots <= values.amax(0) + 1e-4).all()
+
+
+def test_segments_and_windows_stand_alone(make: Callable[..., Bundle]) -> None:
+    """Text changes its own segment and later ones, which the decoder reads after it; never earlier ones."""
+    bundle = make()
+    ids = some_ids(64)
+    other = [*ids[:20], ids[20] + 1, *ids[21:]]
+    one, two = (encode(bundle.compressor, [x], 4).slots[0] for x in (ids, other))
+    segment = 16 // 4
+    torch.testing.assert_close(one[:segment], two[:segment])
+    assert (one[segment : 2 * segment] - two[segment : 2 * segment]).abs().amin(0).max() > 1e-5
+    long = some_ids(150)
+    [soft] = bundle.compressor.compress([Tokenized("", long)], 4, 64, 8192)
+    parts = [encode(bundle.compressor, [long[i : i + 64]], 4).rows()[0].slots for i in range(0, 150, 64)]
+    torch.testing.assert_close(soft.slots, torch.cat(parts), atol=1e-5, rtol=1e-4)
+
+
+def test_coarser_ratios_need_another_encoding(make: Callable[..., Bundle]) -> None:
+    bundle = make()
+    [soft] = bundle.compress(TEXTS[:1], 4)
+    assert torch.equal(bundle.at_ratio(soft, 4).slots, soft.slots)
+    with pytest.raises(RatioError, match="comprexit stores one ratio"):
+        bundle.at_ratio(soft, 8)
+    [coarse] = bundle.compress(TEXTS[:1], 8)
+    assert (soft.merge(2).slots - coarse.slots).abs().max() > 1e-3
+
+
+def test_the_plan_is_in_full_precision_under_autocast(make: Callable[..., Bundle]) -> None:
+    compressor = make().compressor
+    ids, mask = padded([some_ids(40)], torch.device("cpu"))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        anchors = compressor.anchors(compressor.hidden_states(ids))
+        assert anchors.dtype == torch.bfloat16  # so there is something to guard against
+        plan = compressor._transport(anchors, mask, 4).plan
+        assert compressor.encode(ids, mask, [4])[4].slots.dtype == torch.float32
+    assert plan.dtype == torch.float32
+    torch.testing.assert_close(plan[0].sum(0), torch.full((4,), 0.25), atol=1e-6, rtol=1e-6)
+
+
+# Weights
+
+
+def test_untrained_slots_have_the_size_of_embeddings(make: Callable[..., Bundle]) -> None:
+    for seed in range(3):
+        bundle = make(seed=seed)
+        softs = bundle.compress(TEXTS)
+        bundle.reader.initialise(float(torch.cat([soft.slots for soft in softs]).pow(2).mean().sqrt()))
+        size = torch.cat([bundle.embed(soft) for soft in softs]).pow(2).mean().sqrt()
+        assert size / bundle.backbone.embeddings.weight.pow(2).mean().sqrt() == pytest.approx(1, abs=0.35)
+
+
+def test_an_untrained_plan_keeps_to_its_fields_and_has_converged() -> None:
+    """On a real decoder's states at 4x: about half of a slot is of its own four tokens, the rest of 124 others."""
+    demo = Bundle.from_pretrained("demo")
+    texts = ["\n".join(example.passages) for example in world_examples("dev", 1, 4)]
+    ids = torch.tensor([demo.tokenizer(text, add_special_tokens=False)["input_ids"][:128] for text in texts])
+    torch.manual_seed(0)
+    compressor = ComprexitCompressor(demo.backbone, ComprexitConfig())
+    with torch.no_grad():
+        anchors = compressor.anchors(compressor.hidden_states(ids))
+        plan = compressor._transport(anchors, torch.ones_like(ids), 4).plan
+        sent = compressor.allocation.capacity(anchors).squeeze(-1).softmax(-1)
+    own = torch.block_diag(*[torch.ones(4, 1)] * 32)
+    assert 0.45 < float((plan * own).sum((1, 2)).mean()) < 0.75
+    assert float((plan.sum(-1) - sent).abs().sum(-1).max()) < 0.01
+
+
+@pytest.mark.parametrize(("width", "layers", "heads"), [(2048, 16, 32), (3072, 28, 24)])
+def test_about_one_per_cent_of_parameters_is_added(width: int, layers: int, heads: int, tiny_tokenizer: Any) -> None:
+    """The abstract, for Llama-3.2-1B and 3B at the paper's widths."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=width,
+        intermediate_size=8192,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        backbone = Backbone(LlamaForCausalLM(shape), tiny_tokenizer)
+        compressor = ComprexitCompressor(backbone, ComprexitConfig())
+        added = [*compressor.parameters(), *TwoLayerMap(compressor.dim, backbone.dim).parameters()]
+    share = sum(p.numel() for p in added) / sum(p.numel() for p in backbone.model.parameters())
+    assert share == pytest.approx(0.01, abs=0.002)
+
+
+@pytest.mark.parametrize("method", ABLATIONS, ids=IDS)
+def test_saved_bundles_have_the_same_bits(make: Callable[..., Bundle], method: dict[str, Any], tmp_path: Path) -> None:
+    bundle = make(**method)
+    bundle.save_pretrained(tmp_path / "bundle")
+    again = Bundle.from_pretrained(tmp_path / "bundle", device="cpu")
+    assert again.config == bundle.config and again.fingerprint == bundle.fingerprint
+    for one, two in zip(bundle.compress(TEXTS), again.compress(TEXTS), strict=True):
+        assert torch.equal(one.slots, two.slots)
+        assert torch.equal(bundle.embed(one), again.embed(two))
+    config = json.loads((tmp_path / "bundle" / "config.json").read_text())
+    config["method"]["slot_dim"] = 13
+    (tmp_path / "bundle" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BundleError, match=r"12\), its config needs .*13\)"):
+        Bundle.from_pretrained(tmp_path / "bundle", device="cpu")
+
+
+@pytest.mark.parametrize("wrong", [{"epsilon": 0}, {"iterations": 0}, {"layers": "first"}, {"segments": 3}])
+def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        ComprexitConfig(**wrong)

@@ -1,0 +1,305 @@
+"""RAM (paper 004): its equations in float64, and what is kept and skimmed."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.config import RamConfig
+from ctx_compress_rag.errors import RatioError
+from ctx_compress_rag.methods.base.compressor import padded
+from ctx_compress_rag.methods.ram.compressor import RamCompressor, relevance, segment_means, skimmed
+from ctx_compress_rag.methods.ram.segments import Segments, layout, shown, slots_of_runs
+from helpers import architectures
+from helpers.ram import (
+    EXAMPLES,
+    FROZEN,
+    collator,
+    move,
+    objective,
+    plain_choice,
+    plain_cosine,
+    plain_ids,
+    plain_mean,
+    plain_segments,
+    plain_skim,
+    plain_states,
+    ram_bundle,
+)
+
+SEPARATOR = "\n\n"
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_tokenizer: Any) -> Bundle:
+    return ram_bundle(tiny_tokenizer)
+
+
+# Equations
+
+
+@pytest.mark.parametrize("mode", ["full", "frozen"])
+def test_what_is_stored_is_the_mean_of_each_segment_read_alone(tiny_tokenizer: Any, mode: str) -> None:
+    """Eq. 1, with transformers' own causal forward on each segment by itself."""
+    made = ram_bundle(tiny_tokenizer, encoder={"mode": mode})
+    move(made)
+    encoder = made.compressor.encoder if mode == "full" else made.backbone.model.base_model
+    texts = [passage for example in EXAMPLES for passage in example.passages]
+    for text, soft in zip(texts, made.compress(texts), strict=True):
+        segments = plain_segments(made, text)
+        expected = torch.stack([plain_mean(plain_states(encoder, ids)) for ids in segments])
+        torch.testing.assert_close(soft.slots.double(), expected, atol=1e-4, rtol=1e-4)
+        assert soft.token_counts.tolist() == [len(ids) for ids in segments]
+
+
+@pytest.mark.parametrize("name", architectures.NAMES)
+def test_every_architecture_reads_segments_alone(name: str) -> None:
+    """Eq. 1 against each family's own forward: embedding scales, sliding windows shorter than a segment, padding."""
+    backbone = Backbone(architectures.model(name), architectures.tokenizer(name))
+    compressor = RamCompressor(backbone, RamConfig(segment_tokens=12, encoder=FROZEN))
+    passages = [ids.tolist() for ids in architectures.random_ids(name, [29, 12, 5])]
+    for passage, soft in zip(passages, compressor.compress_ids(passages, 12, 24, 60), strict=True):
+        segments = [passage[i : i + 12] for i in range(0, len(passage), 12)]
+        expected = torch.stack([plain_mean(plain_states(backbone.model.base_model, ids)) for ids in segments])
+        torch.testing.assert_close(soft.slots.double(), expected, atol=1e-4, rtol=1e-3)
+    for text in architectures.TEXTS:
+        cut = Segments.of(backbone.tokenizer, text, 7)
+        assert "".join(text[a:b] for a, b in pairwise(cut.bounds)) == text
+
+
+def test_other_ratios_are_not_stored(bundle: Bundle) -> None:
+    with pytest.raises(RatioError, match="one vector for each segment of 4 tokens"):
+        bundle.compress(["Kormoor lies on the river Halen."], ratio=8)
+
+
+floats = st.floats(-3, 3, allow_nan=False, width=32)
+
+
+@st.composite
+def representations(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    n = draw(st.integers(1, 12))
+    torch.manual_seed(draw(st.integers(0, 10_000)))
+    return torch.randn(6), torch.randn(n, 6)
+
+
+@given(vectors=representations(), ratio=st.integers(2, 40), missing=st.integers(0, 3))
+@settings(deadline=None, max_examples=80)
+def test_the_k_likeliest_segments_are_kept(
+    bundle: Bundle, vectors: tuple[Tensor, Tensor], ratio: int, missing: int
+) -> None:
+    """Eq. 2 and 3 to the letter for one passage; its last segment may be short of `missing` tokens."""
+    question, segments = vectors
+    counts = torch.full((len(segments),), 4)
+    counts[-1] -= missing
+    k = int(counts.sum()) // (4 * ratio)
+    cosines = [plain_cosine(question.double(), r) for r in segments.double()]
+    best = sorted(range(len(segments)), key=lambda i: -cosines[i])[:k]
+    assert bundle.compressor.choose(question, segments, counts, ratio) == [i in best for i in range(len(segments))]
+    assert k < len(segments)  # from ratio 2 on something is always skimmed
+
+
+@given(vectors=representations(), ratio=st.integers(2, 10), data=st.data())
+@settings(deadline=None, max_examples=80)
+def test_short_passages_are_kept_by_their_tokens(
+    bundle: Bundle, vectors: tuple[Tensor, Tensor], ratio: int, data: st.DataObject
+) -> None:
+    """Every passage's last segment may be short: k whole segments are so many tokens, whoever has them."""
+    question, segments = vectors
+    lengths = data.draw(st.lists(st.integers(1, 4), min_size=len(segments), max_size=len(segments)))
+    kept = bundle.compressor.choose(question, segments, torch.tensor(lengths), ratio)
+    assert kept == plain_choice(question.double(), list(segments.double()), lengths, ratio, 4)
+
+
+def test_half_of_many_short_passages_is_kept_at_ratio_two(bundle: Bundle) -> None:
+    """Twelve passages of two tokens: k is 3, which is six of them; three were a quarter of the text."""
+    torch.manual_seed(0)
+    kept = bundle.compressor.choose(torch.randn(6), torch.randn(12, 6), torch.full((12,), 2), 2)
+    assert sum(kept) == 6
+
+
+def test_of_equals_the_earlier_is_kept(bundle: Bundle) -> None:
+    vector, counts = torch.randn(6), torch.full((4,), 4)
+    assert bundle.compressor.choose(vector, vector.expand(4, 6), counts, 2) == [True, True, False, False]
+
+
+@given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=5), seed=st.integers(0, 10_000))
+@settings(deadline=None, max_examples=40)
+def test_skimming_is_query_guided_pooling(lengths: list[int], seed: int) -> None:
+    """Eq. 1, 4 and the cosine of eq. 8 on random states, padding or not."""
+    torch.manual_seed(seed)
+    hidden, question = torch.randn(len(lengths), max(lengths), 5), torch.randn(5)
+    mask = torch.tensor([[1] * n + [0] * (max(lengths) - n) for n in lengths])
+    pooled, means = skimmed(hidden, mask, question), segment_means(hidden, mask)
+    cosines = relevance(question, means)
+    for n, states, vector, mean, cosine in zip(lengths, hidden.double(), pooled, means, cosines, strict=True):
+        torch.testing.assert_close(vector.double(), plain_skim(states[:n], question.double()), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(mean.double(), plain_mean(states[:n]), atol=1e-5, rtol=1e-4)
+        plain = (mean @ question) / (mean.norm() * question.norm())
+        assert float(cosine) == pytest.approx(float(plain), abs=1e-5)
+
+
+@pytest.mark.parametrize("ratio", [2, 3])
+@pytest.mark.parametrize("change", [{}, {"skimming": "average"}, {"skimming": "none"}, {"close_reading": False}])
+def test_the_loss_is_the_papers(tiny_tokenizer: Any, change: dict[str, Any], ratio: int) -> None:
+    """Eq. 1 to 9, question by question and token by token, and the ablations of section 4.5."""
+    made = ram_bundle(tiny_tokenizer, seed=3, encoder=FROZEN, decoder=FROZEN, **change)
+    move(made)
+    batch = collator(made)(EXAMPLES)
+    with torch.no_grad():
+        whole = float(objective(made, ratio)(**batch)["loss"])
+        likelihood = float(objective(made, ratio, contrastive=False)(**batch)["loss"])
+
+    encoder, embed = made.backbone.model.base_model, made.backbone.embeddings
+    nll, contrast, kept_somewhere = [], [], 0
+    asked = [(example.passages, turn) for example in EXAMPLES for turn in example.turns]
+    for (passages, turn), row in zip(asked, batch["rows"], strict=True):
+        r_q = plain_mean(plain_states(encoder, plain_ids(made, turn.question)))
+        segments = [plain_segments(made, passage) for passage in passages]
+        states = [plain_states(encoder, ids) for passage in segments for ids in passage]
+        r = [plain_mean(s) for s in states]
+        lengths = [len(s) for s in states]
+        kept = plain_choice(r_q, r, lengths, ratio, 4) if change.get("close_reading", True) else [False] * len(r)
+        kept_somewhere += sum(kept)
+        # Eq. 5 and 6: text and vectors in order, neighbouring text tokenised as one.
+        parts: list[str | Tensor] = ["<|user|>"]
+        number = 0
+        for place, (passage, ids) in enumerate(zip(passages, segments, strict=True)):
+            parts.append(SEPARATOR if place else "")
+            ends = made.tokenizer(passage, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
+            bounds = [0, *(ends[i - 1][1] for i in range(4, len(ends), 4)), len(passage)]
+            for i in range(len(ids)):
+                if kept[number]:
+                    parts.append(passage[bounds[i] : bounds[i + 1]])
+                elif change.get("skimming") == "none":
+                    parts.append(torch.empty(0, 32))
+                else:
+                    c = r[number] if change.get("skimming") == "average" else plain_skim(states[number], r_q)
+                    parts.append((made.reader.projection.weight.double() @ c)[None])
+                number += 1
+        parts.append(f"{SEPARATOR}{turn.question}<|assistant|>")
+        embedded: list[Tensor] = []
+        text = ""
+        for part in [*parts, torch.empty(0, 32)]:
+            if isinstance(part, str):
+                text += part
+            else:
+                embedded += [embed(torch.tensor(plain_ids(made, text), dtype=torch.long)).double(), part.double()]
+                text = ""
+        history = torch.cat(embedded)
+        answer = plain_ids(made, turn.answers[0] + "<|end|>")
+        losses = []
+        for token in answer:  # eq. 7
+            with torch.no_grad():
+                logits = made.backbone.model(inputs_embeds=history[None].float()).logits[0, -1].double()
+            losses.append(float(logits.exp().sum().log() - logits[token]))
+            history = torch.cat([history, embed(torch.tensor([token])).double()])
+        nll.append(sum(losses) / len(losses))
+        cosines = [float(r_q @ r_i / (r_q.norm() * r_i.norm())) for r_i in r]
+        total = sum(math.exp(c / 0.1) for c in cosines)
+        terms = [-math.log(math.exp(c / 0.1) / total) for c, yes in zip(cosines, row.positives, strict=True) if yes]
+        contrast.append(sum(terms) / len(terms) if terms else 0.0)  # eq. 8
+    assert likelihood == pytest.approx(sum(nll) / 3, rel=1e-3)
+    assert whole - likelihood == pytest.approx(sum(contrast) / 3, rel=1e-3)  # eq. 9
+    assert contrast[0] > 0.01 and contrast[2] == 0  # "yes" is nowhere in the text
+    assert kept_somewhere > 2 or change == {"close_reading": False}
+
+
+# Segments
+
+
+@given(text=st.text(min_size=1, max_size=80) | st.text("ab é🙂ß\n", min_size=1, max_size=80), size=st.integers(1, 9))
+@settings(deadline=None, max_examples=150)
+def test_segments_are_the_passage(tiny_tokenizer: Any, text: str, size: int) -> None:
+    """Every token and every character once, in order, whatever the text."""
+    cut = Segments.of(tiny_tokenizer, text, size)
+    ids = tiny_tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert [id for segment in cut.ids for id in segment] == ids
+    assert all(n == size for n in cut.token_counts[:-1]) and (not ids or 0 < cut.token_counts[-1] <= size)
+    assert "".join(text[a:b] for a, b in pairwise(cut.bounds)) == text
+    assert cut.bounds == sorted(cut.bounds)
+
+
+PROSE = "The harbour of Velmora was built by Oda Brink in 1612, and its lighthouse still burns whale oil."
+
+
+@given(data=st.data(), size=st.integers(1, 6))
+@settings(deadline=None, max_examples=60)
+def test_what_is_shown_keeps_order_text_and_size(tiny_tokenizer: Any, data: st.DataObject, size: int) -> None:
+    """Eq. 6 for any choice: kept runs are substrings, holes stand for the others, in place."""
+    passages = [Segments.of(tiny_tokenizer, text, size) for text in (PROSE, PROSE[20:60], PROSE[::-1])]
+    total = sum(len(p.ids) for p in passages)
+    kept = data.draw(st.lists(st.booleans(), min_size=total, max_size=total))
+    layouts = layout(passages, kept)
+    holes = [f"<{i}>" for i in range(total)]
+    texts = shown(passages, layouts, iter(holes))
+    skimmed_runs = [(p, run) for p, runs in zip(passages, layouts, strict=True) for run in runs if not run.kept]
+    assert [kept[i] for i in range(total)] == [
+        run.kept for runs in layouts for run in runs for _ in range(run.start, run.end)
+    ]
+    restored = texts
+    for hole, (passage, run) in zip(holes, skimmed_runs, strict=False):
+        restored = [text.replace(hole, passage.text_of(run)) for text in restored]
+    assert restored == [p.text for p in passages]
+    vectors = torch.arange(float(total - sum(kept))).unsqueeze(1)
+    counts = torch.tensor([n for p in passages for n in p.token_counts])[~torch.tensor(kept)]
+    softs = slots_of_runs(vectors, counts, layouts)
+    assert [s.n_slots for s in softs] == [run.end - run.start for _, run in skimmed_runs]
+    assert sum(s.n_slots for s in softs) == total - sum(kept)
+    if softs:
+        assert torch.equal(torch.cat([s.slots for s in softs]), vectors)
+    assert all(not s.n_slots for s in slots_of_runs(vectors[:0], counts, layouts))
+
+
+def test_kept_text_is_nearly_the_tokens_that_were_counted(tiny_tokenizer: Any) -> None:
+    """A kept run is tokenised with the prompt: where it begins within a word, tokens at its edge may differ."""
+    differ = 0
+    for size in (3, 4, 7):
+        cut = Segments.of(tiny_tokenizer, PROSE, size)
+        for i, ids in enumerate(cut.ids):
+            text = PROSE[cut.bounds[i] : cut.bounds[i + 1]]
+            again = tiny_tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert abs(len(again) - len(ids)) <= 2
+            differ += again != ids
+            begins_a_word = text[:1].isspace() or i == 0
+            assert (
+                again == ids or not begins_a_word or not cut.text[cut.bounds[i + 1] : cut.bounds[i + 1] + 1].isspace()
+            )
+    assert differ
+
+
+def test_positives_are_the_segments_that_hold_a_part_of_an_answer(tiny_tokenizer: Any) -> None:
+    text = "Oda Brink built it. Nobody else than oda brink, not Brinkley."
+    cut = Segments.of(tiny_tokenizer, text, 2)
+    where = [text[a:b] for (a, b), yes in zip(pairwise(cut.bounds), cut.holding(["Oda Brink"]), strict=True) if yes]
+    first, second = "Oda Brink", "oda brink"
+    joined = "".join(where)
+    assert first in joined and second in joined and "Nobody" not in joined and "ley" not in joined
+    assert not any(cut.holding(["Brin", "yes", " ", ""]))
+    assert cut.holding(["nobody", "Oda Brink"]) == [
+        a or b for a, b in zip(cut.holding(["Nobody"]), cut.holding([" Oda Brink "]), strict=True)
+    ]
+
+
+def test_a_batch_reads_as_each_segment_alone(bundle: Bundle) -> None:
+    """Padding and company change nothing, in what is stored and in what is skimmed."""
+    texts = [PROSE, "Dun.", EXAMPLES[0].passages[0]]
+    for text, soft in zip(texts, bundle.compress(texts), strict=True):
+        torch.testing.assert_close(soft.slots, bundle.compress([text])[0].slots, atol=1e-4, rtol=1e-4)
+    asked = bundle.compressor.question(plain_ids(bundle, "Who built the harbour?"))
+    segments = plain_segments(bundle, PROSE)
+    together = bundle.compressor.skim(segments, asked, 8192)
+    alone = torch.cat([bundle.compressor.skim([ids], asked, 8192) for ids in segments])
+    torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(bundle.compressor.skim(segments, asked, 4), alone, atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        ids, mask = padded(segments, torch.device("cpu"))
+        assert bundle.compressor.read(ids, mask).shape == (len(segments), 4, 32)

@@ -1,0 +1,400 @@
+"""Sentence slots and xRAG (paper 000, sections 3.1-3.2), against sentence-transformers, sentencex and plain sums."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from sentence_transformers import SentenceTransformer
+from sentencex import segment
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.config import SentenceSlotsConfig
+from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.methods.base.compressor import PassageBatch, Tokenized
+from ctx_compress_rag.methods.base.projections import TwoLayerMap
+from ctx_compress_rag.text.minilm import load_minilm
+from ctx_compress_rag.text.prompts import PromptBuilder
+from ctx_compress_rag.text.sentences import sentences, split
+from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
+from helpers.sentences import DIM, save_encoder, sentence_bundle
+
+TEXTS = [
+    "Dr. Olu Vane was born in Kessmar in 1903. She loved the sea! Her first job was at the salt works of Pell, "
+    "where she weighed, counted and shipped more salt than anyone before her had thought there was.",
+    "Kessmar is a harbour town.\n\nIts ferry leaves at dawn.",
+    "Pell",
+]
+FROZEN = {"mode": "frozen"}
+
+
+def _metaspace() -> PreTrainedTokenizerFast:
+    """A unigram tokenizer: other tokens and other offsets than byte-level BPE's."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=120, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False)
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+METASPACE = _metaspace()
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+    return save_encoder(tmp_path_factory.mktemp("encoder"), tiny_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def make(make_tiny_bundle: Callable[..., Any], encoder: Path) -> Callable[..., Any]:
+    """Make a sentence-slot bundle with the tiny encoder."""
+
+    def make(window: int = 256, **method: Any) -> Bundle:
+        config = SentenceSlotsConfig(**{"encoder": str(encoder), "encoder_dim": DIM, **method})
+        return sentence_bundle(make_tiny_bundle(encoder=FROZEN, decoder=FROZEN), config, max_tokens=window)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def bundle(make: Callable[..., Any]) -> Any:
+    return make()
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+# Units
+
+PIECES = [
+    "Orla keeps a goat. ",
+    "Mr. J. Ames ",
+    "rivers",
+    "! ",
+    "unbelievablyunbroken",
+    " ",
+    "\n\n",
+    "...",
+    "7 ",
+    "(Why?) ",
+]
+WIDE = st.text(
+    st.sampled_from("aZ9 .!?\n\u00a0\u0085\u2028\u3002\u65e5\u672c\u00e9\U0001f600\u0301,'\"()"), max_size=30
+)
+ASCII = st.lists(st.sampled_from(PIECES), min_size=1, max_size=14).map("".join).filter(str.strip)
+once = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@once
+@given(
+    st.one_of(ASCII, WIDE, st.text(max_size=40)), st.sampled_from([1, 2, 3, 8, 21, None]), st.booleans(), st.booleans()
+)
+def test_every_token_and_character_is_in_one_unit(
+    tiny_tokenizer: Any, text: str, limit: int | None, merge: bool, unigram: bool
+) -> None:
+    """Tokens that bring a unit beyond the limit are white space, or further bytes of a character."""
+    tokenizer = METASPACE if unigram else tiny_tokenizer
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    assume(text.strip() and offsets)
+    units = split(text, tokenizer, limit, merge=merge)
+    assert all(unit.text for unit in units)
+    assert sum(unit.tokens for unit in units) == len(offsets)
+    assert "".join("".join(unit.text for unit in units).split()) == "".join(text.split())
+    ends = [0, *(end for _, end in offsets)]
+    counted = [text[a:b].strip() != "" and b > before for (a, b), before in zip(offsets, ends, strict=False)]
+    for unit in units:
+        own, counted = counted[: unit.tokens], counted[unit.tokens :]
+        assert unit.tokens > 0 and sum(own) <= (limit or len(offsets))
+
+
+@pytest.mark.parametrize(("text", "limit"), [("\U0001f600\U0001f600 on", 2), ("salt" + "\n" * 9 + "works", 2)])
+def test_no_unit_is_empty(tiny_tokenizer: Any, text: str, limit: int) -> None:
+    """A character of more bytes, and a stretch of white space of more tokens, than the limit."""
+    for merge in (False, True):
+        texts = [unit.text for unit in split(text, tiny_tokenizer, limit, merge=merge)]
+        assert "" not in texts and "".join(texts) == "".join(text.split())
+
+
+@once
+@given(ASCII, st.sampled_from([2, 3, 8, 21, None]), st.booleans())
+def test_a_units_tokens_are_those_of_its_text(tiny_tokenizer: Any, text: str, limit: int | None, merge: bool) -> None:
+    """The passage's ids, cut by the counts and decoded, are the units' texts."""
+    ids = ids_of(tiny_tokenizer, text)
+    for unit in split(text, tiny_tokenizer, limit, merge=merge):
+        assert tiny_tokenizer.decode(ids[: unit.tokens]).strip() == unit.text
+        ids = ids[unit.tokens :]
+
+
+@once
+@given(ASCII, st.integers(1, 24))
+def test_sentences_are_cut_between_words_and_merged_while_they_fit(tiny_tokenizer: Any, text: str, limit: int) -> None:
+    parts = split(text, tiny_tokenizer, limit, merge=False)
+    left = [unit.text for unit in parts if unit.text]
+    for sentence in (s.strip() for s in segment("en", text) if s.strip()):
+        at = 0
+        while at < len(sentence):
+            at = sentence.index(left[0], at) + len(left.pop(0))
+            if sentence[at : at + 1].strip():  # not at a space: the word, with the space after it, must be too long
+                word = re.escape(sentence[:at].split()[-1] + sentence[at:].split()[0])
+                spaced = re.findall(rf"{word}\s*", text)
+                assert max(len(ids_of(tiny_tokenizer, f" {piece}")) for piece in spaced) > limit
+    assert left == []
+    merged = split(text, tiny_tokenizer, limit, merge=True)
+    assert all(a.tokens + b.tokens > limit for a, b in pairwise(merged))
+    assert len(merged) <= len(parts)
+
+
+@pytest.mark.parametrize(
+    "text", [*TEXTS, "One.\u00a0Two. Three\u0085four. See J\u0085. It is so.", "  Led by space. Ended by it.  \n"]
+)
+def test_sentences_are_the_splitters(tiny_tokenizer: Any, text: str) -> None:
+    plain = "".join(" " if c in "\u00a0\u0085" else c for c in text)
+    expected = [s.strip() for s in segment("en", plain) if s.strip()]
+    assert "".join(sentences(text)) == text
+    assert [
+        unit.text.replace("\u00a0", " ").replace("\u0085", " ")
+        for unit in split(text, tiny_tokenizer, None, merge=False)
+    ] == expected
+
+
+def test_long_sentences_are_cut_into_like_parts(tiny_tokenizer: Any) -> None:
+    """Section 4.10: half a sentence to a slot. Words here are one token each."""
+    word = " a"
+    assert len(ids_of(tiny_tokenizer, word * 20)) == 20
+    assert [u.tokens for u in split(word * 20, tiny_tokenizer, 19, merge=True)] == [10, 10]
+    assert [u.tokens for u in split(word * 20, tiny_tokenizer, 7, merge=False)] == [7, 7, 6]
+
+
+@pytest.mark.parametrize("limit", range(6, 12))
+def test_no_character_is_cut_where_its_word_fits(tiny_tokenizer: Any, limit: int) -> None:
+    """A character outside the tokenizer's vocabulary is several tokens, whose offsets are the same."""
+    text = "some words \U0001f600 and some more \U0001f600\U0001f600"
+    ids = ids_of(tiny_tokenizer, text)
+    for unit in split(text, tiny_tokenizer, limit, merge=False):
+        assert tiny_tokenizer.decode(ids[: unit.tokens]).strip() == unit.text
+        ids = ids[unit.tokens :]
+
+
+# Slots
+
+
+@pytest.mark.parametrize("unit", ["sentence", "passage", "tokens"])
+def test_slots_are_the_encoders_own_vectors(make: Callable[..., Any], encoder: Path, unit: str) -> None:
+    made, reference = make(unit=unit), SentenceTransformer(str(encoder), device="cpu")
+    for text, soft in zip(TEXTS, made.compress(TEXTS), strict=True):
+        whole = [s.strip() for s in segment("en", text) if s.strip()]
+        if unit == "passage":
+            pieces = [text]
+        elif unit == "sentence":
+            pieces = whole
+        else:
+            ids = ids_of(made.tokenizer, text)
+            cuts = [sum(soft.token_counts[:i]) for i in range(soft.n_slots + 1)]
+            pieces = [made.tokenizer.decode(ids[a:b]).strip() for a, b in pairwise(cuts)]
+            assert max(soft.token_counts) <= 8 and soft.n_slots >= len(ids) / 8
+        assert soft.slots.shape == (len(pieces), DIM)
+        assert soft.n_tokens == len(ids_of(made.tokenizer, text))
+        torch.testing.assert_close(soft.slots, torch.from_numpy(reference.encode(pieces)), atol=1e-5, rtol=1e-4)
+
+
+def test_the_packaged_minilm_is_known_by_name(make_tiny_bundle: Callable[..., Any]) -> None:
+    made = sentence_bundle(make_tiny_bundle(encoder=FROZEN, decoder=FROZEN), SentenceSlotsConfig(encoder="minilm"))
+    [soft] = made.compress(TEXTS[1:2])
+    expected = load_minilm().encode(["Kessmar is a harbour town.", "Its ferry leaves at dawn."])
+    torch.testing.assert_close(soft.slots, torch.from_numpy(expected), atol=1e-5, rtol=1e-4)
+    assert made.embed(soft).shape == (2, made.backbone.dim)
+
+
+@pytest.mark.parametrize("unit", ["sentence", "passage"])
+def test_nothing_is_longer_than_the_window(make: Callable[..., Any], unit: str) -> None:
+    """What follows the first 64 tokens is not lost."""
+    [soft] = make(unit=unit, window=64).compress([TEXTS[0] * 3])
+    assert soft.n_slots > 3 and max(soft.token_counts) <= 64
+    assert soft.n_tokens == len(ids_of(make().tokenizer, TEXTS[0] * 3))
+
+
+@pytest.mark.parametrize("unit", ["sentence", "passage", "tokens"])
+def test_a_training_batch_has_the_slots_of_a_store(make: Callable[..., Any], unit: str) -> None:
+    made = make(unit=unit)
+    texts = [TEXTS[1], "Pell lies inland. It trades in salt.", TEXTS[2]]
+    batch = PassageBatch.of([Tokenized(text, ids_of(made.tokenizer, text)) for text in texts])
+    for ratio in (4, 16):
+        with torch.autocast("cpu", torch.bfloat16):  # as `bf16: true` trains
+            slots = made.compressor(batch, [4, 16])[ratio]
+        for row, soft in zip(slots.rows(), make(unit=unit).compress(texts, ratio), strict=True):
+            assert torch.equal(row.token_counts, soft.token_counts)
+            torch.testing.assert_close(row.slots, soft.slots, atol=1e-5, rtol=1e-4)
+
+
+def test_each_distinct_sentence_is_encoded_once(make: Callable[..., Any]) -> None:
+    made = make()
+    encoded: list[int] = []
+    made.compressor.encoder.model.register_forward_hook(
+        lambda _module, _inputs, output: encoded.append(len(output["sentence_embedding"]))
+    )
+    texts = ["Ada swims. Bo runs. Ada swims.", "Bo runs. Cy sings.", "Ada swims."]
+    made.compress(texts)
+    assert sum(encoded) == 3
+    made.compress([*texts, "Di reads. Cy sings."])
+    assert sum(encoded) == 4
+
+
+# The reader
+
+
+def test_the_projector_is_two_linear_maps_with_a_gelu() -> None:
+    """Eq. 1 for xRAG's projector, entry by entry in float64."""
+    torch.manual_seed(0)
+    projector, slots = TwoLayerMap(5, 7), torch.randn(3, 5)
+    with torch.no_grad():
+        made = projector(slots)
+    w1, b1, w2, b2 = (p.double().tolist() for p in (projector.inner.weight, projector.inner.bias,
+                                                     projector.outer.weight, projector.outer.bias))  # fmt: skip
+    for e, row in zip(slots.double().tolist(), made.tolist(), strict=True):
+        hidden = [sum(w * x for w, x in zip(ws, e, strict=True)) + b for ws, b in zip(w1, b1, strict=True)]
+        active = [0.5 * h * (1 + math.erf(h / math.sqrt(2))) for h in hidden]
+        expected = [sum(w * a for w, a in zip(ws, active, strict=True)) + b for ws, b in zip(w2, b2, strict=True)]
+        assert row == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("slot_rms", "embedding_rms"), [(0.051, 0.02), (12.0, 1.0), (1.0, 30.0)])
+def test_untrained_slots_have_the_size_of_token_embeddings(slot_rms: float, embedding_rms: float) -> None:
+    torch.manual_seed(1)
+    projector = TwoLayerMap(384, 256)
+    projector.initialise(slot_rms, embedding_rms)
+    with torch.no_grad():
+        made = projector(torch.randn(500, 384) * slot_rms)
+    assert float(made.pow(2).mean().sqrt()) == pytest.approx(embedding_rms, rel=0.1)
+
+
+@pytest.mark.parametrize(("slot_dim", "dim", "size"), [(24, 16, 0.05), (16, 16, 1.0), (8, 16, 40.0)])
+def test_a_fitted_map_is_nearly_the_affine_one_of_least_squares(slot_dim: int, dim: int, size: float) -> None:
+    rng = np.random.default_rng(slot_dim)
+    slots = size * (rng.standard_normal((400, slot_dim)) @ rng.standard_normal((slot_dim, slot_dim)) + 1.0)
+    targets = 0.1 * (slots / size @ rng.standard_normal((slot_dim, dim)) / slot_dim + 0.5)
+    targets += 0.02 * rng.standard_normal(targets.shape)
+    projector = TwoLayerMap(slot_dim, dim)
+    projector.fit(torch.tensor(slots, dtype=torch.float32), torch.tensor(targets, dtype=torch.float32))
+    with torch.no_grad():
+        made = projector(torch.tensor(slots, dtype=torch.float32)).double().numpy()
+    affine = np.column_stack([slots, np.ones(len(slots))])
+    best = affine @ np.linalg.lstsq(affine, targets, rcond=None)[0]
+    spread = ((targets - targets.mean(0)) ** 2).mean()
+    assert ((made - best) ** 2).mean() < 0.1 * spread
+    assert ((made - targets) ** 2).mean() < ((best - targets) ** 2).mean() + 0.1 * spread
+
+
+def test_a_bundles_slots_start_at_the_decoders_size(bundle: Any) -> None:
+    made = torch.cat([bundle.embed(soft) for soft in bundle.compress(TEXTS)])
+    size = bundle.backbone.embeddings.weight.pow(2).mean().sqrt()
+    assert 0.5 < float(made.pow(2).mean().sqrt() / size) < 2
+
+
+# Training
+
+
+def test_only_the_projector_learns(make: Callable[..., Any], encoder: Path) -> None:
+    made = make()
+    model = made.compressor.encoder.model
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    decoder = {name: p.clone() for name, p in made.backbone.own_state().items()}
+    objective = LikelihoodLoss(made)
+    trained = {n: p for n, p in objective.named_parameters() if p.requires_grad}
+    assert set(trained) == {f"reader.projection.{x}.{y}" for x in ("inner", "outer") for y in ("weight", "bias")}
+    assert not any(id(p) in {id(q) for q in model.parameters()} for p in objective.parameters())
+    old = {n: p.detach().clone() for n, p in trained.items()}
+    collate = AnswerCollator(PromptBuilder(made.tokenizer), ["{context}\n\n{question}"], 256, 0)
+    objective(**collate([Example(tuple(TEXTS[:2]), (Turn("Where?", ("Kessmar",)),))]))["loss"].backward()
+    torch.optim.SGD(trained.values(), lr=1.0).step()
+    for name, parameter in trained.items():
+        assert not torch.equal(parameter, old[name]), name
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(p, decoder[name]) for name, p in made.backbone.own_state().items())
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_the_decoder_can_be_tuned_with_it(make: Callable[..., Any], mode: str) -> None:
+    made = make(decoder={"mode": mode})
+    trained = [*made.compressor.trained_parameters(), *made.reader.trained_parameters()]
+    shapes = {tuple(p.shape) for p in trained}
+    assert {(made.backbone.dim, DIM), (made.backbone.dim, made.backbone.dim)} <= shapes
+    assert len(trained) > 4 and all(p.requires_grad for p in trained)
+
+
+# Bundles
+
+
+def _folder_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def test_a_saved_bundle_reads_slots_without_its_encoder(
+    make: Callable[..., Any], encoder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(encoder, tmp_path / "encoder")
+    made = make(encoder=str(tmp_path / "encoder"))
+    soft = made.compress(TEXTS)
+    made.save_pretrained(tmp_path / "bundle")
+    embedded = [made.embed(s) for s in soft]
+    assert _folder_bytes(tmp_path / "bundle" / "compressor") < 1000
+    (tmp_path / "encoder").rename(tmp_path / "away")
+    loaded = Bundle.from_pretrained(tmp_path / "bundle")
+    assert loaded.fingerprint == made.fingerprint
+    assert all(torch.equal(loaded.embed(s), e) for s, e in zip(soft, embedded, strict=True))
+    with pytest.raises(BundleError, match="cannot load the sentence encoder"):
+        loaded.compress(TEXTS)
+    (tmp_path / "away").rename(tmp_path / "encoder")
+    assert all(torch.equal(a.slots, b.slots) for a, b in zip(loaded.compress(TEXTS), soft, strict=True))
+
+
+def test_another_encoder_is_refused(
+    make: Callable[..., Any], encoder: Path, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(encoder, tmp_path / "encoder")
+    made = make(encoder=str(tmp_path / "encoder"))
+    made.save_pretrained(tmp_path / "bundle")
+    shutil.rmtree(tmp_path / "encoder")
+    save_encoder(tmp_path / "encoder", tiny_tokenizer, seed=1)
+    with pytest.raises(BundleError, match=r"made with another sentence encoder than what is at .*encoder"):
+        Bundle.from_pretrained(tmp_path / "bundle").compress(TEXTS)
+    other = make(encoder=str(tmp_path / "encoder"))
+    with pytest.raises(BundleError, match="made with another sentence encoder"):
+        other.compressor.load_saved_state(made.compressor.saved_state())
+
+
+def test_the_fingerprint_knows_the_encoder(
+    make: Callable[..., Any], encoder: Path, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """Two bundles whose config and projector are the same, on two encoders that stood at one path in turn."""
+    prints = []
+    for seed in (0, 1, 0):
+        shutil.rmtree(tmp_path / "encoder", ignore_errors=True)
+        save_encoder(tmp_path / "encoder", tiny_tokenizer, seed)
+        made = make(encoder=str(tmp_path / "encoder"))
+        made.reader.load_saved_state({n: torch.ones_like(p) for n, p in made.reader.saved_state().items()})
+        prints.append(made.fingerprint)
+    assert prints[0] == prints[2] != prints[1]
+
+
+def test_impossible_encoders_are_refused(make_tiny_bundle: Callable[..., Any], make: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=f"set encoder_dim: {DIM}"):
+        make(encoder_dim=DIM + 1)
+    with pytest.raises(BundleError, match="no/such/encoder"):
+        make(encoder="./no/such/encoder")
+    made = make()
+    with pytest.raises(BundleError, match="expected encoder_digest"):
+        made.compressor.load_saved_state({})

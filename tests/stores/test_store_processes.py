@@ -1,0 +1,186 @@
+"""A SoftContextStore and other processes: kills, locks, forks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import chromadb
+import pytest
+import torch
+
+from ctx_compress_rag.errors import StoreLockedError
+from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.stores import AddReport, SoftContextStore
+from ctx_compress_rag.stores.lock import LOCK_FILE
+from helpers.server import chroma_server
+from helpers.store import WRITE, WordBundle, add, assert_same, passage, run_python
+
+
+@pytest.fixture
+def bundle() -> WordBundle:
+    return WordBundle()
+
+
+def test_kill_in_the_middle_loses_nothing_and_a_rerun_completes(tmp_path: Path, bundle: WordBundle) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    code = f"""{WRITE}
+import os, signal
+class Dying(WordBundle):
+    def compress(self, texts, ratio=None):
+        if len(self.calls) == 3:
+            print(sum(map(len, self.calls)), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().compress(texts, ratio)
+SoftContextStore(sys.argv[1], Dying()).add([passage(i) for i in range(200)], [f"p{{i}}" for i in range(200)])
+"""
+    run = run_python(code, killed)
+    assert run.returncode == -9
+    with SoftContextStore(killed, bundle) as store, SoftContextStore(whole, bundle) as reference:
+        survived = len(store)
+        assert survived == int(run.stdout) < 200  # the batches that were written before the fourth
+        assert add(store, 200) == AddReport(added=200 - survived, updated=0, unchanged=survived)
+        add(reference, 200)
+        ids = [f"p{i}" for i in range(200)]
+        for one, other in zip(store.get(ids), reference.get(ids), strict=True):
+            assert torch.equal(one.slots, other.slots)
+        assert store.get_passages(ids) == reference.get_passages(ids)
+        assert add(store, 200).unchanged == 200
+
+
+@contextmanager
+def held_lock(folder: Path) -> Iterator[None]:
+    """Another process holds the writers' lock, as one does in the middle of a write."""
+    code = (
+        "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print('held', flush=1); input()"
+    )
+    command = [sys.executable, "-c", code, str(folder / LOCK_FILE)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        yield
+        holder.communicate("\n")
+
+
+def test_writers_of_two_processes_take_turns(tmp_path: Path, bundle: WordBundle) -> None:
+    code = f"""{WRITE}
+store = SoftContextStore(sys.argv[1], WordBundle())
+print(len(store), store.get(["p0"])[0] is not None, store.ensure([passage(0)], ["p0"]))
+print(store.add([passage(7)], ["other"], progress=False))
+"""
+    with SoftContextStore(tmp_path, bundle) as store:
+        add(store, 2)
+        assert run_python(code, tmp_path).stdout.startswith("2 True ['p0']\nAddReport(added=1,")  # this one is open
+        assert_same(store.get(["other"])[0], bundle.at(passage(7), 4))
+        # A second store of this process writes along, also through a client and another spelling of the path.
+        with SoftContextStore(tmp_path / ".." / tmp_path.name, bundle) as second:
+            assert add(second, 1, start=5).added == 1
+        assert add(store, 1, start=6).added == 1
+        assert sorted(store.ids()) == ["other", "p0", "p1", "p5", "p6"]
+
+
+def test_a_reader_does_without_the_lock_and_a_writer_waits_for_it(tmp_path: Path, bundle: WordBundle) -> None:
+    with SoftContextStore(tmp_path, bundle, lock_timeout=0.2) as store:
+        add(store, 2)
+        bundle.calls.clear()
+        with held_lock(tmp_path):
+            assert_same(store.get(["p0"])[0], bundle.at(passage(0), 4))
+            assert store.ensure([passage(0)], ["p0"]) == ["p0"]
+            for refused in (lambda: add(store, 3), lambda: store.delete(["p0"])):
+                began = time.monotonic()
+                with pytest.raises(StoreLockedError, match=f"(?s){tmp_path}.*lock_timeout.*chroma run"):
+                    refused()
+                assert 0.2 <= time.monotonic() - began < 5
+            assert bundle.calls == []  # refused before the work
+            assert store.delete(["none"]) == 0
+        assert add(store, 3) == AddReport(added=1, updated=0, unchanged=2)
+
+
+def test_what_cannot_be_stored_stays_text_with_a_warning(
+    tmp_path: Path, bundle: WordBundle, caplog: pytest.LogCaptureFixture
+) -> None:
+    with SoftContextStore(tmp_path, bundle, lock_timeout=0) as store:
+        add(store, 1)
+        with held_lock(tmp_path):
+            texts = mark(store, [passage(0), passage(1), passage(2)], ["p0", "new", "newer"])
+        assert texts == [store.marker("p0", 4), passage(1), passage(2)]
+    assert "passages new, newer (another process is writing" in caplog.text
+
+
+def test_a_read_only_folder_can_be_queried(tmp_path: Path, bundle: WordBundle) -> None:
+    """As another user, whom files and folder do not belong to."""
+    if os.name != "posix" or os.getuid() != 0:
+        pytest.skip("needs a second user")
+    code = f"""{WRITE}
+import os
+from ctx_compress_rag.errors import StoreWriteError
+bundle = WordBundle()
+os.setuid(65534)
+with SoftContextStore(sys.argv[1], bundle, key=b"sixteen bytes or more") as store:
+    [marker] = store.split(store.marker("p1", 8))
+    print(store.text_of([marker]) == [passage(1)], store.fetch([marker])[0].n_tokens, len(store), store.info().slots)
+    print(store.has([passage(0)], ["p0"]), sorted(store.ids()))
+    try:
+        store.add([passage(5)], ["p5"], progress=False)
+    except StoreWriteError as error:
+        print("refused:", error)
+"""
+    folder = tmp_path / "chroma"
+    with SoftContextStore(folder, bundle, key=b"sixteen bytes or more") as store:
+        add(store, 2)
+    for path in [folder, *folder.parents]:
+        if path.is_relative_to(tempfile.gettempdir()) and path != Path(tempfile.gettempdir()):
+            path.chmod(0o755)
+    run = run_python(code, folder)
+    assert run.stdout.splitlines()[:2] == ["True 30 2 16", "[True] ['p0', 'p1']"], run
+    assert "refused: cannot write to the store" in run.stdout
+
+
+def test_a_chroma_server_on_the_folder_is_noticed(tmp_path: Path, bundle: WordBundle) -> None:
+    with SoftContextStore(tmp_path, bundle) as store:
+        add(store, 2)
+        with chroma_server(tmp_path) as port:
+            with pytest.raises(StoreLockedError, match=r"server \(process \d+\) runs on .*HttpClient"):
+                add(store, 3)
+            with SoftContextStore(tmp_path, bundle) as reader:
+                assert_same(reader.get(["p1"])[0], bundle.at(passage(1), 4))
+            assert add(SoftContextStore(chromadb.HttpClient("127.0.0.1", port), bundle, key=b"k" * 16), 3).added == 1
+        assert len(store) == 3
+        assert add(store, 4) == AddReport(added=1, updated=0, unchanged=3)
+
+
+def test_a_dead_writers_lock_is_free(tmp_path: Path, bundle: WordBundle) -> None:
+    code = f"""{WRITE}
+import os, signal
+SoftContextStore(sys.argv[1], WordBundle()).add([passage(0)], ["p0"], progress=False)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert run_python(code, tmp_path).returncode == -9
+    with SoftContextStore(tmp_path, bundle) as store:
+        assert add(store, 2) == AddReport(added=1, updated=0, unchanged=1)
+
+
+def test_a_store_carried_over_a_fork_says_so_and_leaves_the_parent_alone(tmp_path: Path) -> None:
+    code = f"""{WRITE}
+import multiprocessing
+from ctx_compress_rag.errors import StoreError
+store = SoftContextStore(sys.argv[1], WordBundle())
+store.add([passage(0)], ["p0"], progress=False)
+def child():
+    try:
+        store.get(["p0"])
+    except StoreError as error:
+        print("child:", error, flush=True)
+process = multiprocessing.get_context("fork").Process(target=child)
+process.start(); process.join(30)
+print("exit", process.exitcode, flush=True)
+print(store.add([passage(1)], ["p1"], progress=False).added)
+"""
+    lines = run_python(code, tmp_path).stdout.splitlines()
+    assert "before a fork" in lines[0] and "spawn" in lines[0]
+    assert lines[1:] == ["exit 0", "1"]

@@ -1,0 +1,340 @@
+"""ArcAligner's stages (paper 000, section 3.5, tables 3, 5 and 6): what each trains, recipes, ablations, pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.config import ArcAlignerConfig, SelectiveLoraConfig
+from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.splice import Spliced
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.evaluation.inspect import inspect
+from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
+from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.training import loop
+from ctx_compress_rag.training.recipes import OptimConfig, load_recipe
+from ctx_compress_rag.training.run import run_recipe
+from helpers.arcaligner import LORA, make_reader, prompts, read
+from helpers.sentences import DIM, save_encoder
+
+# Stages and ablations
+
+
+def losses(reader: ArcAlignerReader, batch: Spliced, slots: Tensor, counts: Tensor, text_only: bool) -> Tensor:
+    """A loss over logits, slots made by the projector."""
+    inputs = batch.inputs_embeds.clone()
+    inputs[batch.slot_mask] = reader(slots, counts)
+    with reader.decoder(batch.slot_mask) as model:
+        logits = model(**(batch.model_inputs() | {"inputs_embeds": inputs})).logits
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+    if text_only:
+        logits, weights = logits[:, -1], weights[:, -1]
+    return (logits * weights).sum()
+
+
+@pytest.mark.parametrize("text_only", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"loops": 0}, {"projection", "lora"}),  # stages I and II
+        ({"loops": 2}, {"projection", "lora", "gates"}),  # stage III
+        ({"loops": 2, "gate": "open"}, {"projection", "lora"}),
+        ({"loops": 0, "lora": None}, {"projection"}),
+    ],
+)
+def test_each_stage_trains_its_parts_and_nothing_else(
+    settings: dict[str, Any], parts: set[str], text_only: bool
+) -> None:
+    reader = make_reader(**settings).train()
+    batch = prompts(reader)
+    count = int(batch.slot_mask.sum())
+    slots, counts = torch.randn(count, 12), torch.ones(count).long()
+    trained = reader.trained_parameters()
+    assert len({id(p) for p in trained}) == len(trained)
+    names = {name for name, p in reader.named_parameters() if p.requires_grad}
+    assert {name.split(".")[0] for name in names} == parts
+    assert names == {name for name, _ in reader.named_parameters() if name.split(".")[0] in parts}
+    base = {n: p.clone() for n, p in reader.backbone.own_state().items()}
+    before = {n: p.detach().clone() for n, p in reader.named_parameters()}
+    losses(reader, batch, slots, counts, text_only).backward()
+    torch.optim.SGD(trained, lr=0.1).step()
+    still = {n for n, p in reader.named_parameters() if torch.equal(p, before[n])}
+    # What the last layer makes of slots nobody reads: only the keys and values it gives to text matter.
+    unread = {n for n in names if n.startswith(("gates.1", "lora.1")) and "k_proj" not in n and "v_proj" not in n}
+    assert still == (before.keys() - names) | (unread if text_only else set())
+    assert all(torch.equal(p, base[n]) for n, p in reader.backbone.own_state().items())
+
+
+def test_gates_open_in_training() -> None:
+    """A loss that the second pass lowers opens closed gates, through the straight-through estimator alone."""
+    reader = make_reader(loops=1, gated_layers=[0])
+    nn.init.zeros_(reader.gates["0"][2].weight)
+    nn.init.constant_(reader.gates["0"][2].bias, -0.05)
+    batch = prompts(reader, rows=1)
+    opened = make_reader(loops=1, gated_layers=[0], gate="open")
+    target = read(opened, batch).logits[0, -1].softmax(-1)
+    reader.trained_parameters()
+    gates = list(reader.gates.parameters())
+    optimiser = torch.optim.SGD(gates, lr=0.1)
+    for _ in range(20):
+        reader.train()
+        with reader.decoder(batch.slot_mask) as model:
+            loss = F.cross_entropy(model(**batch.model_inputs()).logits[0, -1:], target[None])
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    with reader.record_loops() as loops:
+        read(reader, batch)
+    assert (loops[0] == 1).any()
+
+
+def test_ablations() -> None:
+    """Without recursion: loops 0 over the same weights. Without gate: all loops for each slot. Without LoRA."""
+    full = make_reader()
+    batch = prompts(full)
+    state = full.saved_state()
+    once, always = make_reader(loops=0), make_reader(gate="open")
+    for reader in (once, always):
+        reader.load_saved_state(state)
+    shut = make_reader()
+    shut.load_saved_state(state | {n: p - 1e4 for n, p in state.items() if n.endswith(".2.bias")})
+    assert torch.equal(read(once, batch).logits, read(shut, batch).logits)
+    with always.record_loops() as loops:
+        read(always, batch)
+    assert all((record[batch.slot_mask] == 3).all() for record in loops.values()) and len(loops) == 2
+    none = make_reader(lora=None, loops=0)
+    with torch.no_grad():
+        assert torch.equal(read(none, batch).logits, none.backbone.model(**batch.model_inputs()).logits)
+    assert {name.split(".")[0] for name in none.saved_state()} == {"projection", "gates"}
+    with pytest.raises(BundleError, match="reader"):
+        none.load_saved_state(state)
+
+
+def test_dropout_is_for_training_only() -> None:
+    reader = make_reader(lora=LORA | {"dropout": 0.5}, loops=0)
+    batch = prompts(reader)
+    evaluated = read(reader, batch).logits
+    reader.train()
+    assert torch.equal(read(reader, batch).logits, evaluated)  # no gradients asked for
+    with reader.decoder(batch.slot_mask) as model:
+        assert not torch.equal(model(**batch.model_inputs()).logits, evaluated)
+
+
+def test_saved_and_loaded_weights_are_the_same_bits() -> None:
+    """From a reader without loops to one with them, as stage III does."""
+    first = make_reader(loops=0)
+    for parameter in first.parameters():
+        parameter.copy_(parameter.half().float())
+    state = {name: value.half() for name, value in first.saved_state().items()}  # as a bundle stores it
+    second = make_reader(wide=False, loops=3)
+    second.load_saved_state(state)
+    for name, value in second.saved_state().items():
+        assert torch.equal(value, first.saved_state()[name])
+    third = make_reader(loops=3)
+    third.load_saved_state(first.saved_state())
+    batch = prompts(first)
+    assert torch.equal(read(second, batch).logits, read(third, batch).logits)
+
+
+def test_impossible_settings_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"gated_layers \[1, 2\]: the decoder has layers 0 to 1"):
+        make_reader(gated_layers=[2, 1])
+    for wrong in ({"loops": -1}, {"lora": {"rank": 0}}, {"gate": "ajar"}, {"gated_layers": "some"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ArcAlignerConfig(**wrong)
+    assert SelectiveLoraConfig() == SelectiveLoraConfig(rank=128, alpha=32, dropout=0.05)
+
+
+# Recipes
+
+
+def test_recipes_have_the_papers_hyperparameters() -> None:
+    """Tables 5 and 6; the batch is that of all GPUs, and steps are one epoch."""
+    first, second, third = (load_recipe(f"arcaligner/{name}") for name in ("1_reconstruction", "2_answer", "3_gates"))
+    for recipe, rate, batch, samples in (
+        (first, 2e-4, 8 * 8 * 4, 200_000),
+        (second, 2e-5, 8 * 2 * 4, 90_447),
+        (third, 2e-5, 8 * 2 * 4, 90_447),
+    ):
+        optim = recipe.optim
+        assert (optim.learning_rate, optim.final_learning_rate, optim.schedule) == (rate, 0.0, "linear")
+        assert (optim.warmup_ratio, optim.weight_decay) == (0.03, 0.0)
+        assert (optim.batch_size, optim.steps) == (batch, samples // batch)
+    assert first.method.lora == third.method.lora == SelectiveLoraConfig(rank=128, alpha=32, dropout=0.05)
+    assert (first.method.loops, third.method.loops) == (0, 3)
+    assert third.method == first.method.model_copy(update={"loops": 3})
+    assert second.method is None  # stage I's, without loops
+    assert str(second.bundle) == f"{first.output}/bundle" and str(third.bundle) == f"{second.output}/bundle"
+
+
+@pytest.mark.parametrize("final", [0.0, 0.02])
+def test_a_linear_schedule_falls_on_a_line(final: float, tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(1))
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"loss": (1 + self.w * x).pow(2).sum()}
+
+    optim = OptimConfig(steps=10, batch_size=1, learning_rate=0.1, final_learning_rate=final, schedule="linear",
+                        warmup_ratio=0.2, log_every=1)  # fmt: skip
+    example = Example(("a",), (Turn("b", ("c",)),))
+    loop.train(Model(), [example] * 10, lambda _: {"x": torch.ones(1)}, optim, tmp_path, seed=0)
+    rates = [row["learning_rate"] for row in json.loads((tmp_path / "loss.json").read_text())]
+    line = [0.1 * step / 2 for step in range(2)] + [0.1 + (final - 0.1) * step / 8 for step in range(8)]
+    assert rates == pytest.approx(line)
+    with pytest.raises(ValueError, match="final_learning_rate"):
+        OptimConfig(learning_rate=1e-5, final_learning_rate=1e-5, schedule="linear")
+
+
+@pytest.fixture(scope="module")
+def stages(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the three stages have been run, three steps each."""
+    folder = tmp_path_factory.mktemp("stages")
+    frozen = {"mode": "frozen"}
+    plain = make_tiny_bundle(encoder=frozen, decoder=frozen)
+    plain.backbone.model.save_pretrained(folder / "decoder")
+    plain.tokenizer.save_pretrained(folder / "decoder")
+    save_encoder(folder / "encoder", plain.tokenizer)
+    names = ("Orla", "Ada", "Bo", "Cy")
+    write_jsonl(
+        folder / "data.jsonl",
+        [Example((f"{n} keeps a goat. {n} is old.",), (Turn(f"What does {n} keep?", ("a goat",)),)) for n in names],
+    )
+    optim = {"steps": 3, "batch_size": 4, "learning_rate": 0.02, "final_learning_rate": 0.0, "schedule": "linear"}
+    common = {
+        "name": "tiny",
+        "base_ratio": 8,
+        "ratios": [8],
+        "window": 64,
+        "data": {"files": [str(folder / "data.jsonl")], "max_context_tokens": 64},
+        "optim": optim,
+    }
+    method = {
+        "name": "arcaligner",
+        "encoder": str(folder / "encoder"),
+        "encoder_dim": DIM,
+        "lora": {"rank": 4, "alpha": 4},
+        "loops": 0,
+        "gate_width": 4,
+    }
+    for name, changes in {
+        "1": {"stage": "reconstruction", "decoder": str(folder / "decoder"), "method": method},
+        "2": {"stage": "answer", "bundle": str(folder / "1" / "bundle")},
+        "3": {"stage": "answer", "bundle": str(folder / "2" / "bundle"), "method": method | {"loops": 2}},
+    }.items():
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(common | {"output": str(folder / name)} | changes))
+        run_recipe(path)
+    return folder
+
+
+def test_stages_go_on_from_each_other(stages: Path) -> None:
+    """Projector and LoRA change in every stage, gates in the third alone, the decoder never."""
+    bundles = [Bundle.from_pretrained(stages / stage / "bundle") for stage in "123"]
+    states = [bundle.reader.saved_state() for bundle in bundles]
+    parts = ({"projection", "lora"}, {"projection", "lora", "gates"})
+    for (earlier, later), changing in zip(pairwise(states), parts, strict=True):
+        assert earlier.keys() == later.keys()
+        changed = {name.split(".")[0] for name in later if not torch.equal(later[name], earlier[name])}
+        assert changed == changing
+    first, *others = [bundle.backbone.own_state() for bundle in bundles]
+    assert all(torch.equal(value, other[name]) for other in others for name, value in first.items())
+    reports = [json.loads((stages / stage / "training_report.json").read_text()) for stage in "123"]
+    counts = [report["trained_parameters"] for report in reports]
+    assert counts[0] == counts[1] < counts[2]
+    gates = sum(p.numel() for p in bundles[2].reader.gates.parameters())
+    assert counts[2] - counts[1] == gates
+
+
+def test_a_report_keeps_those_of_the_stages_before(stages: Path) -> None:
+    report = Bundle.from_pretrained(stages / "3" / "bundle").report
+    told = [report, report["earlier"], report["earlier"]["earlier"]]
+    assert [each["recipe"]["output"] for each in told] == [str(stages / stage) for stage in "321"]
+    assert "earlier" not in told[-1]
+    assert "| Training steps | 9, in stages of 3, 3 and 3 |" in (stages / "3" / "bundle" / "README.md").read_text()
+    assert "| Training steps | 3 |" in (stages / "1" / "bundle" / "README.md").read_text()
+
+
+def opened(stages: Path) -> Bundle:
+    """The last stage's bundle with gates that decide: some open, some closed."""
+    bundle = Bundle.from_pretrained(stages / "3" / "bundle")
+    assert isinstance(bundle.reader, ArcAlignerReader)
+    torch.manual_seed(2)
+    for parameter in bundle.reader.gates.parameters():
+        nn.init.normal_(parameter, std=2.0)
+    return bundle
+
+
+def test_a_store_of_sentence_vectors_is_read_with_loops(stages: Path, tmp_path: Path) -> None:
+    bundle = opened(stages)
+    passages = ["Orla keeps a goat. Orla is old. She came by sea.", "Bo is young.", "Ada has a boat. It leaks."]
+    with SoftContextStore(tmp_path, bundle) as store:
+        markers = store.markers(store.ensure(passages), store.base_ratio)
+        decoder = TransformersDecoder(bundle, store, batch_size=4)
+        asked = [f"{marker}\n\nQuestion: who is old?" for marker in markers]
+        together = decoder.generate(asked, Sampling(max_new_tokens=6))
+        with bundle.reader.record_loops() as loops:
+            alone = [decoder.generate([prompt], Sampling(max_new_tokens=6))[0] for prompt in asked]
+    assert [made.text for made in alone] == [made.text for made in together]
+    assert [made.slots for made in alone] == [3, 1, 2]
+    assert all(int((record >= 0).sum()) == 2 for record in loops.values())
+
+
+# Pictures
+
+
+def test_loops_are_drawn_for_a_text(stages: Path, tmp_path: Path) -> None:
+    """The numbers are those of a prompt that was read, whatever is asked after the text."""
+    bundle = opened(stages)
+    text = "Orla keeps a goat. Orla is old. She came by sea. Nobody knows when."
+    files = inspect(bundle, text, tmp_path / "pictures")
+    assert [file.name for file in files] == ["loops.json", "loops.png"]
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+    numbers = json.loads(files[0].read_text())
+    assert [slot.split()[0] for slot in numbers["slots"]] == ["Orla", "Orla", "She", "Nobody"]
+    assert (numbers["layers"], numbers["most_loops"]) == ([0, 1], 2)
+    with SoftContextStore(tmp_path / "store", bundle) as store:
+        [marker] = store.markers(store.ensure([text]), store.base_ratio)
+        for question in ("who?", "what came by sea, and when?"):
+            with bundle.reader.record_loops() as loops:
+                prompt = [{"role": "user", "content": f"{marker}\n\nQuestion: {question}"}]
+                TransformersDecoder(bundle, store).generate([prompt], Sampling(max_new_tokens=1))
+            seen = torch.stack([loops[layer][loops[layer] >= 0] for layer in numbers["layers"]], dim=1)
+            assert seen.tolist() == numbers["loops"]
+    assert len({count for row in numbers["loops"] for count in row}) > 1
+    means = [sum(column) / len(column) for column in zip(*numbers["loops"], strict=True)]
+    assert numbers["mean_loops"] == pytest.approx(means)
+    second = Bundle.from_pretrained(stages / "2" / "bundle")
+    with pytest.raises(ConfigError, match="gates are off"):
+        inspect(second, text, tmp_path)
+
+
+def test_loops_are_those_of_the_prompt_it_was_trained_with(stages: Path, tmp_path: Path) -> None:
+    """What stands before the slots is the beginning of the recipe's first template, as the report has it."""
+    bundle = opened(stages)
+    seen: list[Tensor] = []
+    with bundle.reader.decoder(torch.zeros(1, 1, dtype=torch.bool)) as model:
+        model.register_forward_pre_hook(lambda _, __, kwargs: seen.append(kwargs["inputs_embeds"][0]), with_kwargs=True)
+    assert bundle.report["recipe"]["data"]["templates"][0].startswith("{context}")
+    other = "Refer to the background document: {context}\n{question}"
+    for template, before in (("{context}\n\nQuestion: {question}", ""), (other, "Refer to the background document: ")):
+        bundle.report["recipe"]["data"]["templates"] = [template, "{question} {context}"]
+        inspect(bundle, "Orla keeps a goat. Orla is old.", tmp_path)
+        ids = bundle.tokenizer(f"<|user|>{before}", add_special_tokens=False)["input_ids"]
+        assert len(seen[-1]) == len(ids) + 2  # and the slots
+        assert torch.equal(seen[-1][: len(ids)], bundle.backbone.embeddings(torch.tensor(ids)))
+        assert json.loads((tmp_path / "loops.json").read_text())["template"] == template

@@ -1,0 +1,177 @@
+"""ComprExIT's training (paper 002, section 3.3): what it reaches, its loss, its two phases and their recipes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.data.examples import Example, Turn, world_examples, write_jsonl
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.base.compressor import Tokenized
+from ctx_compress_rag.training.objectives.likelihood import LikelihoodLoss
+from ctx_compress_rag.training.objectives.next_token import NextTokenCollator
+from ctx_compress_rag.training.recipes import load_recipe
+from ctx_compress_rag.training.run import run_recipe
+from helpers.comprexit import ABLATIONS, IDS, SMALL, TEXTS, comprexit_bundle
+
+
+@pytest.fixture(scope="module")
+def make(tiny_tokenizer: Any) -> Callable[..., Bundle]:
+    return partial(comprexit_bundle, tiny_tokenizer)
+
+
+@pytest.mark.parametrize("method", ABLATIONS, ids=IDS)
+def test_gradients_reach_what_is_trained_and_nothing_else(make: Callable[..., Bundle], method: dict[str, Any]) -> None:
+    """One optimiser step moves every weight of both sides; the decoder has none that is trained, and its bits."""
+    bundle = make(**method)
+    objective = LikelihoodLoss(bundle)
+    decoder = {name: value.clone() for name, value in bundle.backbone.own_state().items()}
+    trained = {name: p for name, p in objective.named_parameters() if p.requires_grad}
+    own = {id(p) for part in (bundle.compressor, bundle.reader) for p in part.parameters()}
+    assert {id(p) for p in trained.values()} == own
+    assert not any(p.requires_grad for p in bundle.backbone.model.parameters())
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    examples = [Example((text,), (Turn("", ("",)),)) for text in TEXTS]
+    objective(**NextTokenCollator(bundle.tokenizer, 40, 10)(examples))["loss"].backward()
+    assert all(p.grad is None for p in bundle.backbone.model.parameters())
+    torch.optim.SGD(trained.values(), lr=1.0).step()
+    assert [name for name, p in trained.items() if torch.equal(p, before[name])] == []
+    assert all(torch.isfinite(p).all() for p in trained.values())
+    assert all(torch.equal(value, decoder[name]) for name, value in bundle.backbone.own_state().items())
+
+
+def test_next_token_loss_is_plain_cross_entropy(make: Callable[..., Bundle]) -> None:
+    """Slots in place of the beginning, then token by token through transformers alone."""
+    bundle = make(seed=5)
+    objective = LikelihoodLoss(bundle)
+    examples = [Example((text,), (Turn("", ("",)),)) for text in TEXTS[:2]]
+    with torch.no_grad():
+        loss = float(objective(**NextTokenCollator(bundle.tokenizer, 16, 6)(examples))["loss"])
+    total, count = 0.0, 0
+    for text in TEXTS[:2]:
+        ids = bundle.tokenizer(text, add_special_tokens=False)["input_ids"][:22]
+        cut = len(ids) * 16 // 22
+        [soft] = bundle.compressor.compress([Tokenized("", ids[:cut])], 4, 64, 8192)
+        row = bundle.embed(soft)
+        for token in ids[cut:]:
+            with torch.no_grad():
+                logits = bundle.backbone.model(inputs_embeds=row[None]).logits[0, -1].double()
+            total -= float(logits.log_softmax(-1)[token])
+            count += 1
+            row = torch.cat([row, bundle.backbone.embeddings(torch.tensor([token]))])
+    assert loss == pytest.approx(total / count, rel=1e-4)
+
+
+def fitting_recipe(folder: Path, bundle: Bundle, /, **change: Any) -> Path:
+    """One step for ComprExIT, so small that it is none, after fitting its reader on the recipe's data."""
+    bundle._save_decoder(folder / "decoder")
+    recipe = {
+        "stage": "answer",
+        "name": "fitted",
+        "output": str(folder / "out"),
+        "decoder": str(folder / "decoder"),
+        "method": {"name": "comprexit", **SMALL},
+        "fit_passages": 24,
+        "ratios": [4],
+        "window": 64,
+        "data": {
+            "world": {"split": "train", "seed": 3, "examples": 24, "passages": [1]},
+            "max_turns": 1,
+            "max_context_tokens": 48,
+        },
+        "optim": {"steps": 1, "batch_size": 2, "learning_rate": 1e-9, "final_learning_rate": 0.0},
+        **change,
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def test_a_fitted_reader_starts_at_the_tokens_own_embeddings(make: Callable[..., Bundle], tmp_path: Path) -> None:
+    """Of a token's slot an untrained reader makes what is nearest to its embedding, as numpy's least squares has it."""
+    bundle = make()
+    examples = world_examples("train", 3, 24, max_turns=1, passages=(1,))
+    texts = list(dict.fromkeys(example.passages[0] for example in examples))
+    ids = [bundle.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    embeddings = bundle.backbone.embeddings(torch.tensor([token for row in ids for token in row])).double().numpy()
+    errors, best = {}, 0.0
+    for passages in (0, 24):
+        recipe = fitting_recipe(tmp_path, bundle, fit_passages=passages, output=str(tmp_path / str(passages)))
+        made = Bundle.from_pretrained(run_recipe(recipe) / "bundle")
+        softs = made.compress(texts, 1)
+        read = torch.cat([made.embed(soft) for soft in softs]).double().numpy()
+        errors[passages] = ((read - embeddings) ** 2).mean() / embeddings.var()
+        affine = np.column_stack([torch.cat([soft.slots for soft in softs]).double().numpy(), np.ones(len(read))])
+        nearest = affine @ np.linalg.lstsq(affine, embeddings, rcond=None)[0]
+        best = ((nearest - embeddings) ** 2).mean() / embeddings.var()
+    assert best < 0.95
+    assert errors[24] == pytest.approx(best, abs=0.05)
+    assert errors[0] > best + 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"method": {"name": "mean_pooling"}}, "map of two layers"), ({"decoder": None, "bundle": "x"}, "untrained")],
+)
+def test_nothing_else_is_fitted(make: Callable[..., Bundle], tmp_path: Path, change: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        run_recipe(fitting_recipe(tmp_path, make(), **change))
+
+
+def test_both_stages_run_from_recipe_to_bundle(make: Callable[..., Bundle], tmp_path: Path) -> None:
+    """Next token, then answers from the first stage's bundle; each stage trains and the decoder stays."""
+    bundle = make()
+    bundle._save_decoder(tmp_path / "decoder")
+    write_jsonl(tmp_path / "data.jsonl", world_examples("train", 3, 8, max_turns=1, passages=(1, 2)))
+    data = {"files": [str(tmp_path / "data.jsonl")], "max_context_tokens": 48, "max_answer_tokens": 12}
+    common = {"data": data, "ratios": [4], "window": 64, "optim": {"steps": 2, "batch_size": 4, "log_every": 1}}
+    recipes = {
+        "next": {"stage": "next_token", "decoder": str(tmp_path / "decoder"), "method": {"name": "comprexit", **SMALL}},
+        "answer": {"stage": "answer", "bundle": str(tmp_path / "next" / "bundle")},
+    }
+    made = []
+    for name, recipe in recipes.items():
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({**common, **recipe, "name": name, "output": str(tmp_path / name)}))
+        assert run_recipe(path) == tmp_path / name
+        losses = [row["loss"] for row in json.loads((tmp_path / name / "loss.json").read_text())]
+        assert len(losses) == 2 and all(math.isfinite(loss) and loss > 0 for loss in losses)
+        made.append(Bundle.from_pretrained(tmp_path / name / "bundle", device="cpu"))
+    first, second = made
+    assert second.config.method == first.config.method and second.config.name == "answer"
+    changed = [
+        name
+        for name, p in second.compressor.named_parameters()
+        if not torch.equal(p, first.compressor.get_parameter(name))
+    ]
+    assert changed
+    decoder = first.backbone.own_state()
+    assert all(torch.equal(value, decoder[name]) for name, value in second.backbone.own_state().items())
+
+
+@pytest.mark.parametrize(("name", "stage"), [("next_token", "next_token"), ("answer", "answer")])
+def test_shipped_recipes_hold_the_papers_values(name: str, stage: str) -> None:
+    """Table 7."""
+    recipe: Any = load_recipe(f"comprexit/{name}")
+    assert recipe.stage == stage and recipe.ratios == [4]
+    assert (recipe.optim.learning_rate, recipe.optim.warmup_ratio, recipe.optim.clip_norm) == (1e-4, 0.05, 20.0)
+    assert (recipe.optim.batch_size, recipe.optim.micro_batch_size) == (2048, 16)
+    assert recipe.data.max_context_tokens == recipe.window == 512
+    if name == "next_token":
+        assert recipe.data.max_answer_tokens == 128
+        method = recipe.method
+        assert (method.segment_tokens, method.iterations) == (128, 30)
+        assert method.gate_dim == method.transport_dim == method.slot_dim == 256
+        assert recipe.optim.steps * 2048 * (512 + 128) == pytest.approx(1e9, rel=1e-3)
+    else:
+        assert recipe.bundle == load_recipe("comprexit/next_token").output / "bundle"

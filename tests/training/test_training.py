@@ -1,0 +1,381 @@
+"""Training: the losses against the papers' equations, what is trained, and resuming."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from ctx_compress_rag.data.examples import Example, Turn, check_held_out, read_jsonl, world_examples, write_jsonl
+from ctx_compress_rag.errors import ConfigError, DataError
+from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
+from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
+from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
+from ctx_compress_rag.training.run import run_recipe
+from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
+
+NO_SLOTS = torch.zeros(1, 1, dtype=torch.bool)
+EXAMPLES = [
+    Example(
+        ("Orla Reedwen keeps a goat as a pet.", "Kormoor lies on the river Halen."), (Turn("Which pet?", ("a goat",)),)
+    ),
+    Example(
+        ("Kormoor lies on the river Halen.",), (Turn("Which river?", ("Halen",)), Turn("Which town?", ("Kormoor",)))
+    ),
+]
+
+
+def _collator(bundle: Any, repeat: int = 0) -> DistillationCollator:
+    return DistillationCollator(PromptBuilder(bundle.tokenizer), TEMPLATES, 512, repeat, seed=0)
+
+
+def _plain_ids(bundle: Any, text: str) -> list[int]:
+    return bundle.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
+    """Eq. 5 and 6 one example, token and ratio at a time, in float64."""
+    bundle = make_tiny_bundle(seed=3)
+    for name, parameter in bundle.backbone.model.named_parameters():
+        if "lora_B.reader" in name:
+            torch.nn.init.normal_(parameter)
+    objective = DistillationLoss(bundle)
+    objective.ratios = [4, 8]
+    collate = DistillationCollator(PromptBuilder(bundle.tokenizer), ["{context}\n\n{question}"], 512, 0, seed=0)
+    loss = float(objective(**collate(EXAMPLES))["loss"])
+
+    model, embed = bundle.backbone.model, bundle.backbone.embeddings
+    total = 0.0
+    for example in EXAMPLES:
+        # Text and slots in turn: the prompt up to each answer, then the answer token by token.
+        history_text = torch.empty(0, 32)
+        history_slots = {r: torch.empty(0, 32) for r in objective.ratios}
+        for number, turn in enumerate(example.turns):
+            context = "\n\n".join(example.passages) + "\n\n" if number == 0 else ""
+            prompt = _plain_ids(bundle, f"<|user|>{context}{turn.question}<|assistant|>")
+            history_text = torch.cat([history_text, embed(torch.tensor(prompt))])
+            for r in objective.ratios:
+                if number == 0:
+                    user = bundle.tokenizer.convert_tokens_to_ids("<|user|>")
+                    parts = [embed(torch.tensor([user]))]
+                    for i, passage in enumerate(example.passages):
+                        if i:
+                            parts.append(embed(torch.tensor(_hole_text(bundle, "\n\n"))))
+                        parts.append(bundle.embed(bundle.compress([passage], ratio=r)[0]))
+                    parts.append(embed(torch.tensor(_hole_text(bundle, f"\n\n{turn.question}<|assistant|>"))))
+                    history_slots[r] = torch.cat(parts)
+                else:
+                    history_slots[r] = torch.cat([history_slots[r], embed(torch.tensor(prompt))])
+            for token in _plain_ids(bundle, turn.answers[0] + "<|end|>"):
+                with torch.no_grad(), bundle.text_decoder() as teacher:
+                    q = teacher(inputs_embeds=history_text[None]).logits[0, -1].double().softmax(-1)
+                for r in objective.ratios:
+                    with torch.no_grad(), bundle.soft_decoder(NO_SLOTS) as student:
+                        p = student(inputs_embeds=history_slots[r][None]).logits[0, -1].double().softmax(-1)
+                    total += float((q * (q.log() - p.log())).sum())
+                    history_slots[r] = torch.cat([history_slots[r], embed(torch.tensor([token]))])
+                history_text = torch.cat([history_text, embed(torch.tensor([token]))])
+    assert model is bundle.backbone.model
+    assert loss == pytest.approx(total / len(EXAMPLES), rel=1e-4)
+    assert total > 0.1  # the adapters differ, so there is something to sum
+
+
+def _hole_text(bundle: Any, text: str) -> list[int]:
+    """Ids of text that follows a hole: the tiny tokenizer puts a space before text that follows a special token."""
+    ids = _plain_ids(bundle, "<|user|>" + text)
+    return ids[1:]
+
+
+@pytest.mark.parametrize("encoder", ["lora", "full", "frozen"])
+@pytest.mark.parametrize("decoder", ["lora", "full", "frozen"])
+def test_gradients_reach_what_is_trained_and_nothing_else(make_tiny_bundle: Any, encoder: str, decoder: str) -> None:
+    """One optimiser step moves every trained parameter and leaves every other bit as it was."""
+    bundle = make_tiny_bundle(encoder={"mode": encoder}, decoder={"mode": decoder}, embedding_skip=True)
+    objective = DistillationLoss(bundle, reconstruction_weight=1.0)
+    objective.ratios = [4]
+    base_before = {n: p.detach().clone() for n, p in bundle.backbone.own_state().items()}
+    trained = {n: p for n, p in objective.named_parameters() if p.requires_grad}
+    # LoRA's B starts at zero, which leaves A without a gradient in the first step.
+    for name, parameter in bundle.backbone.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    before = {n: p.detach().clone() for n, p in trained.items()}
+    objective(**_collator(bundle, repeat=2)(EXAMPLES))["loss"].backward()
+    torch.optim.SGD(trained.values(), lr=1.0).step()
+    assert trained
+    still = [n for n, p in trained.items() if torch.equal(p, before[n])]
+    assert not still
+    assert all(torch.equal(p, base_before[n]) for n, p in bundle.backbone.own_state().items())
+
+
+def test_shared_passages_are_encoded_once(tiny_bundle: Any) -> None:
+    batch = _collator(tiny_bundle)(EXAMPLES)
+    assert len(batch["passages"].texts) == 2
+    assert batch["prompts"].passages == [[0, 1], [1]]
+
+
+def test_answer_loss_is_weighted_cross_entropy(tiny_bundle: Any) -> None:
+    builder = PromptBuilder(tiny_bundle.tokenizer)
+    batch = TextCollator(builder, TEMPLATES[:1], 512, seed=0)(EXAMPLES)
+    with torch.no_grad():
+        loss = float(AnswerLoss(tiny_bundle.backbone.model, 0.2)(**batch)["loss"])
+        total, weight = 0.0, 0.0
+        for ids, answers, mask in zip(batch["input_ids"], batch["answers"], batch["attention_mask"], strict=True):
+            length = int(mask.sum())
+            logits = tiny_bundle.backbone.model(input_ids=ids[None, :length]).logits[0].double()
+            for i in range(1, length):
+                w = 1.0 if answers[i] else 0.2
+                total -= w * float(logits[i - 1].log_softmax(-1)[ids[i]])
+                weight += w
+    assert loss == pytest.approx(total / weight, rel=1e-4)
+
+
+def test_answers_are_the_same_tokens_with_text_and_with_slots(tiny_bundle: Any) -> None:
+    builder = PromptBuilder(tiny_bundle.tokenizer)
+    for example in world_examples("train", 5, 8):
+        for template in TEMPLATES:
+            text, slots = builder.text_row(example, template), builder.slot_row(example, template)
+            answers = text.ids[text.answers].tolist()
+            assert answers == torch.cat(slots.ids)[torch.cat(slots.answers)].tolist()
+            assert tiny_bundle.tokenizer.decode(answers).split("<|end|>")[0].strip() == example.turns[0].answers[0]
+            assert len(slots.ids) == len(example.passages) + 1
+
+
+def test_jsonl_round_trip_and_grouping(tmp_path: Path) -> None:
+    examples = world_examples("dev", 1, 4, max_turns=3)
+    rows = write_jsonl(tmp_path / "data.jsonl", examples)
+    assert rows == sum(len(e.turns) for e in examples)
+    assert read_jsonl(tmp_path / "data.jsonl", max_turns=3) == examples
+    assert len(read_jsonl(tmp_path / "data.jsonl")) == rows
+
+
+@pytest.mark.parametrize("row", ['{"question": "Q"}', "[1]", "{", '{"question": "Q", "answers": [], "context": "c"}'])
+def test_a_bad_row_is_named(tmp_path: Path, row: str) -> None:
+    good = json.dumps({"question": "Q", "answers": ["a"], "context": "c"})
+    (tmp_path / "data.jsonl").write_text(f"{good}\n{row}\n")
+    with pytest.raises(DataError, match=r"data\.jsonl:2"):
+        read_jsonl(tmp_path / "data.jsonl")
+
+
+def test_held_out_passages_and_questions_never_reach_training() -> None:
+    held_out = world_examples("test", 0, 8)
+    check_held_out(world_examples("train", 0, 200), held_out)
+    with pytest.raises(DataError, match="passage"):
+        check_held_out([*EXAMPLES, held_out[3]], held_out)
+    question = Example(("Another text.",), held_out[3].turns)
+    with pytest.raises(DataError, match="question"):
+        check_held_out([*EXAMPLES, question], held_out)
+
+
+def test_splits_of_the_world_share_no_name() -> None:
+    """Names are what tells facts apart, so no passage or question of one split can be of another."""
+    from ctx_compress_rag.data.world import World
+
+    def roots(split: Any) -> set[str]:
+        # The compound part of a name is its last word (people, towns) or its first (organisations).
+        names = [e for seed in range(150) for e in World(split, seed).entities]
+        return {n.name.split()[0] if n.kind == "organisation" else n.name.split()[-1] for n in names}
+
+    train, dev, test = roots("train"), roots("dev"), roots("test")
+    assert not train & test and not train & dev and not dev & test
+    assert min(len(train), len(dev), len(test)) > 50
+
+
+def test_worlds_of_one_kind_are_as_many_as_asked_for() -> None:
+    """In a prompt of such a world all passages are about one kind of thing, so that only names tell them apart."""
+    from ctx_compress_rag.data import wording
+    from ctx_compress_rag.data.world import examples
+
+    surnames, towns, organisations = (
+        {head + tail for head in heads for tail in tails}
+        for heads, tails in (
+            (wording.SURNAME_HEADS, wording.SURNAME_TAILS),
+            (wording.TOWN_HEADS, wording.TOWN_TAILS),
+            (wording.ORGANISATION_HEADS, wording.ORGANISATION_TAILS),
+        )
+    )
+
+    def alike(passages: tuple[str, ...]) -> bool:
+        """Whether the first sentences, which name what a passage is about, can all be of one kind."""
+        words = [{word.rstrip(".") for word in passage.split(". ")[0].split()} for passage in passages]
+        return any(all(w & names for w in words) for names in (surnames, towns, organisations))
+
+    def share(wanted: float) -> float:
+        drawn = list(examples("train", 7, 400, alike=wanted))
+        return sum(alike(e.passages) for e in drawn) / len(drawn)
+
+    assert share(1.0) == 1.0
+    assert share(0.0) < 0.1
+    assert 0.4 < share(0.5) < 0.65
+    assert list(examples("train", 7, 8)) == list(examples("train", 7, 8, alike=0.0))
+
+
+def test_curriculum_is_the_same_at_every_call() -> None:
+    recipe = load_recipe("demo/mean_pooling")
+    assert recipe.stage == "distillation"
+    for step in range(0, recipe.optim.steps, 97):
+        ratios = recipe.ratios_at(step)
+        assert ratios == recipe.ratios_at(step) == sorted(set(ratios))
+    assert recipe.ratios_at(0) == [1, 2]
+    assert any(16 in recipe.ratios_at(s) for s in range(recipe.optim.steps))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"stepz": 3}, "stepz"),
+        ({"stage": "alchemy"}, "alchemy"),
+        ({"optim": {"batch_size": 6, "micro_batch_size": 4}}, "micro_batch_size"),
+        ({"optim": {"steps": 0}}, "steps"),
+        ({"data": {"files": []}}, "files or world"),
+        ({"data": {"files": ["x.jsonl"], "templates": ["no places"]}}, "no places"),
+    ],
+)
+def test_impossible_recipes_are_refused_by_name(tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    recipe = yaml.safe_load((SHIPPED / "demo" / "teacher.yaml").read_text()) | change
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(ConfigError, match=named):
+        load_recipe(tmp_path / "recipe.yaml")
+
+
+def _tiny_recipes(folder: Path, steps: int) -> tuple[Path, Path]:
+    optim = {
+        "steps": steps,
+        "batch_size": 4,
+        "micro_batch_size": 2,
+        "learning_rate": 1e-3,
+        "save_every": 2,
+        "log_every": 1,
+    }
+    data = {"world": {"seed": 50, "examples": 24, "passages": [1, 2]}, "max_turns": 2, "max_context_tokens": 256}
+    shape = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    }
+    teacher = {
+        "stage": "teacher",
+        "output": str(folder / "teacher"),
+        "scratch": {"vocab_size": 512, "config": shape},
+        "tune": {"mode": "full"},
+        "data": data,
+        "optim": optim,
+    }
+    student = {
+        "stage": "distillation",
+        "name": "tiny",
+        "output": str(folder / "student"),
+        "decoder": str(folder / "teacher"),
+        "method": {"name": "mean_pooling"},
+        "ratios": [4, 8],
+        "window": 64,
+        "curriculum": [{"step": 0, "ratios": [4, 8], "sample": 1}],
+        "reconstruction_weight": 0.5,
+        "data": data,
+        "optim": optim,
+    }
+    folder.mkdir()
+    paths = folder / "teacher.yaml", folder / "student.yaml"
+    for path, recipe in zip(paths, (teacher, student), strict=True):
+        path.write_text(yaml.safe_dump(recipe))
+    return paths
+
+
+def _losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in json.loads((folder / "loss.json").read_text())]
+
+
+def test_a_recipe_resumes_on_the_same_loss_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both stages run from recipe to bundle; one cut off after step 3 ends like one that was not."""
+    from transformers import TrainerCallback
+
+    from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.training import loop
+
+    whole_teacher, whole_student = _tiny_recipes(tmp_path / "whole", steps=6)
+    run_recipe(whole_teacher)
+    run_recipe(whole_student)
+    whole = _losses(tmp_path / "whole" / "student")
+    assert len(whole) == 6 and all(math.isfinite(x) for x in whole)
+
+    class Killed(RuntimeError):
+        pass
+
+    class Kill(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                raise Killed
+
+    _, student = _tiny_recipes(tmp_path / "cut", steps=6)
+    student.write_text(
+        student.read_text().replace(str(tmp_path / "cut" / "teacher"), str(tmp_path / "whole" / "teacher"))
+    )
+    real = loop._OnStep
+    monkeypatch.setattr(loop, "_OnStep", lambda hook: type("Both", (Kill, real), {})(hook))
+    with pytest.raises(Killed):
+        run_recipe(student)
+    monkeypatch.undo()
+    run_recipe(student)
+    report = json.loads((tmp_path / "cut" / "student" / "training_report.json").read_text())
+    assert report["resumed"] is True
+    assert _losses(tmp_path / "cut" / "student") == pytest.approx(whole, rel=1e-4)
+    one, two = (Bundle.from_pretrained(tmp_path / name / "student" / "bundle") for name in ("whole", "cut"))
+    a, b = (x.compress(["Orla Reedwen was born in Kormoor."])[0].slots for x in (one, two))
+    assert torch.allclose(a, b, atol=1e-3)
+    assert (tmp_path / "whole" / "student" / "loss.png").stat().st_size > 1000
+
+
+def test_a_lora_teacher_reads_full_text_in_the_bundle(tmp_path: Path) -> None:
+    """The bundle's text decoder is the decoder with the teacher's adapter; slots are read without it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.errors import BundleError
+
+    scratch, student = _tiny_recipes(tmp_path / "run", steps=2)
+    run_recipe(scratch)
+    settings = yaml.safe_load(scratch.read_text())
+    del settings["scratch"]
+    settings |= {
+        "decoder": str(tmp_path / "run" / "teacher"),
+        "output": str(tmp_path / "lora"),
+        "tune": {"mode": "lora"},
+    }
+    settings["optim"]["learning_rate"] = 0.5  # two steps that show
+    scratch.write_text(yaml.safe_dump(settings))
+    run_recipe(scratch)
+    student.write_text(student.read_text() + f"teacher: {tmp_path / 'lora'}\n")
+    run_recipe(student)
+    bundle = Bundle.from_pretrained(tmp_path / "run" / "student" / "bundle")
+    ids = torch.arange(5, 15).unsqueeze(0)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "teacher", dtype=torch.float32)
+    with torch.no_grad():
+        untuned = plain(ids).logits
+        tuned = PeftModel.from_pretrained(plain, tmp_path / "lora")(ids).logits
+        with bundle.text_decoder() as model:
+            logits = model(ids).logits
+    torch.testing.assert_close(logits, tuned, atol=1e-4, rtol=1e-4)
+    assert (logits - untuned).abs().max() > 1e-2
+    with pytest.raises(BundleError, match="adapter_config"):
+        Bundle.build(bundle.config, bundle.backbone, teacher=tmp_path / "run")
+
+
+def test_a_long_passage_is_cut_and_its_answer_kept(tiny_bundle: Any) -> None:
+    builder = PromptBuilder(tiny_bundle.tokenizer)
+    long = Example(("Kormoor lies on the river Halen. " * 40,), (Turn("Which river?", ("Halen",)),))
+    batch = TextCollator(builder, TEMPLATES[:1], 64, seed=0)([long])
+    assert tiny_bundle.tokenizer.decode(batch["input_ids"][0][batch["answers"][0]]).strip() == "Halen<|end|>"
+    assert batch["input_ids"].shape[1] < 64 + 60
+    same = DistillationCollator(builder, TEMPLATES[:1], 64, 0, seed=0)([long])
+    assert torch.equal(same["text_rows"][0].ids, batch["input_ids"][0])
+    assert same["passages"].input_ids.shape == (1, 64)
