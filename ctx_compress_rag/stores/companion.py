@@ -96,7 +96,7 @@ class Companion:
     @property
     def sealed(self) -> bool:
         """Whether every record must have a seal."""
-        return self._about.get("ctx_format", FORMAT) == FORMAT
+        return bool(self._about.get("ctx_format", FORMAT) == FORMAT)
 
     @property
     def codec(self) -> str:
