@@ -24,7 +24,8 @@ from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig, Selecti
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.training import loop
-from ctx_compress_rag.training.recipes import OptimConfig, load_recipe
+from ctx_compress_rag.training.config import OptimConfig
+from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.arcaligner import LORA, make_reader, prompts, read
 from helpers.sentences import DIM, save_encoder
