@@ -36,7 +36,7 @@ def choose_device(device: str | torch.device | None = None) -> tuple[torch.devic
 def load_decoder(
     name: str | Path, revision: str | None = None, device: str | torch.device | None = None
 ) -> tuple[Any, Any]:
-    """Load a causal LM and its tokenizer from a folder or the hub; safetensors only, never pickle.
+    """Load a causal LM and its tokenizer from a folder or the hub; safetensors only, never pickle, and no code.
 
     Returns: the model in eval mode with frozen parameters, and the tokenizer, padding on the left.
 
@@ -47,12 +47,14 @@ def load_decoder(
 
     chosen, dtype = choose_device(device)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
         packed = Path(name) / INT8_FILE
         model: Any = (
             _from_int8(packed, dtype)
             if packed.exists()
-            else AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype, use_safetensors=True)
+            else AutoModelForCausalLM.from_pretrained(
+                name, revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False
+            )
         )
     except Exception as error:  # transformers raises many kinds: OSError, ValueError, SafetensorError, ...
         raise BundleError(f"cannot load the decoder {str(name)!r}: {error}") from error
@@ -67,7 +69,8 @@ def _from_int8(file: Path, dtype: torch.dtype) -> Any:
     """The causal LM of a folder whose weights are in 8 bits."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file.parent), dtype=torch.float32)
+    config = AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     state = from_int8(load_file(file))
     model.load_state_dict(state, strict=False)
     if odd := state.keys() ^ dict(model.named_parameters()).keys():
@@ -108,6 +111,12 @@ class Backbone:
     def dim(self) -> int:
         """Width of the decoder's embeddings."""
         return int(self.embeddings.weight.shape[1])
+
+    @property
+    def window(self) -> int | None:
+        """Most positions of prompt and answer together; None where the model has no limit."""
+        window: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return window
 
     @property
     def embeddings(self) -> Any:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import Strict
 from ctx_compress_rag.methods.registry import AnyMethodConfig
+
+T = TypeVar("T")
+_WHOLE = TypeAdapter(int)
 
 
 class BundleConfig(Strict):
@@ -41,6 +45,28 @@ class BundleConfig(Strict):
         if self.max_tokens % self.base_ratio:
             raise ValueError(f"max_tokens {self.max_tokens} is no multiple of base_ratio {self.base_ratio}")
         return self
+
+
+def checked(name: str, value: object, rule: TypeAdapter[T]) -> T:
+    """An argument by a rule of pydantic's, which takes 16, 16.0 and "16" for one number.
+
+    Raises:
+        ConfigError: it breaks the rule; the message begins with name and value.
+    """
+    try:
+        return rule.validate_python(value)
+    except ValidationError as error:
+        said = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{name}={repr(value)[:80]}: {said}") from None
+
+
+def whole(name: str, value: object) -> int:
+    """A whole number given as an argument.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    return checked(name, value, _WHOLE)
 
 
 def explain(error: ValidationError) -> str:

@@ -271,6 +271,13 @@ def test_a_config_that_is_no_json_object_is_refused(folder: Path, content: bytes
         Bundle.from_pretrained(folder, device="cpu")
 
 
+@pytest.mark.parametrize("content", ["[]", "3", "null", '"steps"'])
+def test_a_report_that_is_no_object_is_named(folder: Path, content: str) -> None:
+    (folder / "training_report.json").write_text(content)
+    with pytest.raises(BundleError, match=r"training_report\.json holds a \w+, no JSON object"):
+        Bundle.from_pretrained(folder, device="cpu")
+
+
 def test_a_damaged_report_is_named(folder: Path) -> None:
     (folder / "training_report.json").write_text("{")
     with pytest.raises(BundleError, match=r"training_report\.json is damaged"):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ctx_compress_rag.figures import heat_map, new_figure, width_of
 from ctx_compress_rag.methods.comprexit.compressor import ComprexitCompressor
+from ctx_compress_rag.text.tokenising import text_ids
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,7 +23,7 @@ def transmission(bundle: Bundle, text: str, ratio: int) -> dict[str, Any]:
     Returns: `transmission.json`, `plan.png`, and `gates.png` unless the bundle reads the last layer alone.
     """
     compressor = cast(ComprexitCompressor, bundle.compressor)
-    ids = bundle.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][: bundle.config.max_tokens]
+    ids = text_ids(bundle.tokenizer, text)[: bundle.config.max_tokens]
     gates, plan = compressor.transmission(ids, ratio)
     tokens = [bundle.tokenizer.decode([id]) for id in ids]
     numbers = {

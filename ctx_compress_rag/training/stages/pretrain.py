@@ -165,7 +165,7 @@ def start(recipe: PretrainRecipe, resume: bool) -> Job:
     work = recipe.output / "tokens"  # what is learned and made of the texts before training, kept for a resumed run
     if recipe.scratch:
         if resume and (work / "tokenizer.json").exists():
-            tokenizer = AutoTokenizer.from_pretrained(work)
+            tokenizer = AutoTokenizer.from_pretrained(work, trust_remote_code=False)
         else:
             sample = tokenizer_sample(data.texts, leave_out)
             tokenizer = train_tokenizer(
