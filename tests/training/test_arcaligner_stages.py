@@ -193,7 +193,8 @@ def test_a_linear_schedule_falls_on_a_line(final: float, tmp_path: Path) -> None
     optim = OptimConfig(steps=10, batch_size=1, learning_rate=0.1, final_learning_rate=final, schedule="linear",
                         warmup_ratio=0.2, log_every=1)  # fmt: skip
     example = Example(("a",), (Turn("b", ("c",)),))
-    loop.train(Model(), [example] * 10, lambda _: {"x": torch.ones(1)}, optim, tmp_path, seed=0)
+    job = loop.Job(Model(), [example] * 10, lambda _: {"x": torch.ones(1)}, save=print)
+    loop.train(job, optim, tmp_path, seed=0)
     rates = [row["learning_rate"] for row in json.loads((tmp_path / "loss.json").read_text())]
     line = [0.1 * step / 2 for step in range(2)] + [0.1 + (final - 0.1) * step / 8 for step in range(8)]
     assert rates == pytest.approx(line)

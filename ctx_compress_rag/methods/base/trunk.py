@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.methods.base.compressor import TokenCompressor
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
-from ctx_compress_rag.methods.base.part import load_parameters, train_copy
-
-ADAPTER = "compressor"
+from ctx_compress_rag.methods.base.part import train_copy
 
 
 class TrunkCompressor(TokenCompressor):
@@ -30,7 +28,7 @@ class TrunkCompressor(TokenCompressor):
         self.dim = backbone.dim
         self.encoder: nn.Module | None = None
         if tune.mode == "lora":
-            backbone.add_adapter(ADAPTER, lora_config(tune))
+            backbone.add_adapter(self.side, lora_config(tune))
         elif tune.mode == "full":
             self.encoder = backbone.copy_model().base_model
 
@@ -38,19 +36,10 @@ class TrunkCompressor(TokenCompressor):
         """Make what the encoder trains trainable and return it."""
         if self.encoder is not None:
             return train_copy(self.encoder)
-        return self.backbone.train_adapter(ADAPTER) if self.tune.mode == "lora" else []
+        return self.backbone.train_adapter(self.side) if self.tune.mode == "lora" else []
 
     @contextmanager
     def trunk(self) -> Iterator[Any]:
         """The encoder, a transformers model without a head, held for this thread within the context."""
-        with self.backbone.use(ADAPTER if self.tune.mode == "lora" else None) as model:
+        with self.backbone.use(self.side if self.tune.mode == "lora" else None) as model:
             yield model.base_model if self.encoder is None else self.encoder
-
-    def saved_state(self) -> dict[str, Tensor]:
-        """This module's own weights; the encoder's embeddings are the decoder's."""
-        shared = self.backbone.embeddings.weight
-        return {name: p.detach().cpu().contiguous() for name, p in self.named_parameters() if p is not shared}
-
-    def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `saved_state` gave."""
-        load_parameters(self, state, self.saved_state().keys(), ADAPTER)
