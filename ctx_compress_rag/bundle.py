@@ -22,6 +22,7 @@ from ctx_compress_rag.backbone import INT8_FILE, Backbone, load_decoder
 from ctx_compress_rag.config import BundleConfig, explain, whole
 from ctx_compress_rag.decoder_identity import decoder_digest, digest_in_memory, write_decoder
 from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
+from ctx_compress_rag.gguf import GgufDecoder, pinned
 from ctx_compress_rag.methods.base.compressor import Compressor, Tokenized
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.registry import METHODS
@@ -136,6 +137,8 @@ class Bundle:
         Raises:
             BundleError: the teacher is no peft adapter folder, or does not fit the decoder.
         """
+        if isinstance(config.decoder, GgufDecoder):
+            config = config.model_copy(update={"decoder": pinned(config.decoder, config.revision)})
         method = METHODS[config.method.name]
         compressor = method.compressor(backbone, config.method)
         reader = method.reader(backbone, config.method, compressor)
@@ -158,14 +161,16 @@ class Bundle:
     def fingerprint(self) -> str:
         """SHA-256 over the config, the weights, and all of the decoder: 64 hex digits.
 
-        Of a decoder on the hub its commit, of one in a folder all but its weights (`decoder_digest`).
+        Of a decoder on the hub its commit, of a GGUF file its SHA-256, of a folder all but its weights
+        (`decoder_digest`).
         """
         if self._decoder_digest is None:
             name = self.config.decoder
             if name is None:
                 self._decoder_digest = digest_in_memory(self.backbone.model, self.tokenizer)
             else:
-                self._decoder_digest = decoder_digest(Path(name)) if Path(name).is_dir() else ""
+                in_folder = isinstance(name, str) and Path(name).is_dir()
+                self._decoder_digest = decoder_digest(Path(str(name))) if in_folder else ""
         return hashlib.sha256(f"2 {self.former_fingerprint} {self._decoder_digest}".encode()).hexdigest()
 
     @property
@@ -187,6 +192,9 @@ class Bundle:
     def _digest(self, states: Mapping[str, Mapping[str, Tensor]]) -> str:
         digest = hashlib.sha256()
         settings = self.config.model_dump(mode="json", exclude={"name", "reads"})
+        if isinstance(self.config.decoder, GgufDecoder):
+            # The file's content is what counts, wherever it lies.
+            settings |= {"decoder": self.config.decoder.sha256, "revision": None}
         digest.update(json.dumps(settings, sort_keys=True).encode())
         if self.config.decoder is not None:
             digest.update(str(getattr(self.backbone.model.config, "_commit_hash", "")).encode())

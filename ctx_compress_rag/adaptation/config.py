@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.training.config import BaseRecipe, Strict
 
 
@@ -31,12 +32,12 @@ class AdaptationRecipe(BaseRecipe):
 
     Attributes:
         bundle: whose decoder it is; passages are read as text, or with `ratio` as soft contexts.
-        decoder: in place of a bundle, a folder or hub id; it reads text.
+        decoder: in place of a bundle, a folder, hub id or GGUF file; it reads text.
         ratio: source tokens per slot.
     """
 
     bundle: str | None = None
-    decoder: str | None = None
+    decoder: str | GgufDecoder | None = None
     revision: str | None = None
     ratio: int | None = Field(default=None, gt=0)
     data: TaskData
@@ -44,7 +45,7 @@ class AdaptationRecipe(BaseRecipe):
     @model_validator(mode="after")
     def _one_decoder(self) -> AdaptationRecipe:
         if (self.decoder is None) == (self.bundle is None):
-            raise ValueError("give either decoder (a folder or hub id) or bundle")
+            raise ValueError("give either decoder (a folder, hub id or GGUF file) or bundle")
         if self.decoder and self.ratio:
             raise ValueError("ratio needs a bundle, whose compressor makes the slots")
         return self

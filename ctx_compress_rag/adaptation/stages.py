@@ -124,7 +124,7 @@ def _job(
     """A job whose report names the decoder that it is for. `save` is given its hub id or path."""
     bundle = decoder.bundle
     about = {"fingerprint": bundle.fingerprint}
-    return Job(objective, examples, collate, lambda report: save(bundle.config.decoder), about)
+    return Job(objective, examples, collate, lambda report: save(bundle.config.decoder_name), about)
 
 
 def start_retrieval_adapter(recipe: RetrievalAdapterRecipe, resume: bool) -> Job:

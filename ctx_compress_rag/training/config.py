@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ctx_compress_rag.data.config import MixData, ProbeConfig, SourceConfig, TextData
+from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.registry import AnyMethodConfig
 from ctx_compress_rag.text.prompts import PARAPHRASES, TEMPLATES
@@ -143,7 +144,7 @@ class PretrainRecipe(Recipe):
 
     Attributes:
         scratch: the decoder made anew; or
-        decoder: a folder or hub id to go on from; or
+        decoder: a folder, hub id or GGUF file to go on from; or
         minilm: MiniLM's weights turned into a decoder with this many positions (see `training.minilm_decoder`).
         window: tokens of a sequence.
     """
@@ -151,7 +152,7 @@ class PretrainRecipe(Recipe):
     asks = False
     stage: Literal["pretrain"]
     scratch: ScratchDecoder | None = None
-    decoder: str | None = None
+    decoder: str | GgufDecoder | None = None
     revision: str | None = None
     minilm: int | None = Field(default=None, gt=0)
     window: int = Field(default=1024, gt=1)
@@ -159,7 +160,7 @@ class PretrainRecipe(Recipe):
     @model_validator(mode="after")
     def _one_decoder(self) -> PretrainRecipe:
         if sum(start is not None for start in (self.scratch, self.decoder, self.minilm)) != 1:
-            raise ValueError("give one of scratch, decoder (a folder or hub id) and minilm")
+            raise ValueError("give one of scratch, decoder (a folder, hub id or GGUF file) and minilm")
         if not self.data.texts or self.data.files:
             raise ValueError("pretraining reads data.texts, and no files of questions")
         if self.probe:
@@ -185,7 +186,7 @@ class TeacherRecipe(Recipe):
     """Fine-tune (or train from scratch) the decoder on question answering with full text."""
 
     stage: Literal["teacher"]
-    decoder: str | None = None
+    decoder: str | GgufDecoder | None = None
     revision: str | None = None
     scratch: ScratchDecoder | None = None
     tune: TuneConfig = TuneConfig()
@@ -201,7 +202,7 @@ class TeacherRecipe(Recipe):
     @model_validator(mode="after")
     def _one_decoder(self) -> TeacherRecipe:
         if (self.decoder is None) == (self.scratch is None):
-            raise ValueError("give either decoder (a folder or hub id) or scratch")
+            raise ValueError("give either decoder (a folder, hub id or GGUF file) or scratch")
         if self.scratch and self.tune.mode != "full":
             raise ValueError("a decoder from scratch needs tune.mode: full")
         return self
@@ -237,7 +238,7 @@ class CompressionRecipe(Recipe):
     name: str
     reads: str = "general text"
     bundle: Path | None = None
-    decoder: str | None = None
+    decoder: str | GgufDecoder | None = None
     revision: str | None = None
     teacher: Path | None = None
     method: AnyMethodConfig | None = None
@@ -252,7 +253,7 @@ class CompressionRecipe(Recipe):
     @model_validator(mode="after")
     def _one_start(self) -> CompressionRecipe:
         if (self.bundle is None) == (self.decoder is None):
-            raise ValueError("give either decoder (a folder or hub id) or bundle (made by an earlier stage)")
+            raise ValueError("give either decoder (a folder, hub id or GGUF file) or bundle (made by an earlier stage)")
         if self.decoder and self.method is None:
             raise ValueError("a new bundle needs a method")
         if self.bundle and self.fit_passages:

@@ -52,6 +52,8 @@ MATRIX: dict[str, dict[str, dict[str, Any]]] = {
         "lora": {},
         "full": {"encoder": FULL, "decoder": FULL, "embedding_skip": True},
         "plain": {"encoder": FROZEN, "decoder": {"mode": "lora"}, "linear": False},
+        "first layer": {"layers": 1, "positions": 4, "embedding_skip": True, "hidden_map": True},
+        "first layer, full": {"layers": 1, "positions": 4, "encoder": FULL, "decoder": FROZEN},
     },
     "compression_tokens": {
         "bidirectional": {"attention": "bidirectional"},
@@ -189,7 +191,7 @@ def test_another_weight_is_another_fingerprint(make: Callable[..., Bundle], case
     for parameter in trained(other):
         with torch.no_grad():
             parameter.view(-1)[0] += 1.0
-        other._fingerprint = None
+        other._former = None
         seen.add(other.fingerprint)
     assert len(seen) == len(trained(other)) + 1
 

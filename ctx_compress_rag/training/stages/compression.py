@@ -87,7 +87,7 @@ def start_bundle(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
         return Bundle.from_pretrained(recipe.bundle, device=training_device(), changes=settings)
     assert recipe.decoder is not None
     model, tokenizer = load_decoder(recipe.decoder, recipe.revision, training_device())
-    shipped = Path(recipe.decoder).is_dir()
+    shipped = isinstance(recipe.decoder, str) and Path(recipe.decoder).is_dir()
     decoder = None if shipped else recipe.decoder
     config = BundleConfig(decoder=decoder, revision=None if shipped else recipe.revision, **settings)
     bundle = Bundle.build(config, Backbone(model, tokenizer), teacher=recipe.teacher)

@@ -159,7 +159,9 @@ def start(recipe: TeacherRecipe, resume: bool) -> Job:
 
     def save(report: dict[str, Any]) -> None:
         if recipe.tune.mode == "lora":
-            decoder.save_pretrained(recipe.output)  # a peft adapter folder: the `teacher` of a distillation recipe
+            # A peft adapter folder: the `teacher` of a distillation recipe. Left to itself, peft would ask the hub
+            # whether the embeddings were changed, too.
+            decoder.save_pretrained(recipe.output, save_embedding_layers=False)
         else:
             save_decoder(decoder, tokenizer, recipe.output)
 
