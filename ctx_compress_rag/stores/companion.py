@@ -96,7 +96,7 @@ class Companion:
     @property
     def sealed(self) -> bool:
         """Whether every record must have a seal."""
-        return self._about.get("ctx_format", FORMAT) == FORMAT
+        return bool(self._about.get("ctx_format", FORMAT) == FORMAT)
 
     @property
     def codec(self) -> str:
@@ -221,8 +221,8 @@ class Companion:
         try:
             with self._writing() as collection:
                 collection.upsert(ids=list(rows), embeddings=[_EMBEDDING] * len(rows), metadatas=list(rows.values()))
-        except (ChromaError, httpx.HTTPError, ValueError) as error:
-            if not _too_large(error):
+        except Exception as error:  # Chroma's HTTP client raises a plain one for what its server says in words alone
+            if isinstance(error, StoreError) or not _too_large(error):
                 raise
             if len(rows) > 1:
                 items = list(rows.items())
@@ -358,6 +358,8 @@ def explained(where: str) -> Iterator[None]:
     except (ChromaError, httpx.HTTPError, json.JSONDecodeError) as error:
         raise _explained(error, where) from error
     except BaseException as error:
+        if type(error) is Exception:
+            raise _explained(error, where) from error
         if type(error).__name__ != "PanicException":  # pyo3's, and no Exception
             raise
         raise StoreError(

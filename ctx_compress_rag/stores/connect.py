@@ -105,7 +105,7 @@ def connect(location: Location, collection: str) -> Connection:
 def _of_client(client: ClientAPI, collection: str) -> Connection:
     settings = client.get_settings()
     if settings.is_persistent and not _is_remote(client):
-        return _of_folder(Path(settings.persist_directory), client.tenant, client.database, collection)  # type: ignore[attr-defined]
+        return _of_folder(Path(settings.persist_directory), client.tenant, client.database, collection)
     return Connection(client, None, f"{collection}-ctx", "a Chroma server" if _is_remote(client) else "memory")
 
 

@@ -45,7 +45,7 @@ class Folder:
         # Chroma shares an engine among clients of one spelling of a path: no other has this one, so that it can be
         # closed and opened anew under the app's own clients.
         taken = {folder._spelling for folder in Folder._open.values()}
-        self._spelling = str(path) + f"{os.sep}." * 2
+        self._spelling: str = str(path) + f"{os.sep}." * 2
         while self._spelling in taken:
             self._spelling += f"{os.sep}."
         self.path = path

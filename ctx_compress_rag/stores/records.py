@@ -29,7 +29,8 @@ SEAL = "seal"
 MAX_UNPACKED_BYTES = 16 << 20
 """A stored text that unpacks to more is not read: a few kilobytes of zlib can hold gigabytes."""
 _LARGEST = 1e16  # squares of what a decoder reads must stay finite in float32, summed over a slot
-_FIELDS = {"payload": str, "text": str, "text_hash": str, "marker": str, "metadata": str, "slots": int, "tokens": int}
+_PAYLOAD_HASH = "payload_hash"  # sealed in the payload's place: where that is damaged, the text can still be told good
+_FIELDS = {"text": str, "text_hash": str, "marker": str, "metadata": str, "slots": int, "tokens": int}
 _DAMAGED = "the record of passage"
 
 
@@ -69,6 +70,7 @@ def record(
         "tokens": soft.n_tokens,
         **labels(fingerprint, key, passage),
     }
+    row[_PAYLOAD_HASH] = _hash(payload)
     return row | {SEAL: signer.seal(*sealed_fields(key, row))}
 
 
@@ -83,7 +85,7 @@ def sealed_fields(key: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     for name, kind in _FIELDS.items():
         if type(row.get(name)) is not kind:
             raise _damaged(own_id(key), f"{name} is {row.get(name)!r:.40}, not {kind.__name__}")
-    return (key, *(str(row[name]) for name in ("text_hash", "marker", "slots", "tokens", "payload")))
+    return (key, *(str(row.get(name)) for name in ("text_hash", "marker", "slots", "tokens", _PAYLOAD_HASH)))
 
 
 def check_seal(key: str, stored: Mapping[str, Any], signers: Sequence[MarkerCodec], required: bool) -> None:
@@ -102,7 +104,12 @@ def read_soft(key: str, stored: Mapping[str, Any]) -> SoftContext:
     """The soft context of a record; PayloadError, naming the passage, if it is damaged."""
     try:
         sealed_fields(key, stored)
-        soft = codecs.decode(stored["payload"])
+        payload = stored.get("payload")
+        if not isinstance(payload, str):
+            raise PayloadError(f"payload is {payload!r:.40}, not str")
+        if stored.get(_PAYLOAD_HASH, _hash(payload)) != _hash(payload):
+            raise PayloadError("its payload is not the one that was sealed")
+        soft = codecs.decode(payload)
         if (soft.n_slots, soft.n_tokens) != (stored["slots"], stored["tokens"]):
             raise PayloadError(
                 f"it holds {soft.n_slots} slots for {soft.n_tokens} tokens and says {stored['slots']} for "
