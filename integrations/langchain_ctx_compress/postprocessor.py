@@ -72,7 +72,7 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
         self.ratio, self.reduction = settled(self.store, self.ratio, self.reduction, mode)
-        check_size(self.store, self.ratio, self.reduction, self.token_budget, self.on_missing)
+        check_size(self.store, self.ratio, self.reduction, self.token_budget, self.on_missing, self.scope)
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: the store belongs to this process."""
@@ -102,7 +102,7 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
         markers = mark(
             self.store,
             texts,
-            stored_ids(self.store, texts, [document.id for document in done]),
+            stored_ids(self.store, texts, [document.id for document in done], self.scope),
             ratio=self.ratio,
             reduction=self.reduction,
             token_budget=self.token_budget,

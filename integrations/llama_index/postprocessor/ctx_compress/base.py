@@ -92,7 +92,7 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
         self.ratio, self.reduction = settled(self.store, self.ratio, self.reduction, mode)
-        check_size(self.store, self.ratio, self.reduction, self.token_budget, self.on_missing)
+        check_size(self.store, self.ratio, self.reduction, self.token_budget, self.on_missing, self.scope)
 
     @classmethod
     def class_name(cls) -> str:
@@ -117,7 +117,7 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         marked = mark(
             self.store,
             texts,
-            stored_ids(self.store, texts, [nodes[place].node.node_id for place in read]),
+            stored_ids(self.store, texts, [nodes[place].node.node_id for place in read], self.scope),
             ratio=self.ratio,
             reduction=self.reduction,
             token_budget=self.token_budget,
