@@ -45,9 +45,9 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 @pytest.fixture(scope="session")
 def python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs Python in a process of its own, perhaps under another command."""
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]))
 
     def run_python(*args: object, under: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]))
         command = [*under, sys.executable, *map(str, args)]
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
 
