@@ -144,6 +144,17 @@ class Bundle:
             _add_teacher(backbone, teacher)
         return cls(config, backbone, compressor, reader)
 
+    def reader_from_teacher(self) -> None:
+        """Start the reader's adapter as the teacher's.
+
+        Raises:
+            ConfigError: one of the two has none, or they are not of one shape.
+        """
+        for name in (TEACHER, "reader"):
+            if name not in self.backbone.adapters:
+                raise ConfigError(f"reader_from_teacher: the {name} has no LoRA adapter")
+        self.backbone.copy_adapter(TEACHER, "reader")
+
     @property
     def tokenizer(self) -> Any:
         """The decoder's tokenizer, padding on the left."""

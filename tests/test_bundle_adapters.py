@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from transformers import AutoModelForCausalLM
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig
+from ctx_compress_rag.training.recipes import parse_recipe
 from helpers.models import tiny_llama
 
 NAMES = ["compressor", "reader", "teacher"]
@@ -120,3 +123,49 @@ def test_one_form_replaces_the_other_in_the_same_folder(made: Bundle, tmp_path: 
         for name in NAMES:
             assert len(list((tmp_path / "bundle" / name).glob("adapter_model*"))) == 1
         assert same(Bundle.from_pretrained(tmp_path / "bundle", device="cpu"), made)
+
+
+# The reader's LoRA from the teacher's
+
+
+def test_the_reader_may_start_as_the_teacher(made: Bundle) -> None:
+    text, soft, slots = logits(made)
+    assert not torch.equal(text, soft)
+    made.reader_from_teacher()
+    again, started, kept = logits(made)
+    assert torch.equal(started, text) and torch.equal(again, text) and torch.equal(kept, slots)
+    made.reader.trained_parameters()[-1].data.add_(1.0)
+    assert torch.equal(logits(made)[0], text), "a copy: training the reader leaves the teacher as it is"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"r": 8}, {"lora_alpha": 64}, {"target_modules": ["q_proj"]}, {"use_rslora": True}], ids=str
+)
+def test_another_shape_is_refused(
+    make_tiny_bundle: Callable[..., Any], tiny_tokenizer: Any, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    teacher = save_teacher(tiny_tokenizer, tmp_path / "taught", **settings)
+    config = make_tiny_bundle(decoder=TUNE).config
+    bundle = Bundle.build(config, Backbone(decoder(tiny_tokenizer), tiny_tokenizer), teacher)
+    before = copied(bundle, "reader")
+    with pytest.raises(ConfigError, match="adapter 'reader' cannot start from 'teacher': they differ in"):
+        bundle.reader_from_teacher()
+    assert all(torch.equal(before[name], value) for name, value in bundle.backbone.adapter_state("reader").items())
+
+
+def test_what_is_not_there_is_named(make_tiny_bundle: Callable[..., Any], tiny_tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="reader_from_teacher: the teacher has no LoRA adapter"):
+        make_tiny_bundle().reader_from_teacher()
+    config = make_tiny_bundle(decoder=TuneConfig(mode="frozen")).config
+    teacher = save_teacher(tiny_tokenizer, tmp_path / "taught")
+    bundle = Bundle.build(config, Backbone(decoder(tiny_tokenizer), tiny_tokenizer), teacher)
+    with pytest.raises(ConfigError, match="reader_from_teacher: the reader has no LoRA adapter"):
+        bundle.reader_from_teacher()
+
+
+def test_a_recipe_needs_a_teacher_to_start_from() -> None:
+    recipe = {"stage": "answer", "name": "a", "output": "runs/a", "data": {"files": ["a.jsonl"]}, "decoder": "b/c"}
+    settings = recipe | {"method": {"name": "mean_pooling"}, "reader_from_teacher": True}
+    with pytest.raises(ConfigError, match="reader_from_teacher needs a teacher"):
+        parse_recipe(settings, "recipe")
+    assert getattr(parse_recipe(settings | {"teacher": "runs/t"}, "recipe"), "reader_from_teacher")  # noqa: B009
