@@ -58,13 +58,13 @@ def test_train_and_eval(workplace: Path, make_tiny_bundle: Any, capsys: pytest.C
     """With the README's recipes, shrunk to a tiny decoder, a few steps and few data."""
     from ctx_compress_rag.training.recipes import SHIPPED
 
-    make_tiny_bundle()._save_decoder(workplace / "decoder")
+    make_tiny_bundle().save_pretrained(workplace / "bundle")
     write_jsonl(workplace / "train.jsonl", world_examples("train", 9, 8, max_turns=1))
     write_jsonl(workplace / "held_out.jsonl", world_examples("test", 9, 2, max_turns=1))
     (train,), (evaluate,) = _commands("train"), _commands("eval")
     for recipe in train[1:]:
         settings = yaml.safe_load((SHIPPED / recipe).read_text(encoding="utf-8"))
-        settings["decoder"] = "decoder"
+        settings["decoder"] = "bundle/decoder"
         settings["optim"] |= {"steps": 2, "batch_size": 2, "micro_batch_size": 1, "log_every": 1}
         Path(recipe).parent.mkdir(exist_ok=True)
         Path(recipe).write_text(yaml.safe_dump(settings), encoding="utf-8")
@@ -75,9 +75,20 @@ def test_train_and_eval(workplace: Path, make_tiny_bundle: Any, capsys: pytest.C
 
 def test_compare(workplace: Path, make_tiny_bundle: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """With one entry of the shipped comparison, a tiny decoder and a few steps."""
-    make_tiny_bundle()._save_decoder(workplace / "decoder")
+    make_tiny_bundle().save_pretrained(workplace / "bundle")
     (compare,) = _commands("compare")
-    few = ["--entries", "mean_pooling", "--budget", "8", "--questions", "2", "--jobs", "1", "--decoder", "decoder"]
+    few = [
+        "--entries",
+        "mean_pooling",
+        "--budget",
+        "8",
+        "--questions",
+        "2",
+        "--jobs",
+        "1",
+        "--decoder",
+        "bundle/decoder",
+    ]
     assert main([*compare, *few]) == 0
     assert "| mean_pooling |" in capsys.readouterr().out
 

@@ -17,7 +17,8 @@ from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks,
 from ctx_compress_rag.adaptation.stages import open_decoder
 from ctx_compress_rag.adaptation.systems import AT_TEST_TIME, BASE, PREDICTED, Recipes, System
 from ctx_compress_rag.decoding.generation import Sampling
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.evaluation import report
+from ctx_compress_rag.figures import new_figure, save
 from ctx_compress_rag.metrics import Interval, exact_match, paired_difference, token_f1
 from ctx_compress_rag.text.prompts import PromptBuilder
 
@@ -99,7 +100,10 @@ def evaluate(
     answers = answer_all(decoder, systems, episodes, sampling, folder / "answers", about, progress)
     costs = measure(decoder, systems, episodes[:timed], sampling)
     scores = score(episodes, answers, costs)
-    _save(scores, folder, about | {"timed": timed, "device": str(decoder.bundle.backbone.device)})
+    about |= {"timed": timed, "device": str(decoder.bundle.backbone.device)}
+    text = f"{table(scores)}\n\n{verdict(scores)}"
+    report.write(folder, "scores", text, {**about, "scores": [asdict(s) for s in scores]})
+    plot(scores, folder / "scores.png", f"{about['questions']} questions, {about['data']}")
     return scores
 
 
@@ -185,18 +189,21 @@ def score(
 
 def table(scores: Sequence[SystemScore]) -> str:
     """The scores as a Markdown table."""
-    lines = [
-        "| system | EM | F1 | F1 over base adapter | adapt ms | answer ms | adapt GFLOPs | answer GFLOPs |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for s in scores:
-        gain = "" if s.system == BASE else f"{s.gain.value:+.3f} ({s.gain.low:+.3f} to {s.gain.high:+.3f})"
-        c = s.cost
-        lines.append(
-            f"| {s.system} | {_interval(s.exact_match)} | {_interval(s.f1)} | {gain} | {c.adapt_ms:.1f} | "
-            f"{c.answer_ms:.1f} | {c.adapt_flops / 1e9:.2f} | {c.answer_flops / 1e9:.2f} |"
-        )
-    return "\n".join(lines)
+    return report.table(
+        [
+            {
+                "system": s.system,
+                "EM": report.interval(s.exact_match),
+                "F1": report.interval(s.f1),
+                "F1 over base adapter": "" if s.system == BASE else report.interval(s.gain, "+"),
+                "adapt ms": f"{s.cost.adapt_ms:.1f}",
+                "answer ms": f"{s.cost.answer_ms:.1f}",
+                "adapt GFLOPs": f"{s.cost.adapt_flops / 1e9:.2f}",
+                "answer GFLOPs": f"{s.cost.answer_flops / 1e9:.2f}",
+            }
+            for s in scores
+        ]
+    )
 
 
 def verdict(scores: Sequence[SystemScore]) -> str:
@@ -225,25 +232,9 @@ def _met(yes: bool) -> str:
     return "**is**" if yes else "**is not**"
 
 
-def _interval(interval: Interval) -> str:
-    return f"{interval.value:.3f} ({interval.low:.3f} to {interval.high:.3f})"
-
-
-def _save(scores: Sequence[SystemScore], folder: Path, about: Mapping[str, Any]) -> None:
-    record = {**about, "scores": [asdict(s) for s in scores]}
-    (folder / "scores.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (folder / "scores.md").write_text(f"{table(scores)}\n\n{verdict(scores)}\n", encoding="utf-8")
-    plot(scores, folder / "scores.png", f"{about['questions']} questions, {about['data']}")
-
-
 def plot(scores: Sequence[SystemScore], path: Path, title: str) -> None:
     """F1 with its interval against the time a question takes, adapting included, on a log scale (as figure 4)."""
-    with needs("train"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.0, 4.6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8.0, 4.6)
     axes = figure.subplots()
     for number, s in enumerate(scores):
         bars = [[s.f1.value - s.f1.low], [s.f1.high - s.f1.value]]
@@ -260,4 +251,4 @@ def plot(scores: Sequence[SystemScore], path: Path, title: str) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, format="png")
+    save(figure, path)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from ctx_compress_rag.app.asking import question_prompt
 from ctx_compress_rag.app.demo_corpus import Corpus, DemoQuestion, demo_corpus
 from ctx_compress_rag.app.passage_index import Hit, PassageIndex, open_index
-from ctx_compress_rag.evaluation.plots import Curve, plot_scores
+from ctx_compress_rag.evaluation import report
+from ctx_compress_rag.evaluation.plots import plot_scores
 from ctx_compress_rag.metrics import standard_error, token_f1
 from ctx_compress_rag.stores import AddReport
 
@@ -179,14 +180,7 @@ def _first_token_ms(decoder: TransformersDecoder, prompt: Callable[[int], Sequen
 
 def _draw(systems: Sequence[DemoSystem], path: Path) -> Path:
     soft = [s for s in systems if s.ratio]
-    errors = [standard_error(s.scores) for s in soft]
-    curve = Curve(
-        "soft context",
-        [s.ratio or 0 for s in soft],
-        [s.score for s in soft],
-        [max(0.0, s.score - error) for s, error in zip(soft, errors, strict=True)],
-        [min(1.0, s.score + error) for s, error in zip(soft, errors, strict=True)],
-    )
+    curve = report.curve("soft context", [(s.ratio or 0, s.score, standard_error(s.scores)) for s in soft])
     levels = {s.label: s.score for s in systems if not s.ratio}
     count = len(systems[0].scores)
     return plot_scores(path, [curve], levels, title=f"{count} questions about unseen names (bars: standard error)")

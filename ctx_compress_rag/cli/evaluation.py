@@ -231,6 +231,7 @@ def bench(
     passages: Annotated[int, typer.Option(metavar="N", help="At most this many.")] = 2000,
     tokens: Annotated[int, typer.Option(metavar="N", help="Most per passage.")] = 256,
     ratio: Annotated[int, typer.Option(metavar="R", help="For the first token.")] = 16,
+    output: Output = "ctx-compress-bench",
 ) -> None:
     """Time indexing and the first token.
 
@@ -238,10 +239,12 @@ def bench(
     four passages and a decoder of 110 M parameters with random weights.
     """
     import tempfile
+    from dataclasses import asdict
 
     from ctx_compress_rag.app.chunking import chunk
     from ctx_compress_rag.bundle import Bundle
-    from ctx_compress_rag.evaluation.speed import first_token, indexing_speed, random_bundle
+    from ctx_compress_rag.evaluation import report
+    from ctx_compress_rag.evaluation.speed import first_token, indexing_speed, random_bundle, speed_table
 
     given = read_text(text)
     if passages < 1:
@@ -253,16 +256,8 @@ def bench(
     chunks = list(dict.fromkeys(chunk(given, opened.tokenizer, tokens)))[:passages]
     with tempfile.TemporaryDirectory() as folder:
         speed = indexing_speed(opened, chunks, folder)
-    print(f"indexed {speed.passages} passages, {speed.tokens} tokens")
-    print(f"passages/s through the store {speed.passages_per_second:.1f}")
-    print(f"passages/s through the encoder alone {speed.forward_passages_per_second:.1f}")
-    print(f"time through the store over the encoder's (median of rounds) {speed.ratio:.2f}")
-    print(f"bytes on disk over payload bytes {speed.disk_bytes / speed.payload_bytes:.2f}")
     longest = sorted(chunks, key=len)[-4:]
     first = first_token(random_bundle(opened.tokenizer), longest, ratio)
-    print(f"first token, {first.parameters / 1e6:.0f} M parameters, {ratio}x")
-    print(f"prompt tokens {first.soft_tokens} in place of {first.text_tokens}")
-    print(
-        f"soft {first.soft_seconds * 1e3:.0f} ms (fetch included), full text {first.text_seconds * 1e3:.0f} ms, "
-        f"ratio (median of pairs) {first.ratio:.3f}"
-    )
+    text = speed_table(speed, first, ratio)
+    report.write(output, "bench", text, {"indexing": asdict(speed), "first_token": asdict(first), "ratio": ratio})
+    print(f"{text}\n\nalso in {output}")

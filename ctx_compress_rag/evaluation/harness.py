@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.decoding.decoder import Message, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.baselines import rank_sentences, select, truncate
 from ctx_compress_rag.evaluation.plots import Curve, plot_scores
 from ctx_compress_rag.marking.mark import mark, size
@@ -308,46 +308,32 @@ def _scores(questions: Sequence[Question], answers: SystemAnswers) -> list[Score
 
 def table(scores: Sequence[Score]) -> str:
     """The scores as a Markdown table, ± one standard error; with questions that have no answer, who declined them."""
-    declining = any(s.declined is not None for s in scores)
-    header = ["context", "ratio", "EM", "F1", "teacher-normalised F1", "prompt tokens"]
-    header += ["declined, rightly", "wrongly"] if declining else []
-    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    rows = []
     for s in scores:
-        ratio = "" if s.ratio is None else f"{s.ratio}x"
-        kept = (
-            ""
-            if s.normalized is None
-            else f"{s.normalized.value:.3f} ({s.normalized.low:.3f} to {s.normalized.high:.3f})"
-        )
-        cells = [s.system, ratio, f"{s.exact_match:.3f} ± {s.exact_match_error:.3f}", f"{s.f1:.3f} ± {s.f1_error:.3f}"]
-        cells += [kept, f"{s.prompt_tokens:.0f}"]
-        if declining:
-            error = "" if s.declined_error is None else f" ± {s.declined_error:.3f}"
-            cells += ["" if s.declined is None else f"{s.declined:.3f}{error}", f"{s.wrongly_declined:.3f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        row = {
+            "context": s.system,
+            "ratio": report.times(s.ratio),
+            "EM": report.with_error(s.exact_match, s.exact_match_error),
+            "F1": report.with_error(s.f1, s.f1_error),
+            "teacher-normalised F1": report.interval(s.normalized),
+            "prompt tokens": f"{s.prompt_tokens:.0f}",
+        }
+        if s.declined is not None:
+            row["declined, rightly"] = report.with_error(s.declined, s.declined_error)
+            row["wrongly"] = f"{s.wrongly_declined:.3f}"
+        rows.append(row)
+    return report.table(rows)
 
 
 def save(scores: Sequence[Score], folder: str | Path, about: dict[str, Any]) -> None:
     """Write scores.json, scores.md, scores.png and normalised.png; `about` says how they were made."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    record = {**about, "scores": [asdict(s) for s in scores]}
-    (folder / "scores.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (folder / "scores.md").write_text(table(scores) + "\n", encoding="utf-8")
-    curves = []
-    for system in (SOFT, EXTRACTED, TRUNCATED):
-        rows = [s for s in scores if s.system == system]
-        if rows:
-            curves.append(
-                Curve(
-                    system,
-                    [s.ratio or 0 for s in rows],
-                    [s.f1 for s in rows],
-                    [s.f1 - 1.96 * s.f1_error for s in rows],
-                    [s.f1 + 1.96 * s.f1_error for s in rows],
-                )
-            )
+    folder = report.write(folder, "scores", table(scores), {**about, "scores": [asdict(s) for s in scores]})
+    by_system = {system: [s for s in scores if s.system == system] for system in (SOFT, EXTRACTED, TRUNCATED)}
+    curves = [
+        report.curve(system, [(s.ratio or 0, s.f1, 1.96 * s.f1_error) for s in rows])
+        for system, rows in by_system.items()
+        if rows
+    ]
     levels = {s.system: s.f1 for s in scores if s.ratio is None}
     title = f"{about.get('bundle', '')}: answer F1 on {about.get('data', '')}"
     plot_scores(folder / "scores.png", curves, levels, title=title)

@@ -11,6 +11,7 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import read_jsonl
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.harness import (
     KEPT,
     KEPT_LABEL,
@@ -114,10 +115,8 @@ def evaluate_sets(
 
 def save_together(results: Mapping[str, Sequence[Score]], folder: str | Path, title: str) -> None:
     """Write the tables of several data sets into one scores.md, their teacher-normalised curves into normalised.png."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     text = "\n\n".join(f"### {name}\n\n{table(scores)}" for name, scores in results.items())
-    (folder / "scores.md").write_text(text + "\n", encoding="utf-8")
+    folder = report.write(folder, "scores", text)
     panels = {name: curves for name, scores in results.items() if (curves := normalised_curves(scores))}
     if panels:
         ticks = sorted({int(ratio) for curves in panels.values() for curve in curves for ratio in curve.ratios})
