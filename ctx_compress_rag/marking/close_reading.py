@@ -11,6 +11,7 @@ from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError
 from ctx_compress_rag.methods.ram.compressor import RamCompressor
 from ctx_compress_rag.methods.ram.segments import Segments, layout, shown, slots_of_runs
 from ctx_compress_rag.stores.skimmed import Skimmed
+from ctx_compress_rag.text.tokenising import check_characters, text_ids
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
@@ -39,16 +40,18 @@ def close_read(
         scope: as in `SoftContextStore.markers`.
 
     Raises:
-        ConfigError: the question has no tokens, or more segments are skimmed than the store keeps slots for.
+        ConfigError: the question has no tokens or is longer than the model's window, or more segments are skimmed
+            than the store keeps slots for.
         FingerprintMismatchError: the tokenizer cuts a passage otherwise than when it was stored.
     """
     bundle = cast("Bundle", store.bundle)
     ram = cast(RamCompressor, bundle.compressor)
-    asked_ids = bundle.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"]
+    check_characters("the question", len(question), bundle.backbone.window)
+    asked_ids = text_ids(bundle.tokenizer, question)
     if not asked_ids:
         raise ConfigError(f"the question {question!r} has no tokens: ask something")
     passages = [Segments.of(bundle.tokenizer, text, ram.config.segment_tokens) for text in texts]
-    represented = _representations(store, ids, passages)
+    represented = _representations(store, ids, passages, scope)
     asked = ram.question(asked_ids)
     counts = torch.tensor([count for passage in passages for count in passage.token_counts])
     kept = ram.choose(asked.cpu(), represented, counts, ratio)
@@ -64,9 +67,11 @@ def close_read(
     return shown(passages, layouts, iter(store.skimmed_markers(parts, scope)))
 
 
-def _representations(store: SoftContextStore, ids: Sequence[str], passages: Sequence[Segments]) -> torch.Tensor:
+def _representations(
+    store: SoftContextStore, ids: Sequence[str], passages: Sequence[Segments], scope: str | None
+) -> torch.Tensor:
     """The stored r_i of all segments: (segments, dim)."""
-    stored = store.get(ids)
+    stored = store.get(ids, scope, [passage.text for passage in passages])
     for id, soft, passage in zip(ids, stored, passages, strict=True):
         if soft is None or soft.token_counts.tolist() != passage.token_counts:
             raise FingerprintMismatchError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from llama_index.core.bridge.pydantic import Field, ValidationError
 from llama_index.core.callbacks import CallbackManager
@@ -90,12 +90,16 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
             super().__init__(**fields)
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
-        check_size(self.store, self.ratio, self.token_budget, self.on_missing, self.mode)
+        check_size(self.store, self.ratio, self.token_budget, self.on_missing, self.mode, self.scope)
 
     @classmethod
     def class_name(cls) -> str:
         """The class's name, for serialisation."""
         return "CompressedContextPostprocessor"
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """A copy with settings of its own; what it holds of this process is shared."""
+        return self.model_copy()
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: LlamaIndex would leave the store out, and take it from this object as well."""
@@ -111,7 +115,7 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         marked = mark(
             self.store,
             texts,
-            stored_ids(self.store, texts, [nodes[place].node.node_id for place in read]),
+            stored_ids(self.store, texts, [nodes[place].node.node_id for place in read], self.scope),
             ratio=self.ratio,
             token_budget=self.token_budget,
             scores=[nodes[place].score for place in read],
