@@ -53,6 +53,35 @@ class PackedRows:
         return int((self.segments != PADDING).sum())
 
 
+@dataclass(frozen=True)
+class PackedSlots:
+    """A batch of passages, and of prompts with places for their slots.
+
+    Attributes:
+        passages: each passage once.
+        prompts: the prompts; at the places of slots ids are 0.
+        sources: places of tokens in `passages`, rows laid end to end, slot after slot: (tokens,).
+        slots: the slot that each of these tokens belongs to: (tokens,).
+        places: places of the slots in `prompts`, rows laid end to end: (slots,).
+    """
+
+    passages: PackedRows
+    prompts: PackedRows
+    sources: Tensor
+    slots: Tensor
+    places: Tensor
+
+    def to(self, device: torch.device) -> PackedSlots:
+        """The same batch on `device`."""
+        return PackedSlots(
+            self.passages.to(device),
+            self.prompts.to(device),
+            self.sources.to(device),
+            self.slots.to(device),
+            self.places.to(device),
+        )
+
+
 @dataclass
 class Packer:
     """Fills rows, each sequence into the first row with room for it.

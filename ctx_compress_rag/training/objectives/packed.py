@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,52 +19,23 @@ from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
 from ctx_compress_rag.text.prompts import PromptBuilder, SlotRow, draw_template
+from ctx_compress_rag.training.config import RepeatAndAnswerRecipe
 from ctx_compress_rag.training.head import weighted_loss
 from ctx_compress_rag.training.objectives.base import SlotObjective
-from ctx_compress_rag.training.packing import PackedRows, Packer
-from ctx_compress_rag.training.recipes import PackedRecipe
+from ctx_compress_rag.training.packing import PackedSlots, Packer
 
 ANSWER, REPEAT = 0, 1
 
 REPEAT_TEMPLATES = (
-    "{context}\n\nRepeat the text.{question}",
-    "Repeat the text word for word.{question}\n\n{context}",
-    "{context}\n\nWrite the text above again.{question}",
+    "{context}\n\nRepeat the text.",
+    "Repeat the text word for word.\n\n{context}",
+    "{context}\n\nWrite the text above again.",
 )
 
 _MISSES = 10  # sequences that find no room before a batch counts as full
-_SHORTEST = 24  # tokens of a passage to repeat
-_LONGEST = 192
+SHORTEST = 24  # tokens of a passage to repeat
+LONGEST = 192
 _AGAIN = 0.6  # share of repeated passages that are encoded for a question anyway
-
-
-@dataclass(frozen=True)
-class PackedSlots:
-    """A batch of passages, and of prompts with places for their slots.
-
-    Attributes:
-        passages: each passage once.
-        prompts: the prompts; at the places of slots ids are 0.
-        sources: places of tokens in `passages`, rows laid end to end, slot after slot: (tokens,).
-        slots: the slot that each of these tokens belongs to: (tokens,).
-        places: places of the slots in `prompts`, rows laid end to end: (slots,).
-    """
-
-    passages: PackedRows
-    prompts: PackedRows
-    sources: Tensor
-    slots: Tensor
-    places: Tensor
-
-    def to(self, device: torch.device) -> PackedSlots:
-        """The same batch on `device`."""
-        return PackedSlots(
-            self.passages.to(device),
-            self.prompts.to(device),
-            self.sources.to(device),
-            self.slots.to(device),
-            self.places.to(device),
-        )
 
 
 class PackedSlotLoss(SlotObjective):
@@ -77,9 +47,8 @@ class PackedSlotLoss(SlotObjective):
     def __init__(self, bundle: Bundle) -> None:
         super().__init__(bundle)
         if not isinstance(bundle.compressor, MeanPoolingCompressor):
-            raise ConfigError(f"stage packed is for mean_pooling, not for {bundle.config.method.name}")
+            raise ConfigError(f"stage repeat_and_answer is for mean_pooling, not for {bundle.config.method.name}")
         self.pooling = bundle.compressor
-        self.losses: dict[int, float] = {}
 
     def forward(self, batch: PackedSlots) -> dict[str, Tensor]:  # type: ignore[override]
         """The loss of a batch."""
@@ -102,9 +71,7 @@ class PackedSlotLoss(SlotObjective):
             ).last_hidden_state
             wanted = prompts.targets[:, 1:]
             kinds = prompts.kinds[:, 1:][wanted]
-            total, _ = weighted_loss(
-                model, hidden[:, :-1][wanted], prompts.input_ids[:, 1:][wanted], _balanced(kinds)
-            )
+            total, _ = weighted_loss(model, hidden[:, :-1][wanted], prompts.input_ids[:, 1:][wanted], _balanced(kinds))
         return {"loss": total}
 
 
@@ -136,7 +103,7 @@ class PackedSlotData(Dataset[PackedSlots]):
     """
 
     def __init__(
-        self, builder: PromptBuilder, examples: Sequence[Example], texts: Sequence[str], recipe: PackedRecipe
+        self, builder: PromptBuilder, examples: Sequence[Example], texts: Sequence[str], recipe: RepeatAndAnswerRecipe
     ) -> None:
         self.builder = builder
         self.examples = examples
@@ -160,7 +127,8 @@ class _Filling:
         step = number // recipe.optim.batch_size
         self.ratios = recipe.ratios_at(step)
         self.repeat_share = recipe.repeat_share_at(step)
-        self.next_example = number * recipe.packing.examples
+        first = number * recipe.packing.examples
+        self.waiting = [data.examples[i % len(data.examples)] for i in range(first, first + recipe.packing.examples)]
         self.passages = Packer(recipe.packing.passage_rows, recipe.packing.length)
         self.prompts = Packer(recipe.packing.rows, recipe.packing.length)
         self.encoded: list[tuple[int, Tensor]] = []
@@ -183,8 +151,9 @@ class _Filling:
         )
 
     def _answer(self) -> bool:
-        example = self.data.examples[self.next_example % len(self.data.examples)]
-        self.next_example += 1
+        if not self.waiting:
+            return False
+        example = self.waiting.pop()
         template = draw_template(self.data.recipe.data.templates, example, self.data.recipe.seed)
         ids = [self.data.builder.passage_ids(passage) for passage in example.passages]
         ratio = self.rng.choice(self.ratios)
@@ -203,13 +172,11 @@ class _Filling:
             start, ids = self.encoded.pop(self.rng.randrange(len(self.encoded)))
         else:
             ids = self.data.builder.passage_ids(self.rng.choice(self.data.texts))
-        length = min(len(ids), self.rng.randint(_SHORTEST, _LONGEST))
+        length = min(len(ids), self.rng.randint(SHORTEST, LONGEST))
         cut = self.rng.randint(0, len(ids) - length) // ratio * ratio
         ids = ids[cut : cut + length]
         text = self.data.builder.tokenizer.decode(ids)
-        row = self.data.builder.slot_row(
-            Example((text,), (Turn("", (text,)),)), self.rng.choice(REPEAT_TEMPLATES), answer_ids=ids
-        )
+        row = self.data.builder.slot_row(Example((text,), (Turn("", (text,)),)), self.rng.choice(REPEAT_TEMPLATES))
         return self._place(row, [ids], ratio, REPEAT, None if start is None else start + cut)
 
     def _length(self, row: SlotRow, passages: Sequence[Tensor], ratio: int) -> int:
