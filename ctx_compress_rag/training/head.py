@@ -16,7 +16,8 @@ def head_logits(model: Any, hidden: Tensor) -> Tensor:
 
     Shape: (positions, dim) -> (positions, vocabulary)
     """
-    logits: Tensor = model.get_output_embeddings()(hidden).float()
+    head = model.get_output_embeddings()
+    logits = F.linear(hidden, head.weight, head.bias).float()
     config = model.config.get_text_config()
     if scaling := getattr(config, "logits_scaling", None):  # Granite
         logits = logits / scaling
