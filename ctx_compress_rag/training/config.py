@@ -74,7 +74,8 @@ class OptimConfig(Strict):
     After the warmup the learning rate falls from `learning_rate` to `final_learning_rate` by `schedule`.
     Where `muon_learning_rate` is given, Muon trains the matrices at that rate and AdamW the rest: decoders as
     small as the demo's learn to answer in a fraction of the steps.
-    `compile` is for batches that all have one shape; `workers` are processes that make batches ahead.
+    `compile` is for batches that all have one shape: the whole model, or its "layers", each the same code;
+    `workers` are processes that make batches ahead.
     """
 
     steps: int = Field(default=48_000, gt=0)
@@ -89,7 +90,7 @@ class OptimConfig(Strict):
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
     bf16: bool = False
-    compile: bool = False
+    compile: bool | Literal["layers"] = False
     workers: int = Field(default=0, ge=0)
     save_every: int = Field(default=500, gt=0)
     log_every: int = Field(default=20, gt=0)
@@ -275,6 +276,59 @@ class CompressionRecipe(Recipe):
         if current.sample is None or current.sample >= len(current.ratios):
             return current.ratios
         return sorted(random.Random(f"{self.seed}:{step}").sample(current.ratios, current.sample))
+
+
+class PackingConfig(Strict):
+    """Rows of one length that a batch's sequences are packed into (`training.packing`).
+
+    Attributes:
+        rows: of prompts.
+        passage_rows: of passages to encode.
+        length: tokens of a row; longer passages and prompts are left out.
+        examples: of the data, that a batch takes.
+    """
+
+    rows: int = Field(default=5, gt=0)
+    passage_rows: int = Field(default=7, gt=0)
+    length: int = Field(default=384, gt=0)
+    examples: int = Field(default=8, gt=0)
+
+
+class RepeatStep(Strict):
+    """From `step` on, this share of a batch's sequences repeats a passage; the others answer questions."""
+
+    step: int = Field(ge=0)
+    share: float = Field(ge=0, le=1)
+
+
+class RepeatAndAnswerRecipe(CompressionRecipe):
+    """Answers and repeated passages read from slots, in packed rows; see `training.objectives.packed`.
+
+    `data.files` hold the questions; their passages and those of `data.texts` are repeated. Each sequence draws a
+    ratio of the step's, in which one that stands twice is drawn twice as often.
+
+    Attributes:
+        packing: the rows.
+        repeat: how many of a batch's sequences repeat a passage, as training goes on.
+    """
+
+    asks = False
+    stage: Literal["repeat_and_answer"]
+    window: int = Field(default=384, gt=0)
+    packing: PackingConfig = PackingConfig()
+    repeat: list[RepeatStep] = [RepeatStep(step=0, share=0.5)]
+
+    @model_validator(mode="after")
+    def _trains_what_it_serves(self) -> RepeatAndAnswerRecipe:
+        if not self.data.files and not self.data.world:
+            raise ValueError("stage repeat_and_answer needs questions: give data.files")
+        if self.window != self.packing.length:
+            raise ValueError(f"window {self.window} must be packing.length, {self.packing.length}")
+        return self
+
+    def repeat_share_at(self, step: int) -> float:
+        """The share of repeated passages at an optimiser step."""
+        return max((r for r in self.repeat if r.step <= step), key=lambda r: r.step, default=self.repeat[0]).share
 
 
 class DistillationRecipe(CompressionRecipe):
