@@ -73,7 +73,7 @@ def test_train_and_eval(workplace: Path, make_tiny_bundle: Any, capsys: pytest.C
     """With the recipes named, shrunk to a tiny decoder, a few steps and few data."""
     from ctx_compress_rag.training.recipes import SHIPPED
 
-    make_tiny_bundle()._save_decoder(workplace / "decoder")
+    make_tiny_bundle().save_pretrained(workplace)  # and with it, its decoder
     write_jsonl(workplace / "train.jsonl", world_examples("train", 9, 8, max_turns=1))
     write_jsonl(workplace / "held_out.jsonl", world_examples("test", 9, 2, max_turns=1))
     (train,), (evaluate,) = _commands("train"), [c for c in _commands("eval") if "--bundle" in c]
@@ -90,7 +90,7 @@ def test_train_and_eval(workplace: Path, make_tiny_bundle: Any, capsys: pytest.C
 
 def test_compare(workplace: Path, make_tiny_bundle: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """With one entry of the shipped comparison, a tiny decoder and a few steps."""
-    make_tiny_bundle()._save_decoder(workplace / "decoder")
+    make_tiny_bundle().save_pretrained(workplace)  # and with it, its decoder
     (compare,) = _commands("compare")
     few = ["--entries", "mean_pooling", "--budget", "8", "--questions", "2", "--jobs", "1", "--decoder", "decoder"]
     assert main([*compare, *few]) == 0
@@ -124,14 +124,16 @@ def test_store_code(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "AddReport(added=1, updated=0, unchanged=0)" in capsys.readouterr().out
 
 
-def test_adaptation_code(workplace: Path, app: Any) -> None:
+def test_adaptation_code(workplace: Path, talkative: Any) -> None:
     import torch
 
     from ctx_compress_rag.adaptation import AdaptiveDecoder, PredictedUpdate
     from ctx_compress_rag.adaptation.methods import PredictorConfig
     from helpers.adaptation import random_adapter
+    from helpers.langchain import open_app
 
     (block,) = (b for b in _blocks("python") if "Demonstration" in b)
+    app = open_app(workplace / "app", talkative)
     config = PredictorConfig(inner_steps=2, inner_learning_rate=0.01, demonstrations=3, hidden=16, code=8)
     made = PredictedUpdate.build(
         random_adapter(app.bundle.backbone.model, 4, seed=8), AdaptiveDecoder(app.bundle), config

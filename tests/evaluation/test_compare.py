@@ -175,8 +175,8 @@ def test_unknown_names_are_refused() -> None:
 @pytest.fixture(scope="module")
 def decoder(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("decoder")
-    make_tiny_bundle()._save_decoder(folder)
-    return folder
+    make_tiny_bundle().save_pretrained(folder)
+    return folder / "decoder"
 
 
 @pytest.fixture(scope="module")

@@ -28,11 +28,6 @@ from llama_index.postprocessor.ctx_compress import (
 )
 
 
-@pytest.fixture(scope="module")
-def app(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> App:
-    return App(make_tiny_bundle, tmp_path_factory.mktemp("chroma"))
-
-
 @pytest.fixture
 def empty(tmp_path: Path, app: App) -> Iterator[SoftContextStore]:
     with SoftContextStore(tmp_path / "chroma", app.bundle) as store:
