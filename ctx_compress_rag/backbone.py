@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ctx_compress_rag.config import TuneConfig
-from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError
+from ctx_compress_rag.gguf import GgufDecoder, gguf_file, load_gguf
 from ctx_compress_rag.quantization import from_int8
 
 logger = logging.getLogger(__name__)
@@ -35,26 +35,25 @@ def choose_device(device: str | torch.device | None = None) -> tuple[torch.devic
 
 
 def load_decoder(
-    name: str | Path, revision: str | None = None, device: str | torch.device | None = None
+    name: str | Path | GgufDecoder, revision: str | None = None, device: str | torch.device | None = None
 ) -> tuple[Any, Any]:
-    """Load a causal LM and its tokenizer from a folder or the hub; safetensors only, never pickle.
+    """Load a causal LM and its tokenizer from a folder or the hub; safetensors or GGUF only, never pickle, and no code.
 
     Returns: the model in eval mode with frozen parameters, and the tokenizer, padding on the left.
 
     Raises:
         BundleError: it cannot be loaded; the message names what was asked for.
+        MissingExtraError: it is a GGUF file, and a package that reads those is not installed.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     chosen, dtype = choose_device(device)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-        packed = Path(name) / INT8_FILE
-        model: Any = (
-            _from_int8(packed, dtype)
-            if packed.exists()
-            else AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype, use_safetensors=True)
-        )
+        if isinstance(name, GgufDecoder):
+            model, tokenizer = load_gguf(gguf_file(name, revision))
+            _weights_as(model, dtype)
+        else:
+            model, tokenizer = _from_folder(name, revision, dtype)
+    except CtxCompressError:
+        raise
     except Exception as error:  # transformers raises many kinds: OSError, ValueError, SafetensorError, ...
         raise BundleError(f"cannot load the decoder {str(name)!r}: {error}") from error
     if tokenizer.pad_token_id is None:
@@ -64,11 +63,26 @@ def load_decoder(
     return model.to(chosen).eval().requires_grad_(False), tokenizer
 
 
+def _from_folder(name: str | Path, revision: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The causal LM and the tokenizer of a transformers folder, here or on the hub."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+    packed = Path(name) / INT8_FILE
+    if packed.exists():
+        return _from_int8(packed, dtype), tokenizer
+    model = AutoModelForCausalLM.from_pretrained(
+        name, revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False
+    )
+    return model, tokenizer
+
+
 def _from_int8(file: Path, dtype: torch.dtype) -> Any:
     """The causal LM of a folder whose weights are in 8 bits."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file.parent), dtype=torch.float32)
+    config = AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     state = from_int8(load_file(file))
     model.load_state_dict(state, strict=False)
     if odd := state.keys() ^ dict(model.named_parameters()).keys():
@@ -109,6 +123,12 @@ class Backbone:
     def dim(self) -> int:
         """Width of the decoder's embeddings."""
         return int(self.embeddings.weight.shape[1])
+
+    @property
+    def window(self) -> int | None:
+        """Most positions of prompt and answer together; None where the model has no limit."""
+        window: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return window
 
     @property
     def embeddings(self) -> Any:
@@ -221,7 +241,8 @@ class Backbone:
         """Adapter `name`'s weights under the names that peft's own files use."""
         from peft import get_peft_model_state_dict
 
-        state = get_peft_model_state_dict(self.model, adapter_name=name)
+        # Embeddings are never an adapter's here; left to itself, peft asks the hub whether they might be.
+        state = get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False)
         return {f"{_PEFT_PREFIX}{key}": value.detach().cpu().contiguous() for key, value in state.items()}
 
     def load_adapter_state(self, name: str, state: dict[str, Tensor]) -> None:
@@ -250,13 +271,17 @@ class Backbone:
         self.model.peft_config[name].save_pretrained(str(folder))
 
 
-def lora_config(tune: TuneConfig) -> Any:
-    """The peft configuration for `tune`."""
-    from peft import LoraConfig
+def decoder_layers(trunk: nn.Module, count: int) -> nn.ModuleList:
+    """The list of a transformers decoder's layers, whatever the architecture calls it.
 
-    return LoraConfig(
-        r=tune.rank,
-        lora_alpha=tune.alpha,
-        target_modules=tune.target_modules,
-        task_type="CAUSAL_LM",
-    )
+    Args:
+        trunk: the decoder without its head.
+        count: how many layers it has.
+
+    Raises:
+        ConfigError: it has no such list.
+    """
+    for child in trunk.children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return child
+    raise ConfigError(f"{type(trunk).__name__} holds no list of its {count} layers: they cannot be reached")

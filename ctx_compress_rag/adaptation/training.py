@@ -110,7 +110,7 @@ def load_tasks(recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> Tasks:
 
 
 def _stage(recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> _Stage:
-    name = decoder.bundle.config.decoder
+    name = decoder.bundle.config.decoder_name
     count = recipe.optim.steps * recipe.optim.batch_size
     demonstrations = recipe.demonstrations if isinstance(recipe, UpdatePredictorRecipe) else 0
     episodes = Episodes(load_tasks(recipe, decoder), count, demonstrations, recipe.seed)

@@ -9,9 +9,12 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from ctx_compress_rag.config import MethodConfig, TuneConfig, explain
+from ctx_compress_rag.config import explain
 from ctx_compress_rag.data.config import MixData, ProbeConfig, SourceConfig, TextData
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.gguf import GgufDecoder
+from ctx_compress_rag.methods.base.config import TuneConfig
+from ctx_compress_rag.methods.registry import AnyMethodConfig
 from ctx_compress_rag.text.prompts import PARAPHRASES, TEMPLATES
 
 SHIPPED = Path(__file__).parent / "recipes"
@@ -139,14 +142,14 @@ class PretrainRecipe(Recipe):
 
     Attributes:
         scratch: the decoder made anew; or
-        decoder: a folder or hub id to go on from; or
+        decoder: a folder, hub id or GGUF file to go on from; or
         minilm: MiniLM's weights turned into a decoder with this many positions (see `training.minilm_decoder`).
         window: tokens of a sequence.
     """
 
     stage: Literal["pretrain"]
     scratch: ScratchDecoder | None = None
-    decoder: str | None = None
+    decoder: str | GgufDecoder | None = None
     revision: str | None = None
     minilm: int | None = Field(default=None, gt=0)
     window: int = Field(default=1024, gt=1)
@@ -154,7 +157,7 @@ class PretrainRecipe(Recipe):
     @model_validator(mode="after")
     def _one_decoder(self) -> PretrainRecipe:
         if sum(start is not None for start in (self.scratch, self.decoder, self.minilm)) != 1:
-            raise ValueError("give one of scratch, decoder (a folder or hub id) and minilm")
+            raise ValueError("give one of scratch, decoder (a folder, hub id or GGUF file) and minilm")
         if not self.data.texts or self.data.files:
             raise ValueError("pretraining reads data.texts, and no files of questions")
         if self.probe:
@@ -180,7 +183,7 @@ class TeacherRecipe(Recipe):
     """Fine-tune (or train from scratch) the decoder on question answering with full text."""
 
     stage: Literal["teacher"]
-    decoder: str | None = None
+    decoder: str | GgufDecoder | None = None
     revision: str | None = None
     scratch: ScratchDecoder | None = None
     tune: TuneConfig = TuneConfig()
@@ -196,7 +199,7 @@ class TeacherRecipe(Recipe):
     @model_validator(mode="after")
     def _one_decoder(self) -> TeacherRecipe:
         if (self.decoder is None) == (self.scratch is None):
-            raise ValueError("give either decoder (a folder or hub id) or scratch")
+            raise ValueError("give either decoder (a folder, hub id or GGUF file) or scratch")
         if self.scratch and self.tune.mode != "full":
             raise ValueError("a decoder from scratch needs tune.mode: full")
         return self
@@ -229,10 +232,10 @@ class CompressionRecipe(Recipe):
     name: str
     reads: str = "general text"
     bundle: Path | None = None
-    decoder: str | None = None
+    decoder: str | GgufDecoder | None = None
     revision: str | None = None
     teacher: Path | None = None
-    method: MethodConfig | None = None
+    method: AnyMethodConfig | None = None
     base_ratio: int = Field(default=4, gt=0)
     ratios: list[int] = [4, 8, 16, 32, 64, 128]
     window: int = Field(default=1024, gt=0)
@@ -244,7 +247,7 @@ class CompressionRecipe(Recipe):
     @model_validator(mode="after")
     def _one_start(self) -> CompressionRecipe:
         if (self.bundle is None) == (self.decoder is None):
-            raise ValueError("give either decoder (a folder or hub id) or bundle (made by an earlier stage)")
+            raise ValueError("give either decoder (a folder, hub id or GGUF file) or bundle (made by an earlier stage)")
         if self.decoder and self.method is None:
             raise ValueError("a new bundle needs a method")
         if self.bundle and self.fit_passages:
@@ -349,14 +352,14 @@ class AdaptationRecipe(_Strict):
 
     Attributes:
         bundle: whose decoder it is; passages are read as text, or with `ratio` as soft contexts.
-        decoder: in place of a bundle, a folder or hub id; it reads text.
+        decoder: in place of a bundle, a folder, hub id or GGUF file; it reads text.
         ratio: source tokens per slot.
     """
 
     output: Path
     seed: int = 0
     bundle: str | None = None
-    decoder: str | None = None
+    decoder: str | GgufDecoder | None = None
     revision: str | None = None
     ratio: int | None = Field(default=None, gt=0)
     data: TaskData
@@ -365,7 +368,7 @@ class AdaptationRecipe(_Strict):
     @model_validator(mode="after")
     def _one_decoder(self) -> AdaptationRecipe:
         if (self.decoder is None) == (self.bundle is None):
-            raise ValueError("give either decoder (a folder or hub id) or bundle")
+            raise ValueError("give either decoder (a folder, hub id or GGUF file) or bundle")
         if self.decoder and self.ratio:
             raise ValueError("ratio needs a bundle, whose compressor makes the slots")
         return self
