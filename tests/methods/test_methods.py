@@ -51,6 +51,8 @@ MATRIX: dict[str, dict[str, dict[str, Any]]] = {
         "lora": {},
         "full": {"encoder": FULL, "decoder": FULL, "embedding_skip": True},
         "plain": {"encoder": FROZEN, "decoder": {"mode": "lora"}, "linear": False},
+        "first layer": {"layers": 1, "positions": 4, "embedding_skip": True, "hidden_map": True},
+        "first layer, full": {"layers": 1, "positions": 4, "encoder": FULL, "decoder": FROZEN},
     },
     "compression_tokens": {
         "bidirectional": {"attention": "bidirectional"},

@@ -19,7 +19,6 @@ from langchain_classic.retrievers.document_compressors import DocumentCompressor
 from langchain_core.documents import BaseDocumentTransformer, Document
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
-from langchain_core.runnables import RunnablePassthrough
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from ctx_compress_rag import SoftContextStore
@@ -55,18 +54,6 @@ def test_retrieval_chain_feeds_the_stored_slots(app: App) -> None:
         {"role": "user", "content": QUESTION},
     ]
     assert result["answer"] == direct(app, chat) != ""
-
-
-def test_answer_follows_the_stored_vectors(talkative: Any, tmp_path: Path) -> None:
-    app = open_app(tmp_path, talkative)
-    chain = {"context": app.retriever(k=1) | app.postprocessor() | joined, "input": RunnablePassthrough()} | CHAT
-    prompt = chain.invoke(QUESTION)
-    before = app.llm(max_tokens=24).invoke(prompt)
-    companion = app.client.get_collection("docs-ctx")
-    [tower, mill] = [companion.get(ids=[name])["metadatas"][0] for name in ("tower", "mill")]
-    companion.update(ids=["tower"], metadatas=[tower | {"payload": mill["payload"]}])
-    after = app.llm(max_tokens=24).invoke(chain.invoke(QUESTION))
-    assert after.content != before.content
 
 
 async def test_compressor_pipeline(talkative: Any, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from llama_index.core.base.llms.types import ChatMessage
 
 from ctx_compress_rag.errors import ConfigError
-from helpers.langchain import App, open_app
+from helpers.langchain import App
 from langchain_ctx_compress import ChatCompressedContext
 from langchain_ctx_compress import CompressedContextPostprocessor as LangChainPostprocessor
 from llama_index.llms.ctx_compress import CompressedContextLLM
@@ -17,11 +17,6 @@ from llama_index.postprocessor.ctx_compress import CompressedContextPostprocesso
 OPTIONS = ["max_tokens", "temperature", "top_p", "top_k", "stop", "seed"]
 WRITTEN: dict[str, Any] = {"max_tokens": 6.0, "temperature": 1, "top_p": 1, "top_k": "5", "stop": "zzz", "seed": 7.0}
 PLAIN: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "top_p": 1.0, "top_k": 5, "stop": ["zzz"], "seed": 7}
-
-
-@pytest.fixture(scope="module")
-def app(talkative: Any, tmp_path_factory: pytest.TempPathFactory) -> App:
-    return open_app(tmp_path_factory.mktemp("app"), talkative)
 
 
 def langchain(app: App, own: dict[str, Any], given: dict[str, Any]) -> str:
