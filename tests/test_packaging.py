@@ -20,7 +20,7 @@ from packaging.version import Version
 
 import ctx_compress_rag
 from ctx_compress_rag.extras import MissingExtraError, needs
-from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
+from ctx_compress_rag.training.recipes import FOLDERS, SHIPPED, load_recipe
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ctx_compress_rag"
@@ -154,9 +154,12 @@ def test_a_missing_package_is_named_with_its_extra() -> None:
         import no_such_package  # noqa: F401
 
 
-@pytest.mark.parametrize("file", sorted(SHIPPED.rglob("*.yaml")), ids=lambda f: str(f.relative_to(SHIPPED)))
-def test_shipped_recipes_are_valid(file: Path) -> None:
-    assert load_recipe(file) == load_recipe(str(file.relative_to(SHIPPED).with_suffix("")))
+@pytest.mark.parametrize(
+    "name", [str(file.relative_to(folder)) for folder in FOLDERS for file in sorted(folder.rglob("*.yaml"))]
+)
+def test_shipped_recipes_are_valid(name: str) -> None:
+    [file] = [folder / name for folder in FOLDERS if (folder / name).exists()]
+    assert load_recipe(file) == load_recipe(name.removesuffix(".yaml"))
 
 
 def test_recipes_are_shipped() -> None:

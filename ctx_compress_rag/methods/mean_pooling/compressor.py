@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.methods.base.compressor import SlotBatch
 from ctx_compress_rag.methods.base.part import load_parameters
-from ctx_compress_rag.methods.base.trunk import ADAPTER, TrunkCompressor
+from ctx_compress_rag.methods.base.trunk import TrunkCompressor
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.soft_context import pool
 
@@ -87,7 +87,7 @@ class MeanPoolingCompressor(TrunkCompressor):
     def load_saved_state(self, state: dict[str, Tensor]) -> None:
         """Put back what `saved_state` gave."""
         names = {name.removeprefix(_ENCODER): name for name in super().saved_state()}
-        load_parameters(self, {names.get(n, n): value for n, value in state.items()}, names.values(), ADAPTER)
+        load_parameters(self, {names.get(n, n): value for n, value in state.items()}, names.values(), self.side)
 
 
 def full_attention_mask(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
