@@ -226,6 +226,7 @@ class CompressionRecipe(Recipe):
     for one token is to be read as that token's embedding. It is ours, for readers with a map of two layers before
     a frozen decoder, which reads nothing that does not look like its embeddings.
 
+    `reader_from_teacher` starts the reader's LoRA as the teacher's, which reads text already: ours, too.
     `int8` saves the bundle's matrices in 8 bits, `sources` goes into its model card.
 
     Every step trains all of its ratios. A curriculum is ours: decoders as small as the demo's do not
@@ -247,6 +248,7 @@ class CompressionRecipe(Recipe):
     window: int = Field(default=1024, gt=0)
     curriculum: list[RatioStep] = []
     fit_passages: int = Field(default=0, ge=0)
+    reader_from_teacher: bool = False
     int8: bool = False
     sources: list[SourceConfig] = []
 
@@ -258,6 +260,8 @@ class CompressionRecipe(Recipe):
             raise ValueError("a new bundle needs a method")
         if self.bundle and self.fit_passages:
             raise ValueError("fit_passages is for an untrained reader, and a bundle's is trained: leave it out")
+        if self.reader_from_teacher and self.teacher is None:
+            raise ValueError("reader_from_teacher needs a teacher, for an untrained reader to start from")
         if self.bundle and (self.revision or self.teacher):
             raise ValueError("revision and teacher are the bundle's own: leave them out")
         return self
