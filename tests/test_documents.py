@@ -37,6 +37,17 @@ def test_every_file_of_the_papers_page_is_there() -> None:
     assert all((package / folder).is_dir() for folder in folders)
 
 
+def test_papers_go_by_their_names() -> None:
+    """Of the legend: titles, authors and numbers of papers are on one page alone."""
+    folders = ("ctx_compress_rag", "integrations", "examples", "tests", "docs")
+    files = [ROOT / "README.md", *(file for folder in folders for file in (ROOT / folder).rglob("*"))]
+    read = [file for file in files if file.suffix in {".py", ".yaml", ".md"}]
+    numbered = [file for file in read if re.search(r"\bpapers? 0\d\d\b", file.read_text(encoding="utf-8"), re.I)]
+    assert len(read) > 250 and numbered == []
+    linked = [file for file in read if "arxiv.org/abs/" in file.read_text(encoding="utf-8")]
+    assert set(linked) == {ROOT / "docs" / "papers.md", Path(__file__)}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
     text = document.read_text(encoding="utf-8")

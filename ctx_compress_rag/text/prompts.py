@@ -27,7 +27,7 @@ TEMPLATES: tuple[str, ...] = (
     "Given the context information and not prior knowledge, answer the query.\nQuery: {question}\nAnswer: ",
 )
 
-# Paper 000, table 7, up to [T], the text, which is the answer; {context} is [B], the slots.
+# ArcAligner, table 7, up to [T], the text, which is the answer; {context} is [B], the slots.
 PARAPHRASES: tuple[str, ...] = (
     "Background: {context}. This is equivalent to:",
     "Rewrite the background in your own words: {context} \N{RIGHTWARDS ARROW}",

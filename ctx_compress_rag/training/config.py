@@ -69,7 +69,7 @@ class DataConfig(Strict):
 
 
 class OptimConfig(Strict):
-    """Optimisation; the defaults are paper 001, table 6.
+    """Optimisation; the defaults are Simple Context Compression, table 6.
 
     After the warmup the learning rate falls from `learning_rate` to `final_learning_rate` by `schedule`.
     Where `muon_learning_rate` is given, Muon trains the matrices at that rate and AdamW the rest: decoders as
@@ -278,7 +278,7 @@ class CompressionRecipe(Recipe):
 
 
 class DistillationRecipe(CompressionRecipe):
-    """Distillation from the full-text teacher (paper 001), summed over ratios (eq. 6)."""
+    """Distillation from the full-text teacher (Simple Context Compression), summed over ratios (eq. 6)."""
 
     stage: Literal["distillation"]
     reconstruction_weight: float = Field(default=0.0, ge=0)
@@ -286,7 +286,7 @@ class DistillationRecipe(CompressionRecipe):
 
 
 class NextTokenRecipe(CompressionRecipe):
-    """The likelihood of the text that follows a compressed beginning (paper 002, section 3.3).
+    """The likelihood of the text that follows a compressed beginning (ComprExIT, section 3.3).
 
     `data.max_context_tokens` are compressed and `data.max_answer_tokens` predicted; questions are not used.
     """
@@ -296,7 +296,7 @@ class NextTokenRecipe(CompressionRecipe):
 
 
 class ReconstructionRecipe(CompressionRecipe):
-    """The likelihood of passages said again from their slots (paper 000, stage I, eq. 10).
+    """The likelihood of passages said again from their slots (ArcAligner, stage I, eq. 10).
 
     Each distinct passage of the data is a row of its own; questions are left out. A passage is cut to
     `data.max_context_tokens`, which bounds the answer, too.
@@ -319,13 +319,13 @@ class ReconstructionRecipe(CompressionRecipe):
 
 
 class AnswerRecipe(CompressionRecipe):
-    """The likelihood of answers read from slots (papers 000 and 002, fine-tuning)."""
+    """The likelihood of answers read from slots (fine-tuning in ArcAligner and ComprExIT)."""
 
     stage: Literal["answer"]
 
 
 class RamRecipe(CompressionRecipe):
-    """Answers read from kept and skimmed segments, and which to keep (paper 004, eq. 7-9).
+    """Answers read from kept and skimmed segments, and which to keep (Read As Human, eq. 7-9).
 
     One training for all ratios: each question draws one of the step's.
 

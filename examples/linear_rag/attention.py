@@ -1,4 +1,4 @@
-"""Linear self-attention, and the weights that make it gradient descent (paper 003, lemma 1, appendix A)."""
+"""Linear self-attention, and weights that make it gradient descent (In-Context Optimization, lemma 1, appendix A)."""
 
 from __future__ import annotations
 

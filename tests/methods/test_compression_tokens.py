@@ -1,4 +1,4 @@
-"""Compression tokens (paper 001, section 5.1) against plain computations of their attention."""
+"""Compression tokens (Simple Context Compression, section 5.1) against plain computations of their attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mean pooling (paper 001, sections 4.1 and 5.1) and the weights it shares with the decoder."""
+"""Mean pooling (Simple Context Compression, sections 4.1 and 5.1) and the weights it shares with the decoder."""
 
 from __future__ import annotations
 

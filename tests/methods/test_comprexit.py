@@ -1,4 +1,4 @@
-"""ComprExIT (paper 002): equations 4 to 13 in plain loops, padding, segments, and its weights."""
+"""ComprExIT: equations 4 to 13 in plain loops, padding, segments, and its weights."""
 
 from __future__ import annotations
 

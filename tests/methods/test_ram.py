@@ -1,4 +1,4 @@
-"""RAM (paper 004): its equations in float64, and what is kept and skimmed."""
+"""RAM (Read As Human): its equations in float64, and what is kept and skimmed."""
 
 from __future__ import annotations
 

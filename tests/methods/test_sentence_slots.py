@@ -1,4 +1,4 @@
-"""Sentence slots and xRAG (paper 000, sections 3.1-3.2), against sentence-transformers, sentencex and plain sums."""
+"""Sentence slots and xRAG (ArcAligner, sections 3.1-3.2), against sentence-transformers, sentencex and plain sums."""
 
 from __future__ import annotations
 

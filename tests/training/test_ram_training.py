@@ -1,4 +1,4 @@
-"""RAM's training (paper 004, section 3.2): what it reaches, its rows and positives, its recipe and bundles."""
+"""RAM's training (Read As Human, section 3.2): what it reaches, its rows and positives, its recipe and bundles."""
 
 from __future__ import annotations
 

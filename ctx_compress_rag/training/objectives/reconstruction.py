@@ -1,4 +1,4 @@
-"""Passages said again from their slots (paper 000, section 3.5, stage I; xRAG's paraphrase pretraining).
+"""Passages said again from their slots (ArcAligner, section 3.5, stage I; xRAG's paraphrase pretraining).
 
 The loss is `LikelihoodLoss`: here the answers are the passages' own text (eq. 10).
 """
