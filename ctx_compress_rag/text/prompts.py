@@ -49,7 +49,7 @@ def messages(template: str, context: str, question: str) -> list[dict[str, str]]
 
 
 def draw_template(templates: Sequence[str], example: Example, seed: int) -> str:
-    """A template for an example, always the same one: a resumed run goes on with the same prompts."""
+    """A template for an example, always the same one: a resumed run continues with the same prompts."""
     return random.Random(f"{seed}:{example.passages}:{example.turns[0].question}").choice(templates)
 
 

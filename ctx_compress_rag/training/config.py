@@ -108,7 +108,7 @@ class OptimConfig(Strict):
 
 
 class ScratchDecoder(Strict):
-    """A decoder made anew: a transformers configuration and a tokenizer of its own."""
+    """A decoder made from scratch: a transformers configuration and a tokenizer of its own."""
 
     config: dict[str, Any]
     vocab_size: int = Field(ge=262)
@@ -143,8 +143,8 @@ class PretrainRecipe(Recipe):
     """Language modelling on packed text: windows without padding, cut from each text at a new place every time.
 
     Attributes:
-        scratch: the decoder made anew; or
-        decoder: a folder, hub id or GGUF file to go on from; or
+        scratch: the decoder made from scratch; or
+        decoder: a folder, hub id or GGUF file to continue from; or
         minilm: MiniLM's weights turned into a decoder with this many positions (see `training.minilm_decoder`).
         window: tokens of a sequence.
     """
@@ -169,7 +169,7 @@ class PretrainRecipe(Recipe):
 
 
 class PointingConfig(Strict):
-    """Supervised attention of a decoder made anew; see `training.stages.pointers`. Layers count from 0."""
+    """Supervised attention of a decoder made from scratch; see `training.stages.pointers`. Layers count from 0."""
 
     weight: float = Field(default=1.0, gt=0)
     name_layer: int = Field(default=1, ge=0)
@@ -209,7 +209,7 @@ class TeacherRecipe(Recipe):
 
 
 class RatioStep(Strict):
-    """From `step` on, train these ratios: all of them, or `sample` drawn anew for each step."""
+    """From `step` on, train these ratios: all of them, or `sample` drawn again for each step."""
 
     step: int = Field(ge=0)
     ratios: list[int] = Field(min_length=1)
@@ -296,7 +296,7 @@ class NextTokenRecipe(CompressionRecipe):
 
 
 class ReconstructionRecipe(CompressionRecipe):
-    """The likelihood of passages said again from their slots (ArcAligner, stage I, eq. 10).
+    """The likelihood of passages reconstructed from their slots (ArcAligner, stage I, eq. 10).
 
     Each distinct passage of the data is a row of its own; questions are left out. A passage is cut to
     `data.max_context_tokens`, which bounds the answer, too.

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 # E[GELU(x)^2] for standard normal x.
 _GELU_POWER = 0.42522
 
-# GELU(x) is x / 2 + 0.4 x^2 and less: among inputs of this standard deviation it is a line, but for a tenth.
+# GELU(x) is x / 2 + 0.4 x^2 and less: among inputs of this standard deviation it is a line, except for a tenth.
 _NEARLY_LINEAR = 0.3
 
 # Of the inputs' mean variance, added to each direction's: some are hardly there in a few passages.

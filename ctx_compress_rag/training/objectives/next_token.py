@@ -15,7 +15,7 @@ from ctx_compress_rag.training.objectives.base import PassageTable, SlotRows
 
 
 class NextTokenCollator:
-    """Examples -> the arguments of `LikelihoodLoss`: text that goes on after its compressed beginning.
+    """Examples -> the arguments of `LikelihoodLoss`: text that continues after its compressed beginning.
 
     An example's passages are joined to one text; its questions are not used. The beginning of the text is
     compressed, what follows it is predicted, after the decoder's BOS and the slots (ComprExIT, appendix A.4:

@@ -232,7 +232,7 @@ def test_what_is_no_scored_node_is_refused(app: App) -> None:
 def test_nothing_is_sent_to_another_process(app: App) -> None:
     """LlamaIndex's own pickling would take the store out of the object at hand."""
     for thing in (app.postprocessor(), app.llm()):
-        with pytest.raises(ConfigError, match="of this process: make it anew"):
+        with pytest.raises(ConfigError, match="of this process: create it in the other one"):
             pickle.dumps(thing)
         assert thing.store is app.store
     assert copy.copy(app.llm()).complete(QUESTION).text == app.llm().complete(QUESTION).text
