@@ -82,7 +82,7 @@ class Bundle:
         revision: str | None = None,
         changes: Mapping[str, Any] | None = None,
     ) -> Bundle:
-        """Load a bundle from a folder, by shipped name (`demo`, `english`), or from the hub.
+        """Load a bundle from a folder, by shipped name (`demo`), or from the hub.
 
         Args:
             name_or_path: a folder, a shipped name, or a hub id such as `someone/bundle`.

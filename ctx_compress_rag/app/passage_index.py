@@ -76,7 +76,7 @@ class PassageIndex:
     def add(self, passages: Sequence[Passage], progress: bool = True) -> AddReport:
         """Store the passages that are missing: vectors first, then soft contexts.
 
-        Both are written batch by batch; after an interruption the same call goes on where it ended. A passage that
+        Both are written batch by batch; after an interruption the same call resumes where it stopped. A passage that
         has a vector alone in between is compressed by whoever retrieves it.
 
         Args:

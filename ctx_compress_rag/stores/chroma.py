@@ -116,7 +116,7 @@ class SoftContextStore:
         """Compress and store what is new or whose text changed; the rest is left as it is.
 
         Stored batch by batch: what the progress bar counts is on disk, and after an interruption the same
-        call goes on where it ended. Nothing is written if one of the documents is unusable.
+        call resumes where it stopped. Nothing is written if one of the documents is unusable.
 
         Args:
             documents: strings, Passages, LangChain Documents or LlamaIndex nodes.

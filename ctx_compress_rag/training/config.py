@@ -69,7 +69,7 @@ class DataConfig(Strict):
 
 
 class OptimConfig(Strict):
-    """Optimisation; the defaults are paper 001, table 6.
+    """Optimisation; the defaults are Simple Context Compression, table 6.
 
     After the warmup the learning rate falls from `learning_rate` to `final_learning_rate` by `schedule`.
     Where `muon_learning_rate` is given, Muon trains the matrices at that rate and AdamW the rest: decoders as
@@ -109,7 +109,7 @@ class OptimConfig(Strict):
 
 
 class ScratchDecoder(Strict):
-    """A decoder made anew: a transformers configuration and a tokenizer of its own."""
+    """A decoder made from scratch: a transformers configuration and a tokenizer of its own."""
 
     config: dict[str, Any]
     vocab_size: int = Field(ge=262)
@@ -144,8 +144,8 @@ class PretrainRecipe(Recipe):
     """Language modelling on packed text: windows without padding, cut from each text at a new place every time.
 
     Attributes:
-        scratch: the decoder made anew; or
-        decoder: a folder, hub id or GGUF file to go on from; or
+        scratch: the decoder made from scratch; or
+        decoder: a folder, hub id or GGUF file to continue from; or
         minilm: MiniLM's weights turned into a decoder with this many positions (see `training.minilm_decoder`).
         window: tokens of a sequence.
     """
@@ -170,7 +170,7 @@ class PretrainRecipe(Recipe):
 
 
 class PointingConfig(Strict):
-    """Supervised attention of a decoder made anew; see `training.stages.pointers`. Layers count from 0."""
+    """Supervised attention of a decoder made from scratch; see `training.stages.pointers`. Layers count from 0."""
 
     weight: float = Field(default=1.0, gt=0)
     name_layer: int = Field(default=1, ge=0)
@@ -210,7 +210,7 @@ class TeacherRecipe(Recipe):
 
 
 class RatioStep(Strict):
-    """From `step` on, train these ratios: all of them, or `sample` drawn anew for each step."""
+    """From `step` on, train these ratios: all of them, or `sample` drawn again for each step."""
 
     step: int = Field(ge=0)
     ratios: list[int] = Field(min_length=1)
@@ -332,7 +332,7 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
 
 
 class DistillationRecipe(CompressionRecipe):
-    """Distillation from the full-text teacher (paper 001), summed over ratios (eq. 6)."""
+    """Distillation from the full-text teacher (Simple Context Compression), summed over ratios (eq. 6)."""
 
     stage: Literal["distillation"]
     reconstruction_weight: float = Field(default=0.0, ge=0)
@@ -340,7 +340,7 @@ class DistillationRecipe(CompressionRecipe):
 
 
 class NextTokenRecipe(CompressionRecipe):
-    """The likelihood of the text that follows a compressed beginning (paper 002, section 3.3).
+    """The likelihood of the text that follows a compressed beginning (ComprExIT, section 3.3).
 
     `data.max_context_tokens` are compressed and `data.max_answer_tokens` predicted; questions are not used.
     """
@@ -350,7 +350,7 @@ class NextTokenRecipe(CompressionRecipe):
 
 
 class ReconstructionRecipe(CompressionRecipe):
-    """The likelihood of passages said again from their slots (paper 000, stage I, eq. 10).
+    """The likelihood of passages reconstructed from their slots (ArcAligner, stage I, eq. 10).
 
     Each distinct passage of the data is a row of its own; questions are left out. A passage is cut to
     `data.max_context_tokens`, which bounds the answer, too.
@@ -373,13 +373,13 @@ class ReconstructionRecipe(CompressionRecipe):
 
 
 class AnswerRecipe(CompressionRecipe):
-    """The likelihood of answers read from slots (papers 000 and 002, fine-tuning)."""
+    """The likelihood of answers read from slots (fine-tuning in ArcAligner and ComprExIT)."""
 
     stage: Literal["answer"]
 
 
 class RamRecipe(CompressionRecipe):
-    """Answers read from kept and skimmed segments, and which to keep (paper 004, eq. 7-9).
+    """Answers read from kept and skimmed segments, and which to keep (Read As Human, eq. 7-9).
 
     One training for all ratios: each question draws one of the step's.
 

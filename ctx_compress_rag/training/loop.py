@@ -206,7 +206,7 @@ def train(
 ) -> dict[str, Any]:
     """Train a job's model.
 
-    Checkpoints go to `output/checkpoints`; a run that was cut off goes on from the last one with the
+    Checkpoints go to `output/checkpoints`; a run that was cut off resumes from the last one with the
     same data order, learning rate and random state. Writes `loss.json` and `loss.png`.
 
     Args:
@@ -214,7 +214,7 @@ def train(
         optim: optimisation.
         output: folder.
         seed: of the optimisation.
-        resume: go on from the last checkpoint.
+        resume: resume from the last checkpoint.
         deadline: when to stop, in seconds of `time.monotonic`.
 
     Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, scores of the probes, and
@@ -293,7 +293,7 @@ def train(
         (output / "loss.json").write_text(json.dumps(history, indent=1), encoding="utf-8")
         plot_loss(history, output / "loss.png")
     if step < optim.steps:
-        raise TimeUpError(f"{output}: stopped at step {step} of {optim.steps}; the same command goes on there")
+        raise TimeUpError(f"{output}: stopped at step {step} of {optim.steps}; the same command resumes there")
     trainer.save_model(str(output / "checkpoints" / "last"))
     return {
         "steps": step,

@@ -1,4 +1,4 @@
-"""Mean pooling (paper 001, "Simple Context Compression", section 4.1)."""
+"""Mean pooling (Simple Context Compression, section 4.1)."""
 
 from __future__ import annotations
 
