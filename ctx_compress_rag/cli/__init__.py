@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ctx_compress_rag import __version__
-from ctx_compress_rag.cli import evaluation, stores, training
+from ctx_compress_rag.cli import evaluation, maintenance, stores, training
 from ctx_compress_rag.errors import CtxCompressError
 
 
@@ -40,6 +40,8 @@ def _parser() -> argparse.ArgumentParser:
         ("index", "index a folder of .txt and .md files", stores.index_options, stores.run_index),
         ("ask", "answer a question from an index", stores.ask_options, stores.run_ask),
         ("info", "say what is in an index", stores.info_options, stores.run_info),
+        ("repair", "mend a damaged index", maintenance.repair_options, maintenance.run_repair),
+        ("backup", "copy an index whole", maintenance.backup_options, maintenance.run_backup),
         ("train", "train a bundle by recipes", training.train_options, training.run_train),
         ("eval", "score a bundle beside its baselines", evaluation.eval_options, evaluation.run_eval),
         (
