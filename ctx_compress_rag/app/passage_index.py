@@ -8,7 +8,7 @@ under the same ids.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
 
 COLLECTION = "passages"
-_BUNDLE_KEY = "ctx_bundle"
+BUNDLE_KEY = "ctx_bundle"
 _EMBEDDER_KEY = "ctx_embedder"  # not in indexes made before there was a choice
 _COSINE: Any = {"hnsw": {"space": "cosine"}}
 _EMBED_BATCH = 128
@@ -79,7 +79,7 @@ class PassageIndex:
     def add(self, passages: Sequence[Passage], progress: bool = True) -> AddReport:
         """Store the passages that are missing: vectors first, then soft contexts.
 
-        Both are written batch by batch; after an interruption the same call goes on where it ended. A passage that
+        Both are written batch by batch; after an interruption the same call resumes where it stopped. A passage that
         has a vector alone in between is compressed by whoever retrieves it.
 
         Args:
@@ -89,13 +89,12 @@ class PassageIndex:
         known = set(self._column("source"))
         missing = [passage for passage in passages if passage.id not in known]
         if missing:
-            embed = load_embedder(self.embedder).encode_document
             with tqdm(total=len(missing), desc="embedding", unit="passage", disable=not progress) as bar:
                 for start in range(0, len(missing), _EMBED_BATCH):
                     batch = missing[start : start + _EMBED_BATCH]
                     texts = [passage.text for passage in batch]
                     metadatas: Any = [dict(passage.metadata) for passage in batch]
-                    vectors = _vectors(embed, texts)
+                    vectors = passage_vectors(texts, self.embedder)
                     with self._writing() as collection:
                         collection.upsert([str(p.id) for p in batch], vectors, metadatas, texts)
                     bar.update(len(batch))
@@ -171,7 +170,7 @@ class PassageIndex:
             yield _find_collection(self._connection, client) or client.create_collection(
                 COLLECTION,
                 configuration=_COSINE,
-                metadata={_BUNDLE_KEY: self._bundle_name, _EMBEDDER_KEY: self.embedder},
+                metadata={BUNDLE_KEY: self._bundle_name, _EMBEDDER_KEY: self.embedder},
                 embedding_function=None,
             )
 
@@ -217,7 +216,7 @@ def open_index(
     """
     from ctx_compress_rag.bundle import Bundle
 
-    _check_there(folder, create)
+    check_there(folder, create)
     if embedder:
         load_embedder(embedder)  # one that is not there is refused before a folder is made
     recorded, made_with = _recorded(folder)
@@ -247,22 +246,36 @@ def inspect_index(folder: str | Path) -> IndexInfo:
     Raises:
         StoreError: there is no index, or nothing in it.
     """
-    _check_there(folder, create=False)
+    check_there(folder)
     connection = connect(str(folder), COLLECTION)
     try:
         with explained(connection.where), connection.looking() as client:
             passages = _find_collection(connection, client)
+            roots, sources = column(passages, "root"), column(passages, "source")
+        with recorded_store(folder, COLLECTION) as store:
+            found = len({(roots.get(id), source) for id, source in sources.items()})
+            name, embedder = _made_with(passages)
+            return IndexInfo(store.info(), name or store.bundle.config.name, embedder, found)
+    finally:
+        connection.close()
+
+
+def recorded_store(folder: str | Path, collection: str) -> SoftContextStore:
+    """The store beside a collection, opened without its bundle: to look and to mend, not to compress.
+
+    Raises:
+        StoreError: there is none.
+    """
+    connection = connect(str(folder), collection)
+    try:
+        with explained(connection.where), connection.looking() as client:
             try:
                 about = client.get_collection(connection.companion, embedding_function=None).metadata or {}
             except NotFoundError:
                 raise StoreError(f"{connection.where} holds no soft contexts: run `ctx-compress index` first") from None
-            roots, sources = column(passages, "root"), column(passages, "source")
-        with SoftContextStore(str(folder), _Recorded(about), collection=COLLECTION) as store:
-            found = len({(roots.get(id), source) for id, source in sources.items()})
-            name, embedder = _made_with(passages)
-            return IndexInfo(store.info(), name or str(about["bundle"]), embedder, found)
     finally:
         connection.close()
+    return SoftContextStore(str(folder), _Recorded(about), collection=collection)
 
 
 class _Recorded:
@@ -280,7 +293,8 @@ class _Recorded:
         raise StoreError(f"the store was opened without its bundle: cannot compress {len(texts)} passages")
 
 
-def _check_there(folder: str | Path, create: bool) -> None:
+def check_there(folder: str | Path, create: bool = False) -> None:
+    """StoreError where there is no store, unless it is to be made."""
     # Chroma would make the folder; whoever only reads should hear that the path is wrong.
     if not create and not (Path(folder) / DATABASE).exists():
         raise StoreError(f"no store at {str(folder)!r}: make one with `ctx-compress index DIR --store {folder}`")
@@ -314,7 +328,12 @@ def _recorded(folder: str | Path) -> tuple[str | None, str]:
 
 def _made_with(collection: Any) -> tuple[str | None, str]:
     about = (collection.metadata or {}) if collection is not None else {}
-    return about.get(_BUNDLE_KEY), str(about.get(_EMBEDDER_KEY, PACKAGED))
+    return about.get(BUNDLE_KEY), embedder_of(about)
+
+
+def embedder_of(metadata: Mapping[str, Any]) -> str:
+    """The embedder of an index, by its collection's metadata."""
+    return str(metadata.get(_EMBEDDER_KEY, PACKAGED))
 
 
 def _lasting(address: str) -> str:
@@ -324,6 +343,10 @@ def _lasting(address: str) -> str:
     return str(Path(address).resolve()) if address not in SHIPPED and Path(address).is_dir() else address
 
 
-def _vectors(encode: Callable[..., Any], texts: Sequence[str]) -> Any:
+def passage_vectors(texts: Sequence[str], embedder: str) -> Any:
     """(texts, dim) unit vectors."""
+    return _vectors(load_embedder(embedder).encode_document, texts)
+
+
+def _vectors(encode: Callable[..., Any], texts: Sequence[str]) -> Any:
     return encode(list(texts), normalize_embeddings=True, show_progress_bar=False)

@@ -69,7 +69,7 @@ def evaluate_sets(
         output: a folder; of several sets each gets a folder in it.
         encoder: see `evaluate`.
         codec: see `evaluate`.
-        perplexity: also score how well passages are said again from their slots.
+        perplexity: also score how well passages are reconstructed from their slots.
 
     Returns: the tables.
 
@@ -109,7 +109,7 @@ def evaluate_sets(
         left_out = f" ({about['too_long']} are longer than the window)" if about["too_long"] else ""
         texts.append(f"{len(questions)} questions from {name}{left_out}")
     if len(results) > 1:
-        save_together(results, output, f"{bundle.config.name}: what is kept of the full text's worth")
+        save_together(results, output, f"{bundle.config.name}: the share of full text's gain that is kept")
     return "\n\n".join(texts)
 
 

@@ -130,8 +130,8 @@ def mark(
         question: what is asked; needed for close reading, and not used otherwise.
 
     Raises:
-        ConfigError: an argument has an impossible value, an id came with two texts, the mode is not that of the
-            store's bundle, or close reading has no question.
+        ConfigError: an argument has an impossible value, an id came with two texts, or close reading has no
+            question.
         RatioError: the ratio cannot be made, or the passages do not fit into the budget at any ratio.
         MissingPassageError: with on_missing="error", a passage is not stored with this text.
     """

@@ -76,7 +76,8 @@ from ctx_compress_rag.app import passage_index
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
 
-owner, name, last = {"embedding": (passage_index, "_vectors", 2), "compressing": (Bundle, "compress", 3)}[sys.argv[1]]
+stages = {"embedding": (passage_index, "passage_vectors", 2), "compressing": (Bundle, "compress", 3)}
+owner, name, last = stages[sys.argv[1]]
 real, calls = getattr(owner, name), []
 
 def killed(*args, **kwargs):
@@ -239,3 +240,11 @@ def test_help_brings_no_torch(python: Any) -> None:
     done = python("-c", code, "ask", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "--ratio" in done.stdout
+
+
+def test_repair_and_backup_keep_an_index_as_it_is(run: Any, store: Path, tmp_path: Path) -> None:
+    assert run("backup", "--store", store, tmp_path / "copy") == 0
+    assert run("repair", "--store", tmp_path / "copy") == 0
+    assert f"{tmp_path / 'copy.before-repair-1'}" in run.out
+    assert_same_contents(tmp_path / "copy", store)
+    assert "does not exist yet" in run.fails("backup", "--store", store, tmp_path / "copy")

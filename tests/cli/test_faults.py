@@ -64,13 +64,13 @@ import resource, sys
 from ctx_compress_rag.app import passage_index
 from ctx_compress_rag.cli import main
 
-real = passage_index._vectors
+real = passage_index.passage_vectors
 
 def then_full(*args):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # no file grows further: a disk error
     return real(*args)
 
-passage_index._vectors = then_full
+passage_index.passage_vectors = then_full
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -54,7 +54,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
     Where the tokenizer has a chat template this is a chat model, and a completion prompt becomes one user
     message unless it is `formatted`. Where it has none, `messages_to_prompt` and `completion_to_prompt` make
     plain prompts. Prompts without markers are answered by the bundle's full-text decoder. The async methods
-    run in threads: the event loop goes on. A cancelled task, or a stream that is left early, stops the decoder
+    run in threads: the event loop keeps running. A cancelled task, or a stream that is left early, stops the decoder
     after the token in progress.
 
     The sampling fields may also be given to each call: `llm.complete(prompt, max_tokens=10, stop=["END"])`.
