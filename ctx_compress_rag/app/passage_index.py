@@ -343,7 +343,7 @@ def _lasting(address: str) -> str:
     return str(Path(address).resolve()) if address not in SHIPPED and Path(address).is_dir() else address
 
 
-def passage_vectors(texts: Sequence[str], embedder: str) -> Any:
+def passage_vectors(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
     """(texts, dim) unit vectors."""
     return _vectors(load_embedder(embedder).encode_document, texts)
 
