@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
@@ -26,7 +26,8 @@ class DecoderLLM:
         predictor: str | Path | None
         _decoder: AdaptiveDecoder | None
 
-        def model_copy(self) -> Self: ...
+        def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+            """Pydantic's."""
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: the model and the store belong to this process."""

@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, TypedDict, cast, get_args
 
 from ctx_compress_rag.config import whole
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, StoreWriteError
@@ -49,9 +49,16 @@ def settled(
     return ratio, reduction
 
 
-def size(bundle: Compresses, number: int) -> dict[str, int]:
+class Size(TypedDict, total=False):
+    """How short passages become: one of the two."""
+
+    ratio: int
+    reduction: int
+
+
+def size(bundle: Compresses, number: int) -> Size:
     """How `mark` is given the number that says how short a bundle's passages become: its ratio, or its reduction."""
-    return {"reduction" if bundle.compressor.question_aware else "ratio": number}
+    return {"reduction": number} if bundle.compressor.question_aware else {"ratio": number}
 
 
 def check_size(
