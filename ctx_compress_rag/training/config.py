@@ -183,8 +183,28 @@ class PointingConfig(Strict):
         return self
 
 
+class PackingConfig(Strict):
+    """Rows of one length that a batch's sequences are packed into (`training.packing`).
+
+    Attributes:
+        rows: of prompts.
+        passage_rows: of passages to encode; a teacher has none.
+        length: tokens of a row; longer passages and prompts are left out.
+        examples: of the data, that a batch takes.
+    """
+
+    rows: int = Field(default=5, gt=0)
+    passage_rows: int = Field(default=7, gt=0)
+    length: int = Field(default=384, gt=0)
+    examples: int = Field(default=8, gt=0)
+
+
 class TeacherRecipe(Recipe):
-    """Fine-tune (or train from scratch) the decoder on question answering with full text."""
+    """Fine-tune (or train from scratch) the decoder on question answering with full text.
+
+    Attributes:
+        packing: pack prompts into rows; what has no room in its batch is left out. For `tune.mode: lora`.
+    """
 
     stage: Literal["teacher"]
     decoder: str | GgufDecoder | None = None
@@ -193,6 +213,13 @@ class TeacherRecipe(Recipe):
     tune: TuneConfig = TuneConfig()
     context_loss_weight: float = Field(default=0.0, ge=0)
     pointing: PointingConfig | None = None
+    packing: PackingConfig | None = None
+
+    @model_validator(mode="after")
+    def _packing_trains_answers(self) -> TeacherRecipe:
+        if self.packing and (self.tune.mode != "lora" or self.context_loss_weight):
+            raise ValueError("packing is for tune.mode: lora and answers alone: leave out context_loss_weight")
+        return self
 
     @model_validator(mode="after")
     def _pointing_needs_subjects(self) -> TeacherRecipe:
@@ -276,22 +303,6 @@ class CompressionRecipe(Recipe):
         if current.sample is None or current.sample >= len(current.ratios):
             return current.ratios
         return sorted(random.Random(f"{self.seed}:{step}").sample(current.ratios, current.sample))
-
-
-class PackingConfig(Strict):
-    """Rows of one length that a batch's sequences are packed into (`training.packing`).
-
-    Attributes:
-        rows: of prompts.
-        passage_rows: of passages to encode.
-        length: tokens of a row; longer passages and prompts are left out.
-        examples: of the data, that a batch takes.
-    """
-
-    rows: int = Field(default=5, gt=0)
-    passage_rows: int = Field(default=7, gt=0)
-    length: int = Field(default=384, gt=0)
-    examples: int = Field(default=8, gt=0)
 
 
 class RepeatStep(Strict):
