@@ -14,6 +14,7 @@ from typing import Any, Self
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
+from ctx_compress_rag.ratios import merge_factor
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import audit, records
 from ctx_compress_rag.stores.companion import WRITE_RECORDS, Companion, Found
@@ -299,7 +300,7 @@ class SoftContextStore:
         if self.bundle.compressor.question_aware:
             raise ConfigError(
                 f"bundle {self.bundle.config.name!r} reads passages question by question: what is stored is there to "
-                "choose by, not to be read. Give mode='close_reading' and the question to the postprocessor or to mark"
+                "choose by, not to be read. Give the question to the postprocessor or to mark"
             )
         factor, scope = self._factor(ratio), self._scope(scope)
         found = self._find(ids, scope, texts)
@@ -476,13 +477,11 @@ class SoftContextStore:
 
     def _factor(self, ratio: int) -> int:
         base = self.base_ratio
-        if ratio < base or ratio % base or ratio // base > MAX_FACTOR:
-            raise RatioError(f"ratio {ratio} cannot be made from the stored {base}: choose a multiple of {base}")
-        if ratio != base and not self.bundle.compressor.nestable:
-            raise RatioError(
-                f"ratio {ratio}: slots of bundle {self.bundle.config.name!r} cannot be merged, only {base} is stored"
-            )
-        return ratio // base
+        bundle = self.bundle
+        factor = merge_factor(ratio, base, nestable=bundle.compressor.nestable, name=f"bundle {bundle.config.name!r}")
+        if factor > MAX_FACTOR:
+            raise RatioError(f"ratio {ratio} is too coarse: choose a multiple of {base} up to {base * MAX_FACTOR}")
+        return factor
 
     def _scope(self, scope: str | None) -> str:
         return current_scope() or self.scope if scope is None else check_scope(scope)

@@ -299,7 +299,7 @@ def train(
         "steps": step,
         "seconds": max((row["seconds"] for row in rows if "seconds" in row), default=0.0),
         "resumed": checkpoint is not None,
-        **trainer.meter.report(history, processes),
+        **trainer.meter.report(history),
         "probes": [{"step": r["step"], "tokens": r["tokens"], **r["probe"]} for r in rows if "probe" in r],
         "final_loss": history[-1]["loss"] if history else None,
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
