@@ -29,6 +29,10 @@ class SlotRows:
     rows: list[SlotRow]
     passages: list[list[int]]
 
+    def answer_tokens(self) -> Tensor:
+        """How many tokens the answers have: float (1,)."""
+        return torch.tensor([sum(int(mask.sum()) for row in self.rows for mask in row.answers)], dtype=torch.float32)
+
 
 @dataclass
 class PassageTable:
