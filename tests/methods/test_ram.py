@@ -289,6 +289,21 @@ def test_positives_are_the_segments_that_hold_a_part_of_an_answer(tiny_tokenizer
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("\u4ed6\u51fa\u751f\u5728\u5317\u4eac\u5e02\u3002", "\u5317\u4eac"),  # born in [Beijing]
+        ("\u5f7c\u306f\u6771\u4eac\u306b\u4f4f\u3080\u3002", "\u6771\u4eac"),  # lives in [Tokyo]
+        ("\u56681903\u5e74\u751f\u4e8ePell\u5e02", "1903"),
+        ("\u56681903\u5e74\u751f\u4e8ePell\u5e02", "Pell"),
+    ],
+)
+def test_answers_are_found_where_no_spaces_part_words(tiny_tokenizer: Any, text: str, answer: str) -> None:
+    cut = Segments.of(tiny_tokenizer, text, 1000)
+    assert cut.holding([answer]) == [True]
+    assert cut.holding([answer[:1] + "x"]) == [False]
+
+
 def test_a_batch_reads_as_each_segment_alone(bundle: Bundle) -> None:
     """Padding and company change nothing, in what is stored and in what is skimmed."""
     texts = [PROSE, "Dun.", EXAMPLES[0].passages[0]]
