@@ -172,6 +172,14 @@ def test_held_out_passages_and_questions_never_reach_training() -> None:
         check_held_out([*EXAMPLES, question], held_out)
 
 
+def test_passages_without_questions_share_none() -> None:
+    """Rows of texts, and of reconstruction, have a blank question each."""
+    rows = [Example((text,), (Turn(" ", (text,)),)) for text in ("Kormoor lies on the Halen.", "Pell trades in salt.")]
+    check_held_out(rows[:1], rows[1:])
+    with pytest.raises(DataError, match="passage"):
+        check_held_out(rows, rows[1:])
+
+
 def test_splits_of_the_world_share_no_name() -> None:
     """Names are what tells facts apart, so no passage or question of one split can be of another."""
     from ctx_compress_rag.data.world import World
