@@ -67,9 +67,10 @@ def test_every_architecture_reads_segments_alone(name: str) -> None:
     backbone = Backbone(architectures.model(name), architectures.tokenizer(name))
     compressor = RamCompressor(backbone, RamConfig(segment_tokens=12, encoder=FROZEN))
     passages = [ids.tolist() for ids in architectures.random_ids(name, [29, 12, 5])]
+    bos, trunk = architectures.bos(name), backbone.model.base_model
     for passage, soft in zip(passages, compressor.compress_ids(passages, 12, 24, 60), strict=True):
         segments = [passage[i : i + 12] for i in range(0, len(passage), 12)]
-        expected = torch.stack([plain_mean(plain_states(backbone.model.base_model, ids)) for ids in segments])
+        expected = torch.stack([plain_mean(plain_states(trunk, [*bos, *ids])[len(bos) :]) for ids in segments])
         torch.testing.assert_close(soft.slots.double(), expected, atol=1e-4, rtol=1e-3)
     for text in architectures.TEXTS:
         cut = Segments.of(backbone.tokenizer, text, 7)

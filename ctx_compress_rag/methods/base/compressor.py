@@ -9,9 +9,12 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.methods.base.part import Part
 from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.text.tokenising import bos_id
 
 
 class SlotBatch(NamedTuple):
@@ -105,7 +108,22 @@ class Compressor(Part):
 
 
 class TokenCompressor(Compressor):
-    """A compressor that reads token ids, longer passages window by window."""
+    """A compressor that reads token ids, longer passages window by window.
+
+    Whatever is read stands behind a BOS where the decoder's tokenizer puts one, as the decoder was trained: the first
+    position is where many decoders put what they attend to for want of anything else. The papers do not speak of it.
+    BOS itself goes into no slot.
+    """
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__(backbone)
+        self._bos = bos_id(backbone.tokenizer)
+
+    def behind_bos(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Right-padded texts behind their BOS, if there is one, with their mask, and how many positions it takes."""
+        if self._bos is None:
+            return input_ids, attention_mask, 0
+        return F.pad(input_ids, (1, 0), value=self._bos), F.pad(attention_mask, (1, 0), value=1), 1
 
     @abstractmethod
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> Mapping[int, SlotBatch]:
