@@ -8,7 +8,7 @@ from itertools import accumulate, repeat
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ctx_compress_rag.bundle import Bundle
@@ -121,9 +121,7 @@ class RamLoss(WholeBatchMean, SlotObjective):
 
     def _likelihood(self, prompts: SlotRows, softs: Sequence[SoftContext]) -> Tensor:
         """L_nll (eq. 7): mean over each answer's tokens, sum over questions."""
-        slots = nn.utils.rnn.pad_sequence([soft.slots for soft in softs], batch_first=True)
-        counts = nn.utils.rnn.pad_sequence([soft.token_counts for soft in softs], batch_first=True)
-        logits, targets = self.answer_logits(prompts, SlotBatch(slots, counts))
+        logits, targets = self.answer_logits(prompts, SlotBatch.of(softs))
         lengths = [int(torch.cat(row.answers).sum()) for row in prompts.rows]
         answers = zip(logits.split(lengths), targets.split(lengths), strict=True)
         return torch.stack([F.cross_entropy(*answer) for answer in answers]).sum()
