@@ -193,7 +193,10 @@ class PointingConfig(Strict):
 
 
 class TeacherRecipe(Recipe):
-    """Fine-tune (or train from scratch) the decoder on question answering with full text."""
+    """Fine-tune (or train from scratch) the decoder on question answering with full text.
+
+    `decoder` may be the folder of a LoRA teacher that an earlier stage made: its adapter, as it is, is trained on.
+    """
 
     stage: Literal["teacher"]
     decoder: str | GgufDecoder | None = None

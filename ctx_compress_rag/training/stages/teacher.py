@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.backbone import load_decoder
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.data.world import tokenizer_texts
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import lora_config
 from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
 from ctx_compress_rag.training.config import TeacherRecipe
@@ -159,20 +160,33 @@ def save_decoder(decoder: Any, tokenizer: Any, folder: Path, half: bool = True) 
     decoder.to(dtype)
 
 
+def _started(recipe: TeacherRecipe) -> tuple[Any, Any]:
+    """The decoder to train, and its tokenizer; with LoRA a new adapter, or the one that an earlier stage trained."""
+    from peft import PeftConfig, PeftModel, get_peft_model
+
+    name, revision, device = recipe.decoder or "", recipe.revision, training_device()
+    if isinstance(name, str) and (Path(name) / "adapter_config.json").exists():
+        if recipe.tune.mode != "lora":
+            raise ConfigError(f"{name} is a LoRA adapter: go on with tune.mode: lora, not {recipe.tune.mode}")
+        adapter = PeftConfig.from_pretrained(name)
+        base, tokenizer = load_decoder(adapter.base_model_name_or_path or "", revision or adapter.revision, device)
+        return PeftModel.from_pretrained(base, name, is_trainable=True), tokenizer
+    decoder, tokenizer = load_decoder(name, revision, device)
+    if recipe.tune.mode == "lora":
+        return get_peft_model(decoder, lora_config(recipe.tune), revision=revision), tokenizer
+    if recipe.tune.mode == "full":
+        return decoder.float().requires_grad_(True), tokenizer  # on a GPU it came in bfloat16, which loses small steps
+    return decoder, tokenizer
+
+
 def start(recipe: TeacherRecipe, resume: bool) -> Job:
     """A decoder to train on the recipe's questions."""
-    from peft import get_peft_model
-
     examples = load_examples(recipe)
     if recipe.scratch:
         tokenizer = train_tokenizer(_texts(recipe, examples), recipe.scratch.vocab_size, recipe.data.max_context_tokens)
         decoder = new_decoder(recipe.scratch.config, tokenizer)
     else:
-        decoder, tokenizer = load_decoder(recipe.decoder or "", recipe.revision, training_device())
-        if recipe.tune.mode == "lora":
-            decoder = get_peft_model(decoder, lora_config(recipe.tune))
-        elif recipe.tune.mode == "full":
-            decoder = decoder.float().requires_grad_(True)  # on a GPU it came in bfloat16, which loses small steps
+        decoder, tokenizer = _started(recipe)
     builder = PromptBuilder(tokenizer, recipe.data.max_answer_tokens)
     data, point = recipe.data, recipe.pointing
     collate = TextCollator(builder, data.templates, data.max_context_tokens, recipe.seed, point is not None)
