@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -32,24 +32,34 @@ class WorldData(Strict):
     alike: float = Field(default=0.0, ge=0, le=1)
 
 
+Guard: TypeAlias = Literal["refuse", "leave out"] | None
+
+
 class DataConfig(Strict):
     """Where examples come from: files (of questions, or plain texts), or the invented world's parts, in order.
 
     Attributes:
-        leave_out_held_out: train without the examples of `files` that share a question or passage with what English
-            bundles are scored with; else such data is refused. Texts are always refused.
+        leave_out_held_out: for bundles that are scored with XQuAD and the other sets of `data.held_out`: train without
+            the examples of `files` that share a question or passage with those, and refuse texts that do.
+        refuse_held_out: refuse such examples, too.
     """
 
     files: list[Path] = []
     texts: list[TextData] = []
     mix: MixData | None = None
     leave_out_held_out: bool = False
+    refuse_held_out: bool = False
     world: list[WorldData] = []
     max_turns: int = Field(default=1, gt=0)
     held_out: list[Path] = []
     max_context_tokens: int = Field(default=1024, gt=0)
     max_answer_tokens: int = Field(default=256, gt=0)
     templates: list[str] = Field(default=list(TEMPLATES), min_length=1)
+
+    @property
+    def guard(self) -> Guard:
+        """What becomes of data that English bundles are scored with."""
+        return "refuse" if self.refuse_held_out else "leave out" if self.leave_out_held_out else None
 
     @field_validator("world", mode="before")
     @classmethod
@@ -201,6 +211,8 @@ class PackingConfig(Strict):
 
 class TeacherRecipe(Recipe):
     """Fine-tune (or train from scratch) the decoder on question answering with full text.
+
+    `decoder` may be the folder of a LoRA teacher that an earlier stage made: its adapter, as it is, is trained on.
 
     Attributes:
         packing: pack prompts into rows; what has no room in its batch is left out. For `tune.mode: lora`.
