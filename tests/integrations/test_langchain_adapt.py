@@ -147,7 +147,7 @@ def test_demonstrations_are_read_from_the_store(talkative: Any, predictor: Path,
     llm = app.llm(predictor=predictor, scope="anna")
     soft = llm.adapt(DEMONSTRATIONS, ratio=8)
     passages = {passage for demonstration in DEMONSTRATIONS for passage in demonstration.passages}
-    stored = app.store.get_passages(app.store.ids())
+    stored = app.store.get_passages(app.store.ids("anna"), "anna")
     assert {passage.text for passage in stored} == passages  # compressed once, and kept
     assert len(app.store) == len(passages)
     # The update is that of the slots, read in the model's scope.
