@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.backbone import INT8_FILE, Backbone, load_decoder
 from ctx_compress_rag.config import BundleConfig, explain, whole
-from ctx_compress_rag.decoder_identity import decoder_digest, digest_in_memory, write_decoder
+from ctx_compress_rag.decoder_identity import decoder_digest, digest_in_memory, folder_digest, write_decoder
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.gguf import GgufDecoder, pinned
 from ctx_compress_rag.methods.base.compressor import Compressor, Tokenized
@@ -165,8 +165,7 @@ class Bundle:
     def fingerprint(self) -> str:
         """SHA-256 over the config, the weights, and all of the decoder: 64 hex digits.
 
-        Of a decoder on the hub its commit, of a GGUF file its SHA-256, of a folder all but its weights
-        (`decoder_digest`).
+        Of a decoder on the hub its commit, of a GGUF file its SHA-256, of a folder all its files (`folder_digest`).
         """
         if self._decoder_digest is None:
             name = self.config.decoder
@@ -174,7 +173,7 @@ class Bundle:
                 self._decoder_digest = digest_in_memory(self.backbone.model, self.tokenizer)
             else:
                 in_folder = isinstance(name, str) and Path(name).is_dir()
-                self._decoder_digest = decoder_digest(Path(str(name))) if in_folder else ""
+                self._decoder_digest = folder_digest(Path(str(name))) if in_folder else ""
         return hashlib.sha256(f"2 {self.former_fingerprint} {self._decoder_digest}".encode()).hexdigest()
 
     @property

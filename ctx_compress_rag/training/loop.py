@@ -22,6 +22,7 @@ from ctx_compress_rag.errors import ConfigError, TimeUpError
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.muon import MuonAdamW
 from ctx_compress_rag.training.throughput import Meter, counting
+from ctx_compress_rag.training.whole_batch import WholeBatchMean, items_of
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,13 @@ class _Trainer(Trainer):
             loss = super().training_step(plain, inputs, num_items_in_batch)
         self.meter.count(inputs, counter.get_total_flops())
         return loss
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if isinstance(self.model, WholeBatchMean):
+            # Of all micro-batches and processes; the Trainer undoes the mean that DDP takes over processes.
+            items = self.accelerator.reduce(items_of(self.model, batches).to(device), reduction="sum")
+        return batches, items
 
     def progress(self) -> dict[str, Any]:
         """Tokens of all processes, and seconds."""

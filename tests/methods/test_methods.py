@@ -222,13 +222,23 @@ def test_a_batch_is_compressed_as_each_passage_alone(bundle: Bundle) -> None:
             assert bool((soft.token_counts > 0).all())
 
 
+def test_training_has_the_slots_of_a_store(bundle: Bundle) -> None:
+    """A passage longer than the window among others, at ratios that the window holds whole."""
+    passages = tokenized(bundle, PASSAGES)
+    with torch.no_grad():
+        batch = bundle.compressor(PassageBatch.of(passages), ratios_of(bundle), bundle.config.max_tokens)
+    for ratio, slots in batch.items():
+        for trained, stored in zip(slots.rows(), bundle.compress(PASSAGES, ratio), strict=True):
+            assert_close(trained, stored)
+
+
 def test_padding_changes_nothing_in_training(bundle: Bundle) -> None:
     passages = tokenized(bundle, PASSAGES[:3])
     with torch.no_grad():
-        batch = bundle.compressor(PassageBatch.of(passages), ratios_of(bundle))
+        batch = bundle.compressor(PassageBatch.of(passages), ratios_of(bundle), bundle.config.max_tokens)
         assert list(batch) == ratios_of(bundle)
         for i, passage in enumerate(passages):
-            alone = bundle.compressor(PassageBatch.of([passage]), ratios_of(bundle))
+            alone = bundle.compressor(PassageBatch.of([passage]), ratios_of(bundle), bundle.config.max_tokens)
             for ratio, slots in batch.items():
                 assert_close(slots.rows()[i], alone[ratio].rows()[0])
                 padding = slots.token_counts == 0

@@ -56,6 +56,7 @@ class RamCompressor(TrunkCompressor):
 
         Shape: (texts, length), (texts, length) -> (texts, length, dim)
         """
+        input_ids, attention_mask, first = self.behind_bos(input_ids, attention_mask)
         with self.trunk() as trunk:
             hidden: Tensor = trunk(
                 inputs_embeds=self.backbone.embeddings(input_ids),
@@ -63,7 +64,7 @@ class RamCompressor(TrunkCompressor):
                 position_ids=torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0),
                 use_cache=False,
             ).last_hidden_state
-        return hidden.float()
+        return hidden[:, first:].float()
 
     def choose(self, question: Tensor, segments: Tensor, counts: Tensor, ratio: int) -> list[bool]:
         """Which segments stay text: the nearest to the question, k by eq. 3; of equals the earlier.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NoReturn, Self
 
 from llama_index.core.bridge.pydantic import Field, ValidationError
 from llama_index.core.callbacks import CallbackManager
+from llama_index.core.instrumentation.span import active_span_id
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 
@@ -16,6 +20,8 @@ from ctx_compress_rag.stores import SoftContextStore
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text
 from llama_index.postprocessor.ctx_compress.sources import restore_sources
 
+_for_citations: ContextVar[bool] = ContextVar("ctx_compress_for_citations", default=False)
+
 
 class CompressedContextPostprocessor(BaseNodePostprocessor):
     """Puts the markers of stored soft contexts in the place of retrieved texts, for `CompressedContextLLM`.
@@ -24,6 +30,8 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
     id, then by its text. The nodes given are never changed; the new ones keep ids, scores, metadata and
     relationships, and by default show the marker to the LLM alone (see `CompressedTextNode`). Nodes with images,
     sound or video, and blank ones, pass through as they are. Works in threads and in an event loop.
+
+    A `CitationQueryEngine` makes sources of plain text: asked by one, markers become the nodes' text.
 
     With a RAM bundle (close reading) a node keeps the segments that the question needs as text, and
     markers stand for the rest. The LLM must be given the same store.
@@ -42,8 +50,8 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
             an "error", or send its "text".
         scope: tenant or user that the markers belong to; by default the one of
             `ctx_compress_rag.stores.markers.scope`, or else the store's.
-        replace_text: make the marker the node's text, for readers that do not ask for `MetadataMode.LLM`
-            (`CitationQueryEngine`). `restore_sources` then needs the store.
+        replace_text: make the marker the node's text, for readers that do not ask for `MetadataMode.LLM`, such as
+            a subclass of `CitationQueryEngine`. `restore_sources` then needs the store.
         mode: deprecated: each bundle has its own.
         callback_manager: LlamaIndex's own.
 
@@ -107,6 +115,20 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         """Refuse to be pickled: LlamaIndex would leave the store out, and take it from this object as well."""
         raise ConfigError(f"{type(self).__name__} holds a store of this process: create it in the other one")
 
+    def postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None, query_str: str | None = None
+    ) -> list[NodeWithScore]:
+        """The nodes with markers."""
+        with _asker_known():
+            return super().postprocess_nodes(nodes, query_bundle, query_str)
+
+    async def apostprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None, query_str: str | None = None
+    ) -> list[NodeWithScore]:
+        """The nodes with markers."""
+        with _asker_known():
+            return await super().apostprocess_nodes(nodes, query_bundle, query_str)
+
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
@@ -135,8 +157,22 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         ]
 
     def _with_marker(self, node: BaseNode, marker: str) -> BaseNode:
-        if not self.replace_text:
+        if not (self.replace_text or _for_citations.get()):
             return CompressedTextNode.of(node, marker)
         copied = node.model_copy(update={"metadata": dict(node.metadata)})
         copied.set_content(marker)
         return copied
+
+
+@contextmanager
+def _asker_known() -> Iterator[None]:
+    """Within, `_for_citations` says whether a CitationQueryEngine asks for nodes.
+
+    LlamaIndex names the call that it is in after the engine's class; a postprocessor is told nothing else of who asks,
+    and within `_postprocess_nodes` the name is that of the postprocessor itself.
+    """
+    token = _for_citations.set((active_span_id.get() or "").startswith("CitationQueryEngine."))
+    try:
+        yield
+    finally:
+        _for_citations.reset(token)
