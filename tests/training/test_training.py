@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -18,6 +19,7 @@ from ctx_compress_rag.training.objectives.distillation import DistillationCollat
 from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
+from helpers import architectures
 
 NO_SLOTS = torch.zeros(1, 1, dtype=torch.bool)
 EXAMPLES = [
@@ -144,6 +146,20 @@ def test_answers_are_the_same_tokens_with_text_and_with_slots(tiny_bundle: Any) 
             assert answers == torch.cat(slots.ids)[torch.cat(slots.answers)].tolist()
             assert tiny_bundle.tokenizer.decode(answers).split("<|end|>")[0].strip() == example.turns[0].answers[0]
             assert len(slots.ids) == len(example.passages) + 1
+
+
+@pytest.mark.parametrize("name", ["SmolLM3", "Gemma3"])
+@pytest.mark.parametrize("answer", ["goat", "a goat of the town"])
+def test_base_models_get_the_space_before_an_answer(name: str, answer: str) -> None:
+    """Prompt and answer are the tokens of one text, for byte-level and Metaspace tokenizers."""
+    tokenizer = copy.deepcopy(architectures.tokenizer(name))
+    tokenizer.chat_template = None
+    example = Example(EXAMPLES[0].passages, (Turn("Which pet?", (answer,)),))
+    row = PromptBuilder(tokenizer).text_row(example, TEMPLATES[0])
+    text = "\n\n".join(example.passages) + f"\n\nQuestion: Which pet?\nAnswer: {answer}"
+    whole = tokenizer((tokenizer.bos_token or "") + text, add_special_tokens=False)["input_ids"]
+    assert row.ids.tolist() == [*whole, tokenizer.eos_token_id]
+    assert tokenizer.decode(row.ids[row.answers]).strip().startswith(answer)
 
 
 def test_jsonl_round_trip_and_grouping(tmp_path: Path) -> None:
