@@ -16,6 +16,7 @@ from ctx_compress_rag.data.examples import Example, Turn, check_held_out, read_j
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
+from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
 from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
@@ -91,6 +92,36 @@ def _hole_text(bundle: Any, text: str) -> list[int]:
     """Ids of text that follows a hole: the tiny tokenizer puts a space before text that follows a special token."""
     ids = _plain_ids(bundle, "<|user|>" + text)
     return ids[1:]
+
+
+@pytest.mark.parametrize("stage", ["distillation", "answer"])
+def test_each_example_draws_its_own_ratio(make_tiny_bundle: Any, stage: str) -> None:
+    """One of three for each: the sum of the single examples' losses at what was drawn, and all are drawn in turn."""
+    bundle = make_tiny_bundle(seed=3)
+    builder, plain = PromptBuilder(bundle.tokenizer), ["{context}\n\n{question}"]
+    objective: Any = DistillationLoss(bundle) if stage == "distillation" else LikelihoodLoss(bundle)
+    collate: Any = (
+        DistillationCollator(builder, plain, 512, 0, seed=0)
+        if stage == "distillation"
+        else AnswerCollator(builder, plain, 512, seed=0)
+    )
+    ratios = [4, 8, 16]
+    examples = [Example(e.passages, e.turns[:1]) for e in EXAMPLES]
+    items = objective.items(**collate(examples))
+
+    def loss(examples: list[Example], ratios: list[int], sample: int | None) -> float:
+        objective.ratios, objective.sample = ratios, sample
+        with torch.no_grad():
+            return float(objective(**collate(examples), num_items_in_batch=items)["loss"])
+
+    alone = [[loss([example], [ratio], None) for ratio in ratios] for example in examples]
+    possible = [a + b for a in alone[0] for b in alone[1]]
+    torch.manual_seed(0)
+    found = [loss(examples, ratios, 1) for _ in range(40)]
+    nearest = {min(range(9), key=lambda i: abs(possible[i] - each)) for each in found}
+    assert all(min(abs(p - each) for p in possible) < 1e-4 for each in found)
+    assert len(nearest) > 5
+    assert loss(examples, ratios, None) == pytest.approx(sum(map(sum, alone)), rel=1e-4)
 
 
 @pytest.mark.parametrize("encoder", ["lora", "full", "frozen"])
