@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.data.examples import Example
-from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
+from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, answer_ids, chat_text
 from ctx_compress_rag.text.tokenising import text_ids
 
 PASSAGE_SEPARATOR = "\n\n"
@@ -134,7 +134,7 @@ class PromptBuilder:
 
     def _answer_ids(self, answer: str) -> Tensor:
         end = self.tokenizer.eos_token_id
-        ids = text_ids(self.tokenizer, answer) + ([] if end is None else [end])
+        ids = answer_ids(self.tokenizer, answer) + ([] if end is None else [end])
         return torch.tensor(ids[: self.max_answer_tokens], dtype=torch.long)
 
     def text_row(self, example: Example, template: str, passages: Sequence[str] | None = None) -> TokenRow:

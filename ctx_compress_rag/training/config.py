@@ -249,11 +249,15 @@ class TeacherRecipe(Recipe):
 
 
 class RatioStep(Strict):
-    """From `step` on, train these ratios: all of them, or `sample` drawn again for each step."""
+    """From `step` on, train these ratios: all of them, or `sample` drawn anew for each step, or for each example.
+
+    One for each example is the ablation of "Simple Context Compression" (table 3). RAM draws for each question anyway.
+    """
 
     step: int = Field(ge=0)
     ratios: list[int] = Field(min_length=1)
     sample: int | None = Field(default=None, gt=0)
+    each: Literal["step", "example"] = "step"
 
 
 class CompressionRecipe(Recipe):
@@ -306,13 +310,18 @@ class CompressionRecipe(Recipe):
             raise ValueError("revision and teacher are the bundle's own: leave them out")
         return self
 
-    def ratios_at(self, step: int) -> list[int]:
-        """The ratios to train at an optimiser step; the same at every call."""
+    def curriculum_at(self, step: int) -> RatioStep:
+        """The part of the curriculum that an optimiser step is in."""
         current = RatioStep(step=0, ratios=self.ratios)
         for change in sorted(self.curriculum, key=lambda c: c.step):
             if change.step <= step:
                 current = change
-        if current.sample is None or current.sample >= len(current.ratios):
+        return current
+
+    def ratios_at(self, step: int) -> list[int]:
+        """The ratios to train at an optimiser step; the same at every call."""
+        current = self.curriculum_at(step)
+        if current.sample is None or current.sample >= len(current.ratios) or current.each == "example":
             return current.ratios
         return sorted(random.Random(f"{self.seed}:{step}").sample(current.ratios, current.sample))
 

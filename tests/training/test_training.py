@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -15,9 +16,11 @@ from ctx_compress_rag.data.examples import Example, Turn, check_held_out, read_j
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
+from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
 from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
+from helpers import architectures
 
 NO_SLOTS = torch.zeros(1, 1, dtype=torch.bool)
 EXAMPLES = [
@@ -91,6 +94,36 @@ def _hole_text(bundle: Any, text: str) -> list[int]:
     return ids[1:]
 
 
+@pytest.mark.parametrize("stage", ["distillation", "answer"])
+def test_each_example_draws_its_own_ratio(make_tiny_bundle: Any, stage: str) -> None:
+    """One of three for each: the sum of the single examples' losses at what was drawn, and all are drawn in turn."""
+    bundle = make_tiny_bundle(seed=3)
+    builder, plain = PromptBuilder(bundle.tokenizer), ["{context}\n\n{question}"]
+    objective: Any = DistillationLoss(bundle) if stage == "distillation" else LikelihoodLoss(bundle)
+    collate: Any = (
+        DistillationCollator(builder, plain, 512, 0, seed=0)
+        if stage == "distillation"
+        else AnswerCollator(builder, plain, 512, seed=0)
+    )
+    ratios = [4, 8, 16]
+    examples = [Example(e.passages, e.turns[:1]) for e in EXAMPLES]
+    items = objective.items(**collate(examples))
+
+    def loss(examples: list[Example], ratios: list[int], sample: int | None) -> float:
+        objective.ratios, objective.sample = ratios, sample
+        with torch.no_grad():
+            return float(objective(**collate(examples), num_items_in_batch=items)["loss"])
+
+    alone = [[loss([example], [ratio], None) for ratio in ratios] for example in examples]
+    possible = [a + b for a in alone[0] for b in alone[1]]
+    torch.manual_seed(0)
+    found = [loss(examples, ratios, 1) for _ in range(40)]
+    nearest = {min(range(9), key=lambda i: abs(possible[i] - each)) for each in found}
+    assert all(min(abs(p - each) for p in possible) < 1e-4 for each in found)
+    assert len(nearest) > 5
+    assert loss(examples, ratios, None) == pytest.approx(sum(map(sum, alone)), rel=1e-4)
+
+
 @pytest.mark.parametrize("encoder", ["lora", "full", "frozen"])
 @pytest.mark.parametrize("decoder", ["lora", "full", "frozen"])
 def test_gradients_reach_what_is_trained_and_nothing_else(make_tiny_bundle: Any, encoder: str, decoder: str) -> None:
@@ -144,6 +177,20 @@ def test_answers_are_the_same_tokens_with_text_and_with_slots(tiny_bundle: Any) 
             assert answers == torch.cat(slots.ids)[torch.cat(slots.answers)].tolist()
             assert tiny_bundle.tokenizer.decode(answers).split("<|end|>")[0].strip() == example.turns[0].answers[0]
             assert len(slots.ids) == len(example.passages) + 1
+
+
+@pytest.mark.parametrize("name", ["SmolLM3", "Gemma3"])
+@pytest.mark.parametrize("answer", ["goat", "a goat of the town"])
+def test_base_models_get_the_space_before_an_answer(name: str, answer: str) -> None:
+    """Prompt and answer are the tokens of one text, for byte-level and Metaspace tokenizers."""
+    tokenizer = copy.deepcopy(architectures.tokenizer(name))
+    tokenizer.chat_template = None
+    example = Example(EXAMPLES[0].passages, (Turn("Which pet?", (answer,)),))
+    row = PromptBuilder(tokenizer).text_row(example, TEMPLATES[0])
+    text = "\n\n".join(example.passages) + f"\n\nQuestion: Which pet?\nAnswer: {answer}"
+    whole = tokenizer((tokenizer.bos_token or "") + text, add_special_tokens=False)["input_ids"]
+    assert row.ids.tolist() == [*whole, tokenizer.eos_token_id]
+    assert tokenizer.decode(row.ids[row.answers]).strip().startswith(answer)
 
 
 def test_jsonl_round_trip_and_grouping(tmp_path: Path) -> None:

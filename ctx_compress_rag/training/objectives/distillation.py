@@ -60,14 +60,17 @@ class DistillationLoss(WholeBatchMean, SlotObjective):
         if num_items_in_batch is None:
             num_items_in_batch = self.items(passages, text_rows, prompts, repeats)
         examples, repeated_tokens = num_items_in_batch
-        targets = self._teacher_log_probs(text_rows)
-        loss = torch.zeros((), device=targets.device)
-        for batch in self.compress(passages).values():
-            logits, _ = self.answer_logits(prompts, batch)
-            student = F.log_softmax(logits, dim=-1)
-            loss = loss + F.kl_div(student, targets, reduction="sum", log_target=True) / examples
-            if self.reconstruction_weight and repeats.rows:
-                logits, answers = self.answer_logits(repeats, batch)
+        targets = self._teacher_log_probs(text_rows).split([int(row.answers.sum()) for row in text_rows])
+        loss = torch.zeros((), device=self.bundle.backbone.device)
+        drawn, repeated_at = self.drawn(len(text_rows)), self.drawn(len(repeats.rows))
+        for ratio, batch in self.compress(passages, drawn | repeated_at).items():
+            if own := drawn.get(ratio):
+                logits, _ = self.answer_logits(prompts.only(own), batch)
+                wanted = torch.cat([targets[row] for row in own])
+                student = F.log_softmax(logits, dim=-1)
+                loss = loss + F.kl_div(student, wanted, reduction="sum", log_target=True) / examples
+            if self.reconstruction_weight and (own := repeated_at.get(ratio)):
+                logits, answers = self.answer_logits(repeats.only(own), batch)
                 repeated = F.cross_entropy(logits, answers, reduction="sum") / repeated_tokens
                 loss = loss + self.reconstruction_weight * repeated
         return {"loss": loss}

@@ -17,7 +17,7 @@ from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 
 class LikelihoodLoss(WholeBatchMean, SlotObjective):
-    """Cross-entropy of the answers' tokens given the slots, mean over the batch's tokens, summed over the ratios.
+    """Cross-entropy of the answers' tokens given the slots, mean over the batch's tokens, summed over its ratios.
 
     What the answers are, the collator decides: answers to questions, the passages' own text
     (reconstruction), or the text that follows them (next token).
@@ -32,8 +32,9 @@ class LikelihoodLoss(WholeBatchMean, SlotObjective):
     ) -> dict[str, Tensor]:
         """The loss of a batch: its passages, and prompts with holes for them."""
         loss = torch.zeros((), device=self.bundle.backbone.device)
-        for batch in self.compress(passages).values():
-            loss = loss + F.cross_entropy(*self.answer_logits(prompts, batch), reduction="sum")
+        drawn = self.drawn(len(prompts.rows))
+        for ratio, batch in self.compress(passages, drawn).items():
+            loss = loss + F.cross_entropy(*self.answer_logits(prompts.only(drawn[ratio]), batch), reduction="sum")
         [tokens] = self.items(passages, prompts) if num_items_in_batch is None else num_items_in_batch
         return {"loss": loss / tokens}
 
