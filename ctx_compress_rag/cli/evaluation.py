@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ctx_compress_rag.cli.shared import bundle_option, note_what_it_reads, quiet_models, store_option
+from ctx_compress_rag.cli.shared import bundle_option, note_what_it_reads, prompt_options, quiet_models, store_option
 
 
 def eval_options(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +32,7 @@ def eval_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--perplexity", action="store_true", help="also score how well passages are said again from their slots"
     )
+    prompt_options(parser)
     parser.add_argument("--output", default="ctx-compress-eval", metavar="DIR", help="default: ./%(default)s")
 
 
@@ -59,6 +60,8 @@ def run_eval(args: argparse.Namespace) -> None:
         encoder=None if args.no_extraction else load_minilm(),
         codec=args.codec,
         perplexity=args.perplexity,
+        template=args.template,
+        max_new_tokens=args.answer_tokens,
     )
     print(f"{text}; also in {args.output}")
 

@@ -20,6 +20,26 @@ def bundle_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bundle", help="a bundle's folder, hub id, or demo (default: the store's own, else demo)")
 
 
+def prompt_options(parser: argparse.ArgumentParser) -> None:
+    """How questions are asked, and how long answers may be."""
+    parser.add_argument(
+        "--template",
+        type=_template,
+        metavar="TEXT",
+        help="the prompt, with {context} and {question}, and ||| after a system part (default: what the bundle was "
+        "trained with)",
+    )
+    parser.add_argument(
+        "--answer-tokens", type=int, metavar="N", help="most of an answer (default: what the bundle was trained with)"
+    )
+
+
+def _template(text: str) -> str:
+    if "{context}" not in text or "{question}" not in text:
+        raise argparse.ArgumentTypeError(f"template lacks {{context}} or {{question}}: {text!r}")
+    return text
+
+
 def note_what_it_reads(bundle: Bundle) -> None:
     """One line where the bundle was trained for other text than a user's own."""
     if bundle.config.reads != type(bundle.config).model_fields["reads"].default:

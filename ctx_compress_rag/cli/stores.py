@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ctx_compress_rag.cli.shared import bundle_option, note_what_it_reads, quiet_models, store_option
+from ctx_compress_rag.cli.shared import bundle_option, note_what_it_reads, prompt_options, quiet_models, store_option
 
 _ANSWER_TOKENS = 256
 
@@ -60,6 +60,7 @@ def ask_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--k", type=int, default=4, help="passages to retrieve (default: %(default)s)")
     parser.add_argument("--text", action="store_true", help="give the decoder the passages' text, for comparison")
+    prompt_options(parser)
 
 
 def run_ask(args: argparse.Namespace) -> None:
@@ -76,10 +77,12 @@ def run_ask(args: argparse.Namespace) -> None:
 
         note_what_it_reads(index.bundle)
         [hits] = index.search([args.question], args.k)
-        prompt = question_prompt(index.store, args.question, hits, None if args.text else args.ratio)
+        template = args.template or index.bundle.config.asked_by
+        prompt = question_prompt(index.store, args.question, hits, None if args.text else args.ratio, template)
         decoder = TransformersDecoder(index.bundle, index.store)
+        longest = args.answer_tokens or index.bundle.config.answer_tokens or _ANSWER_TOKENS
         begun = False
-        for piece in decoder.stream(prompt, Sampling(max_new_tokens=_ANSWER_TOKENS)):
+        for piece in decoder.stream(prompt, Sampling(max_new_tokens=longest)):
             if isinstance(piece, str):
                 # Some tokenizers start an answer with a space.
                 print(piece if begun else piece.lstrip(), end="", flush=True)
