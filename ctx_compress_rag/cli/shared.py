@@ -1,43 +1,69 @@
-"""Options and messages that several commands share."""
+"""Options, messages and checks that several commands share."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ctx_compress_rag.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
 
+DEMO = "demo"
 
-def store_option(parser: argparse.ArgumentParser) -> None:
-    """Where the index is."""
-    parser.add_argument("--store", required=True, metavar="DIR", help="Chroma folder")
-
-
-def bundle_option(parser: argparse.ArgumentParser) -> None:
-    """The bundle that the index is read with."""
-    parser.add_argument("--bundle", help="a bundle's folder, hub id, or demo (default: the store's own, else demo)")
-
-
-def prompt_options(parser: argparse.ArgumentParser) -> None:
-    """How questions are asked, and how long answers may be."""
-    parser.add_argument(
-        "--template",
-        type=_template,
+Store = Annotated[str, typer.Option(metavar="DIR", help="Chroma folder.")]
+AnyBundle = Annotated[str, typer.Option(metavar="BUNDLE", help="A bundle's folder or hub id, or a shipped one's name.")]
+OwnBundle = Annotated[
+    str | None,
+    typer.Option(metavar="BUNDLE", help="A bundle's folder, hub id, or demo.  [default: the store's own, else demo]"),
+]
+Embedder = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="A sentence-transformers model for retrieval.  [default: the store's own, else MiniLM]"
+    ),
+]
+Template = Annotated[
+    str | None,
+    typer.Option(
         metavar="TEXT",
-        help="the prompt, with {context} and {question}, and ||| after a system part (default: what the bundle was "
-        "trained with)",
-    )
-    parser.add_argument(
-        "--answer-tokens", type=int, metavar="N", help="most of an answer (default: what the bundle was trained with)"
-    )
+        help="The prompt, with {context} and {question}, and ||| after a system part.  [default: the bundle's]",
+    ),
+]
+AnswerTokens = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Most tokens of an answer.  [default: the bundle's]")
+]
+Output = Annotated[str, typer.Option(metavar="DIR", help="Where tables and pictures go.")]
+Ratios = Annotated[list[int] | None, typer.Option(metavar="R...", help="Source tokens per slot.")]
 
 
-def _template(text: str) -> str:
-    if "{context}" not in text or "{question}" not in text:
-        raise argparse.ArgumentTypeError(f"template lacks {{context}} or {{question}}: {text!r}")
+def read_text(file: str, what: str = "text") -> str:
+    """The text of a file that was named on the command line; the error says `what` it should hold.
+
+    Raises:
+        DataError: it cannot be read, is not UTF-8, or is blank.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the {what} {file!r}: {error}") from error
+    if not text.strip():
+        raise DataError(f"{file!r} holds no {what}: write some into it")
     return text
+
+
+def check_template(template: str | None) -> None:
+    """Refuse a prompt that has no place for the passages or the question.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if template is not None and not ("{context}" in template and "{question}" in template):
+        raise ConfigError(f"template lacks {{context}} or {{question}}: {template!r}")
 
 
 def note_what_it_reads(bundle: Bundle) -> None:

@@ -33,7 +33,7 @@ class TextTokens:
 
 
 def control_ids(tokenizer: Any) -> set[int]:
-    """Ids that no text may become: added tokens, but for words and white space that someone added.
+    """Ids that no text may become: added tokens, except for words and white space that someone added.
 
     Not the special ones alone: `</s>` of Phi-3 and the roles of DeepSeek are not marked as such.
     """

@@ -1,4 +1,4 @@
-"""RAM, "Read As Human" (paper 004): which segments a question needs as text, and a vector for each of the others."""
+"""RAM (Read As Human): which segments a question needs as text, and a vector for each of the others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RamCompressor(TrunkCompressor):
         if list(ratios) != [size]:
             raise RatioError(
                 f"ram stores one vector for each segment of {size} tokens, not ratios {list(ratios)}: leave the store "
-                "its ratio and give yours with each question (mode='close_reading'); train with stage: ram"
+                "its ratio and give a reduction with each question; train with stage: ram"
             )
         padding = (0, -input_ids.shape[1] % size)
         ids = F.pad(input_ids, padding).unflatten(1, (-1, size))

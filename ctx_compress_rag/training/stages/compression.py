@@ -95,6 +95,8 @@ def start_bundle(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
     decoder = None if shipped else recipe.decoder
     config = BundleConfig(decoder=decoder, revision=None if shipped else recipe.revision, **settings)
     bundle = Bundle.build(config, Backbone(model, tokenizer), teacher=recipe.teacher)
+    if recipe.reader_from_teacher:
+        bundle.reader_from_teacher()
     if recipe.fit_passages:
         _fit_reader(bundle, examples, recipe.fit_passages)
     else:

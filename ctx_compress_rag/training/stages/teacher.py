@@ -16,9 +16,12 @@ from ctx_compress_rag.data.world import tokenizer_texts
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import lora_config
 from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
+from ctx_compress_rag.training.compiled import compile_layers, round_frozen
 from ctx_compress_rag.training.config import TeacherRecipe
 from ctx_compress_rag.training.examples import load_examples
-from ctx_compress_rag.training.loop import Job, training_device
+from ctx_compress_rag.training.loop import Collate, Job, training_device
+from ctx_compress_rag.training.objectives.packed import collate_packed
+from ctx_compress_rag.training.objectives.packed_text import PackedTextData, PackedTextLoss
 from ctx_compress_rag.training.probe import text_probe
 from ctx_compress_rag.training.stage import Stage, register
 from ctx_compress_rag.training.stages.pointers import Pointers, PointingHeads, pointers_of
@@ -181,7 +184,7 @@ def _started(recipe: TeacherRecipe) -> tuple[Any, Any]:
 
 def start(recipe: TeacherRecipe, resume: bool) -> Job:
     """A decoder to train on the recipe's questions."""
-    examples = load_examples(recipe)
+    examples: Any = load_examples(recipe)
     if recipe.scratch:
         tokenizer = train_tokenizer(_texts(recipe, examples), recipe.scratch.vocab_size, recipe.data.max_context_tokens)
         decoder = new_decoder(recipe.scratch.config, tokenizer)
@@ -189,9 +192,20 @@ def start(recipe: TeacherRecipe, resume: bool) -> Job:
         decoder, tokenizer = _started(recipe)
     builder = PromptBuilder(tokenizer, recipe.data.max_answer_tokens)
     data, point = recipe.data, recipe.pointing
-    collate = TextCollator(builder, data.templates, data.max_context_tokens, recipe.seed, point is not None)
-    heads = (PointingHeads(decoder, (point.name_layer, point.copy_layer)), point.weight) if point else None
-    model = AnswerLoss(decoder, recipe.context_loss_weight, heads)
+    model: nn.Module
+    collate: Collate
+    if recipe.packing:
+        examples = PackedTextData(builder, examples, recipe)
+        collate = collate_packed
+        if recipe.optim.bf16:
+            round_frozen(decoder)
+        if recipe.optim.compile == "layers":
+            compile_layers(decoder.get_base_model())
+        model = PackedTextLoss(decoder)
+    else:
+        collate = TextCollator(builder, data.templates, data.max_context_tokens, recipe.seed, point is not None)
+        heads = (PointingHeads(decoder, (point.name_layer, point.copy_layer)), point.weight) if point else None
+        model = AnswerLoss(decoder, recipe.context_loss_weight, heads)
 
     def save(report: dict[str, Any]) -> None:
         if recipe.tune.mode == "lora":
