@@ -194,7 +194,7 @@ class Bundle:
 
     def _digest(self, states: Mapping[str, Mapping[str, Tensor]]) -> str:
         digest = hashlib.sha256()
-        settings = self.config.model_dump(mode="json", exclude={"name", "reads"})
+        settings = self.config.model_dump(mode="json", exclude={"name", "reads", "template", "answer_tokens"})
         if isinstance(self.config.decoder, GgufDecoder):
             # The file's content is what counts, wherever it lies.
             settings |= {"decoder": self.config.decoder.sha256, "revision": None}

@@ -10,11 +10,14 @@ import typer
 from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import (
     DEMO,
+    AnswerTokens,
     AnyBundle,
     Output,
     OwnBundle,
     Ratios,
     Store,
+    Template,
+    check_template,
     note_what_it_reads,
     quiet_models,
     read_text,
@@ -45,6 +48,8 @@ def eval_(
     perplexity: Annotated[
         bool, typer.Option("--perplexity", help="Also score how well passages are reconstructed from their slots.")
     ] = False,
+    template: Template = None,
+    answer_tokens: AnswerTokens = None,
     output: Output = "ctx-compress-eval",
 ) -> None:
     """Score a bundle beside its baselines.
@@ -60,6 +65,7 @@ def eval_(
 
     if questions < 2:
         raise ConfigError(f"{questions} questions have no standard error: give 2 or more")
+    check_template(template)
     quiet_models()
     sets = question_sets(data or (), questions)
     if not sets:
@@ -74,6 +80,8 @@ def eval_(
         encoder=None if no_extraction else load_minilm(),
         codec=codec,
         perplexity=perplexity,
+        template=template,
+        max_new_tokens=answer_tokens,
     )
     print(f"{text}; also in {output}")
 
