@@ -20,13 +20,14 @@ from tqdm.auto import tqdm
 from ctx_compress_rag.backbone import INT8_FILE, Backbone, load_decoder
 from ctx_compress_rag.config import BundleConfig, explain, whole
 from ctx_compress_rag.decoder_identity import decoder_digest, digest_in_memory, folder_digest, write_decoder
-from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
+from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.gguf import GgufDecoder, pinned
 from ctx_compress_rag.methods.base.compressor import Compressor, Tokenized
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.model_card import model_card
 from ctx_compress_rag.quantization import from_int8, to_int8
+from ctx_compress_rag.ratios import check_window, merge_factor
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.tokenising import text_ids
 
@@ -82,7 +83,7 @@ class Bundle:
         revision: str | None = None,
         changes: Mapping[str, Any] | None = None,
     ) -> Bundle:
-        """Load a bundle from a folder, by shipped name (`demo`, `english`), or from the hub.
+        """Load a bundle from a folder, by shipped name (`demo`), or from the hub.
 
         Args:
             name_or_path: a folder, a shipped name, or a hub id such as `someone/bundle`.
@@ -240,7 +241,8 @@ class Bundle:
     def _save_adapter(self, name: str, folder: Path, int8: bool) -> None:
         """Write an adapter as a peft folder, or the same with its matrices in 8 bits."""
         folder.mkdir(parents=True, exist_ok=True)
-        packed = _packing(int8)(self.backbone.adapter_state(name))
+        pack = _lossless if name == TEACHER and not int8 else _packing(int8)
+        packed = pack(self.backbone.adapter_state(name))
         self.backbone.load_adapter_state(name, from_int8(packed))
         save_file(packed, folder / (INT8_ADAPTER_FILE if int8 else ADAPTER_FILE))
         (folder / (ADAPTER_FILE if int8 else INT8_ADAPTER_FILE)).unlink(
@@ -286,8 +288,7 @@ class Bundle:
             RatioError: the compressor cannot make this ratio.
         """
         ratio = self.config.base_ratio if ratio is None else whole("ratio", ratio)
-        if ratio < 1 or self.config.max_tokens % ratio:
-            raise RatioError(f"ratio {ratio} does not divide the encoder's window of {self.config.max_tokens} tokens")
+        check_window(ratio, self.config.max_tokens)
         if isinstance(texts, str):
             raise ConfigError("texts is one string: give a list of passages")
         passages = [self._tokenized(text, index) for index, text in enumerate(texts)]
@@ -313,12 +314,9 @@ class Bundle:
         Raises:
             RatioError: the ratio is no multiple of the base ratio, or the method is not nestable.
         """
-        base, ratio = self.config.base_ratio, whole("ratio", ratio)
-        if ratio < base or ratio % base:
-            raise RatioError(f"ratio {ratio} cannot be made from slots stored at {base}: give a multiple of {base}")
-        if ratio != base and not self.compressor.nestable:
-            raise RatioError(f"{self.config.method.name} stores one ratio: use ratio={base}, or index again at {ratio}")
-        return soft.merge(ratio // base)
+        nestable, method = self.compressor.nestable, self.config.method.name
+        factor = merge_factor(whole("ratio", ratio), self.config.base_ratio, nestable=nestable, name=method)
+        return soft.merge(factor)
 
     @torch.inference_mode()
     def embed(self, soft: SoftContext) -> Tensor:
@@ -407,6 +405,12 @@ def _read_adapter(folder: Path) -> dict[str, Tensor]:
 
 def _packing(int8: bool) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
     return to_int8 if int8 else _half
+
+
+def _lossless(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In half precision where that changes nothing: a teacher is kept as it was given."""
+    half = _half(state)
+    return half if all(torch.equal(half[name].to(value.dtype), value) for name, value in state.items()) else dict(state)
 
 
 def _half(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

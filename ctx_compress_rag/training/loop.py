@@ -22,6 +22,7 @@ from ctx_compress_rag.errors import ConfigError, TimeUpError
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.muon import MuonAdamW
 from ctx_compress_rag.training.throughput import Meter, counting
+from ctx_compress_rag.training.whole_batch import WholeBatchMean, items_of
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,9 @@ class _Probing(TrainerCallback):
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             model = cast(nn.Module, self.trainer.model)
             model.eval()
-            with torch.no_grad(), self.trainer.compute_loss_context_manager():
+            # Prompts have lengths of their own, and compiled layers would be compiled for each.
+            eager = torch.compiler.set_stance("force_eager")
+            with torch.no_grad(), eager, self.trainer.compute_loss_context_manager():
                 scores = self.probe()
             model.train()
             loss_is_due = control.should_log
@@ -132,10 +135,17 @@ class _Trainer(Trainer):
             return super().training_step(model, inputs, num_items_in_batch)
         self.meter.sampled_at = self.state.global_step
         plain = getattr(model, "_orig_mod", model)  # a compiled model's operations cannot be counted
-        with counting() as counter:
+        with torch.compiler.set_stance("force_eager"), counting() as counter:
             loss = super().training_step(plain, inputs, num_items_in_batch)
         self.meter.count(inputs, counter.get_total_flops())
         return loss
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if isinstance(self.model, WholeBatchMean):
+            # Of all micro-batches and processes; the Trainer undoes the mean that DDP takes over processes.
+            items = self.accelerator.reduce(items_of(self.model, batches).to(device), reduction="sum")
+        return batches, items
 
     def progress(self) -> dict[str, Any]:
         """Tokens of all processes, and seconds."""
@@ -204,7 +214,7 @@ def train(
 ) -> dict[str, Any]:
     """Train a job's model.
 
-    Checkpoints go to `output/checkpoints`; a run that was cut off goes on from the last one with the
+    Checkpoints go to `output/checkpoints`; a run that was cut off resumes from the last one with the
     same data order, learning rate and random state. Writes `loss.json` and `loss.png`.
 
     Args:
@@ -212,7 +222,7 @@ def train(
         optim: optimisation.
         output: folder.
         seed: of the optimisation.
-        resume: go on from the last checkpoint.
+        resume: resume from the last checkpoint.
         deadline: when to stop, in seconds of `time.monotonic`.
 
     Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, scores of the probes, and
@@ -243,7 +253,7 @@ def train(
         max_grad_norm=optim.clip_norm,
         # A copy trained in float32 beside embeddings in bfloat16 (a decoder on a GPU) needs autocast.
         bf16=optim.bf16 or any(p.dtype == torch.bfloat16 for p in model.parameters()),
-        torch_compile=optim.compile,
+        torch_compile=optim.compile is True,
         dataloader_num_workers=optim.workers,
         use_cpu=not torch.cuda.is_available(),
         ddp_find_unused_parameters=False,
@@ -291,13 +301,13 @@ def train(
         (output / "loss.json").write_text(json.dumps(history, indent=1), encoding="utf-8")
         plot_loss(history, output / "loss.png")
     if step < optim.steps:
-        raise TimeUpError(f"{output}: stopped at step {step} of {optim.steps}; the same command goes on there")
+        raise TimeUpError(f"{output}: stopped at step {step} of {optim.steps}; the same command resumes there")
     trainer.save_model(str(output / "checkpoints" / "last"))
     return {
         "steps": step,
         "seconds": max((row["seconds"] for row in rows if "seconds" in row), default=0.0),
         "resumed": checkpoint is not None,
-        **trainer.meter.report(history, processes),
+        **trainer.meter.report(history),
         "probes": [{"step": r["step"], "tokens": r["tokens"], **r["probe"]} for r in rows if "probe" in r],
         "final_loss": history[-1]["loss"] if history else None,
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),

@@ -54,7 +54,9 @@ def start(recipe: CompressionRecipe, resume: bool) -> Job:
     objective, collate = OBJECTIVES[recipe.stage](recipe, bundle)
 
     def choose_ratios(step: int) -> None:
+        part = recipe.curriculum_at(step)
         objective.ratios = recipe.ratios_at(step)
+        objective.sample = part.sample if part.each == "example" else None
 
     def save(report: dict[str, Any]) -> None:
         bundle.report = report

@@ -15,7 +15,7 @@ from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.marking.mark import Mode, OnMissing, check_size, mark, stored_ids
+from ctx_compress_rag.marking.mark import OnMissing, check_size, mark, settled, stored_ids
 from ctx_compress_rag.stores import SoftContextStore
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text
 from llama_index.postprocessor.ctx_compress.sources import restore_sources
@@ -33,14 +33,14 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
 
     A `CitationQueryEngine` makes sources of plain text: asked by one, markers become the nodes' text.
 
-    With `mode="close_reading"` (RAM bundles) a node keeps the segments that the question needs as text, and
+    With a RAM bundle (close reading) a node keeps the segments that the question needs as text, and
     markers stand for the rest. The LLM must be given the same store.
 
     Args:
         store: where the soft contexts are.
-        ratio: source tokens per slot, a multiple of the bundle's base ratio, which is the default. In close
-            reading, how many times shorter all passages together become, 2 or more; by default the least that
-            the bundle was trained for.
+        ratio: source tokens per slot, a multiple of the bundle's base ratio, which is the default.
+        reduction: in close reading, in place of a ratio: how many times shorter all passages together become, 2 or
+            more; by default the least that the bundle was trained for.
         token_budget: instead of a ratio, the most tokens that all passages of a question may take together,
             slots and text counted alike, as `marker_tokenizer` counts them. The higher a node's score, the finer
             its ratio; the best stay text where there is room, and at least 90% of the budget is used where the
@@ -52,7 +52,7 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
             `ctx_compress_rag.stores.markers.scope`, or else the store's.
         replace_text: make the marker the node's text, for readers that do not ask for `MetadataMode.LLM`, such as
             a subclass of `CitationQueryEngine`. `restore_sources` then needs the store.
-        mode: "close_reading" for a RAM bundle, "soft" for any other.
+        mode: deprecated: each bundle has its own.
         callback_manager: LlamaIndex's own.
 
     Raises:
@@ -66,39 +66,41 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
 
     store: SoftContextStore = Field(exclude=True, repr=False)
     ratio: int | None = None
+    reduction: int | None = None
     token_budget: int | None = None
     on_missing: OnMissing = "compress"
     scope: str | None = None
     replace_text: bool = False
-    mode: Mode = "soft"
 
     def __init__(
         self,
         store: SoftContextStore,
         *,
         ratio: int | None = None,
+        reduction: int | None = None,
         token_budget: int | None = None,
         on_missing: OnMissing = "compress",
         scope: str | None = None,
         replace_text: bool = False,
-        mode: Mode = "soft",
+        mode: str | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
         fields: dict[str, Any] = {
             "store": store,
             "ratio": ratio,
+            "reduction": reduction,
             "token_budget": token_budget,
             "on_missing": on_missing,
             "scope": scope,
             "replace_text": replace_text,
-            "mode": mode,
             "callback_manager": callback_manager or CallbackManager([]),
         }
         try:
             super().__init__(**fields)
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
-        check_size(self.store, self.ratio, self.token_budget, self.on_missing, self.mode, self.scope)
+        self.ratio, self.reduction = settled(self.store, self.ratio, self.reduction, mode)
+        check_size(self.store, self.ratio, self.reduction, self.token_budget, self.on_missing, self.scope)
 
     @classmethod
     def class_name(cls) -> str:
@@ -111,7 +113,7 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: LlamaIndex would leave the store out, and take it from this object as well."""
-        raise ConfigError(f"{type(self).__name__} holds a store of this process: make it anew in the other one")
+        raise ConfigError(f"{type(self).__name__} holds a store of this process: create it in the other one")
 
     def postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None, query_str: str | None = None
@@ -131,7 +133,7 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         """The nodes with markers. The async form of the base class runs this in a thread."""
-        nodes = restore_sources(nodes, self.store, self.scope)  # a marker from an earlier step is sized anew
+        nodes = restore_sources(nodes, self.store, self.scope)  # a marker from an earlier step is sized again
         read = {place: own_text(scored.node) for place, scored in enumerate(nodes) if is_text(scored.node)}
         texts = list(read.values())
         marked = mark(
@@ -139,11 +141,11 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
             texts,
             stored_ids(self.store, texts, [nodes[place].node.node_id for place in read], self.scope),
             ratio=self.ratio,
+            reduction=self.reduction,
             token_budget=self.token_budget,
             scores=[nodes[place].score for place in read],
             on_missing=self.on_missing,
             scope=self.scope,
-            mode=self.mode,
             question=query_bundle.query_str if query_bundle else None,
         )
         changed = {place: new for (place, old), new in zip(read.items(), marked, strict=True) if new != old}
