@@ -2,7 +2,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 LOWEST ?= .venv-lowest
-LOWEST_TESTS := tests/integrations tests/stores tests/decoding tests/marking/test_budget.py tests/test_bundle.py
+LOWEST_TESTS := tests/integrations tests/stores tests/decoding tests/serving tests/marking/test_budget.py tests/test_bundle.py
 
 .PHONY: demo test check test-slow test-lowest bundle notebooks clean
 

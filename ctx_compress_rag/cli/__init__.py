@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ctx_compress_rag import __version__
-from ctx_compress_rag.cli import evaluation, stores, training
+from ctx_compress_rag.cli import evaluation, serving, stores, training
 from ctx_compress_rag.errors import CtxCompressError
 
 
@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, help_text, options, run in (
         ("index", "index a folder of .txt and .md files", stores.index_options, stores.run_index),
         ("ask", "answer a question from an index", stores.ask_options, stores.run_ask),
+        ("serve", "serve an index to OpenAI clients", serving.serve_options, serving.run_serve),
         ("info", "say what is in an index", stores.info_options, stores.run_info),
         ("train", "train a bundle by recipes", training.train_options, training.run_train),
         ("eval", "score a bundle beside its baselines", evaluation.eval_options, evaluation.run_eval),

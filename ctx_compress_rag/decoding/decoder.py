@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Literal
@@ -67,6 +66,7 @@ class TransformersDecoder:
         on_missing: what to do where a marker's slots cannot be read: "error", or "text" for the
             passage's own text. A passage that is not in the store at all has none, and is an error.
         batch_size: most prompts in one forward pass.
+        max_prompt_tokens: longest prompt, in tokens and slots; None for what the decoder's window allows.
 
     Raises:
         FingerprintMismatchError: the store was made with another bundle.
@@ -80,11 +80,14 @@ class TransformersDecoder:
         *,
         on_missing: Literal["error", "text"] = "error",
         batch_size: int = 8,
+        max_prompt_tokens: int | None = None,
     ) -> None:
         if on_missing not in ("error", "text"):
             raise ConfigError(f"on_missing={on_missing!r}: choose 'error' or 'text'")
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: give 1 or more")
+        if max_prompt_tokens is not None and max_prompt_tokens < 1:
+            raise ConfigError(f"max_prompt_tokens={max_prompt_tokens}: give 1 or more")
         if store is not None and store.fingerprint != bundle.fingerprint:
             raise FingerprintMismatchError(
                 f"the store holds slots of bundle {store.fingerprint[:12]}, this decoder is of bundle "
@@ -94,6 +97,7 @@ class TransformersDecoder:
         self.store = store
         self.on_missing = on_missing
         self.batch_size = batch_size
+        self.max_prompt_tokens = max_prompt_tokens
         self._tokenizer = PromptTokenizer(bundle.tokenizer)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling = _GREEDY) -> list[Generation]:
@@ -136,6 +140,26 @@ class TransformersDecoder:
         """
         [prepared] = self._prepare([prompt])
         return self._pieces(prepared, sampling)
+
+    def start(
+        self, prompt: Prompt, sampling: Sampling, put: Callable[[str | Generation | BaseException], object]
+    ) -> Callable[[], None]:
+        """Answer one prompt in the background, for callers that cannot wait in a thread, such as a server.
+
+        The prompt is checked and its passages are fetched before this returns.
+
+        Args:
+            prompt: as `stream` takes it.
+            sampling: how tokens are chosen and when to end.
+            put: is given each piece of text, then the Generation, or the error that ended it; from another
+                thread, which it must not keep waiting.
+
+        Returns: what ends the generation after the token in progress; nothing more is put then.
+
+        Raises: as `stream` at the call.
+        """
+        [prepared] = self._prepare([prompt])
+        return self._start(prepared, sampling, put)
 
     def pieces(self, prompts: Sequence[Prompt]) -> list[list[Tensor]]:
         """What the model is given for prompts: token ids (int64) and slots (float, in its embedding space), in order.
@@ -225,6 +249,11 @@ class TransformersDecoder:
         return window
 
     def _check_length(self, index: int, prompt: _Prepared) -> None:
+        if self.max_prompt_tokens is not None and prompt.length > self.max_prompt_tokens:
+            raise ConfigError(
+                f"prompt {index} has {prompt.length} tokens ({prompt.slots} of them slots) and "
+                f"{self.max_prompt_tokens} are allowed here: use a coarser ratio, fewer passages or a shorter prompt"
+            )
         if self._window is not None and prompt.length >= self._window:
             raise ConfigError(
                 f"prompt {index} has {prompt.length} tokens ({prompt.slots} of them slots) and the model's window of "
@@ -294,25 +323,40 @@ class TransformersDecoder:
         special = tokenizer.get_added_vocab()
         return {i for i in ids if i is not None} | {special[s] for s in stop if s in special}
 
-    def _pieces(self, prompt: _Prepared, sampling: Sampling) -> Iterator[str | Generation]:
+    def _start(
+        self, prompt: _Prepared, sampling: Sampling, put: Callable[[str | Generation | BaseException], object]
+    ) -> Callable[[], None]:
         # The lock belongs to the thread that takes it, and a consumer may pause for ever or come from
         # another thread each time: so a worker runs the model, and never waits for the consumer.
+        cancelled = threading.Event()
+
+        def run() -> None:
+            try:
+                done = self._run([prompt], sampling, put, cancelled.is_set)
+            except BaseException as error:
+                put(error)
+            else:
+                for generation in done:
+                    put(generation)
+
+        threading.Thread(target=run, name="ctx-compress-stream").start()
+        return cancelled.set
+
+    def _pieces(self, prompt: _Prepared, sampling: Sampling) -> Iterator[str | Generation]:
         if self.bundle.backbone.held:
             raise CtxCompressError(
                 "this thread holds the decoder, inside soft_decoder() or the like: stream outside it"
             )
-        queue: SimpleQueue[str | Future[list[Generation]]] = SimpleQueue()
-        cancelled = threading.Event()
-        worker = ThreadPoolExecutor(1, thread_name_prefix="ctx-compress-stream")
-        future = worker.submit(self._run, [prompt], sampling, queue.put, cancelled.is_set)
-        future.add_done_callback(queue.put)
-        worker.shutdown(wait=False)  # its thread ends with its one task
+        queue: SimpleQueue[str | Generation | BaseException] = SimpleQueue()
+        cancel = self._start(prompt, sampling, queue.put)
         try:
             while isinstance(piece := queue.get(), str):
                 yield piece
-            yield piece.result()[0]
+            if isinstance(piece, BaseException):
+                raise piece
+            yield piece
         finally:
-            cancelled.set()
+            cancel()
 
 
 def _out_of_memory(error: Exception) -> bool:

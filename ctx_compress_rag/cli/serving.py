@@ -1,0 +1,73 @@
+"""The command that serves: serve."""
+
+from __future__ import annotations
+
+import argparse
+
+from ctx_compress_rag.cli.shared import bundle_option, note_what_it_reads, quiet_models, store_option
+
+
+def serve_options(parser: argparse.ArgumentParser) -> None:
+    """Arguments of serve."""
+    store_option(parser)
+    bundle_option(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument(
+        "--api-keys",
+        metavar="FILE",
+        help="each line an API key and the scope it opens (default: the variable CTX_COMPRESS_API_KEYS)",
+    )
+    parser.add_argument(
+        "--collection",
+        metavar="NAME",
+        help="serve the soft contexts beside this collection of an app, in place of an index (needs --bundle)",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="most prompts in a forward pass (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=512, metavar="N", help="longest answer if not said (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-prompt-tokens", type=int, metavar="N", help="longest prompt (default: the decoder's window)"
+    )
+    parser.add_argument(
+        "--max-body", type=int, default=4 << 20, metavar="BYTES", help="longest request (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-requests", type=int, default=256, metavar="N", help="most requests at a time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--grace", type=int, default=30, metavar="S", help="seconds that answers get at the end (default: %(default)s)"
+    )
+
+
+def run_serve(args: argparse.Namespace) -> None:
+    """Serve an index to OpenAI clients that send markers: chat completions, completions, compress, metrics.
+
+    The server's process alone writes to the store. Markers belong to the scope of the request's API key; without
+    keys the server answers this machine only, in the store's own scope.
+    """
+    from ctx_compress_rag.decoding.decoder import TransformersDecoder
+    from ctx_compress_rag.serving.app import Limits, create_app
+    from ctx_compress_rag.serving.keys import find_keys
+    from ctx_compress_rag.serving.run import check_exposure, open_store, serve
+
+    keys = find_keys(args.api_keys)
+    check_exposure(args.host, keys is not None)
+    limits = Limits(args.max_body, args.max_requests, args.max_tokens)
+    quiet_models()
+    with open_store(args.store, args.bundle, args.collection) as store:
+        bundle = store.bundle
+        note_what_it_reads(bundle)
+        decoder = TransformersDecoder(
+            bundle, store, batch_size=args.batch_size, max_prompt_tokens=args.max_prompt_tokens
+        )
+        serve(
+            create_app(decoder, keys, limits),
+            args.host,
+            args.port,
+            grace=args.grace,
+            started=lambda url: print(f"serving {bundle.config.name!r} at {url}", flush=True),
+        )
