@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ctx_compress_rag.config import TuneConfig
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.quantization import from_int8
 
@@ -37,7 +36,7 @@ def choose_device(device: str | torch.device | None = None) -> tuple[torch.devic
 def load_decoder(
     name: str | Path, revision: str | None = None, device: str | torch.device | None = None
 ) -> tuple[Any, Any]:
-    """Load a causal LM and its tokenizer from a folder or the hub; safetensors only, never pickle.
+    """Load a causal LM and its tokenizer from a folder or the hub; safetensors only, never pickle, and no code.
 
     Returns: the model in eval mode with frozen parameters, and the tokenizer, padding on the left.
 
@@ -48,12 +47,14 @@ def load_decoder(
 
     chosen, dtype = choose_device(device)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
         packed = Path(name) / INT8_FILE
         model: Any = (
             _from_int8(packed, dtype)
             if packed.exists()
-            else AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype, use_safetensors=True)
+            else AutoModelForCausalLM.from_pretrained(
+                name, revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False
+            )
         )
     except Exception as error:  # transformers raises many kinds: OSError, ValueError, SafetensorError, ...
         raise BundleError(f"cannot load the decoder {str(name)!r}: {error}") from error
@@ -68,7 +69,8 @@ def _from_int8(file: Path, dtype: torch.dtype) -> Any:
     """The causal LM of a folder whose weights are in 8 bits."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file.parent), dtype=torch.float32)
+    config = AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     state = from_int8(load_file(file))
     model.load_state_dict(state, strict=False)
     if odd := state.keys() ^ dict(model.named_parameters()).keys():
@@ -109,6 +111,12 @@ class Backbone:
     def dim(self) -> int:
         """Width of the decoder's embeddings."""
         return int(self.embeddings.weight.shape[1])
+
+    @property
+    def window(self) -> int | None:
+        """Most positions of prompt and answer together; None where the model has no limit."""
+        window: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return window
 
     @property
     def embeddings(self) -> Any:
@@ -250,13 +258,17 @@ class Backbone:
         self.model.peft_config[name].save_pretrained(str(folder))
 
 
-def lora_config(tune: TuneConfig) -> Any:
-    """The peft configuration for `tune`."""
-    from peft import LoraConfig
+def decoder_layers(trunk: nn.Module, count: int) -> nn.ModuleList:
+    """The list of a transformers decoder's layers, whatever the architecture calls it.
 
-    return LoraConfig(
-        r=tune.rank,
-        lora_alpha=tune.alpha,
-        target_modules=tune.target_modules,
-        task_type="CAUSAL_LM",
-    )
+    Args:
+        trunk: the decoder without its head.
+        count: how many layers it has.
+
+    Raises:
+        ConfigError: it has no such list.
+    """
+    for child in trunk.children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return child
+    raise ConfigError(f"{type(trunk).__name__} holds no list of its {count} layers: they cannot be reached")

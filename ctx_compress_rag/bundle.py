@@ -19,7 +19,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.backbone import INT8_FILE, Backbone, load_decoder
-from ctx_compress_rag.config import BundleConfig, explain
+from ctx_compress_rag.config import BundleConfig, explain, whole
+from ctx_compress_rag.decoder_identity import decoder_digest, digest_in_memory, write_decoder
 from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
 from ctx_compress_rag.methods.base.compressor import Compressor, Tokenized
 from ctx_compress_rag.methods.base.reader import Reader
@@ -27,6 +28,7 @@ from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.model_card import model_card
 from ctx_compress_rag.quantization import from_int8, to_int8
 from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.text.tokenising import text_ids
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +71,8 @@ class Bundle:
         self.reader = reader
         self.report = dict(report or {})
         self._teacher = teacher
-        self._fingerprint: str | None = None
+        self._former: str | None = None
+        self._decoder_digest: str | None = None
 
     @classmethod
     def from_pretrained(
@@ -113,8 +116,9 @@ class Bundle:
         if config.decoder is None:
             int8 = (shipped / INT8_FILE).exists()
             stored[DECODER_FOLDER] = _read_tensors(shipped / (INT8_FILE if int8 else WEIGHTS_FILE))
+            bundle._decoder_digest = decoder_digest(shipped)
         # From the files, not from memory: bfloat16 on a GPU would round them to other bits.
-        bundle._fingerprint = bundle._digest(stored)
+        bundle._former = bundle._digest(stored)
         bundle.report = _read_report(folder / REPORT_FILE)
         logger.info("bundle %s (%s), fingerprint %s", config.name, config.method.name, bundle.fingerprint[:12])
         return bundle
@@ -152,15 +156,33 @@ class Bundle:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over the config, the weights, and the decoder's identity (or weights, if shipped): 64 hex digits."""
-        if self._fingerprint is None:
+        """SHA-256 over the config, the weights, and all of the decoder: 64 hex digits.
+
+        Of a decoder on the hub its commit, of one in a folder all but its weights (`decoder_digest`).
+        """
+        if self._decoder_digest is None:
+            name = self.config.decoder
+            if name is None:
+                self._decoder_digest = digest_in_memory(self.backbone.model, self.tokenizer)
+            else:
+                self._decoder_digest = decoder_digest(Path(name)) if Path(name).is_dir() else ""
+        return hashlib.sha256(f"2 {self.former_fingerprint} {self._decoder_digest}".encode()).hexdigest()
+
+    @property
+    def former_fingerprint(self) -> str:
+        """The fingerprint in its first form, which leaves out tokenizer, chat template and decoder config."""
+        if self._former is None:
             states = {part: module.saved_state() for part, module in self._parts().items()}
             adapters = self.backbone.adapters & states.keys()
             states |= {f"{part} adapter": self.backbone.adapter_state(part) for part in adapters}
             if self.config.decoder is None:
                 states[DECODER_FOLDER] = self.backbone.own_state()
-            self._fingerprint = self._digest(states)
-        return self._fingerprint
+            self._former = self._digest(states)
+        return self._former
+
+    def made(self, fingerprint: str) -> bool:
+        """Whether what has this fingerprint was made with this bundle, in its present form or its former one."""
+        return fingerprint in (self.fingerprint, self.former_fingerprint)
 
     def _digest(self, states: Mapping[str, Mapping[str, Tensor]]) -> str:
         digest = hashlib.sha256()
@@ -206,20 +228,21 @@ class Bundle:
                 shutil.copy(self._teacher / name, folder / TEACHER / name)
         if self.config.decoder is None:
             self._save_decoder(folder / DECODER_FOLDER, int8)
-        self._fingerprint = None
+        self._former = None
         (folder / CONFIG_FILE).write_text(self.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
         (folder / REPORT_FILE).write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(model_card(self.config, self.report, self.fingerprint), encoding="utf-8")
 
     def _save_decoder(self, folder: Path, int8: bool = False) -> None:
         """Write the decoder as a transformers folder, without the adapters that stand on it."""
-        self.backbone.model.config.save_pretrained(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_decoder(self.backbone.model, self.tokenizer, folder)
+        self._decoder_digest = decoder_digest(folder)
         packed = (to_int8 if int8 else _half)(self.backbone.own_state())
         self.backbone.load_own_state(from_int8(packed))
         save_file(packed, folder / (INT8_FILE if int8 else WEIGHTS_FILE), metadata={"format": "pt"})
         # Whichever was there before would be read in its place, or stay behind.
         (folder / (WEIGHTS_FILE if int8 else INT8_FILE)).unlink(missing_ok=True)
-        self.tokenizer.save_pretrained(folder)
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
         """Upload the bundle to the Hugging Face hub; returns the commit's address."""
@@ -247,9 +270,11 @@ class Bundle:
             ConfigError: a passage is blank, or has no tokens.
             RatioError: the compressor cannot make this ratio.
         """
-        ratio = ratio or self.config.base_ratio
-        if self.config.max_tokens % ratio:
+        ratio = self.config.base_ratio if ratio is None else whole("ratio", ratio)
+        if ratio < 1 or self.config.max_tokens % ratio:
             raise RatioError(f"ratio {ratio} does not divide the encoder's window of {self.config.max_tokens} tokens")
+        if isinstance(texts, str):
+            raise ConfigError("texts is one string: give a list of passages")
         passages = [self._tokenized(text, index) for index, text in enumerate(texts)]
         done: list[SoftContext] = []
         with tqdm(total=len(passages), desc="compressing", unit="passage", disable=not progress) as bar:
@@ -260,9 +285,9 @@ class Bundle:
         return done
 
     def _tokenized(self, text: str, index: int) -> Tokenized:
-        ids: list[int] = (
-            self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text.strip() else []
-        )
+        if not isinstance(text, str):
+            raise ConfigError(f"passage {index} is a {type(text).__name__}: give its text")
+        ids = text_ids(self.tokenizer, text) if text.strip() else []
         if not ids:
             raise ConfigError(f"passage {index} is blank: there is nothing to compress in {text[:40]!r}")
         return Tokenized(text, ids)
@@ -273,7 +298,7 @@ class Bundle:
         Raises:
             RatioError: the ratio is no multiple of the base ratio, or the method is not nestable.
         """
-        base = self.config.base_ratio
+        base, ratio = self.config.base_ratio, whole("ratio", ratio)
         if ratio < base or ratio % base:
             raise RatioError(f"ratio {ratio} cannot be made from slots stored at {base}: give a multiple of {base}")
         if ratio != base and not self.compressor.nestable:
@@ -337,7 +362,9 @@ def _read_report(path: Path) -> dict[str, Any]:
         report = json.loads(path.read_bytes()) if path.exists() else {}
     except ValueError as error:
         raise BundleError(f"{path} is damaged ({error}): fetch or make the bundle again") from error
-    return dict(report)
+    if not isinstance(report, dict):
+        raise BundleError(f"{path} holds a {type(report).__name__}, no JSON object: fetch or make the bundle again")
+    return report
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

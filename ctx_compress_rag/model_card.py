@@ -6,22 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctx_compress_rag.config import BundleConfig
-
-PAPERS = {
-    "mean_pooling": "Simple Context Compression: Mean-Pooling and Multi-Ratio Training",
-    "compression_tokens": "Simple Context Compression: Mean-Pooling and Multi-Ratio Training",
-    "sentence_slots": "ArcAligner: Adaptive Recursive Aligner for Compressed Context Embeddings in RAG",
-    "arcaligner": "ArcAligner: Adaptive Recursive Aligner for Compressed Context Embeddings in RAG",
-    "comprexit": "Context Compression via Explicit Information Transmission",
-    "ram": "Read As Human: Compressing Context via Parallelizable Close Reading and Skimming",
-}
+from ctx_compress_rag.methods.registry import METHODS
 
 
 def model_card(config: BundleConfig, report: Mapping[str, Any], fingerprint: str) -> str:
     """The card's text, in the hub's format."""
     decoder = config.decoder or "in `decoder/`"
     facts = [
-        ("Method", f"{config.method.name} ({PAPERS[config.method.name]})"),
+        ("Method", f"{config.method.name} ({METHODS[config.method.name].paper})"),
         ("Decoder", decoder),
         ("Reads", config.reads),
         ("Base ratio", f"{config.base_ratio} source tokens per slot"),

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from ctx_compress_rag import backbone as backbone_module
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import BundleConfig, TuneConfig
+from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.methods.base.config import TuneConfig
 
 TEXTS = ["Orla Drumwell was born in Pellmouth, where she kept bees.", "Pellmouth is a town."]
 PROMPT = torch.arange(20, 50).unsqueeze(0)
@@ -267,6 +268,13 @@ def test_unknown_and_impossible_values_are_refused_by_name(folder: Path, change:
 def test_a_config_that_is_no_json_object_is_refused(folder: Path, content: bytes) -> None:
     (folder / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"config\.json"):
+        Bundle.from_pretrained(folder, device="cpu")
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", '"steps"'])
+def test_a_report_that_is_no_object_is_named(folder: Path, content: str) -> None:
+    (folder / "training_report.json").write_text(content)
+    with pytest.raises(BundleError, match=r"training_report\.json holds a \w+, no JSON object"):
         Bundle.from_pretrained(folder, device="cpu")
 
 

@@ -17,11 +17,14 @@ from ctx_compress_rag.adaptation.adapter import Adapter, applied
 from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
 from ctx_compress_rag.backbone import Backbone, load_decoder
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import BundleConfig, MeanPoolingConfig, TuneConfig
+from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.decoding.decoder import Prompt, TransformersDecoder
 from ctx_compress_rag.decoding.generation import Generation, Sampling
 from ctx_compress_rag.decoding.splice import Piece, Spliced, splice
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.base.config import TuneConfig
+from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
+from ctx_compress_rag.text.tokenising import text_ids
 
 if TYPE_CHECKING:
     from ctx_compress_rag.decoding.decoder import _Prepared
@@ -128,8 +131,7 @@ class AdaptiveDecoder(TransformersDecoder):
             raise ConfigError("a demonstration's answer is empty: give the answer as it should be")
         if tokenizer.eos_token_id is None:
             raise ConfigError("this decoder's tokenizer has no end token, whose hidden state is what is adapted by")
-        ids: list[int] = tokenizer(answer, add_special_tokens=False)["input_ids"]
-        return torch.tensor([*ids, tokenizer.eos_token_id])
+        return torch.tensor([*text_ids(tokenizer, answer), tokenizer.eos_token_id])
 
     def splice(self, rows: Sequence[Sequence[Piece]]) -> Spliced:
         """Rows of pieces as one batch, padded on the left."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ctx_compress_rag.adaptation.adapter import Adapter, Shapes, applied
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, Row
 from ctx_compress_rag.adaptation.updates import norms
+from ctx_compress_rag.backbone import decoder_layers
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.methods.arcaligner.selective_lora import decoder_layers
 
 
 class UpdatePredictor(nn.Module):

@@ -14,7 +14,6 @@ from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDec
 from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
 from ctx_compress_rag.adaptation.methods import BaseAdapter, PredictedUpdate, PromptTuning
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.text.prompt_tokenizer import chat_text
 
 _PEFT_CONFIG = "adapter_config.json"
 
@@ -98,8 +97,9 @@ def save_adapter(decoder: AdaptiveDecoder, folder: str | Path) -> None:
 def prompt_tokens(decoder: AdaptiveDecoder, chat: Sequence[Mapping[str, str]]) -> int:
     """Positions that a chat takes in the decoder: template, slots, and what an adaptation puts before it."""
     adapted = decoder.adapted
-    text = chat_text(decoder.bundle.tokenizer, [*shots(adapted.shots), *chat])
-    return decoder.count_tokens(text) + (0 if adapted.prefix is None else len(adapted.prefix))
+    return decoder.count_chat_tokens([*shots(adapted.shots), *chat]) + (
+        0 if adapted.prefix is None else len(adapted.prefix)
+    )
 
 
 def digest(adapted: Adapted) -> str | None:

@@ -119,7 +119,7 @@ class Recipes:
             made = json.loads(report.read_text(encoding="utf-8"))
             if made.get("recipe") != recipe.model_dump(mode="json"):
                 raise ConfigError(f"{recipe.output} was made before {file} was changed: remove it to train it again")
-            if made.get("fingerprint") != decoder.bundle.fingerprint:
+            if not decoder.bundle.made(made.get("fingerprint", "")):
                 raise ConfigError(f"{recipe.output} was made for another decoder: remove it to train it again")
 
     def systems(self, decoder: AdaptiveDecoder) -> list[System]:

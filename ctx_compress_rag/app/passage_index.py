@@ -251,6 +251,9 @@ class _Recorded:
         self.compressor = SimpleNamespace(nestable=False, question_aware=False)
         self.fingerprint: str = about["fingerprint"]
 
+    def made(self, fingerprint: str) -> bool:
+        return fingerprint == self.fingerprint
+
     def compress(self, texts: Sequence[str], ratio: int | None = None) -> list[SoftContext]:
         raise StoreError(f"the store was opened without its bundle: cannot compress {len(texts)} passages")
 

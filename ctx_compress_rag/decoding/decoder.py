@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.config import whole
 from ctx_compress_rag.decoding.generation import Generation, Sampling, TextWatch, sampler
 from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.decoding.structured import JsonProcessor
 from ctx_compress_rag.errors import (
     ConfigError,
     CtxCompressError,
@@ -28,6 +31,7 @@ from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import Marker
 from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
+from ctx_compress_rag.text.tokenising import check_characters
 
 __all__ = ["Generation", "Message", "Sampling", "TransformersDecoder"]
 
@@ -84,11 +88,12 @@ class TransformersDecoder:
     ) -> None:
         if on_missing not in ("error", "text"):
             raise ConfigError(f"on_missing={on_missing!r}: choose 'error' or 'text'")
+        batch_size = whole("batch_size", batch_size)
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: give 1 or more")
         if max_prompt_tokens is not None and max_prompt_tokens < 1:
             raise ConfigError(f"max_prompt_tokens={max_prompt_tokens}: give 1 or more")
-        if store is not None and store.fingerprint != bundle.fingerprint:
+        if store is not None and not bundle.made(store.fingerprint):
             raise FingerprintMismatchError(
                 f"the store holds slots of bundle {store.fingerprint[:12]}, this decoder is of bundle "
                 f"{bundle.fingerprint[:12]}: load the store's bundle, or index again with this one"
@@ -105,7 +110,8 @@ class TransformersDecoder:
 
         Args:
             prompts: raw prompts (strings, used as they are) or chats (lists of messages, put through
-                the tokenizer's chat template).
+                the tokenizer's chat template). Control tokens in a chat's messages are text. In a raw prompt for a
+                decoder with a chat template they are what the caller wrote: put what others wrote into chats.
             sampling: how tokens are chosen and when to end.
 
         Raises:
@@ -173,51 +179,90 @@ class TransformersDecoder:
         return len(self.token_ids(text))
 
     def token_ids(self, text: str) -> list[int]:
-        """Token ids of `text`, no BOS added; the padding token stands for each slot of a valid marker."""
+        """Token ids of `text`, no BOS added; the padding token, which no text becomes, stands for each slot."""
         texts, markers = _around_markers(self._split(text))
-        first, *rest = (part.tolist() for part in self._tokenizer.encode(texts))
+        first, *rest = (part.tolist() for part in self._tokenizer.encode([self._tokenizer.as_text(t) for t in texts]))
         ids: list[int] = first
         for marker, part in zip(markers, rest, strict=True):
             ids += [self.bundle.tokenizer.pad_token_id] * marker.slots + part
         return ids
 
+    def count_chat_tokens(self, chat: Sequence[Message]) -> int:
+        """Positions that a chat takes: the chat template's tokens, its text and its slots."""
+        around = [_around_markers(self._split(message["content"])) for message in chat]
+        ids = self._chat_ids(chat, [texts for texts, _ in around])
+        return sum(map(len, ids)) + sum(marker.slots for _, markers in around for marker in markers)
+
     # From prompts to pieces
 
     def _prepare(self, prompts: Sequence[Prompt]) -> list[_Prepared]:
-        if isinstance(prompts, str):
-            raise ConfigError("prompts is one string: give a list of prompts")
-        rendered = [self._render(index, prompt) for index, prompt in enumerate(prompts)]
-        split = [self._split(text) for text, _ in rendered]
-        contexts = self._contexts(list(dict.fromkeys(p for parts in split for p in parts if isinstance(p, Marker))))
+        if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
+            raise ConfigError(f"prompts is one {type(prompts).__name__}: give a list of prompts")
+        contents = [self._contents(index, prompt) for index, prompt in enumerate(prompts)]
+        split = [[self._split(text) for text in texts] for texts in contents]
+        named = (p for texts in split for parts in texts for p in parts if isinstance(p, Marker))
+        contexts = self._contexts(list(dict.fromkeys(named)))
         embedded = {m: self._embed(c) for m, c in contexts.items() if isinstance(c, SoftContext)}
         texts_of = {m: c for m, c in contexts.items() if isinstance(c, str)}
         prepared = []
-        for index, (parts, (_, add_bos)) in enumerate(zip(split, rendered, strict=True)):
-            texts, markers = _around_markers([texts_of.get(p, p) if isinstance(p, Marker) else p for p in parts])
-            ids = self._tokenizer.encode(texts, add_special_tokens=add_bos)
-            slots = [embedded[marker] for marker in markers]
+        for index, (prompt, messages) in enumerate(zip(prompts, split, strict=True)):
+            around = [_around_markers(parts, texts_of) for parts in messages]
+            texts = [texts for texts, _ in around]
+            ids = self._raw_ids(texts[0]) if isinstance(prompt, str) else self._chat_ids(prompt, texts)
+            slots = [embedded[marker] for _, markers in around for marker in markers]
             pieces = [piece for pair in zip(ids, slots, strict=False) for piece in pair] + [ids[-1]]
-            prompt = _Prepared(pieces, sum(len(p) for p in pieces), sum(len(s) for s in slots), bool(markers))
-            self._check_length(index, prompt)
-            prepared.append(prompt)
+            made = _Prepared(pieces, sum(len(p) for p in pieces), sum(len(s) for s in slots), bool(slots))
+            self._check_length(index, made)
+            prepared.append(made)
         return prepared
 
-    def _render(self, index: int, prompt: Prompt) -> tuple[str, bool]:
-        """The prompt's text, and whether the tokenizer is to add its BOS."""
+    def _contents(self, index: int, prompt: Prompt) -> list[str]:
+        """A raw prompt, or the contents of a chat's messages.
+
+        Raises:
+            ConfigError: the prompt is malformed, empty, or so long that it need not be tokenised to see it.
+        """
         if isinstance(prompt, str):
-            if not prompt.strip():
-                raise ConfigError(f"prompt {index} is empty: ask something")
-            bos = self.bundle.tokenizer.bos_token
-            return prompt, not (bos and prompt.startswith(bos))
-        for message in prompt:
-            fields = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None,)
-            if not all(isinstance(field, str) for field in fields):
-                raise ConfigError(f"prompt {index}: a message needs a role and a content, two strings, got {message!r}")
-        if not prompt or not prompt[-1]["content"].strip():
+            contents = [prompt]
+        elif not isinstance(prompt, Iterable):
+            raise ConfigError(f"prompt {index} is a {type(prompt).__name__}: give a string or a list of messages")
+        else:
+            for message in prompt:
+                fields = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None,)
+                if not all(isinstance(field, str) for field in fields):
+                    raise ConfigError(
+                        f"prompt {index}: a message needs a role and a content, two strings, got {message!r}"
+                    )
+            contents = [message["content"] for message in prompt]
+        if not contents or not contents[-1].strip():
             raise ConfigError(f"prompt {index} is empty: its last message must ask something")
-        return chat_text(self.bundle.tokenizer, prompt), False
+        check_characters(f"prompt {index}", sum(map(len, contents)), self._window)
+        return contents
+
+    def _raw_ids(self, texts: Sequence[str]) -> list[Tensor]:
+        """Token ids of a raw prompt around its holes; `texts` are around them.
+
+        Where the decoder has a chat format, the caller has written the prompt in it. Where it has none, all of it
+        is text.
+        """
+        bos = self.bundle.tokenizer.bos_token or ""
+        begun = bool(bos) and texts[0].startswith(bos)
+        if not self.bundle.tokenizer.chat_template:
+            lead = bos if begun else ""
+            first, *rest = [texts[0].removeprefix(lead), *texts[1:]]
+            texts = [lead + self._tokenizer.as_text(first), *map(self._tokenizer.as_text, rest)]
+        return self._tokenizer.encode(texts, add_special_tokens=not begun)
+
+    def _chat_ids(self, chat: Sequence[Message], texts: Sequence[Sequence[str]]) -> list[Tensor]:
+        """Token ids of a chat around its holes; `texts` are around the holes of each message."""
+        hole = self._tokenizer.hole
+        contents = [hole.join(map(self._tokenizer.as_text, parts)) for parts in texts]
+        whole = [{"role": message["role"], "content": text} for message, text in zip(chat, contents, strict=True)]
+        return self._tokenizer.encode(chat_text(self.bundle.tokenizer, whole).split(hole))
 
     def _split(self, text: str) -> list[str | Marker]:
+        if not isinstance(text, str):
+            raise ConfigError(f"a {type(text).__name__} is no text: give a string")
         return [text] if self.store is None else self.store.split(text)
 
     def _contexts(self, markers: Sequence[Marker]) -> dict[Marker, SoftContext | str]:
@@ -244,9 +289,7 @@ class TransformersDecoder:
 
     @property
     def _window(self) -> int | None:
-        config = self.bundle.backbone.model.config.get_text_config()
-        window: int | None = getattr(config, "max_position_embeddings", None)
-        return window
+        return self.bundle.backbone.window
 
     def _check_length(self, index: int, prompt: _Prepared) -> None:
         if self.max_prompt_tokens is not None and prompt.length > self.max_prompt_tokens:
@@ -298,6 +341,10 @@ class TransformersDecoder:
             if cancelled():
                 return []
             end_ids = self._end_ids(model.generation_config.eos_token_id, sampling.stop)
+            processors = sampler(sampling, len(prompts))
+            if sampling.json_schema is not None:
+                only_json = JsonProcessor(sampling.json_schema, backbone.tokenizer, end_ids, len(prompts))
+                processors.insert(0, only_json)
             watch = TextWatch(backbone.tokenizer, sampling.stop, end_ids, limits, on_text, cancelled)
             model.generate(
                 # Positions it counts itself, from the mask: before transformers 5.2 given ones do not advance.
@@ -310,7 +357,7 @@ class TransformersDecoder:
                     eos_token_id=sorted(end_ids) or None,
                     pad_token_id=backbone.tokenizer.pad_token_id,
                 ),
-                logits_processor=sampler(sampling, len(prompts)),
+                logits_processor=processors,
                 stopping_criteria=StoppingCriteriaList([watch]),
             )
         rows = zip(prompts, watch.done, strict=True)
@@ -367,13 +414,18 @@ def _out_of_memory(error: Exception) -> bool:
     )
 
 
-def _around_markers(parts: Sequence[str | Marker]) -> tuple[list[str], list[Marker]]:
-    """The texts before, between and after the markers (one more than those), and the markers."""
+def _around_markers(
+    parts: Sequence[str | Marker], texts_of: Mapping[Marker, str] = MappingProxyType({})
+) -> tuple[list[str], list[Marker]]:
+    """The texts before, between and after the markers (one more than those), and the markers.
+
+    A marker that has its passage's text in `texts_of` is that text.
+    """
     texts, markers = [""], []
     for part in parts:
-        if isinstance(part, Marker):
+        if isinstance(part, Marker) and part not in texts_of:
             markers.append(part)
             texts.append("")
         else:
-            texts[-1] += part
+            texts[-1] += texts_of[part] if isinstance(part, Marker) else part
     return texts, markers

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
+from pydantic import BeforeValidator, Field, TypeAdapter
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -17,14 +19,34 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from ctx_compress_rag.config import checked
+from ctx_compress_rag.decoding.structured import schema_text
 from ctx_compress_rag.errors import ConfigError
 
 FinishReason = Literal["stop", "length"]
 
 
+OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed")
+"""What the frameworks' LLM classes call the fields of `Sampling`, in a constructor and in a call."""
+
+
+def given_options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A constructor's fields as an LLM class takes them: an option that is None has its default, `stop` is a list."""
+    given = {name: value for name, value in fields.items() if value is not None or name not in OPTIONS}
+    return given | ({"stop": [given["stop"]]} if isinstance(given.get("stop"), str) else {})
+
+
+def _some(stop: object) -> object:
+    if isinstance(stop, str) or (isinstance(stop, Collection) and "" in stop):
+        raise ValueError("give a tuple of strings, none of them empty")
+    return stop
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen and when to end.
+
+    Numbers may be written as people do: 1 for 1.0, 16.0 or "16" for 16.
 
     Attributes:
         max_new_tokens: most tokens to generate.
@@ -33,29 +55,69 @@ class Sampling:
         top_k: sample from this many likeliest tokens; 0 is off.
         stop: strings before which the text ends; they are not part of it.
         seed: makes sampling reproducible: each prompt's text, whatever else is in its batch.
+        json_schema: the text is JSON of this schema (a dict, or JSON), if it ends before `max_new_tokens`.
 
     Raises:
         ConfigError: a value is impossible.
     """
 
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
+    max_new_tokens: Annotated[int, Field(ge=1)] = 64
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    stop: Annotated[tuple[str, ...], BeforeValidator(_some)] = ()
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None  # what torch's generators take
+    json_schema: Annotated[str, BeforeValidator(schema_text)] | None = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens={self.max_new_tokens}: give 1 or more")
-        if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature={self.temperature}: give 0 (greedy) or more")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p}: give more than 0 and at most 1")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k={self.top_k}: give 0 (off) or more")
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
-            raise ConfigError(f"stop={self.stop!r}: give a tuple of strings, none of them empty")
+        for name, rule in _rules().items():
+            object.__setattr__(self, name, checked(name, getattr(self, name), rule))
+
+    @classmethod
+    def of(cls, llm: object, given: Mapping[str, Any]) -> Sampling:
+        """The sampling of one call.
+
+        Args:
+            llm: a framework's LLM, with `OPTIONS` as attributes.
+            given: options of the call; None leaves the LLM's own. Beside `OPTIONS`, `response_format` as OpenAI
+                has it: {"type": "json_schema", "json_schema": {"schema": ...}}.
+
+        Raises:
+            ConfigError: an option is unknown, or a value impossible.
+        """
+        given = dict(given)
+        schema = _schema_of(given.pop("response_format", None))
+        if unknown := sorted(given.keys() - set(OPTIONS)):
+            raise ConfigError(
+                f"{type(llm).__name__} has no option {unknown[0]!r} for a call: there are {', '.join(OPTIONS)}"
+            )
+        own = {name: getattr(llm, name) for name in OPTIONS}
+        chosen = own | {name: value for name, value in given.items() if value is not None}
+        max_tokens, stop = chosen.pop("max_tokens"), chosen.pop("stop")
+        return cls(
+            max_new_tokens=max_tokens,
+            stop=(stop,) if isinstance(stop, str) else stop or (),
+            json_schema=schema,
+            **chosen,
+        )
+
+
+def _schema_of(response_format: object) -> Any:
+    match response_format:
+        case None:
+            return None
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return schema
+    raise ConfigError(
+        f"response_format={repr(response_format)[:80]}: give "
+        '{"type": "json_schema", "json_schema": {"schema": ...}}, or use with_structured_output'
+    )
+
+
+@cache
+def _rules() -> dict[str, TypeAdapter[Any]]:
+    hints = get_type_hints(Sampling, include_extras=True)
+    return {field.name: TypeAdapter(hints[field.name]) for field in fields(Sampling)}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from ctx_compress_rag.evaluation.harness import (
 )
 from ctx_compress_rag.evaluation.perplexity import perplexity_table, reconstruction_perplexity
 from ctx_compress_rag.evaluation.plots import plot_panels
-from ctx_compress_rag.text.prompt_tokenizer import chat_text
 from ctx_compress_rag.text.prompts import TEMPLATES
 
 _ANSWER_TOKENS = 32
@@ -121,9 +120,9 @@ def spread(questions: Sequence[Question], limit: int) -> list[Question]:
 def fitting(bundle: Bundle, questions: Sequence[Question], max_new_tokens: int = _ANSWER_TOKENS) -> list[Question]:
     """The questions whose full text fits into the decoder's window with an answer."""
     decoder = TransformersDecoder(bundle)
-    window = getattr(bundle.backbone.model.config.get_text_config(), "max_position_embeddings", None)
+    window = bundle.backbone.window
 
     def length(q: Question) -> int:
-        return decoder.count_tokens(chat_text(bundle.tokenizer, prompt_of(TEMPLATES[0], q.passages, q.question)))
+        return decoder.count_chat_tokens(prompt_of(TEMPLATES[0], q.passages, q.question))
 
     return [q for q in questions if window is None or length(q) + max_new_tokens <= window]

@@ -114,7 +114,8 @@ def random_bundle(tokenizer: Any) -> Bundle:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ctx_compress_rag.backbone import Backbone, choose_device
-    from ctx_compress_rag.config import BundleConfig, MeanPoolingConfig
+    from ctx_compress_rag.config import BundleConfig
+    from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 
     device, dtype = choose_device()
     torch.manual_seed(0)

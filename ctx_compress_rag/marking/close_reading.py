@@ -11,6 +11,7 @@ from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError
 from ctx_compress_rag.methods.ram.compressor import RamCompressor
 from ctx_compress_rag.methods.ram.segments import Segments, layout, shown, slots_of_runs
 from ctx_compress_rag.stores.skimmed import Skimmed
+from ctx_compress_rag.text.tokenising import check_characters, text_ids
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
@@ -39,12 +40,14 @@ def close_read(
         scope: as in `SoftContextStore.markers`.
 
     Raises:
-        ConfigError: the question has no tokens, or more segments are skimmed than the store keeps slots for.
+        ConfigError: the question has no tokens or is longer than the model's window, or more segments are skimmed
+            than the store keeps slots for.
         FingerprintMismatchError: the tokenizer cuts a passage otherwise than when it was stored.
     """
     bundle = cast("Bundle", store.bundle)
     ram = cast(RamCompressor, bundle.compressor)
-    asked_ids = bundle.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"]
+    check_characters("the question", len(question), bundle.backbone.window)
+    asked_ids = text_ids(bundle.tokenizer, question)
     if not asked_ids:
         raise ConfigError(f"the question {question!r} has no tokens: ask something")
     passages = [Segments.of(bundle.tokenizer, text, ram.config.segment_tokens) for text in texts]

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
+from ctx_compress_rag.config import whole
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
 from ctx_compress_rag.marking.budget import TEXT, Score, allot
 from ctx_compress_rag.stores import markers as marking
+from ctx_compress_rag.text.tokenising import text_ids
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
@@ -101,6 +103,8 @@ def mark(
     """
     from ctx_compress_rag.stores.passages import content_id
 
+    ratio = None if ratio is None else whole("ratio", ratio)
+    token_budget = None if token_budget is None else whole("token_budget", token_budget)
     check_size(store, ratio, token_budget, on_missing, mode)
     if mode == "close_reading" and not (question and question.strip()):
         raise ConfigError(
@@ -245,7 +249,7 @@ def _within(
 def _token_counts(store: SoftContextStore, texts: Sequence[str], scope: str | None) -> list[int]:
     """Tokens of each text as it stands in a prompt, no BOS."""
     bundle = cast("Bundle", store.bundle)
-    counts = [len(bundle.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in texts]
+    counts = [len(text_ids(bundle.tokenizer, text)) for text in texts]
     # A passage whose own text has a good marker in it: the LLM would read it as slots.
     nested = [i for i, text in enumerate(texts) if any(not isinstance(part, str) for part in store.split(text, scope))]
     if nested:

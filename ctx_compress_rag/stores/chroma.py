@@ -83,10 +83,9 @@ class SoftContextStore:
         if isinstance(bundle, str | PathLike):
             raise ConfigError(f"bundle={bundle!r} is a name: give Bundle.from_pretrained({str(bundle)!r})")
         self.bundle = bundle
-        self.fingerprint = bundle.fingerprint
         self.scope = scope
-        self._markers = None if key is None else MarkerCodec(key, self.fingerprint)
         self._companion = Companion(connect(location, collection), bundle, codec, ratio)
+        self._markers = None if key is None else MarkerCodec(key, self.fingerprint)
         self._skimmed = SkimmedSlots(skimmed_slots)
         self._writing = threading.RLock()
 
@@ -206,6 +205,11 @@ class SoftContextStore:
             payload_bytes=size,
             disk_bytes=_folder_bytes(connection.folder) if connection.folder else None,
         )
+
+    @property
+    def fingerprint(self) -> str:
+        """The bundle's fingerprint in the form that the store was made with, as it is in passages and markers."""
+        return self._companion.fingerprint
 
     @property
     def codec(self) -> str:

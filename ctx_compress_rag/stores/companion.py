@@ -93,6 +93,13 @@ class Companion:
             return int((self._collection.metadata or {})["base_ratio"])
         return self._ratio_asked or self._bundle.config.base_ratio
 
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint in the form that the store was made with."""
+        if self._collection is not None:
+            return str((self._collection.metadata or {})["fingerprint"])
+        return self._bundle.fingerprint
+
     @_answered
     def ids(self) -> list[str]:
         """All ids."""
@@ -214,7 +221,7 @@ class Companion:
                 f"the collection {collection.name!r} in {where} is no store of format {FORMAT} "
                 f"(it says {metadata.get('ctx_format')!r}): choose another collection name"
             )
-        if metadata["fingerprint"] != bundle.fingerprint:
+        if not bundle.made(metadata["fingerprint"]):
             raise FingerprintMismatchError(
                 f"the soft contexts in {collection.name!r} ({where}) were made by bundle {metadata['bundle']!r}, "
                 f"fingerprint {metadata['fingerprint'][:12]}, and {bundle.config.name!r}, fingerprint "

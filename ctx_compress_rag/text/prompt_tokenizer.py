@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.errors import ConfigError, CtxCompressError
+from ctx_compress_rag.text.tokenising import text_parts, whole_characters
+
+ROLES = ("system", "user", "assistant")
+"""Who may speak in a chat."""
 
 
 def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
@@ -20,46 +24,75 @@ def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
     Templates that know no system role (Gemma 2, early Mistral) get the system message at the start
     of the first user message: LangChain's and LlamaIndex's chains put the context there.
 
-    Raises:
-        ConfigError: the template refuses the chat, for example for its order of roles.
-    """
-    from jinja2 import TemplateError
+    Args:
+        tokenizer: the decoder's.
+        chat: the messages. What others wrote in their contents has been through `PromptTokenizer.as_text`.
 
+    Raises:
+        ConfigError: a role is none of `ROLES`, or the template refuses the chat (for example for its order of
+            roles) or leaves out a message.
+    """
+    if unknown := [message["role"] for message in chat if message["role"] not in ROLES]:
+        raise ConfigError(f"no decoder knows the role {unknown[0]!r}: give one of {', '.join(ROLES)}")
     if not getattr(tokenizer, "chat_template", None):
         return (tokenizer.bos_token or "") + "\n\n".join(message["content"] for message in chat) + "\nAnswer:"
     try:
         return _render(tokenizer, chat)
-    except TemplateError as error:
+    except _Refusal as error:
         refusal = error
-    if len(chat) > 1 and chat[0]["role"] == "system" and chat[1]["role"] == "user":
+    if [message["role"] for message in chat[:2]] == ["system", "user"]:
         both = f"{chat[0]['content']}\n\n{chat[1]['content']}"
         try:
             return _render(tokenizer, [{"role": "user", "content": both}, *chat[2:]])
-        except TemplateError as error:
+        except _Refusal as error:
             refusal = error
-    raise ConfigError(f"the decoder's chat template refuses roles {[m['role'] for m in chat]}: {refusal}") from refusal
+    raise ConfigError(f"the decoder's chat template {refusal}") from refusal
 
 
 def _render(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
-    return str(tokenizer.apply_chat_template([dict(m) for m in chat], tokenize=False, add_generation_prompt=True))
+    from jinja2 import TemplateError
+
+    messages = [dict(message) for message in chat]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:
+        raise _Refusal(f"refuses roles {[message['role'] for message in chat]}: {error}") from error
+    for message in chat:
+        # Templates trim messages, and some leave the thoughts of earlier answers out.
+        if message["role"] != "assistant" and message["content"].strip() not in text:
+            raise _Refusal(f"leaves out or alters the {message['role']} message: mend chat_template.jinja")
+    return text
+
+
+class _Refusal(Exception):
+    """A chat template cannot show a chat; the message goes on after "the template"."""
 
 
 class PromptTokenizer:
     """Tokenises text with holes as one string.
 
     Tokenising the parts one by one would add a space at the start of each with some tokenizers, so
-    each hole is a special token of its own while the whole prompt is tokenised. Its name is random:
-    a user cannot type it.
+    each hole is a special token of its own while the whole prompt is tokenised, and so is each cut that
+    keeps a text from becoming a control token. Their names are random: a user cannot type them.
+
+    Attributes:
+        tokenizer: the decoder's.
+        hole: what stands in a chat for a soft context.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         from tokenizers import AddedToken
 
         self.tokenizer = tokenizer
+        self.hole, self._cut = (f"<|{name}_{secrets.token_hex(8)}|>" for name in ("soft_context", "cut"))
         self._with_hole = copy.deepcopy(tokenizer)
-        self._hole = f"<|soft_context_{secrets.token_hex(8)}|>"
-        self._with_hole.add_tokens([AddedToken(self._hole, special=True, normalized=False)], special_tokens=True)
-        self._hole_id = self._with_hole.convert_tokens_to_ids(self._hole)
+        added = [AddedToken(name, special=True, normalized=False) for name in (self.hole, self._cut)]
+        self._with_hole.add_tokens(added, special_tokens=True)
+        self._hole_id, self._cut_id = self._with_hole.convert_tokens_to_ids([self.hole, self._cut])
+
+    def as_text(self, text: str) -> str:
+        """What someone wrote, for `encode` alone: none of it becomes a control token."""
+        return self._cut.join(text_parts(self.tokenizer, text))
 
     def encode(self, parts: Sequence[str], add_special_tokens: bool = False) -> list[Tensor]:
         """Token ids of the text around the holes: one int64 tensor per part, some perhaps empty.
@@ -68,9 +101,9 @@ class PromptTokenizer:
             parts: the text before, between and after the holes.
             add_special_tokens: let the tokenizer add its BOS; leave False where a chat template did.
         """
-        joined = self._hole.join(parts)
+        joined = whole_characters(self.hole.join(parts))
         encoded = self._with_hole(joined, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-        ids = torch.tensor(encoded, dtype=torch.long)
+        ids = torch.tensor([id for id in encoded if id != self._cut_id], dtype=torch.long)
         holes = (ids == self._hole_id).nonzero().flatten().tolist()
         if len(holes) != len(parts) - 1:
             raise CtxCompressError(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
+from ctx_compress_rag.text.tokenising import text_ids
 
 PASSAGE_SEPARATOR = "\n\n"
 
@@ -101,8 +102,7 @@ class PromptBuilder:
 
     def passage_ids(self, passage: str) -> Tensor:
         """Token ids of a passage on its own: (L,)."""
-        ids = self.tokenizer(passage, add_special_tokens=False)["input_ids"]
-        return torch.tensor(ids, dtype=torch.long)
+        return torch.tensor(text_ids(self.tokenizer, passage), dtype=torch.long)
 
     def shortened(self, passages: Sequence[str], max_tokens: int) -> list[tuple[str, Tensor]]:
         """Passages and their token ids (L,), cut by `shares` where they have more than `max_tokens` together."""
@@ -116,14 +116,16 @@ class PromptBuilder:
 
     def _turn_texts(self, example: Example, template: str, context: str) -> list[str]:
         """The prompt text before each answer; later turns are plain questions after the first."""
-        texts = [chat_text(self.tokenizer, messages(template, context, example.turns[0].question))]
+        as_text = self._prompt_tokenizer.as_text
+        texts = [chat_text(self.tokenizer, messages(template, as_text(context), as_text(example.turns[0].question)))]
         for turn in example.turns[1:]:
-            text = chat_text(self.tokenizer, messages("{question}", "", turn.question))
+            text = chat_text(self.tokenizer, messages("{question}", "", as_text(turn.question)))
             texts.append(text.removeprefix(self.tokenizer.bos_token or ""))
         return texts
 
     def _answer_ids(self, answer: str) -> Tensor:
-        ids = self.tokenizer(answer + (self.tokenizer.eos_token or ""), add_special_tokens=False)["input_ids"]
+        end = self.tokenizer.eos_token_id
+        ids = text_ids(self.tokenizer, answer) + ([] if end is None else [end])
         return torch.tensor(ids[: self.max_answer_tokens], dtype=torch.long)
 
     def text_row(self, example: Example, template: str, passages: Sequence[str] | None = None) -> TokenRow:

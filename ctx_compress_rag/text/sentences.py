@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from ctx_compress_rag.extras import needs
+from ctx_compress_rag.text.tokenising import text_tokens
 
 # The splitter fails on white space of several bytes, such as U+0085.
 _WIDE_SPACE = re.compile(r"[^\S\t\n\v\f\r ]")
@@ -58,8 +59,7 @@ def split(text: str, tokenizer: Any, limit: int | None, *, merge: bool, language
         merge: join neighbours as long as they stay within the limit; otherwise each sentence is a unit.
         language: ISO 639-1 code of the passage's language.
     """
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    offsets: list[tuple[int, int]] = encoded["offset_mapping"]
+    offsets = text_tokens(tokenizer, text).offsets
     if limit is None:
         limit = len(offsets)
     begins = list(_sentence_starts(text, offsets, language))

@@ -31,7 +31,7 @@ def minilm_decoder(positions: int) -> tuple[Any, Any]:
     from transformers import AutoTokenizer, BertConfig, BertLMHeadModel
 
     folder = get_model_path()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     # The sentence encoder's own limits, which are not for text to train on.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()

@@ -32,7 +32,7 @@ def text_probe(decoder: Any, tokenizer: Any, config: ProbeConfig) -> Probe:
     prompts = PromptTokenizer(tokenizer)
 
     def asked(context: str, example: Example) -> list[Piece]:
-        chat = messages(TEMPLATES[0], context, example.turns[0].question)
+        chat = messages(TEMPLATES[0], prompts.as_text(context), prompts.as_text(example.turns[0].question))
         return prompts.encode([chat_text(tokenizer, chat)])
 
     def probe() -> dict[str, Any]:
@@ -56,7 +56,7 @@ def soft_probe(bundle: Bundle, config: ProbeConfig) -> Probe:
 
     def row(example: Example, ratio: int) -> list[Piece]:
         context = PASSAGE_SEPARATOR.join(PromptBuilder.HOLE for _ in example.passages)
-        chat = messages(TEMPLATES[0], context, example.turns[0].question)
+        chat = messages(TEMPLATES[0], context, prompts.as_text(example.turns[0].question))
         first, *texts = prompts.encode(chat_text(bundle.tokenizer, chat).split(PromptBuilder.HOLE))
         slots = [bundle.embed(soft) for soft in bundle.compress(example.passages, ratio)]
         dtype = bundle.backbone.embeddings.weight.dtype

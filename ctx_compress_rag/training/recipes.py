@@ -9,9 +9,11 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from ctx_compress_rag.config import MethodConfig, TuneConfig, explain
+from ctx_compress_rag.config import explain
 from ctx_compress_rag.data.config import MixData, ProbeConfig, SourceConfig, TextData
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.base.config import TuneConfig
+from ctx_compress_rag.methods.registry import AnyMethodConfig
 from ctx_compress_rag.text.prompts import PARAPHRASES, TEMPLATES
 
 SHIPPED = Path(__file__).parent / "recipes"
@@ -232,7 +234,7 @@ class CompressionRecipe(Recipe):
     decoder: str | None = None
     revision: str | None = None
     teacher: Path | None = None
-    method: MethodConfig | None = None
+    method: AnyMethodConfig | None = None
     base_ratio: int = Field(default=4, gt=0)
     ratios: list[int] = [4, 8, 16, 32, 64, 128]
     window: int = Field(default=1024, gt=0)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from ctx_compress_rag.backbone import Backbone, load_decoder, lora_config
+from ctx_compress_rag.backbone import Backbone, load_decoder
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.data.config import ProbeConfig
@@ -23,6 +23,7 @@ from ctx_compress_rag.data.held_out import held_out as never_train_on
 from ctx_compress_rag.data.mixing import mix
 from ctx_compress_rag.data.texts import text_examples
 from ctx_compress_rag.errors import DataError, TimeUpError
+from ctx_compress_rag.methods.base.config import lora_config
 from ctx_compress_rag.text.prompts import PromptBuilder
 from ctx_compress_rag.training.loop import Collate, Probe, is_main_process, train
 from ctx_compress_rag.training.objectives.base import SlotObjective
@@ -159,7 +160,7 @@ def _pretrain(recipe: PretrainRecipe, resume: bool, deadline: float | None) -> d
     work = recipe.output / "tokens"  # what is learned and made of the texts before training, kept for a resumed run
     if recipe.scratch:
         if resume and (work / "tokenizer.json").exists():
-            tokenizer = AutoTokenizer.from_pretrained(work)
+            tokenizer = AutoTokenizer.from_pretrained(work, trust_remote_code=False)
         else:
             sample = tokenizer_sample(data.texts, leave_out)
             tokenizer = train_tokenizer(

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel, LangSmithParams
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.language_models.chat_models import agenerate_from_stream
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, RunnablePassthrough
+from langchain_core.utils.function_calling import convert_to_json_schema
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from ctx_compress_rag.adaptation import Adaptation, AdaptiveDecoder, Demonstration, serving
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.decoding.decoder import Generation, Sampling
+from ctx_compress_rag.decoding.generation import OPTIONS, given_options
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import current_scope, scope
-from langchain_ctx_compress.messages import to_chat
+from langchain_ctx_compress.messages import parsed, to_chat
 
 # LangChain's own code gives these to any chat model; for one in this process they mean nothing.
 _OF_REMOTE_MODELS = {"timeout", "max_retries", "api_key"}
@@ -64,10 +69,10 @@ class ChatCompressedContext(BaseChatModel):
     model_config = ConfigDict(extra="forbid")
 
     store: SoftContextStore = Field(exclude=True, repr=False)
-    max_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
+    max_tokens: int = Sampling.max_new_tokens
+    temperature: float = Sampling.temperature
+    top_p: float = Sampling.top_p
+    top_k: int = Sampling.top_k
     stop: list[str] | None = None
     seed: int | None = None
     on_missing: Literal["error", "text"] = "error"
@@ -87,8 +92,19 @@ class ChatCompressedContext(BaseChatModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_remote(cls, values: Any) -> Any:
-        return {k: v for k, v in values.items() if k not in _OF_REMOTE_MODELS} if isinstance(values, dict) else values
+    def _drop_unmeant(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        values = given_options(values)
+        return {name: value for name, value in values.items() if name not in _OF_REMOTE_MODELS}
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse to be pickled: the model and the store belong to this process."""
+        raise ConfigError(f"{type(self).__name__} holds a model of this process: make it anew in the other one")
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """A copy with options of its own; the model and the store are shared."""
+        return self.model_copy()
 
     @property
     def model_name(self) -> str:
@@ -108,7 +124,7 @@ class ChatCompressedContext(BaseChatModel):
             "scope": self.scope or current_scope() or self.store.scope,
             "on_missing": self.on_missing,
             "adapted": self._adapted,
-            **{name: getattr(self, name) for name in _SAMPLING},
+            **{name: getattr(self, name) for name in OPTIONS},
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
@@ -236,12 +252,47 @@ class ChatCompressedContext(BaseChatModel):
         with self._in_scope():
             return serving.prompt_tokens(self.decoder, to_chat(messages))
 
-    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> NoReturn:
-        """This model calls no tools.
+    def with_structured_output(
+        self, schema: dict[str, Any] | type, *, include_raw: bool = False, **kwargs: Any
+    ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
+        """A chain whose answers are of `schema`: tokens that would break its JSON are never chosen.
+
+        The prompt says nothing of the schema: ask for what its fields are.
+
+        Args:
+            schema: a pydantic class, whose objects are returned, or a TypedDict or JSON schema, for dicts.
+            include_raw: return a dict of the message (`raw`), the object (`parsed`) and what went wrong
+                (`parsing_error`).
+            kwargs: `method` and `strict` of other models are taken and mean nothing here.
 
         Raises:
-            NotImplementedError: always; LangChain's own says nothing more.
+            ConfigError: an argument is unknown; at a call, the schema asks for what cannot be enforced.
+            MissingExtraError: at a call, the `structured` extra is not installed.
+            OutputParserException: at a call, the answer was cut at `max_tokens`.
         """
+        if unknown := sorted(kwargs.keys() - {"method", "strict"}):
+            raise ConfigError(f"with_structured_output has no option {unknown[0]!r}: it takes include_raw")
+        wanted = {"type": "json_schema", "json_schema": {"schema": convert_to_json_schema(schema)}}
+        llm, parse = self.bind(response_format=wanted), RunnableLambda(partial(parsed, schema))
+        if not include_raw:
+            return llm | parse
+        both = RunnablePassthrough.assign(parsed=itemgetter("raw") | parse, parsing_error=lambda _: None)
+        neither = RunnablePassthrough.assign(parsed=lambda _: None)
+        return RunnableMap(raw=llm) | both.with_fallbacks([neither], exception_key="parsing_error")
+
+    def _resolve_model_profile(self) -> Any:  # its class is not in the oldest langchain-core
+        return {"structured_output": True, "tool_calling": False}
+
+    def bind_tools(
+        self, tools: Sequence[Any], *, tool_choice: Any = None, **kwargs: Any
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """This model calls no tools: `tools` has to be empty, and what else is given is bound.
+
+        Raises:
+            NotImplementedError: there are tools; LangChain's own says nothing more.
+        """
+        if not tools:
+            return self.bind(**{name: value for name, value in kwargs.items() if name != "strict"})
         raise NotImplementedError(
             f"{type(self).__name__} calls no tools: leave them out (create_agent takes tools=[]), or give the agent "
             "another model and this one's chain as a tool"
@@ -251,19 +302,10 @@ class ChatCompressedContext(BaseChatModel):
         return nullcontext() if self.scope is None else scope(self.scope)
 
     def _sampling(self, stop: list[str] | None, overrides: Mapping[str, Any]) -> Sampling:
-        unknown = sorted(overrides.keys() - set(_SAMPLING))
-        if unknown:
-            raise ConfigError(f"{type(self).__name__} has no option {unknown[0]!r} for a call: there are {_SAMPLING}")
-        chosen = {name: getattr(self, name) for name in _SAMPLING} | dict(overrides)
-        own_stop, max_tokens = chosen.pop("stop"), chosen.pop("max_tokens")
-        strings = own_stop if stop is None else stop
-        return Sampling(max_new_tokens=max_tokens, stop=tuple(strings or ()), **chosen)
+        return Sampling.of(self, overrides if stop is None else {**overrides, "stop": stop})
 
     def _response_metadata(self, done: Generation) -> dict[str, Any]:
         return {"model_name": self.model_name, "finish_reason": done.finish_reason, "slots": done.slots}
-
-
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed")
 
 
 def _usage(done: Generation) -> UsageMetadata:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
+from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage, SystemMessage
+from pydantic import BaseModel
 
 from ctx_compress_rag.errors import ConfigError
 
@@ -18,6 +22,22 @@ def to_chat(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
     if not messages:
         raise ConfigError("there are no messages to answer: give at least one")
     return [{"role": _role(message), "content": _text(message)} for message in messages]
+
+
+def parsed(schema: dict[str, Any] | type, message: AIMessage) -> Any:
+    """What a constrained answer says: an object of the schema where that is a pydantic class, else plain JSON.
+
+    Raises:
+        OutputParserException: the answer was cut, or a validator of the class refuses it.
+    """
+    text = message.text
+    if message.response_metadata.get("finish_reason") == "length":
+        raise OutputParserException(f"the JSON was cut at max_tokens: give a larger one; so far it is {text!r}", text)
+    try:
+        said = json.loads(text)
+        return schema.model_validate(said) if isinstance(schema, type) and issubclass(schema, BaseModel) else said
+    except ValueError as error:  # pydantic's too
+        raise OutputParserException(f"the answer is not what the schema says ({error}): {text!r}", text) from error
 
 
 def _role(message: BaseMessage) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn, Self
 
 from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
@@ -72,6 +72,14 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
         check_size(self.store, self.ratio, self.token_budget, self.on_missing, self.mode)
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse to be pickled: the store belongs to this process."""
+        raise ConfigError(f"{type(self).__name__} holds a store of this process: make it anew in the other one")
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """A copy with settings of its own; the store is shared."""
+        return self.model_copy()
 
     def compress_documents(
         self, documents: Sequence[Document], query: str = "", callbacks: Callbacks | None = None

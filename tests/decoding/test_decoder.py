@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import chromadb
@@ -360,11 +361,28 @@ def test_samples_follow_the_distribution() -> None:
         ({"top_k": -1}, "top_k=-1"),
         ({"stop": "end"}, "stop='end': give a tuple"),
         ({"stop": ("",)}, "none of them empty"),
+        ({"stop": 5}, "stop=5"),
+        ({"stop": [5]}, "stop="),
+        ({"seed": "a"}, "seed='a'"),
+        ({"seed": 2**70}, "seed=1180591620717411303424"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"max_new_tokens": None}, "max_new_tokens=None"),
+        ({"temperature": "warm"}, "temperature='warm'"),
+        ({"temperature": float("inf")}, "temperature=inf"),
     ],
 )
 def test_impossible_sampling_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Sampling(**values)
+
+
+def test_numbers_may_be_written_as_people_do(decoder: TransformersDecoder) -> None:
+    written = Sampling("12", 1, 1, "5", ["END"], 3.0)  # type: ignore[arg-type]
+    plain = Sampling(12, 1.0, 1.0, 5, ("END",), 3)
+    assert written == plain and type(written.temperature) is float and hash(written) == hash(plain)
+    assert decoder.generate([QUESTION], written) == decoder.generate([QUESTION], plain)
+    assert decoder.generate([QUESTION], Sampling(4, 1, seed=2**64 - 1))
+    assert TransformersDecoder(decoder.bundle, batch_size="2").batch_size == 2  # type: ignore[arg-type]
 
 
 # Counting
@@ -397,6 +415,8 @@ def test_markers_count_as_their_slots(decoder: TransformersDecoder, store: SoftC
         ([{"role": "user"}], "prompt 1: a message needs a role and a content"),
         ({"role": "user", "content": "hi"}, "prompt 1: a message needs"),
         ([{"role": "user", "content": ["hi"]}], "prompt 1: a message needs"),
+        (None, "prompt 1 is a NoneType"),
+        (5, "prompt 1 is a int"),
     ],
 )
 def test_unusable_prompts_are_refused(decoder: TransformersDecoder, prompt: Any, message: str) -> None:
@@ -407,6 +427,62 @@ def test_unusable_prompts_are_refused(decoder: TransformersDecoder, prompt: Any,
 def test_one_string_for_many_prompts_is_refused(decoder: TransformersDecoder) -> None:
     with pytest.raises(ConfigError, match="give a list"):
         decoder.generate(QUESTION)
+    with pytest.raises(ConfigError, match="prompts is one NoneType: give a list"):
+        decoder.generate(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a NoneType is no text"):
+        decoder.count_tokens(None)  # type: ignore[arg-type]
+
+
+def test_half_a_character_is_read_as_a_replacement(decoder: TransformersDecoder) -> None:
+    assert decoder.token_ids("bees \ud83d fly") == decoder.token_ids("bees \ufffd fly")
+    broken = [[{"role": "user", "content": "bees \udc1d?"}], "bees \udc1d?"]
+    whole = [[{"role": "user", "content": "bees \ufffd?"}], "bees \ufffd?"]
+    assert decoder.generate(broken, Sampling(4)) == decoder.generate(whole, Sampling(4))
+    assert decoder.bundle.compress(["bees \udc1d fly"])[0].n_slots > 0
+
+
+def test_a_prompt_far_beyond_the_window_is_not_even_tokenised(
+    decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError("tokenised")
+
+    monkeypatch.setattr(decoder, "_tokenizer", SimpleNamespace(as_text=never, encode=never))
+    question = "why? " * 4_000_000
+    for prompt in (question, [{"role": "system", "content": question}, {"role": "user", "content": "Well?"}]):
+        with pytest.raises(ConfigError, match=r"prompt 0 has 20\d{6} characters.*window of 1024"):
+            decoder.generate([prompt])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[-1].content }}",  # no system message, where the context is
+        "",
+        "{% for m in messages %}{{ m.role }}{% endfor %}",
+        "{% for m in messages %}{{ m.content[:5] }}{% endfor %}",
+    ],
+)
+def test_a_chat_template_that_drops_the_context_is_named(
+    store: SoftContextStore, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = TransformersDecoder(store.bundle, store)  # type: ignore[arg-type]
+    monkeypatch.setattr(decoder.bundle.tokenizer, "chat_template", template or "{#empty#}")
+    first = {"role": "user", "content": "Hello."}
+    for context in (store.marker("c", 4), "The bees are on the roof."):
+        chat = [{"role": "system", "content": context}, first, {"role": "assistant", "content": "Hi."}, first]
+        with pytest.raises(ConfigError, match="chat template leaves out or alters the user message"):
+            decoder.generate([chat])
+
+
+def test_a_system_message_that_a_template_drops_goes_before_the_first_question(
+    decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(decoder.bundle.tokenizer, "chat_template", template)
+    chat = [{"role": "system", "content": "Bees hum."}, {"role": "user", "content": "Who hums?"}]
+    [[ids]] = decoder.pieces([chat])
+    assert decoder.bundle.tokenizer.decode(ids).strip() == "Bees hum.\n\nWho hums?"
 
 
 def test_a_prompt_beyond_the_window_is_refused(decoder: TransformersDecoder, store: SoftContextStore) -> None:

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import BundleConfig, MeanPoolingConfig, TuneConfig
+from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
+from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.base.mapped_reader import MappedReader
+from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.soft_context import pool
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text

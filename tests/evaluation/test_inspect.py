@@ -14,9 +14,11 @@ from matplotlib.image import imread
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.config import BundleConfig, ComprexitConfig, TuneConfig
+from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.errors import ConfigError, RatioError
 from ctx_compress_rag.evaluation.inspect import inspect
+from ctx_compress_rag.methods.base.config import TuneConfig
+from ctx_compress_rag.methods.comprexit.config import ComprexitConfig
 
 FROZEN = TuneConfig(mode="frozen")
 TEXT = "Orla Drumwell was born in Pellmouth.\nShe paid $5 or $6 for three books about the northern coast."

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.config import ArcAlignerConfig
 from ctx_compress_rag.decoding.splice import Spliced, splice
+from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
 from helpers import architectures
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import BundleConfig, ComprexitConfig
+from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
 from ctx_compress_rag.methods.comprexit.compressor import ComprexitCompressor
+from ctx_compress_rag.methods.comprexit.config import ComprexitConfig
 from helpers.models import tiny_llama
 
 SMALL: dict[str, Any] = {

@@ -41,6 +41,9 @@ class WordBundle:
         self.dim = dim
         self.calls: list[list[str]] = []
 
+    def made(self, fingerprint: str) -> bool:
+        return fingerprint == self.fingerprint
+
     def compress(self, texts: Sequence[str], ratio: int | None = None) -> list[SoftContext]:
         self.calls.append(list(texts))
         return [self.at(text, ratio or self.config.base_ratio) for text in texts]

@@ -93,7 +93,6 @@ def test_tools_are_refused_in_words(app: App) -> None:
     agent = create_agent(app.llm(), tools=[look_up])
     asks = [
         lambda: app.llm().bind_tools([look_up]),
-        lambda: app.llm().with_structured_output({"title": "Answer", "type": "object", "properties": {}}),
         lambda: agent.invoke({"messages": [HumanMessage(QUESTION)]}),
     ]
     for ask in asks:

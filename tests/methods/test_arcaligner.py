@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.backbone import Backbone, lora_config
-from ctx_compress_rag.config import TuneConfig
+from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
+from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from helpers import architectures
 from helpers.arcaligner import LORA, alone, make_reader, prompts, read
 

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import BundleConfig, CompressionTokensConfig, TuneConfig
+from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import BundleError, RatioError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
+from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.compression_tokens.compressor import CompressionTokensCompressor
+from ctx_compress_rag.methods.compression_tokens.config import CompressionTokensConfig
 from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
 from ctx_compress_rag.training.recipes import DistillationRecipe, load_recipe

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.config import MeanPoolingConfig, TuneConfig
 from ctx_compress_rag.errors import ConfigError, RatioError
+from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
+from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from helpers import architectures
 
 TEXTS = [

@@ -18,12 +18,12 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import ComprexitConfig
 from ctx_compress_rag.data.examples import world_examples
 from ctx_compress_rag.errors import BundleError, RatioError
 from ctx_compress_rag.methods.base.compressor import Tokenized, padded
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.comprexit.compressor import ComprexitCompressor
+from ctx_compress_rag.methods.comprexit.config import ComprexitConfig
 from helpers import architectures
 from helpers.comprexit import ABLATIONS, IDS, SMALL, TEXTS, blocks_outputs, comprexit_bundle, encode, some_ids
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import RamConfig
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.methods.base.compressor import padded
 from ctx_compress_rag.methods.ram.compressor import RamCompressor, relevance, segment_means, skimmed
+from ctx_compress_rag.methods.ram.config import RamConfig
 from ctx_compress_rag.methods.ram.segments import Segments, layout, shown, slots_of_runs
 from helpers import architectures
 from helpers.ram import (

@@ -21,11 +21,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import SentenceSlotsConfig
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.methods.base.compressor import PassageBatch, Tokenized
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
+from ctx_compress_rag.methods.sentence_slots.config import SentenceSlotsConfig
 from ctx_compress_rag.text.minilm import load_minilm
 from ctx_compress_rag.text.prompts import PromptBuilder
 from ctx_compress_rag.text.sentences import sentences, split

@@ -12,7 +12,7 @@ from scipy.optimize import linprog
 from torch import Tensor
 from torch.nn import functional as F
 
-from ctx_compress_rag.config import ComprexitConfig
+from ctx_compress_rag.methods.comprexit.config import ComprexitConfig
 from ctx_compress_rag.methods.comprexit.transport import TransportPlan, WindowAttention, sinkhorn
 
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import ArcAlignerConfig, SelectiveLoraConfig
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.splice import Spliced
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.evaluation.inspect import inspect
+from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig, SelectiveLoraConfig
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.training import loop

@@ -13,9 +13,11 @@ import torch
 import yaml
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import BundleConfig, MeanPoolingConfig, RamConfig
+from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_jsonl
 from ctx_compress_rag.errors import ConfigError, DataError
+from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
+from ctx_compress_rag.methods.ram.config import RamConfig
 from ctx_compress_rag.text.prompts import PromptBuilder
 from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
 from ctx_compress_rag.training.recipes import RamRecipe, load_recipe

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.config import SentenceSlotsConfig
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.perplexity import perplexity_table, reconstruction_perplexity
+from ctx_compress_rag.methods.sentence_slots.config import SentenceSlotsConfig
 from ctx_compress_rag.text.prompts import PARAPHRASES, PromptBuilder
 from ctx_compress_rag.training.objectives.likelihood import LikelihoodLoss
 from ctx_compress_rag.training.objectives.reconstruction import ReconstructionCollator, passages_of

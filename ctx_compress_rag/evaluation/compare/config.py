@@ -57,7 +57,7 @@ class Entry(_Strict):
         note: what it is, and how its training differs from the others' and why.
         like: another entry, whose method, settings, ratios and stages hold where this one gives none;
             a method or settings given beside it replace single keys.
-        method: a method's configuration, see `config.MethodConfig`.
+        method: a method's configuration, see `methods`.
         ratios: the ratios it is trained and scored at; by default all of the comparison's.
         settings: keys of a recipe for all of its stages.
         stages: in order; their shares sum to 1.

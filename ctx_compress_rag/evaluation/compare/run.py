@@ -30,7 +30,7 @@ from tqdm.auto import tqdm
 from ctx_compress_rag import __version__
 from ctx_compress_rag.backbone import Backbone, load_decoder
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import BundleConfig, MeanPoolingConfig, TuneConfig
+from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.data.examples import world_examples
 from ctx_compress_rag.data.world import PASSAGES_PER_WORLD
 from ctx_compress_rag.errors import ConfigError, CtxCompressError
@@ -47,6 +47,8 @@ from ctx_compress_rag.evaluation.harness import (
     each,
     questions_of,
 )
+from ctx_compress_rag.methods.base.config import TuneConfig
+from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.metrics import exact_match, token_f1
 from ctx_compress_rag.text.minilm import load_minilm
 from ctx_compress_rag.text.prompts import shares

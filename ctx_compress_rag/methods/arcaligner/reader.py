@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.config import ArcAlignerConfig, TuneConfig
+from ctx_compress_rag.backbone import Backbone, decoder_layers
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.methods.arcaligner.selective_lora import SelectiveLora, SlotPlaces, decoder_layers, twin
+from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig
+from ctx_compress_rag.methods.arcaligner.selective_lora import SelectiveLora, SlotPlaces, twin
+from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.base.mapped_reader import MappedReader
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.config import SelectiveLoraConfig
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.arcaligner.config import SelectiveLoraConfig
 
 
 class SlotPlaces:
@@ -129,19 +129,3 @@ def twin(model: nn.Module) -> Any:
     """The same modules over the same tensors: what is hooked to one of the two leaves the other alone."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     return copy.deepcopy(model, shared)
-
-
-def decoder_layers(trunk: nn.Module, count: int) -> nn.ModuleList:
-    """The list of a transformers decoder's layers, whatever the architecture calls it.
-
-    Args:
-        trunk: the decoder without its head.
-        count: how many layers it has.
-
-    Raises:
-        ConfigError: it has no such list.
-    """
-    for child in trunk.children():
-        if isinstance(child, nn.ModuleList) and len(child) == count:
-            return child
-    raise ConfigError(f"{type(trunk).__name__} holds no list of its {count} layers: ArcAligner cannot read with it")

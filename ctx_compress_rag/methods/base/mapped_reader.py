@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ctx_compress_rag.backbone import Backbone, lora_config
-from ctx_compress_rag.config import TuneConfig
+from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.methods.base.part import load_parameters, train_copy
 from ctx_compress_rag.methods.base.projections import LinearMap, TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader

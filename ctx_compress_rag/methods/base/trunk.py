@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ctx_compress_rag.backbone import Backbone, lora_config
-from ctx_compress_rag.config import TuneConfig
+from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.methods.base.compressor import TokenCompressor
+from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.methods.base.part import load_parameters, train_copy
 
 ADAPTER = "compressor"

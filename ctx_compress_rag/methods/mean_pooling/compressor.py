@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.config import MeanPoolingConfig
 from ctx_compress_rag.methods.base.compressor import SlotBatch
 from ctx_compress_rag.methods.base.part import load_parameters
 from ctx_compress_rag.methods.base.trunk import ADAPTER, TrunkCompressor
+from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.soft_context import pool
 
 

@@ -1,1 +1,21 @@
 """RAM."""
+
+from ctx_compress_rag.methods.base.mapped_reader import MappedReader
+from ctx_compress_rag.methods.base.method import Method, register
+from ctx_compress_rag.methods.base.projections import LinearMap
+from ctx_compress_rag.methods.ram.compressor import RamCompressor
+from ctx_compress_rag.methods.ram.config import RamConfig
+
+register(
+    Method(
+        config=RamConfig,
+        compressor=RamCompressor,
+        # W_align of eq. 5 is the reader's map; without skimming there is nothing for it to map.
+        reader=lambda backbone, config, compressor: MappedReader(
+            backbone,
+            None if config.skimming == "none" else LinearMap(compressor.dim, backbone.dim),
+            config.decoder,
+        ),
+        paper="Read As Human: Compressing Context via Parallelizable Close Reading and Skimming",
+    )
+)

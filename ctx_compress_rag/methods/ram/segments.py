@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.text.tokenising import text_tokens
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,10 @@ class Segments:
             text: the passage.
             size: tokens in a segment.
         """
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids = encoded["input_ids"]
+        tokens = text_tokens(tokenizer, text)
+        ids = tokens.ids
         # A segment's text begins where the token before it ends: a space goes with the word that follows.
-        ends = [end for _, end in encoded["offset_mapping"]]
+        ends = [end for _, end in tokens.offsets]
         inner = [ends[start - 1] for start in range(size, len(ids), size)]
         return cls(text, [ids[start : start + size] for start in range(0, len(ids), size)], [0, *inner, len(text)])
 

@@ -89,6 +89,7 @@ class SentenceEncoder:
                 self.name,
                 revision=self.revision,
                 device=str(self.device),
+                trust_remote_code=False,
                 model_kwargs={"use_safetensors": True},  # never pickle
             )
         except Exception as error:  # as many kinds as transformers raises

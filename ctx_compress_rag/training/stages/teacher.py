@@ -117,7 +117,7 @@ def new_decoder(config: dict[str, Any], tokenizer: Any) -> Any:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), trust_remote_code=False)
 
 
 def save_decoder(decoder: Any, tokenizer: Any, folder: Path, half: bool = True) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn, Self, cast
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -20,14 +20,18 @@ from llama_index.core.base.llms.types import (
     MessageRole,
     TextBlock,
 )
-from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
+from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, ValidationError
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.types import Model
 
 from ctx_compress_rag.adaptation import Adaptation, Adapted, AdaptiveDecoder, Demonstration, serving
 from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.config import explain
 from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling
+from ctx_compress_rag.decoding.generation import given_options
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import scope as in_scope
@@ -89,6 +93,12 @@ class CompressedContextLLM(LLM):
 
     _decoder: AdaptiveDecoder = PrivateAttr()
 
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**given_options(fields))
+        except ValidationError as error:
+            raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
+
     def model_post_init(self, context: Any, /) -> None:
         """Open the decoder, and refuse impossible sampling settings."""
         super().model_post_init(context)
@@ -100,6 +110,10 @@ class CompressedContextLLM(LLM):
         """The class's name, for serialisation."""
         return "CompressedContextLLM"
 
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """A copy with settings of its own; what it holds of this process is shared."""
+        return self.model_copy()
+
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: LlamaIndex would leave the store out, and take it from this object as well."""
         raise ConfigError(f"{type(self).__name__} holds a model of this process: make it anew in the other one")
@@ -108,9 +122,8 @@ class CompressedContextLLM(LLM):
     def metadata(self) -> LLMMetadata:
         """Sizes and name of the decoder. The window is what an adaptation leaves of it."""
         bundle = self._bundle
-        config = bundle.backbone.model.config.get_text_config()
         return LLMMetadata(
-            context_window=getattr(config, "max_position_embeddings", DEFAULT_CONTEXT_WINDOW) - self._taken,
+            context_window=(bundle.backbone.window or DEFAULT_CONTEXT_WINDOW) - self._taken,
             num_output=self.max_tokens,
             is_chat_model=self._templated,
             model_name=bundle.config.decoder or bundle.config.name,
@@ -155,6 +168,33 @@ class CompressedContextLLM(LLM):
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """`stream_chat` in a thread."""
         return in_thread(_chats(await self._astream(self._from_messages(messages), kwargs)))
+
+    def structured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Model:
+        """An object of `output_cls`: tokens that would break its JSON are never chosen.
+
+        Raises:
+            MissingExtraError: the `structured` extra is not installed.
+            ValueError: the answer was cut at `max_tokens`.
+        """
+        wanted = _constrained(output_cls, llm_kwargs)
+        return cast(Model, super().structured_predict(output_cls, prompt, wanted, **prompt_args))
+
+    async def astructured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Model:
+        """`structured_predict` in a thread."""
+        wanted = _constrained(output_cls, llm_kwargs)
+        return cast(Model, await super().astructured_predict(output_cls, prompt, wanted, **prompt_args))
 
     @property
     def decoder(self) -> AdaptiveDecoder:
@@ -246,15 +286,7 @@ class CompressedContextLLM(LLM):
         return [{"role": _ROLES.get(m.role, m.role.value), "content": m.content or ""} for m in messages]
 
     def _sampling(self, given: dict[str, Any]) -> Sampling:
-        known = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed")}
-        unknown = sorted(given.keys() - known.keys())
-        if unknown:
-            raise ConfigError(f"unknown argument {unknown[0]!r}: a call takes {', '.join(known)}")
-        chosen = {**known, **{name: value for name, value in given.items() if value is not None}}
-        stop = chosen.pop("stop")
-        return Sampling(
-            max_new_tokens=chosen.pop("max_tokens"), stop=(stop,) if isinstance(stop, str) else tuple(stop), **chosen
-        )
+        return Sampling.of(self, given)
 
     def _in_scope(self) -> AbstractContextManager[None]:
         return nullcontext() if self.scope is None else in_scope(self.scope)
@@ -275,6 +307,11 @@ class CompressedContextLLM(LLM):
         async with aclosing(in_thread(await self._astream(prompt, given))) as pieces:
             *_, done = [piece async for piece in pieces]
         return cast(Generation, done)
+
+
+def _constrained(output_cls: type[Model], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    wanted = {"type": "json_schema", "json_schema": {"schema": output_cls.model_json_schema()}}
+    return {**(llm_kwargs or {}), "response_format": wanted}
 
 
 def _completions(pieces: Pieces) -> CompletionResponseGen:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from llama_index.core.bridge.pydantic import Field, ValidationError
 from llama_index.core.callbacks import CallbackManager
@@ -96,6 +96,10 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
     def class_name(cls) -> str:
         """The class's name, for serialisation."""
         return "CompressedContextPostprocessor"
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """A copy with settings of its own; what it holds of this process is shared."""
+        return self.model_copy()
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: LlamaIndex would leave the store out, and take it from this object as well."""

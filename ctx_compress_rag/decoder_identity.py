@@ -1,0 +1,65 @@
+"""What a decoder is beside its weights: its configuration, its tokenizer and its chat format.
+
+Read from files, not from the objects in memory: another version of transformers would fill in other
+defaults, and a store would no longer know its bundle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ctx_compress_rag.errors import BundleError
+
+_SUFFIXES = {".json", ".jinja", ".txt", ".model"}
+_OF_WEIGHTS = ".index.json"
+# What says who wrote a file or how it was loaded, and changes no answer.
+_PASSING = {
+    "transformers_version", "_name_or_path", "name_or_path", "architectures", "dtype", "torch_dtype", "use_cache",
+    "tokenizer_class", "backend", "is_local", "local_files_only",
+    "padding", "padding_side", "truncation", "truncation_side",
+}  # fmt: skip
+
+
+def decoder_digest(folder: Path) -> str:
+    """SHA-256 over config, generation config, tokenizer and chat template in a decoder's folder: 64 hex digits.
+
+    Raises:
+        BundleError: a file is damaged.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix not in _SUFFIXES or path.name.endswith(_OF_WEIGHTS) or path.name.startswith("README"):
+            continue
+        content = path.read_bytes()
+        if path.suffix == ".json":
+            content = _canonical(path, content)
+        digest.update(f"{path.name} {len(content)} ".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def digest_in_memory(model: Any, tokenizer: Any) -> str:
+    """`decoder_digest` of a decoder that is in no folder."""
+    with TemporaryDirectory() as folder:
+        write_decoder(model, tokenizer, Path(folder))
+        return decoder_digest(Path(folder))
+
+
+def write_decoder(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write all of a decoder but its weights, as transformers reads it."""
+    model.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _canonical(path: Path, content: bytes) -> bytes:
+    try:
+        settings = json.loads(content)
+    except ValueError as error:
+        raise BundleError(f"{path} is damaged ({error}): fetch or make the bundle again") from error
+    if isinstance(settings, dict):
+        settings = {key: value for key, value in settings.items() if key not in _PASSING}
+    return json.dumps(settings, sort_keys=True).encode()

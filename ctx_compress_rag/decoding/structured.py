@@ -1,0 +1,94 @@
+"""Answers that are JSON of a given schema: tokens that would break it are never chosen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LogitsProcessor
+
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.extras import needs
+
+_NO_SPACE = {"add_prefix_space": False, "prepend_scheme": "never"}
+
+
+# A small decoder that may go on with white space, or with fields that nobody asked for, does so for ever.
+_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def schema_text(schema: object) -> object:
+    """A JSON schema (a dict, or its JSON) as JSON; anything else as it is, for pydantic to refuse."""
+    return json.dumps(schema) if isinstance(schema, dict) else schema
+
+
+class JsonProcessor(LogitsProcessor):
+    """Leaves each row only the tokens with which its text is still the beginning of JSON of the schema.
+
+    Args:
+        schema: the schema, as JSON.
+        tokenizer: the decoder's.
+        end_ids: tokens that end an answer.
+        rows: how many answers are generated together.
+
+    Raises:
+        MissingExtraError: the `structured` extra is not installed.
+        ConfigError: the schema is none, or asks for what cannot be enforced.
+    """
+
+    def __init__(self, schema: str, tokenizer: Any, end_ids: Collection[int], rows: int) -> None:
+        with needs("structured"):
+            from llguidance import LLMatcher
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(_closed(json.loads(schema)), defaults=_FORM)
+        except ValueError as error:
+            raise ConfigError(f"json_schema={schema[:80]}: {error}") from None
+        guide = _guide(tokenizer, tuple(sorted(end_ids)))
+        self._rows = [LLMatcher(guide, grammar) for _ in range(rows)]
+        if said := self._rows[0].get_error():
+            raise ConfigError(f"json_schema={schema[:80]}: {said}")
+        self._end_ids = sorted(end_ids)
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Masks scores (rows, vocabulary). `input_ids` (rows, new tokens) holds no prompt: that came as embeddings."""
+        allowed = np.zeros(scores.shape, dtype=bool)
+        for row, (matcher, ids) in enumerate(zip(self._rows, input_ids.tolist(), strict=True)):
+            if ids and not matcher.is_stopped():
+                matcher.consume_token(ids[-1])
+            if matcher.is_stopped():  # the answer has ended; what follows is padding
+                allowed[row, self._end_ids] = True
+                continue
+            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+            width = min(len(bits), scores.shape[1])
+            allowed[row, :width] = bits[:width]
+        return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
+
+
+def _closed(schema: Any) -> Any:
+    """The schema with no fields but those it names, unless it says that there may be others."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _closed(value) for name, value in schema.items()}
+    return {"additionalProperties": False, **closed} if isinstance(closed.get("properties"), dict) else closed
+
+
+@lru_cache(maxsize=4)
+def _guide(tokenizer: Any, end_ids: tuple[int, ...]) -> Any:
+    """The tokenizer as the library reads it: about a second for a large vocabulary."""
+    from llguidance import LLTokenizer
+
+    settings = json.loads(tokenizer.backend_tokenizer.to_str())
+    # It tokenises pieces of an answer, which must not begin with a space of the tokenizer's own.
+    for part in _parts(settings.get("pre_tokenizer")):
+        part |= {key: value for key, value in _NO_SPACE.items() if key in part}
+    return LLTokenizer(json.dumps(settings | {"padding": None, "truncation": None}), eos_token=list(end_ids))
+
+
+def _parts(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    return [] if pre_tokenizer is None else pre_tokenizer.get("pretokenizers", [pre_tokenizer])

@@ -1,0 +1,59 @@
+"""Pictures, plotted without a display."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ctx_compress_rag.extras import needs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# More labels than this on one axis cannot be read.
+_MOST_LABELS = 64
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure; `width` and `height` are in inches.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    with needs("demo"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Figure, path: str | Path) -> Path:
+    """Write the figure as a PNG; its folder is made."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+    return path
+
+
+def heat_map(axes: Any, values: Tensor, tokens: Sequence[str], first: int) -> None:
+    """Tokens from left to right, and from top to bottom what is counted from `first`: (tokens, rows)."""
+    places = (-0.5, len(tokens) - 0.5, first + values.shape[1] - 0.5, first - 0.5)
+    image = axes.imshow(values.T.numpy(), aspect="auto", cmap="viridis", vmin=0, extent=places)
+    axes.figure.colorbar(image, ax=axes)
+    axes.locator_params(axis="y", integer=True)
+    if len(tokens) > _MOST_LABELS:
+        axes.set_xlabel("token")
+        return
+    # matplotlib takes what is between dollars for mathematics.
+    labels = [token.strip(" ").replace("$", r"\$").replace("\n", "\\n") for token in tokens]
+    axes.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=7)
+
+
+def width_of(labels: Sequence[str]) -> float:
+    """The width in inches of a figure with these labels side by side."""
+    return min(14.0, max(6.0, 2.0 + 0.18 * len(labels)))

@@ -1,0 +1,74 @@
+"""ArcAligner at work on one text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.figures import heat_map, new_figure, width_of
+from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
+from ctx_compress_rag.methods.sentence_slots.compressor import SentenceSlotsCompressor
+from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ctx_compress_rag.bundle import Bundle
+
+
+def refinement(bundle: Bundle, text: str, ratio: int) -> dict[str, Any]:
+    """How many loops ArcAligner's gates give each slot at each layer (paper 000, figures 5 and 8 to 10).
+
+    A slot is refined by what it sees, which is what stands before it in the prompt: the beginning of the first
+    template that the bundle was trained with, as its report has it. No question after the text could change
+    these numbers.
+
+    Returns: `loops.json` and `loops.png`.
+
+    Raises:
+        ConfigError: the bundle's gates are off.
+    """
+    reader, compressor = cast(ArcAlignerReader, bundle.reader), cast(SentenceSlotsCompressor, bundle.compressor)
+    if not reader.config.loops or not reader.gates:
+        raise ConfigError("the bundle's gates are off (loops: 0, or no gated_layers): there are no loops to draw")
+    builder = PromptBuilder(bundle.tokenizer)
+    [(text, _)] = builder.shortened([text], bundle.config.max_tokens)
+    [soft] = bundle.compress([text], ratio)
+    template = bundle.report.get("recipe", {}).get("data", {}).get("templates", TEMPLATES)[0]
+    before = builder.slot_row(Example((text,), (Turn("", ("",)),)), template).ids[0]
+    batch = splice(bundle.backbone.embeddings, [[before, bundle.embed(soft)]])
+    with torch.no_grad(), reader.record_loops() as record, bundle.soft_decoder(batch.slot_mask) as model:
+        model(**batch.model_inputs(), use_cache=False, logits_to_keep=1)
+    layers = sorted(record)
+    loops = torch.stack([record[layer][batch.slot_mask.cpu()] for layer in layers], dim=1)
+    slots = [unit.text for unit in compressor.units(text, ratio, bundle.config.max_tokens)]
+    numbers = {
+        "template": template,
+        "slots": slots,
+        "layers": layers,
+        "most_loops": reader.config.loops,
+        "mean_loops": loops.float().mean(0).tolist(),
+        "loops": loops.tolist(),
+    }
+    return {"loops.json": numbers, "loops.png": _loops_figure(loops, layers, slots)}
+
+
+def _loops_figure(loops: Tensor, layers: Sequence[int], slots: Sequence[str]) -> Figure:
+    """Mean loops of each gated layer, and below the loops of each slot: (slots, gated layers)."""
+    labels = [slot if len(slot) <= 24 else f"{slot[:21]}..." for slot in slots]
+    figure = new_figure(width_of(labels), 5.0 + 0.12 * len(layers))
+    mean, each = figure.subplots(2, 1, height_ratios=[1.8, 3.2 + 0.12 * len(layers)])
+    mean.bar(layers, loops.float().mean(0).numpy(), color="#1f5fa8")
+    mean.set(xlabel="layer", ylabel="mean loops", title="Loops by layer, after the mandatory pass")
+    mean.spines[["top", "right"]].set_visible(False)
+    mean.locator_params(axis="x", integer=True)
+    heat_map(each, loops, labels, first=0)
+    each.set_yticks(range(len(layers)), [str(layer) for layer in layers], fontsize=7)
+    each.set(ylabel="layer", title="Loops of each slot")
+    return figure

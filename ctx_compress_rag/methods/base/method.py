@@ -1,0 +1,41 @@
+"""What a method is, and the table that methods enter themselves in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.methods.base.compressor import Compressor
+from ctx_compress_rag.methods.base.config import MethodConfig
+from ctx_compress_rag.methods.base.reader import Reader
+
+
+@dataclass(frozen=True)
+class Method:
+    """A compression method.
+
+    Attributes:
+        config: the class of its settings, whose literal `name` is the method's.
+        compressor: makes the text side from the decoder and the settings.
+        reader: makes the decoder side from the decoder, the settings and the compressor.
+        paper: the title of the paper that it comes from.
+        pictures: shows what a bundle does with a text: (bundle, text, ratio) -> by file name, numbers for a JSON
+            file or a matplotlib figure for a PNG. None where there is nothing to look at.
+    """
+
+    config: type[MethodConfig]
+    compressor: Callable[[Backbone, Any], Compressor]
+    reader: Callable[[Backbone, Any, Any], Reader]
+    paper: str
+    pictures: Callable[[Any, str, int], Mapping[str, Any]] | None = None
+
+
+METHODS: dict[str, Method] = {}
+"""The registered methods by name."""
+
+
+def register(method: Method) -> None:
+    """Make a method known by its config's name, to bundles and recipes alike."""
+    METHODS[method.config.model_fields["name"].default] = method

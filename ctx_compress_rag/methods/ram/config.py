@@ -1,0 +1,39 @@
+"""Settings of RAM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
+
+
+class RamConfig(MethodConfig):
+    """RAM (paper 004): close reading of the segments a question needs, skimming of the rest.
+
+    The paper trains encoder and decoder fully. `close_reading: false` skims every segment; `skimming`
+    pools a skimmed segment as the question asks, by its plain "average", or drops it ("none"): the
+    ablations of section 4.5.
+    """
+
+    name: Literal["ram"] = "ram"
+    segment_tokens: int = Field(default=50, gt=0)
+    encoder: TuneConfig = TuneConfig(mode="full")
+    decoder: TuneConfig = TuneConfig(mode="full")
+    close_reading: bool = True
+    skimming: Literal["query", "average", "none"] = "query"
+
+    @model_validator(mode="after")
+    def _something_is_read(self) -> RamConfig:
+        if not self.close_reading and self.skimming == "none":
+            raise ValueError("close_reading: false and skimming: none leave nothing to read: switch off one of them")
+        return self
+
+    def check_ratios(self, base_ratio: int, ratios: Sequence[int]) -> None:
+        """A vector is stored for each segment; ratios are how much shorter a whole prompt's context becomes."""
+        if base_ratio != self.segment_tokens:
+            raise ValueError(f"base_ratio {base_ratio} must be ram's segment_tokens, {self.segment_tokens}")
+        if min(ratios) < 2:
+            raise ValueError(f"ratio {min(ratios)} makes nothing shorter: ram's ratios begin at 2")

@@ -1,0 +1,106 @@
+"""Tokenise what people and documents wrote: text, whatever it spells.
+
+Chat formats write roles as control tokens, `<|system|>` or `</s>`, and a tokenizer makes them of those
+letters wherever it meets them. In a question, a passage or its metadata they are letters: such a text is
+cut inside each of them, and the tokens of its parts are its tokens. A text that spells none is tokenised
+as ever.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ctx_compress_rag.errors import ConfigError
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_CHARACTERS_PER_TOKEN = 32  # no prompt has so many on average; English has four
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """The tokens of a text.
+
+    Attributes:
+        ids: token ids.
+        offsets: where in the text each begins and ends.
+    """
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
+def control_ids(tokenizer: Any) -> set[int]:
+    """Ids that no text may become: added tokens, but for words and white space that someone added.
+
+    Not the special ones alone: `</s>` of Phi-3 and the roles of DeepSeek are not marked as such.
+    """
+    return {
+        id
+        for id, token in tokenizer.added_tokens_decoder.items()
+        if len(token.content) > 1 and (token.special or not (token.content[0].isalnum() or token.content.isspace()))
+    }
+
+
+def check_characters(what: str, characters: int, window: int | None) -> None:
+    """Refuse a text that is far beyond a model's window of tokens, without tokenising it.
+
+    Raises:
+        ConfigError: it is; the message begins with `what`.
+    """
+    if window is not None and characters > window * _CHARACTERS_PER_TOKEN:
+        raise ConfigError(
+            f"{what} has {characters} characters, far more than the model's window of {window} tokens: "
+            "use fewer passages or a shorter prompt"
+        )
+
+
+def whole_characters(text: str) -> str:
+    """The text with U+FFFD for each half of a character, as cutting an emoji leaves them: no tokenizer takes those."""
+    return _SURROGATES.sub("\ufffd", text)
+
+
+def text_parts(tokenizer: Any, text: str) -> list[str]:
+    """The text in parts, none of which the tokenizer reads a control token in; mostly it is one part."""
+    return [part for part, _ in _tokenised(tokenizer, whole_characters(text), control_ids(tokenizer))]
+
+
+def text_tokens(tokenizer: Any, text: str) -> TextTokens:
+    """The tokens of a text on its own, no BOS added and none of them a control token.
+
+    Args:
+        tokenizer: the decoder's (a fast one: offsets are needed).
+        text: the text.
+    """
+    ids: list[int] = []
+    offsets: list[tuple[int, int]] = []
+    start = 0
+    for part, tokens in _tokenised(tokenizer, whole_characters(text), control_ids(tokenizer)):
+        ids += tokens.ids
+        offsets += [(start + a, start + b) for a, b in tokens.offsets]
+        start += len(part)
+    return TextTokens(ids, offsets)
+
+
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """The token ids of `text_tokens`."""
+    return text_tokens(tokenizer, text).ids
+
+
+def _tokenised(tokenizer: Any, text: str, controls: Collection[int]) -> Iterator[tuple[str, TextTokens]]:
+    # The tokenizer itself says where it reads a control token: it may normalise first, or take spaces along.
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    tokens = TextTokens(encoded["input_ids"], [(a, b) for a, b in encoded["offset_mapping"]])
+    cuts = [0]
+    for id, (start, end) in zip(tokens.ids, tokens.offsets, strict=True):
+        if id in controls:
+            span = text[start:end]
+            cuts.append(start + len(span) - len(span.lstrip()) + 1)
+    if len(cuts) == 1:
+        yield text, tokens
+        return
+    for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True):
+        if start < end:
+            yield from _tokenised(tokenizer, text[start:end], controls)

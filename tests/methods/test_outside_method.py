@@ -1,0 +1,128 @@
+"""A method that is registered from outside the package: trained, saved, loaded, stored and asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.data.examples import world_examples, write_jsonl
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
+from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
+from ctx_compress_rag.methods.base.mapped_reader import MappedReader
+from ctx_compress_rag.methods.base.projections import LinearMap
+from ctx_compress_rag.methods.registry import METHODS, Method, register
+from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.training.run import run_recipe
+from helpers.models import tiny_llama
+
+PASSAGE = "The harbour of Velmora was built by Oda Brink in 1612, and its lighthouse still burns whale oil."
+
+
+class FirstTokensConfig(MethodConfig):
+    """Settings of the toy."""
+
+    name: Literal["first_tokens"] = "first_tokens"
+    gain: float = 1.0
+
+
+class FirstTokens(TokenCompressor):
+    """Of every so many tokens the first one's embedding, times a gain that is trained."""
+
+    nestable = False
+
+    def __init__(self, backbone: Any, config: FirstTokensConfig) -> None:
+        super().__init__(backbone)
+        self.dim = backbone.dim
+        self.gain = nn.Parameter(torch.tensor([config.gain]), requires_grad=False)
+
+    def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
+        embedded = self.gain * self.backbone.embeddings(input_ids)
+        counts = {r: torch.stack([m.sum(1) for m in attention_mask.split(r, dim=1)], dim=1) for r in ratios}
+        return {r: SlotBatch(embedded[:, ::r] * (counts[r] > 0).unsqueeze(-1), counts[r]) for r in ratios}
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        return [self.gain.requires_grad_(True)]
+
+    def saved_state(self) -> dict[str, Tensor]:
+        return {"gain": self.gain.detach().clone()}
+
+    def load_saved_state(self, state: dict[str, Tensor]) -> None:
+        self.gain.data.copy_(state["gain"])
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """The toy, known for the time of a test."""
+    register(
+        Method(
+            config=FirstTokensConfig,
+            compressor=FirstTokens,
+            reader=lambda backbone, config, compressor: MappedReader(
+                backbone, LinearMap(compressor.dim, backbone.dim), TuneConfig(mode="frozen")
+            ),
+            paper="A toy",
+        )
+    )
+    yield
+    del METHODS["first_tokens"]
+
+
+def recipe(folder: Path, tokenizer: Any, **method: Any) -> Path:
+    """A recipe that trains the toy on a tiny decoder, both in `folder`."""
+    torch.manual_seed(0)
+    tiny_llama(tokenizer).save_pretrained(folder / "decoder")
+    tokenizer.save_pretrained(folder / "decoder")
+    write_jsonl(folder / "train.jsonl", world_examples("train", 0, 8, 1))
+    settings = {
+        "stage": "answer",
+        "name": "toy",
+        "output": str(folder / "run"),
+        "decoder": str(folder / "decoder"),
+        "method": {"name": "first_tokens", **method},
+        "base_ratio": 4,
+        "ratios": [4],
+        "window": 64,
+        "data": {"files": [str(folder / "train.jsonl")], "max_context_tokens": 64},
+        "optim": {"steps": 2, "batch_size": 4, "learning_rate": 1e-2, "final_learning_rate": 0.0},
+    }
+    file = folder / "toy.yaml"
+    file.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return file
+
+
+def test_a_method_from_outside_is_trained_saved_loaded_stored_and_asked(
+    registered: None, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    folder = run_recipe(recipe(tmp_path, tiny_tokenizer)) / "bundle"
+    assert "first_tokens (A toy)" in (folder / "README.md").read_text(encoding="utf-8")
+    bundle = Bundle.from_pretrained(folder)
+    assert isinstance(bundle.config.method, FirstTokensConfig)
+    gain = float(bundle.compressor.gain)
+    assert gain != 1.0
+    [soft] = bundle.compress([PASSAGE])
+    ids = bundle.tokenizer(PASSAGE, add_special_tokens=False)["input_ids"]
+    torch.testing.assert_close(soft.slots, gain * bundle.backbone.embeddings.weight.detach()[ids[::4]])
+    store = SoftContextStore(str(tmp_path / "chroma"), bundle)
+    decoder = TransformersDecoder(bundle, store)
+    [answer] = decoder.generate([f"{mark(store, [PASSAGE])[0]} Who built the harbour?"])
+    assert answer.slots == soft.n_slots and answer.completion_tokens > 0
+
+
+def test_its_settings_are_checked_as_those_of_any_method(registered: None, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"method.first_tokens.gain: .*number.*got 'much'"):
+        run_recipe(recipe(tmp_path, tiny_tokenizer, gain="much"))
+
+
+def test_without_registering_it_is_unknown(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"method: .*'first_tokens'.*'mean_pooling'"):
+        run_recipe(recipe(tmp_path, tiny_tokenizer))
