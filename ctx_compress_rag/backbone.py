@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.quantization import from_int8
+from ctx_compress_rag.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +96,10 @@ class Backbone:
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model = model.requires_grad_(False)
         self.tokenizer = tokenizer
-        self.lock = threading.RLock()
+        self.lock = Turns()
         self._adapters: set[str] = set()
         self._trained: list[nn.Parameter] = []
         self._active: str | None = None
-        self._holder: int | None = None
 
     @property
     def device(self) -> torch.device:
@@ -165,19 +164,17 @@ class Backbone:
         if adapter is not None and adapter not in self._adapters:
             raise ConfigError(f"no adapter {adapter!r}: there are {sorted(self._adapters)}")
         with self.lock:
-            previous, outer = self._active, self._holder
-            self._holder = threading.get_ident()
+            previous = self._active
             self._activate(adapter)
             try:
                 yield self.model
             finally:
                 self._activate(previous)
-                self._holder = outer
 
     @property
     def held(self) -> bool:
         """Whether the calling thread is inside `use`; a worker it waits for would then never get the model."""
-        return self._holder == threading.get_ident()
+        return self.lock.held
 
     def _activate(self, adapter: str | None) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ctx_compress_rag.cli.serving import time_callers
 from ctx_compress_rag.cli.shared import bundle_option, note_what_it_reads, quiet_models, store_option
 
 
@@ -245,6 +246,7 @@ def bench_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokens", type=int, default=256, metavar="N", help="most per passage (default: %(default)s)")
     parser.add_argument("--ratio", type=int, default=16, metavar="R", help="for the first token (default: %(default)s)")
+    parser.add_argument("--concurrency", type=int, metavar="N", help="time N callers at a time instead")
 
 
 def run_bench(args: argparse.Namespace) -> None:
@@ -262,6 +264,9 @@ def run_bench(args: argparse.Namespace) -> None:
     bundle = Bundle.from_pretrained(args.bundle)
     text = Path(args.text).read_text(encoding="utf-8")
     passages = list(dict.fromkeys(chunk(text, bundle.tokenizer, args.tokens)))[: args.passages]
+    if args.concurrency is not None:
+        time_callers(bundle, passages, args.concurrency, args.ratio)
+        return
     with tempfile.TemporaryDirectory() as folder:
         speed = indexing_speed(bundle, passages, folder)
     print(f"indexed {speed.passages} passages, {speed.tokens} tokens")

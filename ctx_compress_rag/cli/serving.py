@@ -1,10 +1,15 @@
-"""The command that serves: serve."""
+"""The command that serves, serve, and the part of bench that times callers at a time."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ctx_compress_rag.cli.shared import bundle_option, note_what_it_reads, quiet_models, store_option
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.bundle import Bundle
 
 
 def serve_options(parser: argparse.ArgumentParser) -> None:
@@ -71,3 +76,33 @@ def run_serve(args: argparse.Namespace) -> None:
             grace=args.grace,
             started=lambda url: print(f"serving {bundle.config.name!r} at {url}", flush=True),
         )
+
+
+def time_callers(bundle: Bundle, passages: Sequence[str], callers: int, ratio: int) -> None:
+    """Print what callers at a time get, each with four of the passages as soft contexts."""
+    import tempfile
+
+    from ctx_compress_rag.errors import ConfigError
+    from ctx_compress_rag.evaluation.concurrency import EndlessDecoder, concurrency
+    from ctx_compress_rag.marking.mark import mark
+    from ctx_compress_rag.stores import SoftContextStore
+    from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
+
+    if callers < 2:
+        raise ConfigError(f"--concurrency {callers}: give 2 or more callers")
+    if not passages:
+        raise ConfigError("the text has no passages: give a longer one")
+    with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, bundle) as store:
+        chats = []
+        for caller in range(callers):
+            own = [passages[(4 * caller + place) % len(passages)] for place in range(4)]
+            text = PASSAGE_SEPARATOR.join(mark(store, own, ratio=ratio))
+            chats.append(messages(TEMPLATES[0], text, "What is it about?"))
+        found = concurrency(EndlessDecoder(bundle, store, batch_size=callers), chats)
+    print(f"{callers} callers, 4 passages each at {ratio}x, 64 tokens of the bundle's own decoder")
+    print(f"tokens/s one after the other {found.turns_rate:.0f}")
+    print(f"tokens/s in one batch {found.batch_rate:.0f}")
+    print(f"tokens/s as streams at a time {found.stream_rate:.0f}, over the batch {found.share:.2f}")
+    first = f"first piece after {found.first_seconds * 1e3:.0f} ms"
+    print(f"{first}; the last stream's over the first's {found.last_first:.2f}")
+    print(f"one caller's time over that of transformers' generate {found.alone:.3f}")

@@ -6,9 +6,10 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,12 +18,13 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import whole
 from ctx_compress_rag.decoding.generation import Generation, Sampling, TextWatch, sampler
+from ctx_compress_rag.decoding.rows import Row, can_share
+from ctx_compress_rag.decoding.sharing import Sharing, memory_error, out_of_memory
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.decoding.structured import JsonProcessor
 from ctx_compress_rag.errors import (
     ConfigError,
     CtxCompressError,
-    DecoderMemoryError,
     FingerprintMismatchError,
     MissingPassageError,
     PayloadError,
@@ -41,6 +43,9 @@ Message = Mapping[str, str]
 """A chat message: `role` ("system", "user" or "assistant") and `content`, which may hold markers."""
 
 Prompt = str | Sequence[Message]
+
+Put = Callable[[str | Generation | BaseException], object]
+"""Is given pieces of text, then the whole Generation, or the error that ended it."""
 
 _GREEDY = Sampling()
 
@@ -62,7 +67,7 @@ class TransformersDecoder:
     """Answers prompts with a bundle's decoder, reading stored slots where the prompt has markers.
 
     A prompt with markers is read by the decoder as the bundle's reader tuned it; one without by the
-    decoder for plain text. May be called from several threads; the model serves one at a time.
+    decoder for plain text. May be called from several threads: concurrent calls share forward passes.
 
     Args:
         bundle: the bundle.
@@ -120,6 +125,8 @@ class TransformersDecoder:
             PayloadError: a stored record is damaged (and `on_missing` is not "text").
             DecoderMemoryError: the device has not enough memory; the decoder can be asked again.
         """
+        if can_share(self.bundle.backbone.model) and not self.bundle.backbone.held:
+            return self._shared(prompts, sampling)
         prepared = self._prepare(prompts)
         done: dict[int, Generation] = {}
         for soft in (False, True):
@@ -130,6 +137,10 @@ class TransformersDecoder:
                 batch = group[start : start + self.batch_size]
                 done.update(zip(batch, self._run([prepared[i] for i in batch], sampling), strict=True))
         return [done[i] for i in range(len(prepared))]
+
+    def generate_apart(self, prompt: Prompt, sampling: Sampling = _GREEDY) -> Generation:
+        """Answer one prompt by transformers' own `generate`, in passes that nobody shares; raises as `generate`."""
+        return self._run(self._prepare([prompt]), sampling)[0]
 
     def stream(self, prompt: Prompt, sampling: Sampling = _GREEDY) -> Iterator[str | Generation]:
         """Answer one prompt piece by piece, then give the whole Generation.
@@ -144,12 +155,11 @@ class TransformersDecoder:
             DecoderMemoryError: at iteration, as `generate`.
             CtxCompressError: at iteration, when this thread holds the decoder itself.
         """
-        [prepared] = self._prepare([prompt])
+        with Sharing.of(self.bundle.backbone).reading():
+            [prepared] = self._prepare([prompt])
         return self._pieces(prepared, sampling)
 
-    def start(
-        self, prompt: Prompt, sampling: Sampling, put: Callable[[str | Generation | BaseException], object]
-    ) -> Callable[[], None]:
+    def start(self, prompt: Prompt, sampling: Sampling, put: Put) -> Callable[[], None]:
         """Answer one prompt in the background, for callers that cannot wait in a thread, such as a server.
 
         The prompt is checked and its passages are fetched before this returns.
@@ -164,8 +174,9 @@ class TransformersDecoder:
 
         Raises: as `stream` at the call.
         """
-        [prepared] = self._prepare([prompt])
-        return self._start(prepared, sampling, put)
+        with Sharing.of(self.bundle.backbone).reading():
+            [prepared] = self._prepare([prompt])
+            return self._start(prepared, sampling, put)
 
     def pieces(self, prompts: Sequence[Prompt]) -> list[list[Tensor]]:
         """What the model is given for prompts: token ids (int64) and slots (float, in its embedding space), in order.
@@ -316,15 +327,11 @@ class TransformersDecoder:
         try:
             return self._generated(prompts, sampling, on_text, cancelled)
         except (RuntimeError, MemoryError) as error:
-            if not _out_of_memory(error):
+            if not out_of_memory(error):
                 raise
-            said = str(error).partition("\n")[0]
+            said = str(error)
         # Raised out here: as its cause, the error would keep the frames and with them the memory they hold.
-        raise DecoderMemoryError(
-            f"not enough memory for a batch of {len(prompts)} prompts, the longest of {max(p.length for p in prompts)} "
-            f"tokens, and {sampling.max_new_tokens} more ({said}): use a coarser ratio, fewer passages, a shorter "
-            "answer or a smaller batch_size"
-        )
+        raise memory_error(prompts, said)
 
     def _generated(
         self,
@@ -370,24 +377,68 @@ class TransformersDecoder:
         special = tokenizer.get_added_vocab()
         return {i for i in ids if i is not None} | {special[s] for s in stop if s in special}
 
-    def _start(
-        self, prompt: _Prepared, sampling: Sampling, put: Callable[[str | Generation | BaseException], object]
-    ) -> Callable[[], None]:
+    def _as_changed(self) -> tuple[Bundle, object]:
+        """The bundle as this decoder changes it, and what tells it from others of the same model."""
+        return self.bundle, None
+
+    def _row(self, prompt: _Prepared, sampling: Sampling, put: Put, bundle: Bundle, stream: bool = False) -> Row:
+        limit = min(sampling.max_new_tokens, (self._window or 1 << 62) - prompt.length)
+        end_ids = partial(self._end_ids, stop=sampling.stop)
+        return Row(
+            bundle, prompt.pieces, prompt.length, prompt.slots, prompt.soft, sampling, limit, end_ids, put, stream
+        )
+
+    def _add(self, rows: Sequence[Row], change: object) -> None:
+        sharing = Sharing.of(self.bundle.backbone)
+        for soft in (False, True):
+            if group := [row for row in rows if row.soft is soft]:
+                sharing.add(group, (self.bundle.reader, change, soft), self.batch_size)
+
+    def _shared(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
+        """`generate` in the passes that all callers share."""
+        queue: SimpleQueue[tuple[int, str | Generation | BaseException]] = SimpleQueue()
+        bundle, change = self._as_changed()
+        with Sharing.of(self.bundle.backbone).reading():
+            rows = [
+                self._row(prompt, sampling, partial(_put_at, queue, index), bundle)
+                for index, prompt in enumerate(self._prepare(prompts))
+            ]
+            self._add(sorted(rows, key=lambda row: row.length), change)
+        done: dict[int, Generation] = {}
+        try:
+            while len(done) < len(rows):
+                index, answer = queue.get()
+                if isinstance(answer, BaseException):
+                    raise answer
+                assert isinstance(answer, Generation)
+                done[index] = answer
+        finally:
+            for row in rows:
+                row.cancelled = True
+        return [done[index] for index in range(len(rows))]
+
+    def _start(self, prompt: _Prepared, sampling: Sampling, put: Put) -> Callable[[], None]:
         # The lock belongs to the thread that takes it, and a consumer may pause for ever or come from
         # another thread each time: so a worker runs the model, and never waits for the consumer.
-        cancelled = threading.Event()
+        bundle, change = self._as_changed()
+        row = self._row(prompt, sampling, put, bundle, stream=True)
+
+        def cancel() -> None:
+            row.cancelled = True
+
+        if can_share(bundle.backbone.model):
+            self._add([row], change)
+            return cancel
 
         def run() -> None:
             try:
-                done = self._run([prompt], sampling, put, cancelled.is_set)
+                for generation in self._run([prompt], sampling, put, lambda: row.cancelled):
+                    put(generation)
             except BaseException as error:
                 put(error)
-            else:
-                for generation in done:
-                    put(generation)
 
         threading.Thread(target=run, name="ctx-compress-stream").start()
-        return cancelled.set
+        return cancel
 
     def _pieces(self, prompt: _Prepared, sampling: Sampling) -> Iterator[str | Generation]:
         if self.bundle.backbone.held:
@@ -406,12 +457,8 @@ class TransformersDecoder:
             cancel()
 
 
-def _out_of_memory(error: Exception) -> bool:
-    # torch's CPU allocator and MPS raise a plain RuntimeError.
-    said = str(error)
-    return (
-        isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in said or "out of memory" in said
-    )
+def _put_at(queue: SimpleQueue[Any], index: int, answer: str | Generation | BaseException) -> None:
+    queue.put((index, answer))
 
 
 def _around_markers(
