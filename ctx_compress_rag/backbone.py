@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError
+from ctx_compress_rag.gguf import GgufDecoder, gguf_file, load_gguf
 from ctx_compress_rag.quantization import from_int8
 from ctx_compress_rag.turns import Turns
 
@@ -34,28 +35,25 @@ def choose_device(device: str | torch.device | None = None) -> tuple[torch.devic
 
 
 def load_decoder(
-    name: str | Path, revision: str | None = None, device: str | torch.device | None = None
+    name: str | Path | GgufDecoder, revision: str | None = None, device: str | torch.device | None = None
 ) -> tuple[Any, Any]:
-    """Load a causal LM and its tokenizer from a folder or the hub; safetensors only, never pickle, and no code.
+    """Load a causal LM and its tokenizer from a folder or the hub; safetensors or GGUF only, never pickle, and no code.
 
     Returns: the model in eval mode with frozen parameters, and the tokenizer, padding on the left.
 
     Raises:
         BundleError: it cannot be loaded; the message names what was asked for.
+        MissingExtraError: it is a GGUF file, and a package that reads those is not installed.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     chosen, dtype = choose_device(device)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-        packed = Path(name) / INT8_FILE
-        model: Any = (
-            _from_int8(packed, dtype)
-            if packed.exists()
-            else AutoModelForCausalLM.from_pretrained(
-                name, revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False
-            )
-        )
+        if isinstance(name, GgufDecoder):
+            model, tokenizer = load_gguf(gguf_file(name, revision))
+            _weights_as(model, dtype)
+        else:
+            model, tokenizer = _from_folder(name, revision, dtype)
+    except CtxCompressError:
+        raise
     except Exception as error:  # transformers raises many kinds: OSError, ValueError, SafetensorError, ...
         raise BundleError(f"cannot load the decoder {str(name)!r}: {error}") from error
     if tokenizer.pad_token_id is None:
@@ -63,6 +61,20 @@ def load_decoder(
     tokenizer.padding_side = "left"
     logger.info("decoder %s on %s in %s", name, chosen, dtype)
     return model.to(chosen).eval().requires_grad_(False), tokenizer
+
+
+def _from_folder(name: str | Path, revision: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The causal LM and the tokenizer of a transformers folder, here or on the hub."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+    packed = Path(name) / INT8_FILE
+    if packed.exists():
+        return _from_int8(packed, dtype), tokenizer
+    model = AutoModelForCausalLM.from_pretrained(
+        name, revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False
+    )
+    return model, tokenizer
 
 
 def _from_int8(file: Path, dtype: torch.dtype) -> Any:
@@ -226,7 +238,8 @@ class Backbone:
         """Adapter `name`'s weights under the names that peft's own files use."""
         from peft import get_peft_model_state_dict
 
-        state = get_peft_model_state_dict(self.model, adapter_name=name)
+        # Embeddings are never an adapter's here; left to itself, peft asks the hub whether they might be.
+        state = get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False)
         return {f"{_PEFT_PREFIX}{key}": value.detach().cpu().contiguous() for key, value in state.items()}
 
     def load_adapter_state(self, name: str, state: dict[str, Tensor]) -> None:
@@ -249,6 +262,28 @@ class Backbone:
                 )
         plain = {key.removeprefix(_PEFT_PREFIX): value for key, value in state.items()}
         set_peft_model_state_dict(self.model, plain, adapter_name=name)
+
+    def copy_adapter(self, source: str, target: str) -> None:
+        """Give adapter `target` the weights of adapter `source`.
+
+        Raises:
+            ConfigError: they are not of one shape, or scale what they add differently.
+        """
+        from peft.tuners.lora import LoraLayer
+
+        state, expected = self.adapter_state(source), self.adapter_state(target)
+        shapes, wanted = ({name: value.shape for name, value in s.items()} for s in (state, expected))
+        scales = {
+            (module.scaling[source], module.scaling[target])
+            for module in self.model.modules()
+            if isinstance(module, LoraLayer) and {source, target} <= module.scaling.keys()
+        }
+        if shapes != wanted or any(one != other for one, other in scales):
+            raise ConfigError(
+                f"adapter {target!r} cannot start from {source!r}: they differ in layers, modules, rank or alpha. "
+                "Give both the same"
+            )
+        self.load_adapter_state(target, state)
 
     def save_adapter_config(self, name: str, folder: Path) -> None:
         """Write adapter `name`'s adapter_config.json, so that the folder is an ordinary peft adapter."""

@@ -7,6 +7,7 @@ from typing import Literal, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.methods.base.config import Strict
 from ctx_compress_rag.methods.registry import AnyMethodConfig
 
@@ -21,7 +22,7 @@ class BundleConfig(Strict):
         format: version of the bundle format.
         name: the bundle's name.
         method: the compression method and its settings.
-        decoder: hub id or path of the decoder; None when the bundle ships it in `decoder/`.
+        decoder: hub id or path of the decoder, or its GGUF file; None when the bundle ships it in `decoder/`.
         revision: the decoder's revision on the hub.
         base_ratio: source tokens per slot in the store.
         ratios: the ratios it was trained for.
@@ -32,12 +33,17 @@ class BundleConfig(Strict):
     format: Literal[1] = 1
     name: str = Field(min_length=1)
     method: AnyMethodConfig
-    decoder: str | None = None
+    decoder: str | GgufDecoder | None = None
     revision: str | None = None
     base_ratio: int = Field(gt=0)
     ratios: list[int] = Field(min_length=1)
     max_tokens: int = Field(gt=0)
     reads: str = "general text"
+
+    @property
+    def decoder_name(self) -> str | None:
+        """What to call the decoder, None where the bundle ships it."""
+        return None if self.decoder is None else str(self.decoder)
 
     @model_validator(mode="after")
     def _ratios_fit(self) -> BundleConfig:

@@ -25,8 +25,12 @@ class StoreError(CtxCompressError):
     """The store cannot be opened, read or written as asked."""
 
 
-class StoreLockedError(StoreError):
-    """Another process is writing to the same store path."""
+class StoreWriteError(StoreError):
+    """The store cannot be written to now: it is read-only, its disk is full, or Chroma refuses. Reading may go on."""
+
+
+class StoreLockedError(StoreWriteError):
+    """Another process is writing to the same store path, for longer than this one waits."""
 
 
 class PayloadError(StoreError, ValueError):

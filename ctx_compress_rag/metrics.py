@@ -16,8 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ctx_compress_rag.data.examples import NO_ANSWER
 from ctx_compress_rag.errors import DataError
+
+NO_ANSWER = "The text does not say."
+"""What a decoder is trained to answer where the passages do not."""
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -11,7 +11,7 @@ from ctx_compress_rag.methods.registry import METHODS
 
 def model_card(config: BundleConfig, report: Mapping[str, Any], fingerprint: str) -> str:
     """The card's text, in the hub's format."""
-    decoder = config.decoder or "in `decoder/`"
+    decoder = config.decoder_name or "in `decoder/`"
     facts = [
         ("Method", f"{config.method.name} ({METHODS[config.method.name].paper})"),
         ("Decoder", decoder),

@@ -20,7 +20,7 @@ from packaging.version import Version
 
 import ctx_compress_rag
 from ctx_compress_rag.extras import MissingExtraError, needs
-from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
+from ctx_compress_rag.training.recipes import FOLDERS, SHIPPED, load_recipe
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ctx_compress_rag"
@@ -119,7 +119,7 @@ def test_core_modules_import_only_what_is_declared(file: Path) -> None:
     core = declared(PROJECT["dependencies"])
     if file.parent.name == "serving":  # the server's own room; no other imports it before it is asked for
         core |= declared(EXTRAS["serve"])
-    optional = declared(EXTRAS["train"], EXTRAS["demo"])
+    optional = declared(EXTRAS["train"], EXTRAS["gguf"], EXTRAS["demo"])
     assert foreign_distributions(file, at_import_time=True) <= core
     assert foreign_distributions(file, at_import_time=False) <= core | optional
 
@@ -139,7 +139,7 @@ def test_the_lowest_versions_are_those_that_are_tested() -> None:
     """`make test-lowest` runs with exactly the lower bounds of all that it installs, but for torch's."""
     lines = (ROOT / "constraints-lowest.txt").read_text(encoding="utf-8").splitlines()
     pins = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
-    installed = (EXTRAS[name] for name in ("langchain", "llama-index", "train", "sentences", "serve", "test"))
+    installed = (EXTRAS[name] for name in ("langchain", "llama-index", "train", "gguf", "sentences", "serve", "test"))
     requirements = [Requirement(line) for line in [*PROJECT["dependencies"], *itertools.chain(*installed)]]
     for requirement in requirements:
         if requirement.name not in (PROJECT["name"], "torch"):
@@ -156,9 +156,12 @@ def test_a_missing_package_is_named_with_its_extra() -> None:
         import no_such_package  # noqa: F401
 
 
-@pytest.mark.parametrize("file", sorted(SHIPPED.rglob("*.yaml")), ids=lambda f: str(f.relative_to(SHIPPED)))
-def test_shipped_recipes_are_valid(file: Path) -> None:
-    assert load_recipe(file) == load_recipe(str(file.relative_to(SHIPPED).with_suffix("")))
+@pytest.mark.parametrize(
+    "name", [str(file.relative_to(folder)) for folder in FOLDERS for file in sorted(folder.rglob("*.yaml"))]
+)
+def test_shipped_recipes_are_valid(name: str) -> None:
+    [file] = [folder / name for folder in FOLDERS if (folder / name).exists()]
+    assert load_recipe(file) == load_recipe(name.removesuffix(".yaml"))
 
 
 def test_recipes_are_shipped() -> None:

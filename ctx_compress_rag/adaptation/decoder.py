@@ -22,6 +22,7 @@ from ctx_compress_rag.decoding.decoder import Prompt, TransformersDecoder
 from ctx_compress_rag.decoding.generation import Generation, Sampling
 from ctx_compress_rag.decoding.splice import Piece, Spliced, splice
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.text.tokenising import text_ids
@@ -213,11 +214,13 @@ def generate_together(
     return [done[i] for i in range(len(prepared))]
 
 
-def text_bundle(decoder: str | Path, revision: str | None = None, device: str | torch.device | None = None) -> Bundle:
+def text_bundle(
+    decoder: str | Path | GgufDecoder, revision: str | None = None, device: str | torch.device | None = None
+) -> Bundle:
     """A bundle for a decoder that reads text alone: its compressor and reader are untrained and never asked.
 
     Args:
-        decoder: a folder or hub id.
+        decoder: a folder, hub id or GGUF file.
         revision: the decoder's revision on the hub.
         device: where to put it; None takes CUDA, MPS or the CPU, in that order.
     """
@@ -226,7 +229,7 @@ def text_bundle(decoder: str | Path, revision: str | None = None, device: str | 
     config = BundleConfig(
         name="text",
         method=MeanPoolingConfig(encoder=nothing, decoder=nothing, linear=False),
-        decoder=str(decoder),
+        decoder=decoder if isinstance(decoder, GgufDecoder) else str(decoder),
         revision=revision,
         base_ratio=4,
         ratios=[4],

@@ -10,16 +10,16 @@ from typing import Any, Literal
 
 from tqdm.auto import tqdm
 
+from ctx_compress_rag.adaptation.config import AdaptationRecipe, UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.cost import Cost, measure
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, generate_together
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, FileTasks, Tasks, with_slots
+from ctx_compress_rag.adaptation.stages import open_decoder
 from ctx_compress_rag.adaptation.systems import AT_TEST_TIME, BASE, PREDICTED, Recipes, System
-from ctx_compress_rag.adaptation.training import open_decoder
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.extras import needs
 from ctx_compress_rag.metrics import Interval, exact_match, paired_difference, token_f1
 from ctx_compress_rag.text.prompts import PromptBuilder
-from ctx_compress_rag.training.recipes import AdaptationRecipe, UpdatePredictorRecipe
 
 
 @dataclass(frozen=True)

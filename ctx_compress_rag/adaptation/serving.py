@@ -84,7 +84,7 @@ def save_adapter(decoder: AdaptiveDecoder, folder: str | Path) -> None:
     Raises:
         ConfigError: it is not adapted, or by demonstrations in its prompt, which no adapter can hold.
     """
-    adapted, name = decoder.adapted, decoder.bundle.config.decoder
+    adapted, name = decoder.adapted, decoder.bundle.config.decoder_name
     if adapted.shots or (adapted.adapter is None and adapted.prefix is None):
         what = "demonstrations in its prompt" if adapted.shots else "nothing"
         raise ConfigError(f"this decoder is adapted by {what}: there is no adapter to save")

@@ -139,6 +139,9 @@ def update_index(
     stored = index.sources(root)
     stale = [id for id, source in stored.items() if id not in passages and source in scan.texts]
     gone = [id for id, source in stored.items() if source not in scan.texts and source not in scan.unread]
+    repaired = index.store.discard_damaged()
+    if repaired:
+        logger.warning("%d records were damaged, %s first: compressed again", len(repaired), repaired[0])
     report = index.add(list(passages.values()), progress)
     index.remove(stale + gone if prune else stale)
     return IndexReport(

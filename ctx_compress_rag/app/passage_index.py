@@ -8,21 +8,23 @@ under the same ids.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import chromadb
 from chromadb.errors import NotFoundError
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import AddReport, Passage, SoftContextStore, StoreInfo
+from ctx_compress_rag.stores.companion import column, explained
 from ctx_compress_rag.stores.connect import Connection, connect
-from ctx_compress_rag.stores.lock import WriterLock
+from ctx_compress_rag.stores.lock import DEFAULT_TIMEOUT
+from ctx_compress_rag.stores.sqlite import DATABASE, SqliteCollection
 from ctx_compress_rag.text.minilm import load_minilm
 
 if TYPE_CHECKING:
@@ -65,27 +67,23 @@ class PassageIndex:
         store: the soft contexts.
     """
 
-    def __init__(self, connection: Connection, bundle: Bundle, bundle_name: str, codec: str | None) -> None:
-        assert connection.folder is not None
+    def __init__(self, folder: str | Path, bundle: Bundle, bundle_name: str, codec: str | None) -> None:
         self.bundle = bundle
-        self.store = SoftContextStore(connection.client, bundle, collection=COLLECTION, codec=codec)
-        self._connection = connection
+        self.store = SoftContextStore(folder, bundle, collection=COLLECTION, codec=codec)
+        self._connection = connect(folder, COLLECTION)
         self._bundle_name = bundle_name
-        self._collection = _find_collection(connection)
-        self._lock = WriterLock(connection.folder)
 
     def add(self, passages: Sequence[Passage], progress: bool = True) -> AddReport:
         """Store the passages that are missing: vectors first, then soft contexts.
 
-        Both are written batch by batch; after an interruption the same call goes on where it ended.
+        Both are written batch by batch; after an interruption the same call goes on where it ended. A passage that
+        has a vector alone in between is compressed by whoever retrieves it.
 
         Args:
             passages: as `make_passage` makes them.
             progress: show progress bars.
         """
-        self._lock.take()
-        collection = self._writable()
-        known = self._known([str(passage.id) for passage in passages])
+        known = set(self._column("source"))
         missing = [passage for passage in passages if passage.id not in known]
         if missing:
             with tqdm(total=len(missing), desc="embedding", unit="passage", disable=not progress) as bar:
@@ -93,7 +91,9 @@ class PassageIndex:
                     batch = missing[start : start + _EMBED_BATCH]
                     texts = [passage.text for passage in batch]
                     metadatas: Any = [dict(passage.metadata) for passage in batch]
-                    collection.upsert([str(p.id) for p in batch], _vectors(texts), metadatas, texts)
+                    vectors = _vectors(texts)
+                    with self._writing() as collection:
+                        collection.upsert([str(p.id) for p in batch], vectors, metadatas, texts)
                     bar.update(len(batch))
         return self.store.add(passages, progress=progress)
 
@@ -101,21 +101,16 @@ class PassageIndex:
         """Remove passages from both collections."""
         if not ids:
             return
-        self._lock.take()
         # Soft contexts first: what is left after an interruption is still listed by `sources`.
         self.store.delete(ids)
         for start in range(0, len(ids), _PAGE):
-            self._writable().delete(ids=list(ids[start : start + _PAGE]))
+            with self._writing() as collection:
+                collection.delete(ids=list(ids[start : start + _PAGE]))
 
     def sources(self, root: str) -> dict[str, str]:
         """The source of every passage from `root`, by id."""
-        found: dict[str, str] = {}
-        while self._collection is not None:
-            page = self._collection.get(where={"root": root}, limit=_PAGE, offset=len(found), include=["metadatas"])
-            if not page["ids"]:
-                break
-            found |= {id: str(data["source"]) for id, data in zip(page["ids"], page["metadatas"] or [], strict=True)}
-        return found
+        roots = self._column("root")
+        return {id: str(source) for id, source in self._column("source").items() if roots.get(id) == root}
 
     def search(self, questions: Sequence[str], k: int) -> list[list[Hit]]:
         """The `k` nearest passages of each question, nearest first; fewer where there are fewer.
@@ -128,14 +123,20 @@ class PassageIndex:
             raise ConfigError(f"cannot retrieve {k} passages: ask for 1 or more")
         if not all(question.strip() for question in questions):
             raise ConfigError("the question is empty: ask something")
-        count = len(self)
-        if not count or self._collection is None:
-            raise StoreError(f"{self._connection.where} holds no passages: run `ctx-compress index` first")
-        result: Any = self._collection.query(
-            query_embeddings=_vectors(questions),
-            n_results=min(k, count),
-            include=["documents", "metadatas", "distances"],
-        )
+        vectors = _vectors(questions)
+        with self._errors_explained(), self._connection.reading() as client:
+            collection = _find_collection(self._connection, client)
+            count = collection.count() if collection else 0
+            if not count:
+                raise StoreError(f"{self._connection.where} holds no passages: run `ctx-compress index` first")
+            if isinstance(collection, SqliteCollection):
+                raise StoreError(
+                    f"{self._connection.where} may not be written to, or a Chroma server runs on it: its soft contexts "
+                    "can be read, but Chroma cannot search its vectors; copy the folder, or stop the server"
+                )
+            result: Any = collection.query(
+                query_embeddings=vectors, n_results=min(k, count), include=["documents", "metadatas", "distances"]
+            )
         rows = zip(*(result[key] for key in ("ids", "documents", "metadatas", "distances")), strict=True)
         return [
             [Hit(id, text, str(data["source"]), 1 - distance) for id, text, data, distance in zip(*row, strict=True)]
@@ -143,12 +144,13 @@ class PassageIndex:
         ]
 
     def __len__(self) -> int:
-        return self._collection.count() if self._collection else 0
+        with self._errors_explained(), self._connection.reading() as client:
+            collection = _find_collection(self._connection, client)
+            return int(collection.count()) if collection else 0
 
     def close(self) -> None:
-        """Let other processes write."""
+        """Close the engine."""
         self.store.close()
-        self._lock.release()
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -159,21 +161,22 @@ class PassageIndex:
     ) -> None:
         self.close()
 
-    def _known(self, ids: Sequence[str]) -> set[str]:
-        known: set[str] = set()
-        for start in range(0, len(ids), _PAGE):
-            known.update(self._writable().get(ids=list(ids[start : start + _PAGE]), include=[])["ids"])
-        return known
-
-    def _writable(self) -> chromadb.Collection:
-        if self._collection is None:
-            self._collection = self._connection.client.create_collection(
+    @contextmanager
+    def _writing(self) -> Iterator[Any]:
+        with self._errors_explained(), self._connection.writing(DEFAULT_TIMEOUT) as client:
+            yield _find_collection(self._connection, client) or client.create_collection(
                 COLLECTION,
                 configuration=_COSINE,
                 metadata={_BUNDLE_KEY: self._bundle_name},
                 embedding_function=None,
             )
-        return self._collection
+
+    def _column(self, field: str) -> dict[str, Any]:
+        with self._errors_explained(), self._connection.looking() as client:
+            return column(_find_collection(self._connection, client), field)
+
+    def _errors_explained(self) -> AbstractContextManager[None]:
+        return explained(self._connection.where)
 
 
 def default_bundle() -> str:
@@ -206,13 +209,10 @@ def open_index(
     """
     from ctx_compress_rag.bundle import Bundle
 
-    connection = _connect(folder, create)
-    try:
-        name = bundle or _recorded(_find_collection(connection)) or default or default_bundle()
-        return PassageIndex(connection, Bundle.from_pretrained(name), _lasting(name), codec)
-    except BaseException:
-        connection.close()
-        raise
+    _check_there(folder, create)
+    recorded = _recorded(folder)
+    name = bundle or recorded or default or default_bundle()
+    return PassageIndex(str(folder), Bundle.from_pretrained(name), _lasting(name), codec)
 
 
 @dataclass(frozen=True)
@@ -230,15 +230,19 @@ def inspect_index(folder: str | Path) -> IndexInfo:
     Raises:
         StoreError: there is no index, or nothing in it.
     """
-    connection = _connect(folder, create=False)
+    _check_there(folder, create=False)
+    connection = connect(str(folder), COLLECTION)
     try:
-        collection = _find_collection(connection)
-        try:
-            about = connection.client.get_collection(connection.companion, embedding_function=None).metadata or {}
-        except NotFoundError:
-            raise StoreError(f"{connection.where} holds no soft contexts: run `ctx-compress index` first") from None
-        with SoftContextStore(connection.client, _Recorded(about), collection=COLLECTION) as store:
-            return IndexInfo(store.info(), _recorded(collection) or str(about["bundle"]), _count_sources(collection))
+        with explained(connection.where), connection.looking() as client:
+            passages = _find_collection(connection, client)
+            try:
+                about = client.get_collection(connection.companion, embedding_function=None).metadata or {}
+            except NotFoundError:
+                raise StoreError(f"{connection.where} holds no soft contexts: run `ctx-compress index` first") from None
+            roots, sources = column(passages, "root"), column(passages, "source")
+        with SoftContextStore(str(folder), _Recorded(about), collection=COLLECTION) as store:
+            found = len({(roots.get(id), source) for id, source in sources.items()})
+            return IndexInfo(store.info(), _bundle_of(passages) or str(about["bundle"]), found)
     finally:
         connection.close()
 
@@ -258,19 +262,21 @@ class _Recorded:
         raise StoreError(f"the store was opened without its bundle: cannot compress {len(texts)} passages")
 
 
-def _connect(folder: str | Path, create: bool) -> Connection:
+def _check_there(folder: str | Path, create: bool) -> None:
     # Chroma would make the folder; whoever only reads should hear that the path is wrong.
-    if not create and not (Path(folder) / "chroma.sqlite3").exists():
+    if not create and not (Path(folder) / DATABASE).exists():
         raise StoreError(f"no store at {str(folder)!r}: make one with `ctx-compress index DIR --store {folder}`")
-    return connect(str(folder), COLLECTION)
 
 
-def _find_collection(connection: Connection) -> chromadb.Collection | None:
+def _find_collection(connection: Connection, client: Any) -> Any:
+    """The client's collection of passages; None where there is none."""
+    if client is None:
+        return None
     try:
-        collection = connection.client.get_collection(COLLECTION, embedding_function=None)
+        collection = client.get_collection(COLLECTION, embedding_function=None)
     except NotFoundError:
         return None
-    if _recorded(collection) is None:
+    if _bundle_of(collection) is None:
         raise StoreError(
             f"the collection {COLLECTION!r} in {connection.where} was not made by `ctx-compress index`: choose another "
             "folder, or put soft contexts beside it with SoftContextStore"
@@ -278,8 +284,17 @@ def _find_collection(connection: Connection) -> chromadb.Collection | None:
     return collection
 
 
-def _recorded(collection: chromadb.Collection | None) -> str | None:
-    """The address of the bundle that an index was made with."""
+def _recorded(folder: str | Path) -> str | None:
+    """The address of the bundle that the index in a folder was made with."""
+    connection = connect(str(folder), COLLECTION)
+    try:
+        with explained(connection.where), connection.reading() as client:
+            return _bundle_of(_find_collection(connection, client))
+    finally:
+        connection.close()
+
+
+def _bundle_of(collection: Any) -> str | None:
     name = (collection.metadata or {}).get(_BUNDLE_KEY) if collection is not None else None
     return None if name is None else str(name)
 
@@ -289,18 +304,6 @@ def _lasting(bundle: str) -> str:
     from ctx_compress_rag.bundle import SHIPPED
 
     return str(Path(bundle).resolve()) if bundle not in SHIPPED and Path(bundle).is_dir() else bundle
-
-
-def _count_sources(collection: chromadb.Collection | None) -> int:
-    sources: set[tuple[str, str]] = set()
-    offset = 0
-    while collection is not None:
-        metadatas: Any = collection.get(limit=_PAGE, offset=offset, include=["metadatas"])["metadatas"]
-        if not metadatas:
-            break
-        sources.update((data["root"], data["source"]) for data in metadatas)
-        offset += len(metadatas)
-    return len(sources)
 
 
 def _vectors(texts: Sequence[str]) -> Any:

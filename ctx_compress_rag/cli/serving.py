@@ -63,8 +63,7 @@ def run_serve(args: argparse.Namespace) -> None:
     check_exposure(args.host, keys is not None)
     limits = Limits(args.max_body, args.max_requests, args.max_tokens)
     quiet_models()
-    with open_store(args.store, args.bundle, args.collection) as store:
-        bundle = store.bundle
+    with open_store(args.store, args.bundle, args.collection) as (bundle, store):
         note_what_it_reads(bundle)
         decoder = TransformersDecoder(
             bundle, store, batch_size=args.batch_size, max_prompt_tokens=args.max_prompt_tokens

@@ -11,9 +11,6 @@ from typing import Any
 
 from ctx_compress_rag.errors import DataError
 
-NO_ANSWER = "The text does not say."
-"""What a decoder is trained to answer where the passages do not."""
-
 
 @dataclass(frozen=True)
 class Turn:

@@ -79,8 +79,9 @@ class Row:
         """
         assert self._watch is not None and self._processors is not None
         if self._processors:
-            so_far = torch.tensor([self.ids], dtype=torch.long, device=scores.device)
-            likeliest = int(self._processors(so_far, scores.float().unsqueeze(0))[0].argmax())
+            so_far: Any = torch.tensor([self.ids], dtype=torch.long, device=scores.device)
+            own: Any = scores.float().unsqueeze(0)
+            likeliest = int(self._processors(so_far, own)[0].argmax())
         self.ids.append(likeliest)
         self._watch.look(0, self.ids)
         done = self._watch.done[0]

@@ -51,7 +51,7 @@ def close_read(
     if not asked_ids:
         raise ConfigError(f"the question {question!r} has no tokens: ask something")
     passages = [Segments.of(bundle.tokenizer, text, ram.config.segment_tokens) for text in texts]
-    represented = _representations(store, ids, passages)
+    represented = _representations(store, ids, passages, scope)
     asked = ram.question(asked_ids)
     counts = torch.tensor([count for passage in passages for count in passage.token_counts])
     kept = ram.choose(asked.cpu(), represented, counts, ratio)
@@ -67,9 +67,11 @@ def close_read(
     return shown(passages, layouts, iter(store.skimmed_markers(parts, scope)))
 
 
-def _representations(store: SoftContextStore, ids: Sequence[str], passages: Sequence[Segments]) -> torch.Tensor:
+def _representations(
+    store: SoftContextStore, ids: Sequence[str], passages: Sequence[Segments], scope: str | None
+) -> torch.Tensor:
     """The stored r_i of all segments: (segments, dim)."""
-    stored = store.get(ids)
+    stored = store.get(ids, scope, [passage.text for passage in passages])
     for id, soft, passage in zip(ids, stored, passages, strict=True):
         if soft is None or soft.token_counts.tolist() != passage.token_counts:
             raise FingerprintMismatchError(

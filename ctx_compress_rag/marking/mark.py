@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from ctx_compress_rag.config import whole
-from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
+from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError, StoreWriteError
 from ctx_compress_rag.marking.budget import TEXT, Score, allot
 from ctx_compress_rag.stores import markers as marking
 from ctx_compress_rag.text.tokenising import text_ids
@@ -16,8 +17,13 @@ if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
     from ctx_compress_rag.stores import Compresses, SoftContextStore
 
+logger = logging.getLogger(__name__)
+
 OnMissing = Literal["compress", "error", "text"]
-"""A passage that is not stored, or stored with another text: compress it now, raise, or leave its text."""
+"""A passage that is not stored, or stored with another text: compress it now, raise, or leave its text.
+
+Where the store cannot be written to, "compress" leaves the text, too, with a warning that names the passages.
+"""
 
 Mode = Literal["soft", "close_reading"]
 """A marker in place of each passage; or text where the question needs it and markers for the rest (paper 004)."""
@@ -29,16 +35,23 @@ def mode_of(bundle: Compresses) -> Mode:
 
 
 def check_size(
-    store: SoftContextStore, ratio: int | None, token_budget: int | None, on_missing: str, mode: str = "soft"
+    store: SoftContextStore,
+    ratio: int | None,
+    token_budget: int | None,
+    on_missing: str,
+    mode: str = "soft",
+    scope: str | None = None,
 ) -> None:
     """Refuse arguments that `mark` could never serve with this store.
 
     Raises:
         ConfigError: both a ratio and a budget are given, a budget is below 1, `on_missing` is unknown, or the
-            mode is, or is not that of the store's bundle.
+            mode is, or is not that of the store's bundle, or the scope is blank.
         RatioError: the ratio cannot be made from the store's base ratio; in close reading, it is below 2.
     """
     _check_mode(store, mode)
+    if scope is not None:
+        marking.check_scope(scope)
     if on_missing not in get_args(OnMissing):
         raise ConfigError(f"on_missing={on_missing!r}: choose one of {', '.join(get_args(OnMissing))}")
     if ratio is not None and token_budget is not None:
@@ -105,7 +118,7 @@ def mark(
 
     ratio = None if ratio is None else whole("ratio", ratio)
     token_budget = None if token_budget is None else whole("token_budget", token_budget)
-    check_size(store, ratio, token_budget, on_missing, mode)
+    check_size(store, ratio, token_budget, on_missing, mode, scope)
     if mode == "close_reading" and not (question and question.strip()):
         raise ConfigError(
             "close reading needs the question: give it to compress_documents (LangChain; a "
@@ -118,30 +131,62 @@ def mark(
     texts = [expand(store, text, scope) for text in texts]
     names = [content_id(text) for text in texts] if ids is None else list(ids)
     wanted = [i for i, text in enumerate(texts) if text.strip()]
+    stored: Sequence[bool] | None = None
     if on_missing == "compress":
-        store.ensure([texts[i] for i in wanted], [names[i] for i in wanted])
+        try:
+            store.ensure([texts[i] for i in wanted], [names[i] for i in wanted], scope)
+        except StoreWriteError as error:
+            stored = store.has([texts[i] for i in wanted], [names[i] for i in wanted], scope)
+            left = [names[i] for i, there in zip(wanted, stored, strict=True) if not there]
+            logger.warning("left as text, since they cannot be stored: passages %s (%s)", ", ".join(left), error)
     else:
-        stored = store.has([texts[i] for i in wanted], [names[i] for i in wanted])
+        stored = store.has([texts[i] for i in wanted], [names[i] for i in wanted], scope)
         missing = [names[i] for i, there in zip(wanted, stored, strict=True) if not there]
         if missing and on_missing == "error":
             raise MissingPassageError(
                 f"passage {missing[0]!r} is not stored with this text ({len(missing)} are not): "
                 "add it to the store, or choose on_missing='compress' or 'text'"
             )
+    if stored is not None:
         wanted = [i for i, there in zip(wanted, stored, strict=True) if there]
+    read = [texts[i] for i in wanted]
     chosen = [names[i] for i in wanted]
-    if mode == "close_reading":
-        markers = _close_read(store, [texts[i] for i in wanted], chosen, ratio, question or "", scope)
+    size = (ratio, token_budget, scores, scope, question)
+    try:
+        return _shown(store, texts, wanted, chosen, *size)
+    except MissingPassageError:
+        if on_missing != "compress":
+            raise
+    # Between storing and signing, an id was given to another text. What is stored under its own hash stays.
+    return _shown(store, texts, wanted, store.ensure(read, scope=scope), *size)
+
+
+def _shown(
+    store: SoftContextStore,
+    texts: Sequence[str],
+    wanted: Sequence[int],
+    ids: Sequence[str],
+    ratio: int | None,
+    token_budget: int | None,
+    scores: Sequence[Score] | None,
+    scope: str | None,
+    question: str | None,
+) -> list[str]:
+    """The texts with markers at the `wanted` places, which are stored under `ids`."""
+    read = [texts[i] for i in wanted]
+    if mode_of(store.bundle) == "close_reading":
+        markers = _close_read(store, read, ids, ratio, question or "", scope)
     elif token_budget is None:
-        markers = store.markers(chosen, ratio or store.base_ratio, scope)
+        markers = store.markers(ids, store.base_ratio if ratio is None else ratio, scope, read)
     else:
-        stored_as = dict(zip(wanted, chosen, strict=True))
-        return _within(store, texts, stored_as, token_budget, scores, scope)
+        return _within(store, texts, dict(zip(wanted, ids, strict=True)), token_budget, scores, scope)
     by_place = dict(zip(wanted, markers, strict=True))
     return [by_place.get(i, text) for i, text in enumerate(texts)]
 
 
-def stored_ids(store: SoftContextStore, texts: Sequence[str], ids: Sequence[str | None]) -> list[str]:
+def stored_ids(
+    store: SoftContextStore, texts: Sequence[str], ids: Sequence[str | None], scope: str | None = None
+) -> list[str]:
     """The ids to give to `mark` for what a retriever found: the vector store and this one may have been given others.
 
     A text's own id, or the hash of its text where it has none, where it is stored only under that, or where
@@ -151,6 +196,7 @@ def stored_ids(store: SoftContextStore, texts: Sequence[str], ids: Sequence[str 
         store: where the soft contexts are.
         texts: what was retrieved.
         ids: their ids in the app; None or "" for none.
+        scope: as in `mark`.
     """
     from ctx_compress_rag.stores.passages import content_id
 
@@ -161,8 +207,8 @@ def stored_ids(store: SoftContextStore, texts: Sequence[str], ids: Sequence[str 
     ]
     places = [place for place, text in enumerate(texts) if text.strip()]
     wanted = [texts[place] for place in places]
-    under_own = store.has(wanted, [names[place] for place in places])
-    under_text = under_own if all(under_own) else store.has(wanted)
+    under_own = store.has(wanted, [names[place] for place in places], scope)
+    under_text = under_own if all(under_own) else store.has(wanted, scope=scope)
     for place, own, other in zip(places, under_own, under_text, strict=True):
         if other and not own:
             names[place] = by_text[place]
@@ -225,7 +271,7 @@ def _within(
     scope: str | None,
 ) -> list[str]:
     """Texts and markers that take at most `budget` tokens; `stored_as` has the ids of those that are stored."""
-    passages = store.get_passages(list(stored_as.values()))
+    passages = store.get_passages(list(stored_as.values()), scope, [texts[place] for place in stored_as])
     slots = [0] * len(texts)
     for place, passage in zip(stored_as, passages, strict=True):
         slots[place] = 0 if passage is None else passage.n_slots
@@ -240,7 +286,9 @@ def _within(
     shown = list(texts)
     for factor in set(factors) - {TEXT}:
         places = [i for i, each in enumerate(factors) if each == factor]
-        written = store.markers([stored_as[i] for i in places], factor * store.base_ratio, scope)
+        written = store.markers(
+            [stored_as[i] for i in places], factor * store.base_ratio, scope, [texts[i] for i in places]
+        )
         for place, marker in zip(places, written, strict=True):
             shown[place] = marker
     return shown

@@ -20,8 +20,10 @@ with needs("serve"):
 
 
 @contextmanager
-def open_store(folder: str | Path, bundle: str | None, collection: str | None = None) -> Iterator[SoftContextStore]:
-    """The store to serve, with the right to write to its folder.
+def open_store(
+    folder: str | Path, bundle: str | None, collection: str | None = None
+) -> Iterator[tuple[Bundle, SoftContextStore]]:
+    """The bundle and the store to serve, with the right to write to its folder.
 
     Args:
         folder: a Chroma folder.
@@ -38,7 +40,7 @@ def open_store(folder: str | Path, bundle: str | None, collection: str | None = 
         with open_index(folder, bundle) as index:
             lock.take()
             try:
-                yield index.store
+                yield index.bundle, index.store
             finally:
                 lock.release()
         return
@@ -46,10 +48,11 @@ def open_store(folder: str | Path, bundle: str | None, collection: str | None = 
         raise ConfigError(
             f"--collection {collection} does not say which bundle its soft contexts are of: give --bundle"
         )
-    with SoftContextStore(folder, Bundle.from_pretrained(bundle), collection=collection) as store:
+    loaded = Bundle.from_pretrained(bundle)
+    with SoftContextStore(folder, loaded, collection=collection) as store:
         lock.take()
         try:
-            yield store
+            yield loaded, store
         finally:
             lock.release()
 

@@ -13,14 +13,21 @@ from typing import Any, Self
 
 from tqdm.auto import tqdm
 
-from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
+from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadError, RatioError
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import records
-from ctx_compress_rag.stores.codecs import payload_bytes
-from ctx_compress_rag.stores.companion import READ_IDS, WRITE_RECORDS, Companion
+from ctx_compress_rag.stores.companion import READ_IDS, WRITE_RECORDS, Companion, Found
 from ctx_compress_rag.stores.connect import Location, connect
-from ctx_compress_rag.stores.keys import find_key
-from ctx_compress_rag.stores.markers import DEFAULT_SCOPE, MAX_FACTOR, Marker, MarkerCodec, current_scope
+from ctx_compress_rag.stores.keys import KEY_FILE, find_key, key_from_file
+from ctx_compress_rag.stores.lock import DEFAULT_TIMEOUT
+from ctx_compress_rag.stores.markers import (
+    DEFAULT_SCOPE,
+    MAX_FACTOR,
+    Marker,
+    MarkerCodec,
+    check_scope,
+    current_scope,
+)
 from ctx_compress_rag.stores.passages import (
     AddReport,
     Compresses,
@@ -30,8 +37,11 @@ from ctx_compress_rag.stores.passages import (
     content_id,
     to_passages,
 )
+from ctx_compress_rag.stores.scopes import own_id, owned, plain_name, readable, record_id, scoped_name
 from ctx_compress_rag.stores.skimmed import Skimmed, SkimmedSlots
 
+Stored = dict[str, Any]
+"""The metadata of a record."""
 _FIRST_BATCH = 8  # passages compressed before the first write; doubled while a batch takes less than ...
 _BATCH_SECONDS = 2.0  # ... so that a kill loses little on a slow machine and a fast one has full batches
 
@@ -40,14 +50,14 @@ class SoftContextStore:
     """Soft contexts of one bundle, by passage id, in Chroma.
 
     They live in a companion collection `<collection>-ctx`, one record per passage, under the passage's
-    own id, and never in the app's collection, whose every hit would carry them along. Reads and writes
-    may come from several threads. On a path, one process writes at a time: the lock is taken at the first
-    write and kept until `close`, the end of a `with` block or of the process. Readers need no lock. A
-    store does not survive `fork`: open it in the child.
+    own id, and never in the app's collection, whose every hit would carry them along. Reads and writes may come
+    from several threads. Several processes may use one folder: each write takes the folder's lock for itself alone and
+    waits for the others', a reader waits for the write in progress at most. A folder that may not be written to can be
+    read. Several machines use one Chroma server. A store does not survive `fork`: open it in the child.
 
     Args:
         location: a folder, a Chroma client (embedded or HttpClient), or the app's own collection, beside
-            which the companion is put. Spell a path as the process's other Chroma clients do.
+            which the companion is put.
         bundle: what compresses passages; a store made with another one is refused.
         collection: name of the collection that this one stands beside (it need not exist); ignored where
             `location` is a collection.
@@ -58,7 +68,9 @@ class SoftContextStore:
         key: secret that markers are signed with; see `keys.find_key` for where it comes from otherwise.
         scope: tenant or user that markers belong to where neither the call nor `stores.markers.scope` says so.
         skimmed_slots: how many slots that hold for one question only (close reading) this object keeps in
-            memory; beyond that the least recently used go. Each takes the bundle's slot width times 4 bytes.
+            memory for each scope; beyond that the least recently used go. Each takes the bundle's slot width times 4
+            bytes.
+        lock_timeout: seconds that a write waits for the other processes' before it, 0 or more.
 
     Raises:
         FingerprintMismatchError: the store was made with another bundle.
@@ -77,21 +89,30 @@ class SoftContextStore:
         key: bytes | None = None,
         scope: str = DEFAULT_SCOPE,
         skimmed_slots: int = 16_384,
+        lock_timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        if not scope:
-            raise ConfigError("a scope needs a name: give the tenant's or user's id")
         if isinstance(bundle, str | PathLike):
             raise ConfigError(f"bundle={bundle!r} is a name: give Bundle.from_pretrained({str(bundle)!r})")
         self.bundle = bundle
-        self.scope = scope
-        self._companion = Companion(connect(location, collection), bundle, codec, ratio)
+        self.scope = check_scope(scope)
+        self._companion = Companion(connect(location, collection), bundle, codec, ratio, lock_timeout)
         self._markers = None if key is None else MarkerCodec(key, self.fingerprint)
-        self._skimmed = SkimmedSlots(skimmed_slots)
+        if self._companion.connection.remote:
+            self._signer()  # without a key, refused here and not at the first marker
+        self._folder_markers: list[MarkerCodec] | None = None
+        self._skimmed_limit = skimmed_slots
+        self._skimmed: dict[str, SkimmedSlots] = {}
         self._writing = threading.RLock()
 
     # Writing
 
-    def add(self, documents: Iterable[object], ids: Sequence[str] | None = None, progress: bool = True) -> AddReport:
+    def add(
+        self,
+        documents: Iterable[object],
+        ids: Sequence[str] | None = None,
+        progress: bool = True,
+        scope: str | None = None,
+    ) -> AddReport:
         """Compress and store what is new or whose text changed; the rest is left as it is.
 
         Stored batch by batch: what the progress bar counts is on disk, and after an interruption the same
@@ -101,44 +122,70 @@ class SoftContextStore:
             documents: strings, Passages, LangChain Documents or LlamaIndex nodes.
             ids: one per document; by default the document's own id, or else a hash of its text.
             progress: show a progress bar.
+            scope: tenant or user whose passages they are; by default the one of `markers.scope`, or else the
+                store's. Passages of the scope "default" may be read in every scope, those of another in it alone.
 
         Raises:
             ConfigError: a text is blank or no text, an id is empty or given twice.
             PayloadError: the bundle made a NaN or infinity; the batch with it is not stored.
-            StoreLockedError: another process is writing to this path.
+            StoreLockedError: other processes wrote for longer than `lock_timeout`, or a server runs on this folder.
+            StoreWriteError: the folder is read-only, or its disk is full.
         """
-        passages = to_passages(documents, ids)
+        scope = self._scope(scope)
+        passages = {record_id(id, scope): passage for id, passage in to_passages(documents, ids).items()}
         with self._writing:
             same = self._matching("full_hash", records.full_hash, passages)
-            todo = {id: passage for id, passage in passages.items() if id not in same}
+            todo = {key: passage for key, passage in passages.items() if key not in same}
             present = self._companion.existing(list(todo))
             relabel = self._matching("text_hash", records.text_hash, todo)
-            self._companion.update({id: records.labels(self.fingerprint, todo[id]) for id in relabel})
-            self._compress({id: passage for id, passage in todo.items() if id not in relabel}, progress)
+            self._companion.update({key: records.labels(self.fingerprint, key, todo[key]) for key in relabel})
+            self._compress({key: passage for key, passage in todo.items() if key not in relabel}, scope, progress)
         return AddReport(len(todo) - len(present), len(present), len(same))
 
-    def ensure(self, texts: Sequence[str], ids: Sequence[str] | None = None) -> list[str]:
+    def ensure(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[str]:
         """Compress and store the texts that are missing or stale under their ids; the id of each text, in order.
 
         As `add`, but for what a retriever returned: an id may come twice, stored metadata stay as they are
-        where the text does, no progress bar, and no writer's lock where nothing is missing.
+        where the text does, what the scope "default" holds is not stored again, no progress bar, and no
+        writer's lock where nothing is missing.
         """
+        scope = self._scope(scope)
         passages = to_passages(texts, ids, repeats=True)
-        if len(self._matching("text_hash", records.text_hash, passages)) < len(passages):
+        if len(self._holding(passages, scope)) < len(passages):
             with self._writing:  # look again: another thread may have been at the same passages
-                fresh = self._matching("text_hash", records.text_hash, passages)
-                self._compress({id: passage for id, passage in passages.items() if id not in fresh}, progress=False)
+                held = self._holding(passages, scope)
+                missing = {record_id(id, scope): passage for id, passage in passages.items() if id not in held}
+                self._compress(missing, scope, progress=False)
         return [content_id(text) for text in texts] if ids is None else list(ids)
 
-    def delete(self, ids: Sequence[str]) -> int:
-        """Delete passages; how many of them were there. `chroma vacuum` gives the disk space back."""
+    def delete(self, ids: Sequence[str], scope: str | None = None) -> int:
+        """Delete passages of the scope; how many of them were there. `chroma vacuum` gives the disk space back."""
+        scope = self._scope(scope)
         with self._writing:
-            present = self._companion.existing(ids)
+            present = self._companion.existing([record_id(id, scope) for id in _checked_ids(ids)])
             self._companion.delete(present)
         return len(present)
 
+    def discard_damaged(self) -> list[str]:
+        """Delete the records, of all scopes, that are not as they were written; their passages' ids.
+
+        What is deleted so is compressed again by the next `add` of the same passages. Reads every record.
+        """
+        bad: list[str] = []
+        keys = self._companion.ids()
+        for start in range(0, len(keys), READ_IDS):
+            for key, row in self._companion.read(keys[start : start + READ_IDS]).items():
+                try:
+                    self._check_seals({key: row})
+                    records.read_soft(key, row)
+                    records.read_passage(key, row, self.fingerprint)
+                except PayloadError:
+                    bad.append(key)
+        self._companion.delete(bad)
+        return [own_id(key) for key in bad]
+
     def close(self) -> None:
-        """Let other processes write; the store cannot be used afterwards. Without effect the second time."""
+        """Close the engine; the store cannot be used afterwards. Without effect the second time."""
         self._companion.close()
 
     def __enter__(self) -> Self:
@@ -151,31 +198,43 @@ class SoftContextStore:
 
     # Reading
 
-    def get(self, ids: Sequence[str]) -> list[SoftContext | None]:
+    def get(
+        self, ids: Sequence[str], scope: str | None = None, texts: Sequence[str] | None = None
+    ) -> list[SoftContext | None]:
         """Soft contexts at the base ratio, in the order of the ids; None for an id that is not stored.
+
+        Args:
+            ids: passage ids.
+            scope: tenant or user that reads; by default the one of `markers.scope`, or else the store's.
+            texts: one per id: a record with another text counts as not stored.
 
         Raises:
             PayloadError: a record is damaged; the message names the passage.
         """
-        found = {id: records.read_soft(id, stored) for id, stored in self._companion.read(ids).items()}
+        found = {id: records.read_soft(*each) for id, each in self._find(ids, scope, texts).items()}
         return [found.get(id) for id in ids]
 
-    def get_passages(self, ids: Sequence[str]) -> list[StoredPassage | None]:
-        """Text, metadata and sizes, in the order of the ids; None for an id that is not stored."""
-        found = {id: records.read_passage(id, stored) for id, stored in self._companion.read(ids).items()}
+    def get_passages(
+        self, ids: Sequence[str], scope: str | None = None, texts: Sequence[str] | None = None
+    ) -> list[StoredPassage | None]:
+        """Text, metadata and sizes, in the order of the ids; None for an id that is not stored. As `get`."""
+        found = {
+            id: records.read_passage(*each, self.fingerprint) for id, each in self._find(ids, scope, texts).items()
+        }
         return [found.get(id) for id in ids]
 
-    def has(self, texts: Sequence[str], ids: Sequence[str] | None = None) -> list[bool]:
+    def has(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[bool]:
         """Whether each text is stored under its id: False where it is missing or stored with another text."""
-        passages = to_passages(texts, ids, repeats=True)
-        fresh = self._matching("text_hash", records.text_hash, passages)
-        return [id in fresh for id in ([content_id(text) for text in texts] if ids is None else ids)]
+        held = self._holding(to_passages(texts, ids, repeats=True), self._scope(scope))
+        return [id in held for id in ([content_id(text) for text in texts] if ids is None else ids)]
 
-    def ids(self) -> list[str]:
-        """The ids of all passages."""
-        return self._companion.ids()
+    def ids(self, scope: str | None = None) -> list[str]:
+        """The ids of the scope's own passages."""
+        scope = self._scope(scope)
+        return [own_id(key) for key in self._companion.ids() if owned(key, scope)]
 
     def __len__(self) -> int:
+        """How many passages there are, of all scopes."""
         return self._companion.count()
 
     def __bool__(self) -> bool:
@@ -183,15 +242,8 @@ class SoftContextStore:
         return True
 
     def info(self) -> StoreInfo:
-        """What is inside. Reads every record: seconds for a hundred thousand passages."""
-        ids = self.ids()
-        slots = tokens = size = 0
-        for start in range(0, len(ids), READ_IDS):
-            for stored in self._companion.read(ids[start : start + READ_IDS]).values():
-                slots += stored["slots"]
-                tokens += stored["tokens"]
-                size += payload_bytes(stored["payload"])
-        connection = self._companion.connection
+        """What is inside, of all scopes."""
+        sizes, connection = self._companion.sizes(), self._companion.connection
         return StoreInfo(
             location=connection.where,
             collection=connection.companion,
@@ -199,11 +251,11 @@ class SoftContextStore:
             fingerprint=self.fingerprint,
             codec=self.codec,
             base_ratio=self.base_ratio,
-            passages=len(ids),
-            slots=slots,
-            source_tokens=tokens,
-            payload_bytes=size,
-            disk_bytes=_folder_bytes(connection.folder) if connection.folder else None,
+            passages=sizes.records,
+            slots=sizes.slots,
+            source_tokens=sizes.tokens,
+            payload_bytes=sizes.payload,
+            disk_bytes=_folder_bytes(connection.path) if connection.path else None,
         )
 
     @property
@@ -227,35 +279,38 @@ class SoftContextStore:
         """The marker that stands for a passage in a prompt; see `markers`."""
         return self.markers([id], ratio, scope)[0]
 
-    def markers(self, ids: Sequence[str], ratio: int, scope: str | None = None) -> list[str]:
+    def markers(
+        self, ids: Sequence[str], ratio: int, scope: str | None = None, texts: Sequence[str] | None = None
+    ) -> list[str]:
         """The markers that stand for passages in a prompt, `ratio` source tokens to a slot.
 
         Args:
             ids: passage ids.
             ratio: a multiple of the store's base ratio.
             scope: tenant or user; by default the one of `stores.markers.scope`, or else the store's.
+            texts: one per id: only a record that was made of this text is signed.
 
         Raises:
             ConfigError: the bundle reads passages question by question (ram).
             RatioError: the ratio cannot be made from the base ratio.
-            MissingPassageError: an id is not stored.
+            MissingPassageError: an id is not stored, or with another text than it was given with.
         """
         if self.bundle.compressor.question_aware:
             raise ConfigError(
                 f"bundle {self.bundle.config.name!r} reads passages question by question: what is stored is there to "
                 "choose by, not to be read. Give mode='close_reading' and the question to the postprocessor or to mark"
             )
-        factor = self._factor(ratio)
-        found = self._companion.read(ids)
+        factor, scope = self._factor(ratio), self._scope(scope)
+        found = self._find(ids, scope, texts)
         missing = [id for id in ids if id not in found]
         if missing:
             raise MissingPassageError(f"passage {missing[0]!r} is not stored ({len(missing)} are not): add it first")
-        signer, scope = self._signer(), self._scope(scope)
+        signer = self._signer()
         written = []
         for id in ids:
-            slots = found[id]["slots"]
+            slots = found[id][1]["slots"]
             merged = min(factor, slots)  # all larger factors mean one slot
-            written.append(signer.write(found[id]["marker"], merged, -(-slots // merged), scope))
+            written.append(signer.write(plain_name(found[id][1]["marker"]), merged, -(-slots // merged), scope))
         return written
 
     def skimmed_markers(self, parts: Sequence[Skimmed], scope: str | None = None) -> list[str]:
@@ -272,16 +327,17 @@ class SoftContextStore:
             ConfigError: together they have more slots than are kept.
         """
         needed = sum(part.cost for part in parts)
-        if needed > self._skimmed.limit:
+        if needed > self._skimmed_limit:
             raise ConfigError(
-                f"a prompt needs {needed} skimmed slots and the store keeps {self._skimmed.limit}: "
+                f"a prompt needs {needed} skimmed slots and the store keeps {self._skimmed_limit}: "
                 f"retrieve fewer passages, or open the store with skimmed_slots={needed} or more"
             )
         signer, scope = self._signer(), self._scope(scope)
+        kept = self._skimmed_of(scope)
         written = []
         for part in parts:
             name = signer.skimmed(*part.fields)
-            self._skimmed.put(name, part)
+            kept.put(name, part)
             written.append(signer.write_skimmed(name, part.soft.n_slots, scope))
         return written
 
@@ -298,27 +354,68 @@ class SoftContextStore:
             PayloadError: a record is damaged.
         """
         parts, found = self._by_marker(markers)
-        base = {name: records.read_soft(id, stored) for name, (id, stored) in found.items()}
-        base |= {name: part.soft for name, part in parts.items()}
-        return [base[marker.passage].merge(marker.factor) for marker in markers]
+        base = {key: records.read_soft(key, stored) for key, stored in dict(found.values()).items()}
+        return [
+            (parts[marker].soft if marker.skimmed else base[found[marker][0]]).merge(marker.factor)
+            for marker in markers
+        ]
 
     def text_of(self, markers: Sequence[Marker]) -> list[str]:
         """The passages' own texts, of a skimmed part its own, in order. Raises as `fetch` does."""
         parts, found = self._by_marker(markers)
-        texts = {name: records.read_passage(id, stored).text for name, (id, stored) in found.items()}
-        texts |= {name: part.text for name, part in parts.items()}
-        return [texts[marker.passage] for marker in markers]
+        texts = {
+            key: records.read_passage(key, stored, self.fingerprint).text
+            for key, stored in dict(found.values()).items()
+        }
+        return [parts[marker].text if marker.skimmed else texts[found[marker][0]] for marker in markers]
 
     # Inside
 
-    def _matching(self, field: str, digest: Callable[[str, Passage], str], passages: dict[str, Passage]) -> set[str]:
-        """Ids whose stored hash is the passage's. The hashes cover the id: none can match another's record."""
-        return self._companion.matching(field, {id: digest(self.fingerprint, p) for id, p in passages.items()})
+    def _matching(
+        self, field: str, digest: Callable[[str, str, Passage], str], passages: dict[str, Passage]
+    ) -> set[str]:
+        """Record ids whose stored hash is the passage's. The hashes cover the id: none can match another's record."""
+        hashes = {key: digest(self.fingerprint, key, passage) for key, passage in passages.items()}
+        return self._companion.matching(field, hashes)
 
-    def _compress(self, passages: dict[str, Passage], progress: bool) -> None:
+    def _holding(self, passages: dict[str, Passage], scope: str) -> set[str]:
+        """Ids of the passages that a record which the scope may read holds with their text."""
+        held: set[str] = set()
+        for place in readable(scope):
+            rest = {record_id(id, place): passage for id, passage in passages.items() if id not in held}
+            held.update(own_id(key) for key in self._matching("text_hash", records.text_hash, rest))
+        return held
+
+    def _find(
+        self, ids: Sequence[str], scope: str | None, texts: Sequence[str] | None
+    ) -> dict[str, tuple[str, Stored]]:
+        """By passage id, the scope's own record or else the default scope's; only of the text where one is given.
+
+        A record comes with its own id, and as it was sealed.
+        """
+        expected = None if texts is None else to_passages(texts, _checked_ids(ids), repeats=True)
+        places = readable(self._scope(scope))
+        stored = self._companion.read([record_id(id, place) for id in _checked_ids(ids) for place in places])
+        found: dict[str, tuple[str, Stored]] = {}
+        for id in ids:
+            for key in (record_id(id, place) for place in places):
+                if key in stored and (
+                    expected is None
+                    or stored[key].get("text_hash") == records.text_hash(self.fingerprint, key, expected[id])
+                ):
+                    found.setdefault(id, (key, stored[key]))
+        self._check_seals(dict(found.values()))
+        return found
+
+    def _check_seals(self, stored: Found) -> None:
+        signers = self._sealers() if stored else []
+        for key, row in stored.items():
+            records.check_seal(key, row, signers, self._companion.sealed)
+
+    def _compress(self, passages: dict[str, Passage], scope: str, progress: bool) -> None:
         if not passages:
             return
-        self._companion.writable()  # refused before the work, not after it
+        self._companion.check_writable()  # refused before the work, not after it
         signer, codec, items = self._signer(), self.codec, list(passages.items())
         start, size = 0, _FIRST_BATCH
         with tqdm(total=len(items), desc="compressing", unit="passage", disable=not progress) as bar:
@@ -327,10 +424,16 @@ class SoftContextStore:
                 began = time.monotonic()
                 softs = self.bundle.compress([passage.text for _, passage in batch], ratio=self.base_ratio)
                 rows = {
-                    id: records.record(
-                        passage, soft, fingerprint=self.fingerprint, marker=signer.passage(passage.text), codec=codec
+                    key: records.record(
+                        key,
+                        passage,
+                        soft,
+                        fingerprint=self.fingerprint,
+                        marker=scoped_name(signer.passage(passage.text), scope),
+                        codec=codec,
+                        signer=signer,
                     )
-                    for (id, passage), soft in zip(batch, softs, strict=True)
+                    for (key, passage), soft in zip(batch, softs, strict=True)
                 }
                 self._companion.upsert(rows)
                 bar.update(len(batch))
@@ -338,26 +441,37 @@ class SoftContextStore:
                 if time.monotonic() - began < _BATCH_SECONDS:
                     size = min(2 * size, WRITE_RECORDS)
 
-    def _by_marker(self, markers: Sequence[Marker]) -> tuple[dict[str, Skimmed], dict[str, tuple[str, dict[str, Any]]]]:
-        """Skimmed parts, and (id, record) of stored passages, by their names in the markers; all are there."""
-        kept = {marker.passage: self._skimmed.get(marker.passage) for marker in markers if marker.skimmed}
-        parts = {name: part for name, part in kept.items() if part is not None}
+    def _by_marker(
+        self, markers: Sequence[Marker]
+    ) -> tuple[dict[Marker, Skimmed], dict[Marker, tuple[str, dict[str, Any]]]]:
+        """Skimmed parts, and (record id, record) of stored passages, by marker; all are there."""
+        kept = {marker: self._skimmed_of(marker.scope).get(marker.passage) for marker in markers if marker.skimmed}
+        parts = {marker: part for marker, part in kept.items() if part is not None}
         if len(parts) < len(kept):
             raise MissingPassageError(
                 f"the slots of {len(kept) - len(parts)} skimmed part(s) are gone: they hold for one question, in the "
-                f"memory of the store that wrote their markers, which keeps the last {self._skimmed.limit}; give "
-                "postprocessor and LLM the same store, retrieve again, or open it with a larger skimmed_slots"
+                f"memory of the store that wrote their markers, which keeps the last {self._skimmed_limit} of a scope; "
+                "give postprocessor and LLM the same store, retrieve again, or open it with a larger skimmed_slots"
             )
-        names = [marker.passage for marker in markers if not marker.skimmed]
-        stored = self._companion.read_by("marker", names)
-        found = {str(record["marker"]): (id, record) for id, record in stored.items()}
-        missing = [marker for marker in markers if not marker.skimmed and marker.passage not in found]
+        names = {
+            marker: [scoped_name(marker.passage, place) for place in readable(marker.scope)]
+            for marker in markers
+            if not marker.skimmed
+        }
+        stored = self._companion.read_by("marker", [name for each in names.values() for name in each])
+        by_name = {str(record["marker"]): (key, record) for key, record in stored.items()}
+        found = {marker: by_name[name] for marker, each in names.items() for name in reversed(each) if name in by_name}
+        missing = [marker for marker in names if marker not in found]
         if missing:
             raise MissingPassageError(
                 f"no passage in {self._companion.connection.where} for {len(missing)} marker(s), the first "
                 f"{missing[0].id!r}: it was deleted or its text changed after the prompt was made; retrieve again"
             )
+        self._check_seals(dict(found.values()))
         return parts, found
+
+    def _skimmed_of(self, scope: str) -> SkimmedSlots:
+        return self._skimmed.setdefault(scope, SkimmedSlots(self._skimmed_limit))
 
     def _factor(self, ratio: int) -> int:
         base = self.base_ratio
@@ -370,13 +484,29 @@ class SoftContextStore:
         return ratio // base
 
     def _scope(self, scope: str | None) -> str:
-        return scope or current_scope() or self.scope
+        return current_scope() or self.scope if scope is None else check_scope(scope)
+
+    def _sealers(self) -> list[MarkerCodec]:
+        """Of the keys that records may be sealed with: the store's, and the folder's own from before it had that."""
+        if self._folder_markers is None:
+            path = self._companion.connection.path
+            there = path is not None and (path / KEY_FILE).exists()
+            self._folder_markers = (
+                [MarkerCodec(key_from_file(path / KEY_FILE), self.fingerprint)] if there and path else []
+            )
+        return [self._signer(), *self._folder_markers]
 
     def _signer(self) -> MarkerCodec:
         if self._markers is None:  # not before it is needed: reading alone must not make a key file
             connection = self._companion.connection
-            self._markers = MarkerCodec(find_key(connection.folder, lasting=connection.lasting), self.fingerprint)
+            self._markers = MarkerCodec(find_key(connection.path, remote=connection.remote), self.fingerprint)
         return self._markers
+
+
+def _checked_ids(ids: Sequence[str]) -> Sequence[str]:
+    if isinstance(ids, str):
+        raise ConfigError(f"ids must be a list, got the str {ids!r}")
+    return ids
 
 
 def _folder_bytes(folder: Path) -> int:

@@ -173,7 +173,12 @@ def decode(payload: str) -> SoftContext:
 
 def payload_bytes(payload: str) -> int:
     """Bytes of a payload before base64."""
-    return len(payload) // 4 * 3 - payload[-2:].count("=")
+    return payload_size(len(payload), payload[-2:])
+
+
+def payload_size(length: int, end: str) -> int:
+    """The same from a payload's length and its last two characters."""
+    return length // 4 * 3 - end.count("=")
 
 
 def _runs(counts: list[int]) -> list[tuple[int, int]]:

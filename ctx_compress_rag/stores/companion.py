@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-import chromadb
 import httpx
-from chromadb.errors import NotFoundError
+from chromadb.errors import ChromaError, NotFoundError
 
-from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, StoreError
-from ctx_compress_rag.stores.codecs import DEFAULT_CODEC, check_codec
+from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, StoreError, StoreWriteError
+from ctx_compress_rag.stores.codecs import DEFAULT_CODEC, check_codec, payload_size
 from ctx_compress_rag.stores.connect import Connection
-from ctx_compress_rag.stores.lock import WriterLock
 from ctx_compress_rag.stores.passages import Compresses
 from ctx_compress_rag.stores.records import Record
+from ctx_compress_rag.stores.scopes import own_id
+from ctx_compress_rag.stores.sqlite import SqliteClient, SqliteCollection
 
 Found = dict[str, dict[str, Any]]
 """Metadata of records by passage id."""
 
-FORMAT = 1
+FORMAT = 2  # 1 has records without a seal
+_FORMATS = (1, FORMAT)
+_MANY = 1000  # from here on, one look at a whole column is faster than queries by id
 READ_IDS = 250  # Chroma fails with tens of thousands of ids in one query
 WRITE_RECORDS = 250  # its ingestion is fastest with 100 to 250
 _WRITE_BYTES = 8 << 20  # a server refuses bodies beyond 40 MiB
@@ -33,22 +37,24 @@ _CONFIGURATION: Any = {
 }
 
 
+class Sizes(NamedTuple):
+    """Sums over all records; `payload` in bytes before base64."""
+
+    records: int
+    slots: int
+    tokens: int
+    payload: int
+
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def _answered(method: Callable[Concatenate[Companion, P], R]) -> Callable[Concatenate[Companion, P], R]:
-    """A server that does not answer is a StoreError, whichever HTTP error Chroma's client lets through."""
-
     @wraps(method)
     def call(self: Companion, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
+        with explained(self.connection.where):
             return method(self, *args, **kwargs)
-        except httpx.TransportError as error:
-            raise StoreError(
-                f"{self.connection.where} does not answer ({type(error).__name__}: {error}): see that it runs and "
-                "can be reached, then ask again"
-            ) from error
 
     return call
 
@@ -64,53 +70,82 @@ class Companion:
         codec: the codec for a new collection, None for the default; an existing one keeps its own.
         ratio: source tokens per slot in a new collection, None for the bundle's base ratio; an existing one
             keeps its own.
+        timeout: seconds that a write waits for another process's.
 
     Raises:
         FingerprintMismatchError, StoreError: see SoftContextStore.
     """
 
-    def __init__(self, connection: Connection, bundle: Compresses, codec: str | None, ratio: int | None) -> None:
+    def __init__(
+        self, connection: Connection, bundle: Compresses, codec: str | None, ratio: int | None, timeout: float
+    ) -> None:
         self.connection = connection
         self._bundle = bundle
         self._codec_asked = None if codec is None else check_codec(codec)
         self._ratio_asked = ratio
-        self._lock = WriterLock(connection.folder) if connection.folder else None
+        self._timeout = timeout
         self._pid: int | None = os.getpid()
-        self._collection: chromadb.Collection | None = None
-        self._readable()
+        self._found: tuple[Any, Any] | None = None  # a client and its collection
+        self._about: dict[str, Any] = {}
+        try:
+            self.count()
+        except BaseException:
+            connection.close()
+            raise
+
+    @property
+    def sealed(self) -> bool:
+        """Whether every record must have a seal."""
+        return bool(self._about.get("ctx_format", FORMAT) == FORMAT)
 
     @property
     def codec(self) -> str:
         """Name of the codec that payloads are written with."""
-        if self._collection is not None:
-            return str((self._collection.metadata or {})["codec"])
-        return self._codec_asked or DEFAULT_CODEC
+        return str(self._about.get("codec") or self._codec_asked or DEFAULT_CODEC)
 
     @property
     def ratio(self) -> int:
         """Source tokens per slot."""
-        if self._collection is not None:
-            return int((self._collection.metadata or {})["base_ratio"])
-        return self._ratio_asked or self._bundle.config.base_ratio
+        return int(self._about.get("base_ratio") or self._ratio_asked or self._bundle.config.base_ratio)
 
     @property
     def fingerprint(self) -> str:
         """The fingerprint in the form that the store was made with."""
-        if self._collection is not None:
-            return str((self._collection.metadata or {})["fingerprint"])
-        return self._bundle.fingerprint
+        return str(self._about.get("fingerprint") or self._bundle.fingerprint)
 
     @_answered
     def ids(self) -> list[str]:
         """All ids."""
-        collection = self._readable()
-        return collection.get(include=[])["ids"] if collection else []
+        with self._looking() as collection:
+            return list(collection.get(include=[])["ids"]) if collection else []
 
     @_answered
     def count(self) -> int:
         """How many records there are."""
-        collection = self._readable()
-        return collection.count() if collection else 0
+        with self._reading() as collection:
+            return int(collection.count()) if collection else 0
+
+    @_answered
+    def sizes(self) -> Sizes:
+        """Sums over all records."""
+        with self._looking() as collection:
+            if collection is None:
+                return Sizes(0, 0, 0, 0)
+            if isinstance(collection, SqliteCollection):
+                slots, tokens = collection.sums(["slots", "tokens"])
+                payloads = list(collection.column_tails("payload"))
+                return Sizes(collection.count(), slots, tokens, sum(payload_size(*each) for each in payloads))
+            total, ids = Sizes(0, 0, 0, 0), list(collection.get(include=[])["ids"])
+            for start in range(0, len(ids), READ_IDS):
+                for row in collection.get(ids=ids[start : start + READ_IDS], include=["metadatas"])["metadatas"]:
+                    size = payload_size(len(row["payload"]), row["payload"][-2:])
+                    total = Sizes(
+                        total.records + 1,
+                        total.slots + row["slots"],
+                        total.tokens + row["tokens"],
+                        total.payload + size,
+                    )
+            return total
 
     def read(self, ids: Sequence[str]) -> Found:
         """The records that exist, by id."""
@@ -120,8 +155,14 @@ class Companion:
         """Those of the ids that have a record, each once."""
         return list(self._select(ids, []))
 
+    @_answered
     def matching(self, field: str, values: dict[str, str]) -> set[str]:
-        """Those of the ids whose record has one of the values in `field`; reads no payload."""
+        """Those of the ids whose record has their own value in `field`; reads no payload."""
+        if len(values) > _MANY:
+            with self._looking() as collection:
+                if isinstance(collection, SqliteCollection):
+                    held = collection.column(field)
+                    return {id for id, value in values.items() if held.get(id) == value}
         matching: set[str] = set()
         ids = list(values)
         for start in range(0, len(ids), READ_IDS):
@@ -132,66 +173,68 @@ class Companion:
     @_answered
     def read_by(self, field: str, values: Sequence[str]) -> Found:
         """The records that have one of the values in `field`, which Chroma indexes, by id."""
-        collection, found = self._readable(), Found()
+        found = Found()
         unique = list(dict.fromkeys(values))
-        for start in range(0, len(unique) if collection else 0, READ_IDS):
-            assert collection is not None
-            where: Any = {field: {"$in": unique[start : start + READ_IDS]}}
-            found.update(_by_id(collection.get(where=where, include=["metadatas"])))
+        with self._reading() as collection:
+            for start in range(0, len(unique) if collection else 0, READ_IDS):
+                assert collection is not None
+                where: Any = {field: {"$in": unique[start : start + READ_IDS]}}
+                found.update(_by_id(collection.get(where=where, include=["metadatas"])))
         return found
 
     @_answered
     def upsert(self, rows: dict[str, Record]) -> None:
         """Write whole records; they are durable when this returns."""
-        if not rows:
-            return
-        largest = max(sum(len(str(value)) for value in row.values()) for row in rows.values())
-        for ids, metadatas in _batches(rows, max(1, min(WRITE_RECORDS, _WRITE_BYTES // largest))):
-            self.writable().upsert(ids=ids, embeddings=[_EMBEDDING] * len(ids), metadatas=metadatas)
+        for part in _parts(rows):
+            self._send(part)
 
     @_answered
     def update(self, rows: dict[str, Record]) -> None:
         """Write some fields of records that exist; the others stay."""
-        for ids, metadatas in _batches(rows, WRITE_RECORDS):
-            self.writable().update(ids=ids, metadatas=metadatas)
+        for part in _parts(rows):
+            with self._writing() as collection:
+                collection.update(ids=list(part), metadatas=list(part.values()))
 
     @_answered
     def delete(self, ids: Sequence[str]) -> None:
         """Delete records that exist."""
         for start in range(0, len(ids), WRITE_RECORDS):
-            self.writable().delete(ids=list(ids[start : start + WRITE_RECORDS]))
+            with self._writing() as collection:
+                collection.delete(ids=list(ids[start : start + WRITE_RECORDS]))
 
     @_answered
-    def writable(self) -> chromadb.Collection:
-        """The collection, with the right to write to it; StoreLockedError if another process has it."""
-        self._check_open()
-        if self._lock:
-            self._lock.take()
-        if self._collection is None:
-            made = self.connection.client.create_collection(
-                self.connection.companion,
-                configuration=_CONFIGURATION,
-                metadata={
-                    "ctx_format": FORMAT,
-                    "bundle": self._bundle.config.name,
-                    "fingerprint": self._bundle.fingerprint,
-                    "base_ratio": self.ratio,
-                    "codec": self.codec,
-                },
-                embedding_function=None,
-                get_or_create=True,  # another client may have been first: its metadata then stand, and are checked
-            )
-            self._collection = self._checked(made)
-        return self._collection
+    def check_writable(self) -> None:
+        """StoreWriteError where the next write would be refused; makes the collection where there is none."""
+        with self._writing():
+            pass
 
     def close(self) -> None:
-        """Give the writer's lock and an own client back; without effect the second time."""
+        """Give the engine back; without effect the second time."""
         if self._pid is None:
             return
+        forked = self._pid != os.getpid()
         self._pid = None
-        if self._lock:
-            self._lock.release()
-        self.connection.close()
+        if not forked:
+            self.connection.close()
+
+    def _send(self, rows: dict[str, Record]) -> None:
+        try:
+            with self._writing() as collection:
+                collection.upsert(ids=list(rows), embeddings=[_EMBEDDING] * len(rows), metadatas=list(rows.values()))
+        except Exception as error:  # Chroma's HTTP client raises a plain one for what its server says in words alone
+            if isinstance(error, StoreError) or not _too_large(error):
+                raise
+            if len(rows) > 1:
+                items = list(rows.items())
+                self._send(dict(items[: len(items) // 2]))
+                self._send(dict(items[len(items) // 2 :]))
+                return
+            [(key, row)] = rows.items()
+            raise StoreError(
+                f"passage {own_id(key)!r} takes {_size(row):,} bytes as a record, and {self.connection.where} takes no "
+                "request of that size: cut it into smaller passages, choose codec='int8' or a coarser ratio for the "
+                "store, or raise the server's limit (max_payload_size_bytes)"
+            ) from error
 
     def _check_open(self) -> None:
         if self._pid is None:
@@ -202,21 +245,64 @@ class Companion:
                 "start processes with 'spawn' and open the store in each"
             )
 
-    @_answered
-    def _readable(self) -> chromadb.Collection | None:
+    @contextmanager
+    def _reading(self) -> Iterator[Any]:
         """The collection; None as long as nobody has written."""
         self._check_open()
-        if self._collection is None:
-            try:
-                found = self.connection.client.get_collection(self.connection.companion, embedding_function=None)
-            except NotFoundError:
-                return None
-            self._collection = self._checked(found)
-        return self._collection
+        with self.connection.reading() as client:
+            yield self._of(client)
 
-    def _checked(self, collection: chromadb.Collection) -> chromadb.Collection:
+    @contextmanager
+    def _looking(self) -> Iterator[Any]:
+        self._check_open()
+        with self.connection.looking() as client:
+            yield self._of(client)
+
+    @contextmanager
+    def _writing(self) -> Iterator[Any]:
+        self._check_open()
+        with self.connection.writing(self._timeout) as client:
+            yield self._of(client) or self._made(client)
+
+    def _of(self, client: Any) -> Any:
+        """The client's collection; None where there is none yet."""
+        if client is None:
+            return None
+        found = self._found
+        if found is not None and found[0] is client:
+            return found[1]
+        try:
+            collection = client.get_collection(self.connection.companion, embedding_function=None)
+        except NotFoundError:
+            return None
+        return self._kept(client, collection)
+
+    def _made(self, client: Any) -> Any:
+        metadata = {
+            "ctx_format": FORMAT,
+            "bundle": self._bundle.config.name,
+            "fingerprint": self._bundle.fingerprint,
+            "base_ratio": self.ratio,
+            "codec": self.codec,
+        }
+        made = client.create_collection(
+            self.connection.companion,
+            configuration=_CONFIGURATION,
+            metadata=metadata,
+            embedding_function=None,
+            get_or_create=True,  # another client may have been first: its metadata then stand, and are checked
+        )
+        return self._kept(client, made)
+
+    def _kept(self, client: Any, collection: Any) -> Any:
+        self._about = dict(self._checked(collection).metadata or {})
+        if not isinstance(client, SqliteClient):
+            self._found = (client, collection)
+        return collection
+
+    def _checked(self, collection: Any) -> Any:
         metadata, where, bundle = collection.metadata or {}, self.connection.where, self._bundle
-        if metadata.get("ctx_format") != FORMAT:
+        if metadata.get("ctx_format") not in _FORMATS:
             raise StoreError(
                 f"the collection {collection.name!r} in {where} is no store of format {FORMAT} "
                 f"(it says {metadata.get('ctx_format')!r}): choose another collection name"
@@ -245,22 +331,89 @@ class Companion:
         """Records of ids. Chroma refuses duplicates, empty lists and very long ones, and keeps no order."""
         if isinstance(ids, str):
             raise ConfigError(f"ids must be a list, got the str {ids!r}")
-        collection, found = self._readable(), Found()
+        found = Found()
         unique = list(dict.fromkeys(ids))
-        for start in range(0, len(unique) if collection else 0, READ_IDS):
-            assert collection is not None
-            found.update(_by_id(collection.get(ids=unique[start : start + READ_IDS], where=where, include=include)))
+        with self._reading() as collection:
+            for start in range(0, len(unique) if collection else 0, READ_IDS):
+                assert collection is not None
+                part = unique[start : start + READ_IDS]
+                found.update(_by_id(collection.get(ids=part, where=where, include=include)))
         return found
 
 
-def _by_id(result: chromadb.GetResult) -> Found:
+@contextmanager
+def explained(where: str) -> Iterator[None]:
+    """Whatever Chroma and its HTTP client raise is a StoreError with a remedy."""
+    try:
+        yield
+    except httpx.TransportError as error:
+        raise StoreError(
+            f"{where} does not answer ({type(error).__name__}: {error}): see that it runs and can be reached, "
+            "then ask again"
+        ) from error
+    except NotFoundError as error:
+        raise StoreError(
+            f"a collection in {where} is gone ({error}): open the store anew, and index again if it was deleted"
+        ) from error
+    except (ChromaError, httpx.HTTPError, json.JSONDecodeError) as error:
+        raise _explained(error, where) from error
+    except BaseException as error:
+        if type(error) is Exception:
+            raise _explained(error, where) from error
+        if type(error).__name__ != "PanicException":  # pyo3's, and no Exception
+            raise
+        raise StoreError(
+            f"Chroma broke off over {where} ({error}): run `ctx-compress repair --store {where}`"
+        ) from error
+
+
+def column(collection: Any, field: str) -> dict[str, Any]:
+    """One metadata field of all records that have it, by id; of none where there is no collection."""
+    if isinstance(collection, SqliteCollection):
+        return collection.column(field)
+    found: dict[str, Any] = {}
+    ids = [] if collection is None else list(collection.get(include=[])["ids"])
+    for start in range(0, len(ids), READ_IDS):
+        rows = _by_id(collection.get(ids=ids[start : start + READ_IDS], include=["metadatas"]))
+        found |= {id: row[field] for id, row in rows.items() if field in row}
+    return found
+
+
+def _by_id(result: Any) -> Found:
     metadatas = result["metadatas"]
     if metadatas is None:
         return {id: {} for id in result["ids"]}
     return {id: dict(metadata or {}) for id, metadata in zip(result["ids"], metadatas, strict=True)}
 
 
-def _batches(rows: dict[str, Record], size: int) -> list[tuple[list[str], Any]]:
-    items = list(rows.items())
-    parts = [items[start : start + size] for start in range(0, len(items), size)]
-    return [([id for id, _ in part], [row for _, row in part]) for part in parts]
+def _parts(rows: dict[str, Record]) -> Iterator[dict[str, Record]]:
+    """Rows in parts that one request takes."""
+    part: dict[str, Record] = {}
+    size = 0
+    for id, row in rows.items():
+        if part and (len(part) == WRITE_RECORDS or size + _size(row) > _WRITE_BYTES):
+            yield part
+            part, size = {}, 0
+        part[id] = row
+        size += _size(row)
+    if part:
+        yield part
+
+
+def _size(row: Record) -> int:
+    return sum(len(str(value)) for value in row.values())
+
+
+def _too_large(error: Exception) -> bool:
+    said = f"{error} {getattr(getattr(error, 'response', None), 'status_code', '')}".lower()
+    return any(words in said for words in ("413", "too large", "length limit"))
+
+
+def _explained(error: Exception, where: str) -> StoreError:
+    said = str(error).partition("\n")[0] or type(error).__name__
+    if any(words in said for words in ("readonly", "read-only", "disk is full", "No space left", "disk I/O")):
+        return StoreWriteError(f"cannot write to {where} ({said}): see that it may be written to and the disk has room")
+    return StoreError(
+        f"Chroma failed over {where} ({said}): try again; if it stays, run `ctx-compress repair` on a folder, or see "
+        "the server's log"
+    )

@@ -1,48 +1,79 @@
-"""From what the caller names (a path, a client, a collection) to a Chroma client."""
+"""From what the caller names (a path, a client, a collection) to Chroma."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import chromadb
 from chromadb.api import ClientAPI
 from chromadb.api.client import Client
-from chromadb.errors import ChromaError
+from chromadb.config import DEFAULT_DATABASE, DEFAULT_TENANT
 
 from ctx_compress_rag.errors import ConfigError, StoreError
+from ctx_compress_rag.stores.folder import Folder
 
 Location = str | os.PathLike[str] | ClientAPI | chromadb.Collection
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A Chroma client and what is known of it.
+    """Where a store is.
 
     Attributes:
-        client: the client.
+        client: the app's client, of a server or of memory; None for a folder.
+        folder: the folder; None for a server or memory.
         companion: name of the collection that holds the soft contexts.
-        folder: where an embedded client keeps its files; None for a server or memory.
-        lasting: whether what is stored outlives the process.
-        owned: whether this library opened the client, and hence closes it.
+        where: the location, for messages.
+        path: the folder as the caller spelled it.
     """
 
-    client: ClientAPI
+    client: ClientAPI | None
+    folder: Folder | None
     companion: str
-    folder: Path | None
-    lasting: bool
-    owned: bool
+    where: str
+    path: Path | None = None
 
     @property
-    def where(self) -> str:
-        """The location, for messages."""
-        return str(self.folder) if self.folder else "a Chroma server" if self.lasting else "memory"
+    def remote(self) -> bool:
+        """Whether it is on a server: other machines may use it, too."""
+        return self.client is not None and _is_remote(self.client)
+
+    @contextmanager
+    def reading(self) -> Iterator[Any]:
+        """A client to read with; None where nothing was ever written."""
+        if self.folder is None:
+            yield self.client
+            return
+        with self.folder.reading() as client:
+            yield client
+
+    @contextmanager
+    def looking(self) -> Iterator[Any]:
+        """A client for what goes over all records; None where nothing was ever written."""
+        if self.folder is None:
+            yield self.client
+            return
+        with self.folder.looking() as client:
+            yield client
+
+    @contextmanager
+    def writing(self, timeout: float) -> Iterator[Any]:
+        """A client to write with."""
+        if self.folder is None:
+            yield self.client
+            return
+        with self.folder.writing(timeout) as client:
+            yield client
 
     def close(self) -> None:
-        """Close the client if this library opened it; Chroma counts who else uses the same engine."""
-        if self.owned and isinstance(self.client, Client) and hasattr(self.client, "close"):  # since chromadb 1.5.2
-            self.client.close()
+        """Close what this library opened."""
+        if self.folder is not None:
+            self.folder.release()
 
 
 def connect(location: Location, collection: str) -> Connection:
@@ -50,36 +81,37 @@ def connect(location: Location, collection: str) -> Connection:
 
     Raises:
         ConfigError: the location is no path, (synchronous) client or collection.
-        StoreError: Chroma cannot open it.
+        StoreError: it is no folder.
     """
     if isinstance(location, chromadb.Collection):
         if "ctx_format" in (location.metadata or {}):
             raise ConfigError(f"{location.name!r} holds soft contexts itself: give the collection it stands beside")
         # A collection knows only the server part of its client.
         client = Client.from_system(location._client._system, tenant=location.tenant, database=location.database)
-        return _describe(client, location.name, owned=True)
+        return _of_client(client, location.name)
     if isinstance(location, ClientAPI):
-        return _describe(location, collection, owned=False)
+        return _of_client(location, collection)
     if not isinstance(location, str | os.PathLike):
         raise ConfigError(
             f"cannot keep a store in {type(location).__name__}: give a folder, a chromadb client (HttpClient, "
             "PersistentClient, EphemeralClient) or a collection; asynchronous ones are not supported"
         )
-    # Chroma shares one engine between clients of the same spelling of a path: leave it as it was given.
     path = os.fspath(location)
     if not path or (Path(path).exists() and not Path(path).is_dir()):
         raise StoreError(f"a store needs a folder, and {path!r} is none")
-    try:
-        return _describe(chromadb.PersistentClient(path), collection, owned=True)
-    except (ChromaError, ValueError) as error:
-        raise StoreError(
-            f"Chroma cannot open {path} ({error}). If a client with other settings is open on it in this process, "
-            "give that client in place of the path"
-        ) from error
+    return _of_folder(Path(path), DEFAULT_TENANT, DEFAULT_DATABASE, collection)
 
 
-def _describe(client: ClientAPI, collection: str, *, owned: bool) -> Connection:
+def _of_client(client: ClientAPI, collection: str) -> Connection:
     settings = client.get_settings()
-    remote = bool(settings.chroma_server_host)
-    folder = Path(settings.persist_directory) if settings.is_persistent and not remote else None
-    return Connection(client, f"{collection}-ctx", folder, remote or folder is not None, owned)
+    if settings.is_persistent and not _is_remote(client):
+        return _of_folder(Path(settings.persist_directory), client.tenant, client.database, collection)
+    return Connection(client, None, f"{collection}-ctx", "a Chroma server" if _is_remote(client) else "memory")
+
+
+def _of_folder(path: Path, tenant: str, database: str, collection: str) -> Connection:
+    return Connection(None, Folder.of(path, tenant, database), f"{collection}-ctx", str(path), path)
+
+
+def _is_remote(client: ClientAPI) -> bool:
+    return bool(client.get_settings().chroma_server_host)

@@ -1,46 +1,125 @@
-"""One writer to a store's folder at a time; readers need no lock.
+"""Who may touch a Chroma folder now: one writer at a time, and no reader in the middle of a write.
 
-Chroma writes its folder from one process well; with two, records were lost (553 of 1,600 embeddings).
+Chroma writes its folder from one process well; with two, records were lost, and a reader's engine that opens an
+index which another process is writing can crash. Three files keep them apart, for milliseconds at a time:
+`ctx-compress.lock` is the writers' queue, `ctx-compress.readers` is shared by readers and excludes writes, and
+`ctx-compress.turn` makes new readers wait while a writer waits, so that many readers cannot starve it. The operating
+system frees all of them when a process dies, however it dies.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from ctx_compress_rag.errors import StoreLockedError, StoreWriteError
 
-from ctx_compress_rag.errors import StoreLockedError
+try:
+    import fcntl
+except ImportError:  # pragma: no cover - Windows has no shared locks in the standard library: readers take turns
+    fcntl = None  # type: ignore[assignment]
+    import msvcrt
 
 LOCK_FILE = "ctx-compress.lock"
+TURN_FILE = "ctx-compress.turn"
+READERS_FILE = "ctx-compress.readers"
+DEFAULT_TIMEOUT = 30.0
+"""Seconds that a write waits for the other processes' before it."""
+_POLL = 0.002
 
 
-class WriterLock:
-    """The right to write to a folder: taken at the first write, kept until `release` or the process ends.
+@contextmanager
+def reader(folder: Path, timeout: float) -> Iterator[int | None]:
+    """The right to read: taken by any number at once. Gives the descriptor of the readers' file.
 
-    Stores of one process share it. The operating system frees it when the process dies, however it dies.
+    In a folder that this process may not write to, and nobody has locked before, there is none: None.
+
+    Raises:
+        StoreLockedError: one write took longer than `timeout` seconds.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        # A singleton counts who holds it in this process; not thread-local, since stores are shared by threads.
-        self._lock = FileLock(folder.resolve() / LOCK_FILE, timeout=0, thread_local=False, is_singleton=True)
-        self._held = False
-
-    def take(self) -> None:
-        """Take the lock unless this object has it; StoreLockedError if another process does."""
-        if self._held:
-            return
+    deadline = time.monotonic() + timeout
+    turn = _open(folder / TURN_FILE, create=True)
+    try:
+        _lock(turn, False, deadline, folder)
+        held = _open(folder / READERS_FILE, create=True)
         try:
-            self._lock.acquire()
-        except Timeout as error:
-            raise StoreLockedError(
-                f"another process is writing to the store {self._folder}: wait until it ends, stop it, or write "
-                f"through a server that both use (`chroma run --path {self._folder}` and chromadb.HttpClient)"
-            ) from error
-        self._held = True
+            _lock(held, False, deadline, folder)
+        except BaseException:
+            _close(held)
+            raise
+    finally:
+        _close(turn)
+    try:
+        yield held
+    finally:
+        _close(held)
 
-    def release(self) -> None:
-        """Give the lock back; without effect where it is not held."""
-        if self._held:
-            self._held = False
-            self._lock.release()
+
+@contextmanager
+def writer(folder: Path, timeout: float) -> Iterator[int]:
+    """The right to write, alone. Gives the descriptor of the readers' file.
+
+    Raises:
+        StoreLockedError: others had it for `timeout` seconds.
+        StoreWriteError: this process may not write to the folder.
+    """
+    # Readers never keep a writer from its turn, they only finish: the caller's limit is for other writers.
+    waits = {LOCK_FILE: timeout, TURN_FILE: DEFAULT_TIMEOUT, READERS_FILE: DEFAULT_TIMEOUT}
+    with ExitStack() as stack:
+        handle: int | None = None
+        for name, wait in waits.items():
+            handle = _open(folder / name, create=True, write=True)
+            stack.callback(_close, handle)
+            _lock(handle, True, time.monotonic() + wait, folder)
+        assert handle is not None
+        yield handle
+
+
+def _open(path: Path, *, create: bool, write: bool = False) -> int | None:
+    flags = os.O_RDWR | (os.O_CREAT if create else 0)
+    try:
+        return os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or write:
+            raise StoreWriteError(
+                f"cannot write to the store {path.parent} ({error.strerror}): see that the folder, its files and the "
+                "disk may be written to"
+            ) from error
+    try:
+        return os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreWriteError(f"cannot read {path} ({error.strerror}): see that this user may") from error
+
+
+def _lock(handle: int | None, exclusive: bool, deadline: float, folder: Path) -> None:
+    while handle is not None:
+        try:
+            if fcntl:
+                fcntl.flock(handle, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            else:  # pragma: no cover
+                os.lseek(handle, 1 << 20, os.SEEK_SET)  # beyond what is written there, which others read
+                msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+            return
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
+                raise
+        if time.monotonic() >= deadline:
+            raise StoreLockedError(
+                f"another process is writing to the store {folder}: try again, wait longer (lock_timeout), stop it, "
+                f"or write through a server that both use (`chroma run --path {folder}` and chromadb.HttpClient)"
+            )
+        time.sleep(_POLL)
+
+
+def _close(handle: int | None) -> None:
+    if handle is None:
+        return
+    if fcntl:
+        fcntl.flock(handle, fcntl.LOCK_UN)  # a forked child has the descriptor too: closing alone would leave it locked
+    os.close(handle)

@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ctx_compress_rag.errors import ConfigError, RatioError
 
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 MIN_KEY_BYTES = 16
 DEFAULT_SCOPE = "default"
 _PASSAGE_LETTERS, _FACTOR_LETTERS, _TAG_LETTERS = 17, 3, 16
+_SEAL_LETTERS = 32
 MAX_FACTOR = 16**_FACTOR_LETTERS
 _MARKER = re.compile(r"\[\[ctx:([a-p]{20})\.(0|[1-9][0-9]{0,6})\.([a-p]{16})\]\]")
 _OPENING = "[[ctx:"
@@ -44,15 +45,20 @@ _LETTERS_TO_HEX = str.maketrans("abcdefghijklmnop", "0123456789abcdef")
 _scope: ContextVar[str | None] = ContextVar("ctx_compress_scope", default=None)
 
 
+def check_scope(name: str) -> str:
+    """The scope itself; ConfigError where it is blank or no str."""
+    if not isinstance(name, str) or not name.strip():
+        raise ConfigError(f"scope={name!r}: a scope needs a name, the tenant's or user's id as a str")
+    return name
+
+
 @contextmanager
 def scope(name: str) -> Iterator[None]:
     """Markers written and read inside the `with` block belong to this tenant or user.
 
     Held in a context variable: it follows asyncio tasks and `asyncio.to_thread`, not bare threads.
     """
-    if not name:
-        raise ConfigError("a scope needs a name: give the tenant's or user's id")
-    token = _scope.set(name)
+    token = _scope.set(check_scope(name))
     try:
         yield
     finally:
@@ -72,11 +78,13 @@ class Marker:
         id: its 20 letters.
         slots: how many places it takes in the prompt.
         skimmed: whether it stands for a part of a passage as one question needed it, not for a stored passage.
+        scope: whose it is: the tenant or user that its tag was made for.
     """
 
     id: str
     slots: int
     skimmed: bool = False
+    scope: str = field(default=DEFAULT_SCOPE, compare=False)
 
     @property
     def passage(self) -> str:
@@ -98,8 +106,10 @@ class MarkerCodec:
     """
 
     def __init__(self, key: bytes, fingerprint: str) -> None:
-        if len(key) < MIN_KEY_BYTES:
-            raise ConfigError(f"a marker key needs at least {MIN_KEY_BYTES} bytes, got {len(key)}")
+        if not isinstance(key, bytes):
+            raise ConfigError(f"a marker key is bytes, got {type(key).__name__}: give secrets.token_bytes(32), kept")
+        if len(key) < MIN_KEY_BYTES or not key.strip():
+            raise ConfigError(f"a marker key needs at least {MIN_KEY_BYTES} bytes, not all blank, got {len(key)}")
         self._key = key
         self._fingerprint = fingerprint
 
@@ -127,6 +137,10 @@ class MarkerCodec:
         id = part + _ONE
         return f"[[ctx:{id}.{slots}.{self._tag(_SKIMMED, scope, id, str(slots))}]]"
 
+    def seal(self, *fields: str) -> str:
+        """32 letters that nobody without the key can make for these fields, such as those of a stored record."""
+        return self._letters(_SEAL_LETTERS, "record", self._fingerprint, *fields)
+
     def split(self, text: str, scope: str) -> list[str | Marker]:
         """Text parts and this scope's markers, in order; nothing else is taken out, no part is empty.
 
@@ -142,7 +156,7 @@ class MarkerCodec:
                 continue
             if match.start() > start:
                 parts.append(text[start : match.start()])
-            parts.append(Marker(id, int(slots), kinds == [_SKIMMED]))
+            parts.append(Marker(id, int(slots), kinds == [_SKIMMED], scope))
             start = match.end()
         if start < len(text):
             parts.append(text[start:])

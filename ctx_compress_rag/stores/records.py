@@ -9,36 +9,50 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import hmac
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ctx_compress_rag.errors import PayloadError
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import codecs
+from ctx_compress_rag.stores.markers import MarkerCodec
 from ctx_compress_rag.stores.passages import Passage, StoredPassage
+from ctx_compress_rag.stores.scopes import own_id
 
 Record = dict[str, str | int]
 
+SEAL = "seal"
 
-def text_hash(fingerprint: str, passage: Passage) -> str:
-    """Equal when id, text and bundle are: the record needs no new compression."""
-    return _hash(fingerprint, str(passage.id), passage.text)
+MAX_UNPACKED_BYTES = 16 << 20
+"""A stored text that unpacks to more is not read: a few kilobytes of zlib can hold gigabytes."""
+_LARGEST = 1e16  # squares of what a decoder reads must stay finite in float32, summed over a slot
+_PAYLOAD_HASH = "payload_hash"  # sealed in the payload's place: where that is damaged, the text can still be told good
+_FIELDS = {"text": str, "text_hash": str, "marker": str, "metadata": str, "slots": int, "tokens": int}
+_DAMAGED = "the record of passage"
 
 
-def full_hash(fingerprint: str, passage: Passage) -> str:
+def text_hash(fingerprint: str, key: str, passage: Passage) -> str:
+    """Equal when record id, text and bundle are: the record needs no new compression."""
+    return _hash(fingerprint, key, passage.text)
+
+
+def full_hash(fingerprint: str, key: str, passage: Passage) -> str:
     """Equal when the metadata are as well: the record needs no write."""
-    return _hash(fingerprint, str(passage.id), passage.text, _json(passage.metadata))
+    return _hash(fingerprint, key, passage.text, _json(passage.metadata))
 
 
-def labels(fingerprint: str, passage: Passage) -> Record:
+def labels(fingerprint: str, key: str, passage: Passage) -> Record:
     """The part of a record that changes with the metadata alone."""
-    return {"full_hash": full_hash(fingerprint, passage), "metadata": _json(passage.metadata)}
+    return {"full_hash": full_hash(fingerprint, key, passage), "metadata": _json(passage.metadata)}
 
 
-def record(passage: Passage, soft: SoftContext, *, fingerprint: str, marker: str, codec: str) -> Record:
-    """The whole metadata of a passage's Chroma record.
+def record(
+    key: str, passage: Passage, soft: SoftContext, *, fingerprint: str, marker: str, codec: str, signer: MarkerCodec
+) -> Record:
+    """The whole metadata of a passage's Chroma record, whose id is `key`.
 
     Raises:
         PayloadError: the soft context cannot be encoded; the message names the passage.
@@ -47,37 +61,92 @@ def record(passage: Passage, soft: SoftContext, *, fingerprint: str, marker: str
         payload = codecs.encode(soft, codec)
     except PayloadError as error:
         raise PayloadError(f"passage {passage.id!r} was compressed to something unusable: {error}") from error
-    return {
+    row: Record = {
         "payload": payload,
         "text": base64.b64encode(zlib.compress(passage.text.encode())).decode("ascii"),
-        "text_hash": text_hash(fingerprint, passage),
+        "text_hash": text_hash(fingerprint, key, passage),
         "marker": marker,
         "slots": soft.n_slots,
         "tokens": soft.n_tokens,
-        **labels(fingerprint, passage),
+        **labels(fingerprint, key, passage),
     }
+    row[_PAYLOAD_HASH] = _hash(payload)
+    return row | {SEAL: signer.seal(*sealed_fields(key, row))}
 
 
-def read_soft(id: str, stored: Mapping[str, Any]) -> SoftContext:
+def sealed_fields(key: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a record's seal covers: whose it is, what it was made of, what it says of itself, and its vectors.
+
+    The metadata are not covered, since they change alone; the text is, by its hash.
+
+    Raises:
+        PayloadError: a field is missing or of another type.
+    """
+    for name, kind in _FIELDS.items():
+        if type(row.get(name)) is not kind:
+            raise _damaged(own_id(key), f"{name} is {row.get(name)!r:.40}, not {kind.__name__}")
+    return (key, *(str(row.get(name)) for name in ("text_hash", "marker", "slots", "tokens", _PAYLOAD_HASH)))
+
+
+def check_seal(key: str, stored: Mapping[str, Any], signers: Sequence[MarkerCodec], required: bool) -> None:
+    """PayloadError unless the record is as one of the keys sealed it; without a seal, only where none is required."""
+    fields = sealed_fields(key, stored)
+    seal = stored.get(SEAL)
+    if seal is None and not required:
+        return
+    if not isinstance(seal, str) or not any(
+        hmac.compare_digest(seal.encode(), signer.seal(*fields).encode()) for signer in signers
+    ):
+        raise _damaged(own_id(key), "it is not as it was sealed, or was sealed with another key: see CTX_COMPRESS_KEY")
+
+
+def read_soft(key: str, stored: Mapping[str, Any]) -> SoftContext:
     """The soft context of a record; PayloadError, naming the passage, if it is damaged."""
     try:
-        return codecs.decode(stored["payload"])
-    except (PayloadError, KeyError) as error:
-        raise _damaged(id, error) from error
+        sealed_fields(key, stored)
+        payload = stored.get("payload")
+        if not isinstance(payload, str):
+            raise PayloadError(f"payload is {payload!r:.40}, not str")
+        if stored.get(_PAYLOAD_HASH, _hash(payload)) != _hash(payload):
+            raise PayloadError("its payload is not the one that was sealed")
+        soft = codecs.decode(payload)
+        if (soft.n_slots, soft.n_tokens) != (stored["slots"], stored["tokens"]):
+            raise PayloadError(
+                f"it holds {soft.n_slots} slots for {soft.n_tokens} tokens and says {stored['slots']} for "
+                f"{stored['tokens']}"
+            )
+        if float(soft.slots.abs().max()) > _LARGEST:
+            raise PayloadError(f"a slot has a value beyond {_LARGEST:.0e}")
+        return soft
+    except PayloadError as error:
+        raise _damaged(own_id(key), error) from error
 
 
-def read_passage(id: str, stored: Mapping[str, Any]) -> StoredPassage:
+def read_passage(key: str, stored: Mapping[str, Any], fingerprint: str) -> StoredPassage:
     """Everything but the vectors of a record; PayloadError, naming the passage, if it is damaged."""
     try:
-        text = zlib.decompress(base64.b64decode(stored["text"], validate=True)).decode()
-        return StoredPassage(id, text, json.loads(stored["metadata"]), stored["slots"], stored["tokens"])
-    except (KeyError, binascii.Error, zlib.error, ValueError) as error:
-        raise _damaged(id, error) from error
+        sealed_fields(key, stored)
+        unpacker = zlib.decompressobj()
+        data = unpacker.decompress(base64.b64decode(stored["text"], validate=True), MAX_UNPACKED_BYTES)
+        if not unpacker.eof:
+            raise ValueError(f"its text is cut, or unpacks to more than {MAX_UNPACKED_BYTES:,} bytes")
+        text = data.decode()
+        if _hash(fingerprint, key, text) != stored["text_hash"]:
+            raise ValueError("its text is not the one that it was made of")
+        metadata = json.loads(stored["metadata"])
+        if not isinstance(metadata, dict):
+            raise ValueError(f"its metadata are a {type(metadata).__name__}")
+        return StoredPassage(own_id(key), text, metadata, stored["slots"], stored["tokens"])
+    except (binascii.Error, zlib.error, ValueError, RecursionError) as error:
+        raise _damaged(own_id(key), error) from error
 
 
-def _damaged(id: str, error: Exception) -> PayloadError:
-    reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-    return PayloadError(f"the record of passage {id!r} is damaged ({reason}): delete the passage and add it again")
+def _damaged(id: str, reason: object) -> PayloadError:
+    if isinstance(reason, PayloadError) and str(reason).startswith(_DAMAGED):
+        return reason
+    return PayloadError(
+        f"{_DAMAGED} {id!r} is damaged ({reason}): delete the passage and add it again (`ctx-compress index` does)"
+    )
 
 
 def _json(metadata: Mapping[str, Any]) -> str:

@@ -48,6 +48,8 @@ class Skimmed:
 class SkimmedSlots:
     """Parts of passages by name; beyond `limit` slots the least recently used go. Safe in threads.
 
+    Each scope has one of its own, so that no tenant's questions evict another's slots.
+
     They are not written to the store: readers have no writer's lock, and every question would add its own.
     """
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ctx_compress_rag.errors import ConfigError, CtxCompressError
 from ctx_compress_rag.text.tokenising import text_parts, whole_characters
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 """Who may speak in a chat."""
 
 

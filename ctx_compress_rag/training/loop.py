@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,8 +19,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import get_last_checkpoint
 
 from ctx_compress_rag.errors import ConfigError, TimeUpError
+from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.muon import MuonAdamW
-from ctx_compress_rag.training.recipes import OptimConfig
 from ctx_compress_rag.training.throughput import Meter, counting
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,31 @@ StepHook = Callable[[int], None]
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
 Probe = Callable[[], dict[str, Any]]
 """Scores of what is being trained, by name."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, what feeds it, and what becomes of it.
+
+    Attributes:
+        model: takes a collated batch and returns `{"loss": ...}`; parameters that require no gradient stay as they are.
+        examples: in the order they are to be seen, over and over.
+        collate: makes a batch of some of them.
+        save: writes the result; it is given the report.
+        about: what else the report is to say.
+        on_step: called with the number of each step before it is made.
+        probe: called every `probe_every` steps and after the last; its scores go to the report, with the tokens.
+        probe_every: steps between two probes.
+    """
+
+    model: nn.Module
+    examples: Sequence[Any]
+    collate: Collate
+    save: Callable[[dict[str, Any]], None]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    on_step: StepHook | None = None
+    probe: Probe | None = None
+    probe_every: int = 1
 
 
 class ExampleDataset(Dataset[Any]):
@@ -147,6 +173,11 @@ class _Trainer(Trainer):
         )
 
 
+def training_device() -> str:
+    """Where training runs: not on an Apple GPU, which the loop does not use."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def is_main_process() -> bool:
     """Whether this process writes what all processes of a torchrun have made."""
     return os.environ.get("RANK", "0") == "0"
@@ -169,42 +200,28 @@ def load_trainable_state(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def train(
-    model: nn.Module,
-    examples: Sequence[Any],
-    collate: Collate,
-    optim: OptimConfig,
-    output: Path,
-    seed: int,
-    on_step: StepHook | None = None,
-    resume: bool = True,
-    *,
-    deadline: float | None = None,
-    probe: Probe | None = None,
-    probe_every: int = 1,
+    job: Job, optim: OptimConfig, output: Path, seed: int, resume: bool = True, deadline: float | None = None
 ) -> dict[str, Any]:
-    """Train `model`, whose forward takes a collated batch and returns `{"loss": ...}`.
+    """Train a job's model.
 
     Checkpoints go to `output/checkpoints`; a run that was cut off goes on from the last one with the
     same data order, learning rate and random state. Writes `loss.json` and `loss.png`.
 
     Args:
-        model: what is trained; parameters that require no gradient stay as they are.
-        examples: in the order they are to be seen, over and over.
-        collate: makes a batch of some of them.
+        job: what is trained.
         optim: optimisation.
         output: folder.
         seed: of the optimisation.
-        on_step: called with the number of each step before it is made.
         resume: go on from the last checkpoint.
         deadline: when to stop, in seconds of `time.monotonic`.
-        probe: called every `probe_every` steps and after the last; its scores go to the report, with the tokens.
-        probe_every: steps between two probes.
 
-    Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, scores of the probes.
+    Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, scores of the probes, and
+        what the job has to say.
 
     Raises:
         TimeUpError: the deadline came before the last step; a checkpoint is saved.
     """
+    model = job.model
     processes = int(os.environ.get("WORLD_SIZE", "1"))  # under torchrun each process takes its share
     micro = min(optim.micro_batch_size or optim.batch_size, optim.batch_size // processes)
     if micro == 0 or optim.batch_size % (micro * processes):
@@ -250,12 +267,12 @@ def train(
     trainer = _Trainer(
         model=model,
         args=arguments,
-        train_dataset=ExampleDataset(examples),
-        data_collator=collate,
-        callbacks=[_OnStep(on_step)] if on_step else None,
+        train_dataset=ExampleDataset(job.examples),
+        data_collator=job.collate,
+        callbacks=[_OnStep(job.on_step)] if job.on_step else None,
     )
-    if probe:
-        trainer.add_callback(_Probing(trainer, probe, probe_every))
+    if job.probe:
+        trainer.add_callback(_Probing(trainer, job.probe, job.probe_every))
     if deadline is not None:
         trainer.add_callback(_StopAt(deadline))
     folder = output / "checkpoints"
@@ -285,6 +302,7 @@ def train(
         "final_loss": history[-1]["loss"] if history else None,
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "seed": seed,
+        **job.about,
     }
 
 

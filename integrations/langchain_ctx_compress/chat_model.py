@@ -26,7 +26,7 @@ from ctx_compress_rag.decoding.decoder import Generation, Sampling
 from ctx_compress_rag.decoding.generation import OPTIONS, given_options
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import current_scope, scope
+from ctx_compress_rag.stores.markers import check_scope, current_scope, scope
 from langchain_ctx_compress.messages import parsed, to_chat
 
 # LangChain's own code gives these to any chat model; for one in this process they mean nothing.
@@ -88,6 +88,8 @@ class ChatCompressedContext(BaseChatModel):
             super().__init__(**kwargs)
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
+        if self.scope is not None:
+            check_scope(self.scope)
         self._sampling(None, {})  # impossible values are refused here, not at the first question
 
     @model_validator(mode="before")

@@ -71,7 +71,7 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
             super().__init__(**kwargs)
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
-        check_size(self.store, self.ratio, self.token_budget, self.on_missing, self.mode)
+        check_size(self.store, self.ratio, self.token_budget, self.on_missing, self.mode, self.scope)
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: the store belongs to this process."""
@@ -101,7 +101,7 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
         markers = mark(
             self.store,
             texts,
-            stored_ids(self.store, texts, [document.id for document in done]),
+            stored_ids(self.store, texts, [document.id for document in done], self.scope),
             ratio=self.ratio,
             token_budget=self.token_budget,
             scores=self._scores(done),

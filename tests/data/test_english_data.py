@@ -15,14 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctx_compress_rag.data.config import MixData, TextData
-from ctx_compress_rag.data.examples import NO_ANSWER, Example, Turn, read_jsonl, world_examples
+from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, world_examples
 from ctx_compress_rag.data.held_out import FILE, HeldOut, held_out
 from ctx_compress_rag.data.mixing import mix
 from ctx_compress_rag.data.texts import documents, text_examples
 from ctx_compress_rag.errors import ConfigError, DataError
-from ctx_compress_rag.metrics import normalize_answer
+from ctx_compress_rag.metrics import NO_ANSWER, normalize_answer
+from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.recipes import parse_recipe
-from ctx_compress_rag.training.run import load_examples, run_recipe
+from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.pretrain import PackedText, checked_documents
 
 # From XQuAD (CC BY-SA 4.0): a question and the beginning of its paragraph.

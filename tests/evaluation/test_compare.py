@@ -34,7 +34,7 @@ from ctx_compress_rag.evaluation.compare.config import (
 from ctx_compress_rag.evaluation.compare.report import orderings, read_report, table
 from ctx_compress_rag.evaluation.compare.run import Job, Plan, source_tokens
 from ctx_compress_rag.metrics import paired_difference, token_f1
-from ctx_compress_rag.training.run import load_examples
+from ctx_compress_rag.training.examples import load_examples
 
 STEPS = 4
 QUESTIONS = 4

@@ -37,6 +37,10 @@ class _Model:
         return False  # `bind_tools` is there only to say so
 
     @property
+    def has_structured_output(self) -> bool:
+        return False  # its schemas have strings of any length, which random weights never end
+
+    @property
     def supports_model_override(self) -> bool:
         return False  # the model is the store's bundle
 

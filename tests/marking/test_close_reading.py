@@ -192,6 +192,7 @@ def test_another_tokenizer_is_noticed(bundle: Bundle, tmp_path: Path, monkeypatc
                 else encoded
             )
 
+        other.added_tokens_decoder = real.added_tokens_decoder  # type: ignore[attr-defined]
         monkeypatch.setattr(bundle.backbone, "tokenizer", other)
         with pytest.raises(FingerprintMismatchError, match="tokenizer changed"):
             ask(store)

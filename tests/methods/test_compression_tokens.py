@@ -25,8 +25,9 @@ from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.compression_tokens.compressor import CompressionTokensCompressor
 from ctx_compress_rag.methods.compression_tokens.config import CompressionTokensConfig
 from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
+from ctx_compress_rag.training.config import DistillationRecipe
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
-from ctx_compress_rag.training.recipes import DistillationRecipe, load_recipe
+from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers import architectures
 from helpers.models import tiny_llama

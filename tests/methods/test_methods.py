@@ -32,9 +32,10 @@ from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import Marker
 from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
+from ctx_compress_rag.training.config import CompressionRecipe, ReconstructionRecipe
 from ctx_compress_rag.training.objectives.reconstruction import passages_of
-from ctx_compress_rag.training.recipes import SHIPPED, CompressionRecipe, ReconstructionRecipe, load_recipe
-from ctx_compress_rag.training.run import _objective
+from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
+from ctx_compress_rag.training.stages.compression import OBJECTIVES
 from helpers.sentences import DIM, save_encoder
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
 from llama_index.llms.ctx_compress import CompressedContextLLM
@@ -51,6 +52,8 @@ MATRIX: dict[str, dict[str, dict[str, Any]]] = {
         "lora": {},
         "full": {"encoder": FULL, "decoder": FULL, "embedding_skip": True},
         "plain": {"encoder": FROZEN, "decoder": {"mode": "lora"}, "linear": False},
+        "first layer": {"layers": 1, "positions": 4, "embedding_skip": True, "hidden_map": True},
+        "first layer, full": {"layers": 1, "positions": 4, "encoder": FULL, "decoder": FROZEN},
     },
     "compression_tokens": {
         "bidirectional": {"attention": "bidirectional"},
@@ -188,7 +191,7 @@ def test_another_weight_is_another_fingerprint(make: Callable[..., Bundle], case
     for parameter in trained(other):
         with torch.no_grad():
             parameter.view(-1)[0] += 1.0
-        other._fingerprint = None
+        other._former = None
         seen.add(other.fingerprint)
     assert len(seen) == len(trained(other)) + 1
 
@@ -306,7 +309,7 @@ def test_a_step_of_each_stage_moves_what_is_trained_and_nothing_else(
     for stage, recipe in {recipe.stage: recipe for recipe in recipes(name).values()}.items():  # type: ignore[attr-defined]
         bundle = make(name, form, seed=4)
         short = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_context_tokens": 96})})
-        objective, collate = _objective(short, bundle)
+        objective, collate = OBJECTIVES[short.stage](short, bundle)
         objective.train()
         rows = passages_of(examples) if isinstance(recipe, ReconstructionRecipe) else examples
         objective.ratios = [2, 4] if mode_of(bundle) == "close_reading" else [4]

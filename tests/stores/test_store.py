@@ -300,12 +300,12 @@ def test_what_is_no_store_is_refused(tmp_path: Path, bundle: WordBundle) -> None
         SoftContextStore(3, bundle)
 
 
-def test_a_client_with_other_settings_is_explained(tmp_path: Path, bundle: WordBundle) -> None:
+def test_a_client_with_other_settings_is_left_alone(tmp_path: Path, bundle: WordBundle) -> None:
     settings = chromadb.Settings(allow_reset=True)
     client = chromadb.PersistentClient(str(tmp_path), settings=settings)
-    with pytest.raises(StoreError, match="other settings"):
-        SoftContextStore(tmp_path, bundle)
-    assert add(SoftContextStore(client, bundle), 1).added == 1
+    assert add(SoftContextStore(tmp_path, bundle), 1).added == 1
+    assert add(SoftContextStore(client, bundle), 2) == AddReport(added=1, updated=0, unchanged=1)
+    assert client.get_collection("passages-ctx", embedding_function=None).count() == 2
 
 
 def test_in_memory(bundle: WordBundle) -> None:

@@ -1,17 +1,15 @@
 """SoftContextStore against a real `chroma run` server on loopback."""
 
-import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import chromadb
 import pytest
 from chromadb.api import ClientAPI
 
-from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError
+from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, StoreError
 from ctx_compress_rag.stores import AddReport, SoftContextStore
-from ctx_compress_rag.stores.keys import KEY_FILE, KEY_VARIABLE
+from ctx_compress_rag.stores.keys import KEY_VARIABLE
 from helpers.server import chroma_server
 from helpers.store import WordBundle, assert_same, passage
 
@@ -23,13 +21,12 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 @pytest.fixture
-def client(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClientAPI:
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+def client(port: int, monkeypatch: pytest.MonkeyPatch) -> ClientAPI:
+    monkeypatch.setenv(KEY_VARIABLE, "a key that all machines share")
     return chromadb.HttpClient("127.0.0.1", port)
 
 
-def test_add_get_delete_and_markers(client: ClientAPI, port: int, tmp_path: Path) -> None:
+def test_add_get_delete_and_markers(client: ClientAPI, port: int) -> None:
     bundle = WordBundle()
     store = SoftContextStore(client, bundle, collection="round-trip")
     ids = [f"p{i}" for i in range(300)]
@@ -46,8 +43,6 @@ def test_add_get_delete_and_markers(client: ClientAPI, port: int, tmp_path: Path
     assert len(second) == 200
     info = second.info()
     assert (info.location, info.disk_bytes, info.passages) == ("a Chroma server", None, 200)
-    # Without a folder of its own, the store keeps its key with the user's configuration.
-    assert stat.S_IMODE((tmp_path / "config" / "ctx-compress" / KEY_FILE).stat().st_mode) == 0o600
 
 
 def test_beside_a_collection_on_the_server(client: ClientAPI) -> None:
@@ -103,3 +98,23 @@ async def test_an_asynchronous_client_is_refused(port: int) -> None:
     client = await chromadb.AsyncHttpClient("127.0.0.1", port)
     with pytest.raises(ConfigError, match="asynchronous"):
         SoftContextStore(client, WordBundle())
+
+
+def test_a_server_needs_a_key_that_all_share(
+    client: ClientAPI, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(home))
+    monkeypatch.delenv(KEY_VARIABLE)
+    with pytest.raises(StoreError, match=f"{KEY_VARIABLE}.*key="):
+        SoftContextStore(client, WordBundle(), collection="keyless")
+    assert list(home.iterdir()) == []
+    SoftContextStore(client, WordBundle(), collection="keyless", key=b"sixteen bytes or more")
+
+
+def test_a_record_that_the_server_takes_in_no_request_is_named(client: ClientAPI) -> None:
+    wide = WordBundle(base_ratio=1, dim=4096)
+    store = SoftContextStore(client, wide, collection="too-wide", codec="fp16")
+    with pytest.raises(StoreError, match="'big' takes .* bytes .*smaller passages"):
+        store.add(["some words", " ".join(["word"] * 4200)], ["small", "big"], progress=False)
+    assert store.ids() == ["small"]

@@ -19,8 +19,9 @@ from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.methods.ram.config import RamConfig
 from ctx_compress_rag.text.prompts import PromptBuilder
+from ctx_compress_rag.training.config import RamRecipe
 from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
-from ctx_compress_rag.training.recipes import RamRecipe, load_recipe
+from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.ram import EXAMPLES, FROZEN, PLAIN, collator, move, objective, plain_ids, plain_segments, ram_bundle
 

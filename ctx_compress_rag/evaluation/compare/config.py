@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.data.world import EXAMPLES_PER_WORLD
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.training.recipes import CompressionRecipe, parse_recipe
+from ctx_compress_rag.training.config import CompressionRecipe
+from ctx_compress_rag.training.recipes import parse_recipe
 
 SHIPPED = Path(__file__).parent / "comparisons"
 

@@ -83,6 +83,7 @@ class Compressor(Part):
         dim: width of a slot.
     """
 
+    side = "compressor"
     nestable: ClassVar[bool]
     question_aware: ClassVar[bool] = False
     dim: int

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.backbone import Backbone, decoder_layers
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import TokenCompressor
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
-from ctx_compress_rag.methods.base.part import load_parameters, train_copy
-
-ADAPTER = "compressor"
+from ctx_compress_rag.methods.base.part import train_copy
 
 
 class TrunkCompressor(TokenCompressor):
@@ -22,35 +22,69 @@ class TrunkCompressor(TokenCompressor):
     Args:
         backbone: the decoder.
         tune: how the encoder is adapted (paper 001, section 5.1: LoRA apart from the decoder's).
+        layers: of how many of the decoder's layers, from the first, the encoder is made; None is all of them.
+
+    Raises:
+        ConfigError: the decoder has not so many layers.
     """
 
-    def __init__(self, backbone: Backbone, tune: TuneConfig) -> None:
+    def __init__(self, backbone: Backbone, tune: TuneConfig, layers: int | None = None) -> None:
         super().__init__(backbone)
         self.tune = tune
         self.dim = backbone.dim
         self.encoder: nn.Module | None = None
+        trunk: nn.Module = backbone.model.base_model
+        kept = None if layers is None else _layers(trunk, backbone.model.config, layers)
+        # A plain tuple hides it from nn.Module: its weights are the decoder's.
+        self._trunk = (trunk if kept is None else _with_layers(trunk, kept),)
         if tune.mode == "lora":
-            backbone.add_adapter(ADAPTER, lora_config(tune))
+            backbone.add_adapter(self.side, lora_config(tune) if kept is None else _lora_of_layers(tune, kept))
         elif tune.mode == "full":
-            self.encoder = backbone.copy_model().base_model
+            model = backbone.copy_model()
+            self.encoder = model.base_model
+            if layers is not None:
+                self.encoder = _with_layers(model.base_model, _layers(model.base_model, model.config, layers))
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """Make what the encoder trains trainable and return it."""
         if self.encoder is not None:
             return train_copy(self.encoder)
-        return self.backbone.train_adapter(ADAPTER) if self.tune.mode == "lora" else []
+        return self.backbone.train_adapter(self.side) if self.tune.mode == "lora" else []
 
     @contextmanager
     def trunk(self) -> Iterator[Any]:
         """The encoder, a transformers model without a head, held for this thread within the context."""
-        with self.backbone.use(ADAPTER if self.tune.mode == "lora" else None) as model:
-            yield model.base_model if self.encoder is None else self.encoder
+        with self.backbone.use(self.side if self.tune.mode == "lora" else None):
+            yield self._trunk[0] if self.encoder is None else self.encoder
 
-    def saved_state(self) -> dict[str, Tensor]:
-        """This module's own weights; the encoder's embeddings are the decoder's."""
-        shared = self.backbone.embeddings.weight
-        return {name: p.detach().cpu().contiguous() for name, p in self.named_parameters() if p is not shared}
 
-    def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `saved_state` gave."""
-        load_parameters(self, state, self.saved_state().keys(), ADAPTER)
+def _layers(trunk: nn.Module, config: Any, count: int) -> nn.ModuleList:
+    """The first layers of a decoder."""
+    layers = decoder_layers(trunk, config.get_text_config().num_hidden_layers)
+    if count > len(layers):
+        raise ConfigError(f"layers {count}: the decoder has {len(layers)}")
+    return layers[:count]
+
+
+def _with_layers(trunk: nn.Module, layers: nn.ModuleList) -> nn.Module:
+    """A view of a trunk that runs these layers and then its final norm; the trunk itself stays whole."""
+    view = copy.copy(trunk)
+    view._modules = {name: layers if _holds(child, layers) else child for name, child in trunk._modules.items()}
+    return view
+
+
+def _holds(child: nn.Module | None, layers: nn.ModuleList) -> bool:
+    return isinstance(child, nn.ModuleList) and child[0] is layers[0]
+
+
+def _lora_of_layers(tune: TuneConfig, layers: nn.ModuleList) -> Any:
+    """The peft configuration for `tune` in the first layers of a decoder, these ones, alone."""
+    config = lora_config(tune)
+    if config.target_modules == "all-linear":  # peft does not combine it with a choice of layers
+        config.target_modules = {
+            name.removesuffix(".base_layer").rpartition(".")[2]
+            for name, module in layers.named_modules()
+            if isinstance(module, nn.Linear) and "lora_" not in name
+        }
+    config.layers_to_transform = list(range(len(layers)))
+    return config

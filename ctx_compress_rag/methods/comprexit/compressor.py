@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
-from ctx_compress_rag.methods.base.part import load_parameters
 from ctx_compress_rag.methods.comprexit.config import ComprexitConfig
 from ctx_compress_rag.methods.comprexit.transport import TransportPlan, WindowAttention
 from ctx_compress_rag.soft_context import pool
@@ -188,14 +187,6 @@ class ComprexitCompressor(TokenCompressor):
         ]
         gates = None if self.depth is None else self.depth.gates(states)[0].cpu()
         return Transmission(gates, torch.block_diag(*plans).cpu())
-
-    def saved_state(self) -> dict[str, Tensor]:
-        """All of its weights; the decoder's are not its own."""
-        return {name: p.detach().cpu().contiguous() for name, p in self.named_parameters()}
-
-    def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `saved_state` gave."""
-        load_parameters(self, state, self.saved_state().keys(), "compressor")
 
 
 def _bos(tokenizer: Any) -> int | None:

@@ -11,9 +11,11 @@ from torch.nn import functional as F
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.methods.base.compressor import SlotBatch
 from ctx_compress_rag.methods.base.part import load_parameters
-from ctx_compress_rag.methods.base.trunk import ADAPTER, TrunkCompressor
+from ctx_compress_rag.methods.base.trunk import TrunkCompressor
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.soft_context import pool
+
+_ENCODER = "encoder."
 
 
 class MeanPoolingCompressor(TrunkCompressor):
@@ -26,18 +28,26 @@ class MeanPoolingCompressor(TrunkCompressor):
     nestable = True
 
     def __init__(self, backbone: Backbone, config: MeanPoolingConfig) -> None:
-        super().__init__(backbone, config.encoder)
+        super().__init__(backbone, config.encoder, config.layers)
         self.embedding_skip = config.embedding_skip
+        self.hidden_map: nn.Linear | None = None
+        self.positions: nn.Parameter | None = None
+        if config.hidden_map:
+            self.hidden_map = nn.Linear(self.dim, self.dim, bias=False, device=backbone.device).requires_grad_(False)
+            nn.init.zeros_(self.hidden_map.weight)
+        if config.positions is not None:
+            zeros = torch.zeros(config.positions, self.dim, device=backbone.device)
+            self.positions = nn.Parameter(zeros, requires_grad=False)
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Final hidden states under full attention.
+        """What is pooled: final hidden states under full attention, with the settings' additions.
 
         Shape: (batch, length), (batch, length) -> (batch, length, dim)
         """
         with self.trunk() as trunk:
             embeddings = self.backbone.embeddings(input_ids)
             hidden: Tensor = trunk(
-                inputs_embeds=embeddings,
+                inputs_embeds=self._placed(embeddings),
                 attention_mask=full_attention_mask(attention_mask, embeddings.dtype),
                 position_ids=torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0),
                 use_cache=False,
@@ -45,8 +55,25 @@ class MeanPoolingCompressor(TrunkCompressor):
         if not self.embedding_skip:
             return hidden
         # Hidden states are many times larger than embeddings, which would drown in the sum.
-        summed: Tensor = embeddings + self.backbone.embedding_rms() * F.rms_norm(hidden, hidden.shape[-1:])
+        hidden = F.rms_norm(hidden.float(), hidden.shape[-1:])
+        if self.hidden_map is not None:
+            hidden = self.hidden_map(hidden)
+        summed: Tensor = embeddings + self.backbone.embedding_rms() * hidden
         return summed
+
+    def _placed(self, embeddings: Tensor) -> Tensor:
+        """Embeddings with the vectors of their positions, if there are any."""
+        if self.positions is None:
+            return embeddings
+        place = torch.arange(embeddings.shape[1], device=embeddings.device) % len(self.positions)
+        return embeddings + self.positions[place].to(embeddings.dtype)
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Make what this trains trainable and return it: the encoder's part, the map and the positions."""
+        own = [p for name, p in self.named_parameters() if not name.startswith(_ENCODER)]
+        for parameter in own:
+            parameter.requires_grad_(True)
+        return super().trained_parameters() + own
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
         """Encode once, pool at every ratio (section 4.2: the encoder's work is shared by the ratios)."""
@@ -54,12 +81,13 @@ class MeanPoolingCompressor(TrunkCompressor):
         return {ratio: SlotBatch(*pool(hidden, attention_mask, ratio)) for ratio in ratios}
 
     def saved_state(self) -> dict[str, Tensor]:
-        """The encoder's own weights, if it has any, under transformers' names."""
-        return {name.removeprefix("encoder."): value for name, value in super().saved_state().items()}
+        """The encoder's own weights, if it has any, under transformers' names, the map and the positions."""
+        return {name.removeprefix(_ENCODER): value for name, value in super().saved_state().items()}
 
     def load_saved_state(self, state: dict[str, Tensor]) -> None:
         """Put back what `saved_state` gave."""
-        load_parameters(self.encoder or nn.Module(), state, self.saved_state().keys(), ADAPTER)
+        names = {name.removeprefix(_ENCODER): name for name in super().saved_state()}
+        load_parameters(self, {names.get(n, n): value for n, value in state.items()}, names.values(), self.side)
 
 
 def full_attention_mask(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:

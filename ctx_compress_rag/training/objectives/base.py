@@ -56,6 +56,7 @@ class SlotObjective(nn.Module, ABC):
         bundle: what is trained; its trained parameters become this module's.
 
     Attributes:
+        bundle: what is trained.
         ratios: the ratios of the current step.
     """
 
@@ -64,17 +65,11 @@ class SlotObjective(nn.Module, ABC):
         self.compressor = bundle.compressor
         self.reader = bundle.reader
         self.ratios: Sequence[int] = bundle.config.ratios
-        # A plain tuple hides the bundle's other weights from nn.Module.
-        self._bundle = (bundle,)
+        self.bundle = bundle
         trained = bundle.compressor.trained_parameters() + bundle.reader.trained_parameters()
         own = {id(p) for p in self.parameters()}
         # Adapters live in the shared decoder, which is not a submodule.
         self.adapters = nn.ParameterList([p for p in trained if id(p) not in own])
-
-    @property
-    def bundle(self) -> Bundle:
-        """What is trained."""
-        return self._bundle[0]
 
     @abstractmethod
     def forward(self, **batch: Any) -> dict[str, Tensor]:

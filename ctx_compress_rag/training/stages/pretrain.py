@@ -12,11 +12,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import AutoTokenizer
 
+from ctx_compress_rag.backbone import load_decoder
 from ctx_compress_rag.data.config import TextData
 from ctx_compress_rag.data.held_out import held_out
 from ctx_compress_rag.data.texts import JSONL_SUFFIXES, documents
 from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.training.config import PretrainRecipe
+from ctx_compress_rag.training.loop import Job, training_device
+from ctx_compress_rag.training.minilm_decoder import minilm_decoder
+from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.stages.teacher import AnswerLoss, new_decoder, save_decoder
+from ctx_compress_rag.training.tokenizer import train_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -149,3 +157,48 @@ def collate_windows(windows: Iterable[Tensor]) -> dict[str, Tensor]:
     """Windows -> the arguments of `AnswerLoss`, under which every token counts."""
     ids = torch.stack(list(windows))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "answers": torch.ones_like(ids, dtype=torch.bool)}
+
+
+def start(recipe: PretrainRecipe, resume: bool) -> Job:
+    """A decoder to train on windows of the recipe's texts."""
+    data, leave_out = recipe.data, recipe.data.leave_out_held_out
+    work = recipe.output / "tokens"  # what is learned and made of the texts before training, kept for a resumed run
+    if recipe.scratch:
+        if resume and (work / "tokenizer.json").exists():
+            tokenizer = AutoTokenizer.from_pretrained(work, trust_remote_code=False)
+        else:
+            sample = tokenizer_sample(data.texts, leave_out)
+            tokenizer = train_tokenizer(
+                sample, recipe.scratch.vocab_size, recipe.scratch.config["max_position_embeddings"]
+            )
+            tokenizer.save_pretrained(work)
+        decoder = new_decoder(recipe.scratch.config, tokenizer)
+    elif recipe.minilm:
+        decoder, tokenizer = minilm_decoder(recipe.minilm)
+    else:
+        decoder, tokenizer = load_decoder(recipe.decoder or "", recipe.revision, training_device())
+    decoder = decoder.float().requires_grad_(True)
+    work.mkdir(exist_ok=True)
+    rows = [
+        token_ids(text, leave_out, tokenizer, work / f"{number}.npy", resume) for number, text in enumerate(data.texts)
+    ]
+    windows = PackedText(
+        rows,
+        [text.weight for text in data.texts],
+        recipe.window,
+        recipe.optim.steps * recipe.optim.batch_size,
+        recipe.seed,
+    )
+    return Job(
+        AnswerLoss(decoder, 1.0),
+        windows,
+        collate_windows,
+        save=lambda report: save_decoder(decoder, tokenizer, recipe.output),
+        about={
+            "text_tokens": {str(text.file): len(row) for text, row in zip(data.texts, rows, strict=True)},
+            "rounds": round(len(windows) / windows.per_round, 4),
+        },
+    )
+
+
+register(Stage(PretrainRecipe, start))

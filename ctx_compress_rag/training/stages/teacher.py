@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ctx_compress_rag.backbone import load_decoder
 from ctx_compress_rag.data.examples import Example
+from ctx_compress_rag.data.world import tokenizer_texts
+from ctx_compress_rag.methods.base.config import lora_config
 from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
+from ctx_compress_rag.training.config import TeacherRecipe
+from ctx_compress_rag.training.examples import load_examples
+from ctx_compress_rag.training.loop import Job, training_device
+from ctx_compress_rag.training.probe import text_probe
+from ctx_compress_rag.training.stage import Stage, register
 from ctx_compress_rag.training.stages.pointers import Pointers, PointingHeads, pointers_of
+from ctx_compress_rag.training.tokenizer import train_tokenizer
 
 
 class AnswerLoss(nn.Module):
@@ -126,3 +135,47 @@ def save_decoder(decoder: Any, tokenizer: Any, folder: Path, half: bool = True) 
     (decoder.half() if half else decoder).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     decoder.to(dtype)
+
+
+def start(recipe: TeacherRecipe, resume: bool) -> Job:
+    """A decoder to train on the recipe's questions."""
+    from peft import get_peft_model
+
+    examples = load_examples(recipe)
+    if recipe.scratch:
+        tokenizer = train_tokenizer(_texts(recipe, examples), recipe.scratch.vocab_size, recipe.data.max_context_tokens)
+        decoder = new_decoder(recipe.scratch.config, tokenizer)
+    else:
+        decoder, tokenizer = load_decoder(recipe.decoder or "", recipe.revision, training_device())
+        if recipe.tune.mode == "lora":
+            decoder = get_peft_model(decoder, lora_config(recipe.tune))
+        elif recipe.tune.mode == "full":
+            decoder = decoder.float().requires_grad_(True)  # on a GPU it came in bfloat16, which loses small steps
+    builder = PromptBuilder(tokenizer, recipe.data.max_answer_tokens)
+    data, point = recipe.data, recipe.pointing
+    collate = TextCollator(builder, data.templates, data.max_context_tokens, recipe.seed, point is not None)
+    heads = (PointingHeads(decoder, (point.name_layer, point.copy_layer)), point.weight) if point else None
+    model = AnswerLoss(decoder, recipe.context_loss_weight, heads)
+
+    def save(report: dict[str, Any]) -> None:
+        if recipe.tune.mode == "lora":
+            # A peft adapter folder: the `teacher` of a distillation recipe. Left to itself, peft would ask the hub
+            # whether the embeddings were changed, too.
+            decoder.save_pretrained(recipe.output, save_embedding_layers=False)
+        else:
+            save_decoder(decoder, tokenizer, recipe.output)
+
+    probe = text_probe(decoder, tokenizer, recipe.probe) if recipe.probe else None
+    return Job(model, examples, collate, save, probe=probe, probe_every=recipe.probe.every if recipe.probe else 1)
+
+
+def _texts(recipe: TeacherRecipe, examples: Sequence[Example]) -> Iterator[str]:
+    """What a new tokenizer is made from."""
+    if recipe.data.world:
+        yield from tokenizer_texts()
+    else:
+        yield from (passage for example in examples for passage in example.passages)
+    yield from recipe.data.templates * 200
+
+
+register(Stage(TeacherRecipe, start))

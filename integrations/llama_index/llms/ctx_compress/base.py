@@ -34,6 +34,7 @@ from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling
 from ctx_compress_rag.decoding.generation import given_options
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores.markers import check_scope
 from ctx_compress_rag.stores.markers import scope as in_scope
 from llama_index.llms.ctx_compress.streams import in_thread
 
@@ -102,6 +103,8 @@ class CompressedContextLLM(LLM):
     def model_post_init(self, context: Any, /) -> None:
         """Open the decoder, and refuse impossible sampling settings."""
         super().model_post_init(context)
+        if self.scope is not None:
+            check_scope(self.scope)
         self._sampling({})
         self._decoder = AdaptiveDecoder(self._bundle, self.store, on_missing=self.on_missing)
 
@@ -126,7 +129,7 @@ class CompressedContextLLM(LLM):
             context_window=(bundle.backbone.window or DEFAULT_CONTEXT_WINDOW) - self._taken,
             num_output=self.max_tokens,
             is_chat_model=self._templated,
-            model_name=bundle.config.decoder or bundle.config.name,
+            model_name=bundle.config.decoder_name or bundle.config.name,
         )
 
     @llm_completion_callback()

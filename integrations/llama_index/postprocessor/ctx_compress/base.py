@@ -90,7 +90,7 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
             super().__init__(**fields)
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
-        check_size(self.store, self.ratio, self.token_budget, self.on_missing, self.mode)
+        check_size(self.store, self.ratio, self.token_budget, self.on_missing, self.mode, self.scope)
 
     @classmethod
     def class_name(cls) -> str:
@@ -115,7 +115,7 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         marked = mark(
             self.store,
             texts,
-            stored_ids(self.store, texts, [nodes[place].node.node_id for place in read]),
+            stored_ids(self.store, texts, [nodes[place].node.node_id for place in read], self.scope),
             ratio=self.ratio,
             token_budget=self.token_budget,
             scores=[nodes[place].score for place in read],

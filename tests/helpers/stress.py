@@ -1,0 +1,128 @@
+"""Several processes on one store folder, round after round: writers that keep their object, and readers.
+
+`python tests/helpers/stress.py ROUNDS` runs it and prints the counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+WRITERS, READERS, ADDS, EACH = 4, 4, 5, 13
+STOP = "writers-are-done"
+KEY = b"a key for the stress test"
+
+
+def work(order: dict[str, Any]) -> dict[str, int]:
+    """One process's part of a round."""
+    from ctx_compress_rag.errors import StoreLockedError
+    from ctx_compress_rag.stores import SoftContextStore
+    from helpers.store import WordBundle, passage
+
+    done: Counter[str] = Counter()
+    rng = random.Random(order["seed"])
+    with SoftContextStore(order["folder"], WordBundle(), key=KEY, lock_timeout=rng.choice([0.0, 0.05, 5.0])) as store:
+        if order["role"] == "write":
+            first = 1000 * order["number"]
+            for start in range(first, first + ADDS * EACH, EACH):
+                ids = [f"p{i}" for i in range(start, start + EACH)]
+                while True:
+                    try:
+                        store.add([passage(i) for i in range(start, start + EACH)], ids, progress=False)
+                        break
+                    except StoreLockedError:
+                        done["locked"] += 1
+                        time.sleep(rng.uniform(0, 0.02))
+                done["written"] += EACH
+                time.sleep(rng.uniform(0, 0.01))
+        elif order["role"] == "read":
+            while not Path(order["folder"], STOP).exists():
+                n = 1000 * rng.randrange(WRITERS) + rng.randrange(ADDS * EACH)
+                [found] = store.get_passages([f"p{n}"])
+                [soft] = store.get([f"p{n}"])
+                assert found is None or found.text == passage(n)
+                assert found is None or (soft is not None and soft.n_tokens == 30)
+                done["read"] += 1
+                done["found"] += found is not None
+                time.sleep(rng.uniform(0, 0.01))
+        else:
+            ids = [f"p{1000 * w + i}" for w in range(WRITERS) for i in range(ADDS * EACH)]
+            done["lost"] = sum(soft is None for soft in store.get(ids))
+            done["extra"] = len(store) - len(ids)
+            done["usable"] = store.add([passage(7)], ["after"], progress=False).added
+            done["slots"] = store.info().slots
+    return done
+
+
+class Worker:
+    """A process that works off orders; a new one takes the place of one that died."""
+
+    def __init__(self) -> None:
+        env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]))
+        command = [sys.executable, str(Path(__file__)), "work"]
+        self._process = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def start(self, order: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+
+    def result(self) -> dict[str, int]:
+        assert self._process.stdout is not None and self._process.stderr is not None
+        line = self._process.stdout.readline()
+        if line:
+            return dict(json.loads(line))
+        code, said = self._process.wait(), self._process.stderr.read()
+        self.__init__()  # type: ignore[misc]
+        print(f"a worker died with {code}: {said[-500:]}", file=sys.stderr)
+        return {"died": 1}
+
+    def end(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+def rounds(count: int, seed: int = 0) -> dict[str, int]:
+    """What happened in so many rounds, each in a folder of its own."""
+    total: Counter[str] = Counter()
+    workers = [Worker() for _ in range(WRITERS + READERS)]
+    try:
+        for turn in range(count):
+            with tempfile.TemporaryDirectory() as folder:
+                for n, worker in enumerate(workers):
+                    role = "write" if n < WRITERS else "read"
+                    order = {"role": role, "folder": folder, "number": n}
+                    worker.start({**order, "seed": f"{seed}/{turn}/{n}"})
+                results = [worker.result() for worker in workers[:WRITERS]]
+                Path(folder, STOP).touch()
+                results += [worker.result() for worker in workers[WRITERS:]]
+                workers[-1].start({"role": "check", "folder": folder, "seed": "check"})
+                results.append(workers[-1].result())
+            for result in results:
+                total.update(result)
+            broken = any(r.get("died") for r in results) or results[-1].get("lost") or results[-1].get("usable") != 1
+            total.update(rounds=1, broken=int(bool(broken)))
+            if __name__ == "__main__" and (turn + 1) % 20 == 0:
+                print(json.dumps(total), file=sys.stderr, flush=True)
+    finally:
+        for worker in workers:
+            worker.end()
+    return dict(total)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "work":
+        for line in sys.stdin:
+            print(json.dumps(work(json.loads(line))), flush=True)
+    else:
+        print(json.dumps(rounds(int(sys.argv[1]))))

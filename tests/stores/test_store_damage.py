@@ -1,0 +1,112 @@
+"""Records that are not as they were written: refused when read, found and made anew."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import numpy as np
+import pytest
+
+from ctx_compress_rag.errors import PayloadError, StoreError
+from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.stores import AddReport, SoftContextStore, codecs
+from helpers.store import WordBundle, add, assert_same, passage
+
+KEY = b"sixteen bytes or more"
+Row = dict[str, Any]
+
+
+def bomb(row: Row, _: Row) -> Row:
+    return {"text": base64.b64encode(zlib.compress(b"a" * (100 << 20), 9)).decode()}
+
+
+def loud(row: Row, _: Row) -> Row:
+    raw = bytearray(base64.b64decode(row["payload"]))
+    head, run = struct.calcsize("<BBIIII"), 2 * 8
+    raw[head + run : head + run + 4] = np.float32(3e38).tobytes()
+    raw[head - 4 : head] = struct.pack("<I", zlib.crc32(raw[head:]))
+    return {"payload": base64.b64encode(raw).decode()}
+
+
+DAMAGE: dict[str, Callable[[Row, Row], Row]] = {
+    "another passage's payload": lambda row, other: {"payload": other["payload"]},
+    "another passage's text": lambda row, other: {"text": other["text"], "text_hash": other["text_hash"]},
+    "another passage's name": lambda row, other: {"marker": other["marker"]},
+    "another passage's record": lambda row, other: other,
+    "fewer slots": lambda row, other: {"slots": 1},
+    "more tokens": lambda row, other: {"tokens": 31},
+    "no slots": lambda row, other: {"slots": "eight"},
+    "no payload": lambda row, other: {"payload": 5},
+    "zero slots of a right checksum": lambda row, other: {"payload": codecs.encode(WordBundle().at("x", 4))},
+    "a scale of 3e38": loud,
+    "no seal": lambda row, other: {"seal": ""},
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_changed_record_is_refused_and_made_anew(tmp_path: Path, name: str) -> None:
+    bundle = WordBundle()
+    with SoftContextStore(tmp_path, bundle, key=KEY) as store:
+        add(store, 3)
+        markers = [store.split(marker)[0] for marker in store.markers(["p0", "p1", "p2"], 4)]
+        raw = chromadb.PersistentClient(tmp_path).get_collection("passages-ctx", embedding_function=None)
+        other, row = (dict(raw.get(ids=[id])["metadatas"][0]) for id in ("p0", "p1"))
+        raw.update(ids=["p1"], metadatas=[DAMAGE[name](row, other)])
+        if "payload" in DAMAGE[name](row, other) and len(DAMAGE[name](row, other)) == 1:  # the text is still good
+            assert store.get_passages(["p1"])[0].text == passage(1)
+        for read in (lambda: store.get(["p1"]), lambda: store.fetch(markers[:2])):
+            with pytest.raises((PayloadError, KeyError), match="'p1' is damaged|no passage"):
+                read()
+        assert_same(store.get(["p2"])[0], bundle.at(passage(2), 4))
+        assert store.discard_damaged() == ["p1"]
+        assert add(store, 3) == AddReport(added=1, updated=0, unchanged=2)
+        assert_same(store.fetch(markers)[1], bundle.at(passage(1), 4))
+        assert store.discard_damaged() == []
+
+
+def test_a_text_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:
+    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
+        add(store, 1)
+        raw = chromadb.PersistentClient(tmp_path).get_collection("passages-ctx", embedding_function=None)
+        raw.update(ids=["p0"], metadatas=[bomb({}, {})])
+        with pytest.raises(PayloadError, match="unpacks to more than 16,777,216 bytes"):
+            store.get_passages(["p0"])
+
+
+def test_another_key_reads_nothing_and_says_why(tmp_path: Path) -> None:
+    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
+        add(store, 1)
+    with (
+        SoftContextStore(tmp_path, WordBundle(), key=KEY + b"!") as store,
+        pytest.raises(PayloadError, match="another key.*CTX_COMPRESS_KEY"),
+    ):
+        mark(store, [passage(0)], ["p0"])
+
+
+@pytest.mark.parametrize("key", [" " * 20, "", "short"])
+def test_a_blank_key_is_refused(tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CTX_COMPRESS_KEY", key)
+    with pytest.raises(StoreError, match="at least 16"):
+        add(SoftContextStore(tmp_path, WordBundle()), 1)
+
+
+def test_a_key_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    from ctx_compress_rag.stores.keys import KEY_FILE
+
+    if os.name != "posix" or os.getuid() != 0:
+        pytest.skip("needs a second user")
+    monkeypatch.delenv("CTX_COMPRESS_KEY", raising=False)
+    path = tmp_path / KEY_FILE
+    path.write_text("ab" * 32)
+    path.chmod(0o600)
+    os.chown(path, 65534, -1)
+    with pytest.raises(StoreError, match="belongs to user 65534"):
+        add(SoftContextStore(tmp_path, WordBundle()), 1)
