@@ -119,7 +119,7 @@ def test_core_modules_import_only_what_is_declared(file: Path) -> None:
     core = declared(PROJECT["dependencies"])
     if file.parent.name == "serving":  # the server's own room; no other imports it before it is asked for
         core |= declared(EXTRAS["serve"])
-    optional = declared(EXTRAS["train"], EXTRAS["gguf"], EXTRAS["demo"])
+    optional = declared(EXTRAS["train"], EXTRAS["gguf"], EXTRAS["demo"], EXTRAS["structured"])
     assert foreign_distributions(file, at_import_time=True) <= core
     assert foreign_distributions(file, at_import_time=False) <= core | optional
 

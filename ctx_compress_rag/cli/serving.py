@@ -51,8 +51,8 @@ def serve_options(parser: argparse.ArgumentParser) -> None:
 def run_serve(args: argparse.Namespace) -> None:
     """Serve an index to OpenAI clients that send markers: chat completions, completions, compress, metrics.
 
-    The server's process alone writes to the store. Markers belong to the scope of the request's API key; without
-    keys the server answers this machine only, in the store's own scope.
+    `POST /v1/compress` stores what is missing. Markers belong to the scope of the request's API key; without keys
+    the server answers this machine only, in the store's own scope.
     """
     from ctx_compress_rag.decoding.decoder import TransformersDecoder
     from ctx_compress_rag.serving.app import Limits, create_app

@@ -5,7 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ctx_compress_rag.errors import ConfigError, DecoderMemoryError, MissingPassageError, StoreLockedError
+from ctx_compress_rag.errors import (
+    ConfigError,
+    DecoderMemoryError,
+    MissingPassageError,
+    StoreLockedError,
+    StoreWriteError,
+)
 from ctx_compress_rag.serving.replies import fault
 
 logger = logging.getLogger(__name__)
@@ -39,8 +45,8 @@ def as_fault(error: BaseException) -> tuple[int, dict[str, Any]]:
             return 400, fault(str(error), "invalid_request_error")
         case DecoderMemoryError():
             return 503, fault(str(error), "server_error", code="out_of_memory")
-        case StoreLockedError():
+        case StoreLockedError() | StoreWriteError():
             logger.error("the store cannot be written: %s", error)
-            return 503, fault("another process writes to the store: try again later", "server_error")
+            return 503, fault("the store cannot be written to now: try again later", "server_error")
     logger.error("a request failed", exc_info=error)
     return 500, fault("the server failed to answer: its log says why", "server_error")

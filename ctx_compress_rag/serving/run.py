@@ -13,7 +13,6 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.extras import needs
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.lock import WriterLock
 
 with needs("serve"):
     import uvicorn
@@ -23,7 +22,7 @@ with needs("serve"):
 def open_store(
     folder: str | Path, bundle: str | None, collection: str | None = None
 ) -> Iterator[tuple[Bundle, SoftContextStore]]:
-    """The bundle and the store to serve, with the right to write to its folder.
+    """The bundle and the store to serve.
 
     Args:
         folder: a Chroma folder.
@@ -32,17 +31,12 @@ def open_store(
 
     Raises:
         ConfigError: a collection is given and no bundle.
-        StoreError: there is no store, or another process writes to it.
+        StoreError: there is no store, or it cannot be opened.
         BundleError, FingerprintMismatchError: see `Bundle.from_pretrained` and `SoftContextStore`.
     """
-    lock = WriterLock(Path(folder))
     if collection is None:
         with open_index(folder, bundle) as index:
-            lock.take()
-            try:
-                yield index.bundle, index.store
-            finally:
-                lock.release()
+            yield index.bundle, index.store
         return
     if bundle is None:
         raise ConfigError(
@@ -50,11 +44,7 @@ def open_store(
         )
     loaded = Bundle.from_pretrained(bundle)
     with SoftContextStore(folder, loaded, collection=collection) as store:
-        lock.take()
-        try:
-            yield loaded, store
-        finally:
-            lock.release()
+        yield loaded, store
 
 
 def serve(app: Any, host: str, port: int, *, grace: int = 30, started: Callable[[str], object] = print) -> None:

@@ -216,9 +216,10 @@ def test_compress_writes_markers_of_the_keys_scope(url: str, store: SoftContextS
         )
         assert reply.status_code == 200, reply.text
         shown = [item["text"] for item in reply.json()["data"]]
-        assert shown == store.markers([store.ensure([t])[0] for t in (text, TEXTS["mill"])], 8, scope)
+        assert shown == store.markers(store.ensure([text, TEXTS["mill"]], scope=scope), 8, scope)
         found[scope] = shown
-    assert len(store) == before + 1
+        assert len(store.ids(scope)) == 1  # the other text is everyone's
+    assert len(store) == before + 2
     assert not set(found["anna"]) & set(found["bert"])
     reply = httpx.post(
         f"{url}/v1/compress", json={"input": text, "ratio": 3}, headers={"Authorization": f"Bearer {ANNA}"}
