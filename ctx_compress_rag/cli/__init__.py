@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         ("index", "index a folder of .txt and .md files", stores.index_options, stores.run_index),
         ("ask", "answer a question from an index", stores.ask_options, stores.run_ask),
         ("serve", "serve an index to OpenAI clients", serving.serve_options, serving.run_serve),
+        ("export", "write a bundle's decoder for vLLM", serving.export_options, serving.run_export),
         ("info", "say what is in an index", stores.info_options, stores.run_info),
         ("train", "train a bundle by recipes", training.train_options, training.run_train),
         ("eval", "score a bundle beside its baselines", evaluation.eval_options, evaluation.run_eval),

@@ -1,8 +1,9 @@
-"""The command that serves, serve, and the part of bench that times callers at a time."""
+"""The commands that serve, serve and export, and the part of bench that times callers at a time."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,40 @@ if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
 
 
+def server_options(parser: argparse.ArgumentParser) -> None:
+    """Where the decoder runs, if not here."""
+    parser.add_argument("--server", metavar="URL", help="a vLLM server that runs the decoder; see export")
+    parser.add_argument(
+        "--server-key", metavar="KEY", help="its API key (default: the variable CTX_COMPRESS_SERVER_KEY)"
+    )
+
+
+def server_key(args: argparse.Namespace) -> str | None:
+    """The server's API key."""
+    key: str | None = args.server_key or os.environ.get("CTX_COMPRESS_SERVER_KEY")
+    return key
+
+
+def export_options(parser: argparse.ArgumentParser) -> None:
+    """Arguments of export."""
+    parser.add_argument("bundle", help="a bundle's folder, shipped name or hub id")
+    parser.add_argument("folder", metavar="DIR", help="where to write")
+
+
+def run_export(args: argparse.Namespace) -> None:
+    """Write a bundle's decoder and LoRA adapters as vLLM wants them, and print the command that serves them."""
+    from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.serving.export import export, shown
+
+    quiet_models()
+    print(shown(export(Bundle.from_pretrained(args.bundle), args.folder)))
+
+
 def serve_options(parser: argparse.ArgumentParser) -> None:
     """Arguments of serve."""
     store_option(parser)
     bundle_option(parser)
+    server_options(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
     parser.add_argument(
@@ -56,6 +87,7 @@ def run_serve(args: argparse.Namespace) -> None:
     """
     from ctx_compress_rag.decoding.decoder import TransformersDecoder
     from ctx_compress_rag.serving.app import Limits, create_app
+    from ctx_compress_rag.serving.client import ServerDecoder
     from ctx_compress_rag.serving.keys import find_keys
     from ctx_compress_rag.serving.run import check_exposure, open_store, serve
 
@@ -65,9 +97,14 @@ def run_serve(args: argparse.Namespace) -> None:
     quiet_models()
     with open_store(args.store, args.bundle, args.collection) as (bundle, store):
         note_what_it_reads(bundle)
-        decoder = TransformersDecoder(
-            bundle, store, batch_size=args.batch_size, max_prompt_tokens=args.max_prompt_tokens
-        )
+        decoder: TransformersDecoder
+        if args.server is not None:
+            decoder = ServerDecoder(bundle, store, server=args.server, api_key=server_key(args))
+            decoder.max_prompt_tokens = args.max_prompt_tokens
+        else:
+            decoder = TransformersDecoder(
+                bundle, store, batch_size=args.batch_size, max_prompt_tokens=args.max_prompt_tokens
+            )
         serve(
             create_app(decoder, keys, limits),
             args.host,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ctx_compress_rag.cli.serving import server_key, server_options
 from ctx_compress_rag.cli.shared import bundle_option, note_what_it_reads, quiet_models, store_option
 
 _ANSWER_TOKENS = 256
@@ -60,6 +61,7 @@ def ask_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--k", type=int, default=4, help="passages to retrieve (default: %(default)s)")
     parser.add_argument("--text", action="store_true", help="give the decoder the passages' text, for comparison")
+    server_options(parser)
 
 
 def run_ask(args: argparse.Namespace) -> None:
@@ -73,11 +75,16 @@ def run_ask(args: argparse.Namespace) -> None:
     quiet_models()
     with open_index(args.store, args.bundle) as index:
         from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+        from ctx_compress_rag.serving.client import ServerDecoder
 
         note_what_it_reads(index.bundle)
         [hits] = index.search([args.question], args.k)
         prompt = question_prompt(index.store, args.question, hits, None if args.text else args.ratio)
-        decoder = TransformersDecoder(index.bundle, index.store)
+        decoder = (
+            TransformersDecoder(index.bundle, index.store)
+            if args.server is None
+            else ServerDecoder(index.bundle, index.store, server=args.server, api_key=server_key(args))
+        )
         begun = False
         for piece in decoder.stream(prompt, Sampling(max_new_tokens=_ANSWER_TOKENS)):
             if isinstance(piece, str):

@@ -9,6 +9,7 @@ from ctx_compress_rag.errors import (
     ConfigError,
     DecoderMemoryError,
     MissingPassageError,
+    ServerError,
     StoreLockedError,
     StoreWriteError,
 )
@@ -45,6 +46,9 @@ def as_fault(error: BaseException) -> tuple[int, dict[str, Any]]:
             return 400, fault(str(error), "invalid_request_error")
         case DecoderMemoryError():
             return 503, fault(str(error), "server_error", code="out_of_memory")
+        case ServerError():
+            logger.error("the decoder's server: %s", error)
+            return 502, fault("the server that runs the decoder failed to answer: try again", "server_error")
         case StoreLockedError() | StoreWriteError():
             logger.error("the store cannot be written: %s", error)
             return 503, fault("the store cannot be written to now: try again later", "server_error")
