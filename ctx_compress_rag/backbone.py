@@ -35,23 +35,39 @@ def choose_device(device: str | torch.device | None = None) -> tuple[torch.devic
 
 
 def load_decoder(
-    name: str | Path | GgufDecoder, revision: str | None = None, device: str | torch.device | None = None
+    name: str | Path | GgufDecoder,
+    revision: str | None = None,
+    device: str | torch.device | None = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    attn_implementation: str | None = None,
 ) -> tuple[Any, Any]:
     """Load a causal LM and its tokenizer from a folder or the hub; safetensors or GGUF only, never pickle, and no code.
+
+    Args:
+        name: a folder, a hub id or a GGUF file.
+        revision: a hub revision.
+        device: see `choose_device`.
+        dtype: of the weights, such as "bfloat16"; None takes what suits the device.
+        attn_implementation: as transformers calls it, such as "sdpa" or "eager"; None leaves it the choice.
 
     Returns: the model in eval mode with frozen parameters, and the tokenizer, padding on the left.
 
     Raises:
+        ConfigError: the dtype is none that weights can have.
         BundleError: it cannot be loaded; the message names what was asked for.
         MissingExtraError: it is a GGUF file, and a package that reads those is not installed.
     """
-    chosen, dtype = choose_device(device)
+    chosen, suited = choose_device(device)
+    weights = suited if dtype is None else _dtype(dtype)
     try:
         if isinstance(name, GgufDecoder):
             model, tokenizer = load_gguf(gguf_file(name, revision))
-            _weights_as(model, dtype)
+            _weights_as(model, weights)
         else:
-            model, tokenizer = _from_folder(name, revision, dtype)
+            model, tokenizer = _from_folder(name, revision, weights)
+        if attn_implementation is not None:
+            model.set_attn_implementation(attn_implementation)
     except CtxCompressError:
         raise
     except Exception as error:  # transformers raises many kinds: OSError, ValueError, SafetensorError, ...
@@ -59,8 +75,15 @@ def load_decoder(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
-    logger.info("decoder %s on %s in %s", name, chosen, dtype)
+    logger.info("decoder %s on %s in %s", name, chosen, weights)
     return model.to(chosen).eval().requires_grad_(False), tokenizer
+
+
+def _dtype(name: str | torch.dtype) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else name
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+        raise ConfigError(f"dtype={name!r}: choose float32, bfloat16 or float16")
+    return found
 
 
 def _from_folder(name: str | Path, revision: str | None, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -61,7 +61,7 @@ class Sampling:
         ConfigError: a value is impossible.
     """
 
-    max_new_tokens: Annotated[int, Field(ge=1)] = 64
+    max_new_tokens: Annotated[int, Field(ge=1)] = 512
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
