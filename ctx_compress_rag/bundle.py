@@ -84,7 +84,7 @@ class Bundle:
         dtype: str | torch.dtype | None = None,
         attn_implementation: str | None = None,
     ) -> Bundle:
-        """Load a bundle from a folder, by shipped name (`demo`, `english`), or from the hub.
+        """Load a bundle from a folder, by shipped name (`demo`), or from the hub.
 
         Args:
             name_or_path: a folder, a shipped name, or a hub id such as `someone/bundle`.
@@ -250,7 +250,8 @@ class Bundle:
     def _save_adapter(self, name: str, folder: Path, int8: bool) -> None:
         """Write an adapter as a peft folder, or the same with its matrices in 8 bits."""
         folder.mkdir(parents=True, exist_ok=True)
-        packed = _packing(int8)(self.backbone.adapter_state(name))
+        pack = _lossless if name == TEACHER and not int8 else _packing(int8)
+        packed = pack(self.backbone.adapter_state(name))
         self.backbone.load_adapter_state(name, from_int8(packed))
         save_file(packed, folder / (INT8_ADAPTER_FILE if int8 else ADAPTER_FILE))
         (folder / (ADAPTER_FILE if int8 else INT8_ADAPTER_FILE)).unlink(
@@ -417,6 +418,12 @@ def _read_adapter(folder: Path) -> dict[str, Tensor]:
 
 def _packing(int8: bool) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
     return to_int8 if int8 else _half
+
+
+def _lossless(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In half precision where that changes nothing: a teacher is kept as it was given."""
+    half = _half(state)
+    return half if all(torch.equal(half[name].to(value.dtype), value) for name, value in state.items()) else dict(state)
 
 
 def _half(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -47,8 +47,8 @@ class SoftContext:
     def merge(self, factor: int) -> SoftContext:
         """Merge each run of `factor` neighbouring slots into their mean, weighted by source tokens.
 
-        For mean pooling this equals pooling the hidden states at `factor` times the ratio (paper
-        001, eq. 3-4), because a mean of disjoint blocks is the weighted mean of their means.
+        For mean pooling this equals pooling the hidden states at `factor` times the ratio (Simple
+        Context Compression, eq. 3-4), because a mean of disjoint blocks is the weighted mean of their means.
 
         Shape: (S, D) -> (ceil(S / factor), D)
         """
@@ -61,7 +61,7 @@ class SoftContext:
 
 
 def pool(vectors: Tensor, weights: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """Weighted mean over consecutive, non-overlapping windows (paper 001, eq. 3-4).
+    """Weighted mean over consecutive, non-overlapping windows (Simple Context Compression, eq. 3-4).
 
     Positions of weight 0 (padding) count for nothing; a window of only padding gives a zero vector
     of weight 0.

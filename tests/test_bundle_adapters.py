@@ -117,6 +117,13 @@ def test_peft_does_not_take_8_bits_for_its_own(made: Bundle, tmp_path: Path) -> 
         assert torch.int8 in kinds
 
 
+def test_without_8_bits_the_teacher_is_kept_as_it_was(made: Bundle, tmp_path: Path) -> None:
+    given = load_file(tmp_path / "taught" / "adapter_model.safetensors")
+    made.save_pretrained(tmp_path / "bundle")
+    kept = load_file(tmp_path / "bundle" / "teacher" / "adapter_model.safetensors")
+    assert kept.keys() == given.keys() and all(torch.equal(kept[name], given[name]) for name in given)
+
+
 def test_one_form_replaces_the_other_in_the_same_folder(made: Bundle, tmp_path: Path) -> None:
     for int8 in (True, False, True):
         made.save_pretrained(tmp_path / "bundle", int8=int8)

@@ -28,7 +28,7 @@ class TaskData(Strict):
 
 
 class AdaptationRecipe(BaseRecipe):
-    """A stage of adapting a frozen decoder to demonstrations (paper 003).
+    """A stage of adapting a frozen decoder to demonstrations (In-Context Optimization).
 
     Attributes:
         bundle: whose decoder it is; passages are read as text, or with `ratio` as soft contexts.

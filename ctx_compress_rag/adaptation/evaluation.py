@@ -58,7 +58,7 @@ def evaluate(
     """Train what is missing of a folder of recipes, and score all of it beside the baselines.
 
     Every question comes with demonstrations of its own task, and every system gets the same ones. What is
-    trained stays in the recipes' outputs and answers stay in `folder`: a second run goes on where one was
+    trained stays in the recipes' outputs and answers stay in `folder`: a second run resumes where one was
     cut off. Writes scores.json, scores.md and scores.png.
 
     Args:

@@ -102,7 +102,7 @@ class Recipes:
         return self.find(folder / "recipes")
 
     def train_missing(self, decoder: AdaptiveDecoder) -> None:
-        """Run what has not been run to its end; an interrupted recipe goes on at its last checkpoint.
+        """Run what has not been run to its end; an interrupted recipe resumes at its last checkpoint.
 
         Raises:
             ConfigError: an output was made for another decoder, or by a recipe that has changed since.

@@ -69,7 +69,7 @@ def _worlds() -> list[World]:
 def _pair_question(world: World, kind: Kind) -> tuple[list[Entity], Turn]:
     """A question that names two entities of a kind; one retrieval step cannot follow a link that it does not name."""
     pairs = list(permutations([entity for entity in world.entities if entity.kind == kind], 2))
-    while True:  # a world asks about a pair now and then, drawn anew each time
+    while True:  # a world asks about a pair now and then, drawn again each time
         for pair in pairs:
             for turn in world.turns(list(pair)):
                 if all(entity.name in turn.question for entity in pair):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
 
 COLLECTION = "passages"
-_BUNDLE_KEY = "ctx_bundle"
+BUNDLE_KEY = "ctx_bundle"
 _COSINE: Any = {"hnsw": {"space": "cosine"}}
 _EMBED_BATCH = 128
 _PAGE = 2000
@@ -76,7 +76,7 @@ class PassageIndex:
     def add(self, passages: Sequence[Passage], progress: bool = True) -> AddReport:
         """Store the passages that are missing: vectors first, then soft contexts.
 
-        Both are written batch by batch; after an interruption the same call goes on where it ended. A passage that
+        Both are written batch by batch; after an interruption the same call resumes where it stopped. A passage that
         has a vector alone in between is compressed by whoever retrieves it.
 
         Args:
@@ -91,7 +91,7 @@ class PassageIndex:
                     batch = missing[start : start + _EMBED_BATCH]
                     texts = [passage.text for passage in batch]
                     metadatas: Any = [dict(passage.metadata) for passage in batch]
-                    vectors = _vectors(texts)
+                    vectors = passage_vectors(texts)
                     with self._writing() as collection:
                         collection.upsert([str(p.id) for p in batch], vectors, metadatas, texts)
                     bar.update(len(batch))
@@ -123,7 +123,7 @@ class PassageIndex:
             raise ConfigError(f"cannot retrieve {k} passages: ask for 1 or more")
         if not all(question.strip() for question in questions):
             raise ConfigError("the question is empty: ask something")
-        vectors = _vectors(questions)
+        vectors = passage_vectors(questions)
         with self._errors_explained(), self._connection.reading() as client:
             collection = _find_collection(self._connection, client)
             count = collection.count() if collection else 0
@@ -167,7 +167,7 @@ class PassageIndex:
             yield _find_collection(self._connection, client) or client.create_collection(
                 COLLECTION,
                 configuration=_COSINE,
-                metadata={_BUNDLE_KEY: self._bundle_name},
+                metadata={BUNDLE_KEY: self._bundle_name},
                 embedding_function=None,
             )
 
@@ -209,7 +209,7 @@ def open_index(
     """
     from ctx_compress_rag.bundle import Bundle
 
-    _check_there(folder, create)
+    check_there(folder, create)
     recorded = _recorded(folder)
     name = bundle or recorded or default or default_bundle()
     return PassageIndex(str(folder), Bundle.from_pretrained(name), _lasting(name), codec)
@@ -230,21 +230,35 @@ def inspect_index(folder: str | Path) -> IndexInfo:
     Raises:
         StoreError: there is no index, or nothing in it.
     """
-    _check_there(folder, create=False)
+    check_there(folder)
     connection = connect(str(folder), COLLECTION)
     try:
         with explained(connection.where), connection.looking() as client:
             passages = _find_collection(connection, client)
+            roots, sources = column(passages, "root"), column(passages, "source")
+        with recorded_store(folder, COLLECTION) as store:
+            found = len({(roots.get(id), source) for id, source in sources.items()})
+            return IndexInfo(store.info(), _bundle_of(passages) or store.bundle.config.name, found)
+    finally:
+        connection.close()
+
+
+def recorded_store(folder: str | Path, collection: str) -> SoftContextStore:
+    """The store beside a collection, opened without its bundle: to look and to mend, not to compress.
+
+    Raises:
+        StoreError: there is none.
+    """
+    connection = connect(str(folder), collection)
+    try:
+        with explained(connection.where), connection.looking() as client:
             try:
                 about = client.get_collection(connection.companion, embedding_function=None).metadata or {}
             except NotFoundError:
                 raise StoreError(f"{connection.where} holds no soft contexts: run `ctx-compress index` first") from None
-            roots, sources = column(passages, "root"), column(passages, "source")
-        with SoftContextStore(str(folder), _Recorded(about), collection=COLLECTION) as store:
-            found = len({(roots.get(id), source) for id, source in sources.items()})
-            return IndexInfo(store.info(), _bundle_of(passages) or str(about["bundle"]), found)
     finally:
         connection.close()
+    return SoftContextStore(str(folder), _Recorded(about), collection=collection)
 
 
 class _Recorded:
@@ -262,7 +276,8 @@ class _Recorded:
         raise StoreError(f"the store was opened without its bundle: cannot compress {len(texts)} passages")
 
 
-def _check_there(folder: str | Path, create: bool) -> None:
+def check_there(folder: str | Path, create: bool = False) -> None:
+    """StoreError where there is no store, unless it is to be made."""
     # Chroma would make the folder; whoever only reads should hear that the path is wrong.
     if not create and not (Path(folder) / DATABASE).exists():
         raise StoreError(f"no store at {str(folder)!r}: make one with `ctx-compress index DIR --store {folder}`")
@@ -295,7 +310,7 @@ def _recorded(folder: str | Path) -> str | None:
 
 
 def _bundle_of(collection: Any) -> str | None:
-    name = (collection.metadata or {}).get(_BUNDLE_KEY) if collection is not None else None
+    name = (collection.metadata or {}).get(BUNDLE_KEY) if collection is not None else None
     return None if name is None else str(name)
 
 
@@ -306,6 +321,6 @@ def _lasting(bundle: str) -> str:
     return str(Path(bundle).resolve()) if bundle not in SHIPPED and Path(bundle).is_dir() else bundle
 
 
-def _vectors(texts: Sequence[str]) -> Any:
+def passage_vectors(texts: Sequence[str]) -> Any:
     """(texts, 384) unit vectors."""
     return load_minilm().encode(list(texts), normalize_embeddings=True, show_progress_bar=False)

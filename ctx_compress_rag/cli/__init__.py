@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ctx_compress_rag import __version__
-from ctx_compress_rag.cli import evaluation, serving, stores, training
+from ctx_compress_rag.cli import evaluation, maintenance, serving, stores, training
 from ctx_compress_rag.errors import CtxCompressError
 
 
@@ -42,6 +42,8 @@ def _parser() -> argparse.ArgumentParser:
         ("serve", "serve an index to OpenAI clients", serving.serve_options, serving.run_serve),
         ("export", "write a bundle's decoder for vLLM", serving.export_options, serving.run_export),
         ("info", "say what is in an index", stores.info_options, stores.run_info),
+        ("repair", "mend a damaged index", maintenance.repair_options, maintenance.run_repair),
+        ("backup", "copy an index whole", maintenance.backup_options, maintenance.run_backup),
         ("train", "train a bundle by recipes", training.train_options, training.run_train),
         ("eval", "score a bundle beside its baselines", evaluation.eval_options, evaluation.run_eval),
         (

@@ -39,7 +39,7 @@ def read_jsonl(path: str | Path, max_turns: int = 1, unanswerable: bool = False)
 
     In place of `context`, `passages` may hold objects `{"title": str, "text": str}`: the title becomes a
     passage's first line. `"evidence": [str, ...]` may hold the parts of the passages that answer the question, to the
-    letter: the annotated positions that stage ram learns from (paper 004, eq. 8).
+    letter: the annotated positions that stage ram learns from (Read As Human, eq. 8).
 
     Consecutive rows with the same context become one example of up to `max_turns` questions.
 

@@ -142,7 +142,7 @@ def _sorted(hashes: Iterable[int]) -> _Hashes:
 
 
 def write_hashes(files: Sequence[str]) -> None:
-    """Write the package's hashes anew: `python -m ctx_compress_rag.data.held_out FILE ...`."""
+    """Write the package's hashes again: `python -m ctx_compress_rag.data.held_out FILE ...`."""
     HeldOut.of([example for file in files for example in read_jsonl(file, unanswerable=True)]).write(FILE)
 
 

@@ -65,7 +65,7 @@ class Agreement:
 
     @property
     def same(self) -> bool:
-        """Whether the two answers are the same but for case, punctuation and articles."""
+        """Whether the two answers are the same except for case, punctuation and articles."""
         return normalize_answer(self.answer) == normalize_answer(self.full_text)
 
 

@@ -340,7 +340,7 @@ def save(scores: Sequence[Score], folder: str | Path, about: dict[str, Any]) -> 
 
 
 def normalised_curves(scores: Sequence[Score]) -> list[Curve]:
-    """Teacher-normalised F1 against ratio, with its intervals; none where the full text is worth nothing."""
+    """Teacher-normalised F1 against ratio, with its intervals; none where full text gains nothing."""
     curves = []
     for system in (SOFT, EXTRACTED, TRUNCATED):
         kept = [(s.ratio or 0, s.normalized) for s in scores if s.system == system and s.normalized is not None]

@@ -1,4 +1,4 @@
-"""Reconstruction perplexity: how well the decoder says passages again from their slots (paper 000, section 4.7)."""
+"""Reconstruction perplexity: how well the decoder reconstructs passages from their slots (ArcAligner, section 4.7)."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def evaluate_sets(
         output: a folder; of several sets each gets a folder in it.
         encoder: see `evaluate`.
         codec: see `evaluate`.
-        perplexity: also score how well passages are said again from their slots.
+        perplexity: also score how well passages are reconstructed from their slots.
 
     Returns: the tables.
     """
@@ -84,7 +84,7 @@ def evaluate_sets(
             "too_long": len(asked) - len(questions),
         }
         perplexities = []
-        if perplexity:  # first: a ratio that cannot be had is told before all questions are answered
+        if perplexity:  # first: a ratio that cannot be had is reported before all questions are answered
             passages = list(dict.fromkeys(passage for question in questions for passage in question.passages))
             perplexities = reconstruction_perplexity(bundle, passages, ratios)
             about["reconstruction_perplexity"] = [asdict(each) for each in perplexities]
@@ -96,7 +96,7 @@ def evaluate_sets(
         left_out = f" ({about['too_long']} are longer than the window)" if about["too_long"] else ""
         texts.append(f"{len(questions)} questions from {name}{left_out}")
     if len(results) > 1:
-        save_together(results, output, f"{bundle.config.name}: what is kept of the full text's worth")
+        save_together(results, output, f"{bundle.config.name}: the share of full text's gain that is kept")
     return "\n\n".join(texts)
 
 

@@ -1,4 +1,4 @@
-"""Close reading and skimming of retrieved passages, when the question is known (paper 004, section 3)."""
+"""Close reading and skimming of retrieved passages, when the question is known (Read As Human, section 3)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Where the store cannot be written to, "compress" leaves the text, too, with a wa
 """
 
 Mode = Literal["soft", "close_reading"]
-"""A marker in place of each passage; or text where the question needs it and markers for the rest (paper 004)."""
+"""A marker in place of each passage; or text where the question needs it and markers for the rest (Read As Human)."""
 
 
 def mode_of(bundle: Compresses) -> Mode:

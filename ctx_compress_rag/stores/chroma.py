@@ -13,10 +13,10 @@ from typing import Any, Self
 
 from tqdm.auto import tqdm
 
-from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadError, RatioError
+from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.stores import records
-from ctx_compress_rag.stores.companion import READ_IDS, WRITE_RECORDS, Companion, Found
+from ctx_compress_rag.stores import audit, records
+from ctx_compress_rag.stores.companion import WRITE_RECORDS, Companion, Found
 from ctx_compress_rag.stores.connect import Location, connect
 from ctx_compress_rag.stores.keys import KEY_FILE, find_key, key_from_file
 from ctx_compress_rag.stores.lock import DEFAULT_TIMEOUT
@@ -116,7 +116,7 @@ class SoftContextStore:
         """Compress and store what is new or whose text changed; the rest is left as it is.
 
         Stored batch by batch: what the progress bar counts is on disk, and after an interruption the same
-        call goes on where it ended. Nothing is written if one of the documents is unusable.
+        call resumes where it stopped. Nothing is written if one of the documents is unusable.
 
         Args:
             documents: strings, Passages, LangChain Documents or LlamaIndex nodes.
@@ -166,23 +166,24 @@ class SoftContextStore:
             self._companion.delete(present)
         return len(present)
 
-    def discard_damaged(self) -> list[str]:
-        """Delete the records, of all scopes, that are not as they were written; their passages' ids.
+    def damaged(self) -> list[str]:
+        """The ids of passages, of all scopes, whose records are not as they were written. Reads every record."""
+        return [own_id(key) for key in audit.damaged(self._companion, self._sealers())]
 
-        What is deleted so is compressed again by the next `add` of the same passages. Reads every record.
-        """
-        bad: list[str] = []
-        keys = self._companion.ids()
-        for start in range(0, len(keys), READ_IDS):
-            for key, row in self._companion.read(keys[start : start + READ_IDS]).items():
-                try:
-                    self._check_seals({key: row})
-                    records.read_soft(key, row)
-                    records.read_passage(key, row, self.fingerprint)
-                except PayloadError:
-                    bad.append(key)
+    def discard_damaged(self) -> list[str]:
+        """Delete what `damaged` finds; the next `add` of the same passages compresses them again."""
+        bad = audit.damaged(self._companion, self._sealers())
         self._companion.delete(bad)
         return [own_id(key) for key in bad]
+
+    def reseal(self) -> int:
+        """Seal with the store's key the records of other keys, and of before there were seals; how many there were.
+
+        Only what is whole: the text matches its hash, the payload the counts. Do so only if you know that nobody else
+        could write to the store: without the old key, a forged record looks like a true one.
+        """
+        with self._writing:
+            return audit.reseal(self._companion, self._signer())
 
     def close(self) -> None:
         """Close the engine; the store cannot be used afterwards. Without effect the second time."""

@@ -29,7 +29,7 @@ _MANY = 1000  # from here on, one look at a whole column is faster than queries 
 READ_IDS = 250  # Chroma fails with tens of thousands of ids in one query
 WRITE_RECORDS = 250  # its ingestion is fastest with 100 to 250
 _WRITE_BYTES = 8 << 20  # a server refuses bodies beyond 40 MiB
-_EMBEDDING: Any = [0.0]  # Chroma wants an embedding; one dimension costs least
+EMBEDDING: Any = [0.0]  # Chroma wants an embedding; one dimension costs least
 # Nobody searches the dummy embeddings, so the graph is as small as Chroma allows. Synchronising every 100
 # records (not 1000) makes the first read after reopening 18-48 ms instead of 250-830 ms.
 _CONFIGURATION: Any = {
@@ -196,6 +196,13 @@ class Companion:
                 collection.update(ids=list(part), metadatas=list(part.values()))
 
     @_answered
+    def require_seals(self) -> None:
+        """From now on a record without a seal is refused."""
+        with self._writing() as collection:
+            self._about = {**self._about, "ctx_format": FORMAT}
+            collection.modify(metadata=self._about)
+
+    @_answered
     def delete(self, ids: Sequence[str]) -> None:
         """Delete records that exist."""
         for start in range(0, len(ids), WRITE_RECORDS):
@@ -220,7 +227,7 @@ class Companion:
     def _send(self, rows: dict[str, Record]) -> None:
         try:
             with self._writing() as collection:
-                collection.upsert(ids=list(rows), embeddings=[_EMBEDDING] * len(rows), metadatas=list(rows.values()))
+                collection.upsert(ids=list(rows), embeddings=[EMBEDDING] * len(rows), metadatas=list(rows.values()))
         except Exception as error:  # Chroma's HTTP client raises a plain one for what its server says in words alone
             if isinstance(error, StoreError) or not _too_large(error):
                 raise
@@ -238,7 +245,7 @@ class Companion:
 
     def _check_open(self) -> None:
         if self._pid is None:
-            raise StoreError(f"the store in {self.connection.where} was closed: open it anew")
+            raise StoreError(f"the store in {self.connection.where} was closed: open it again")
         if self._pid != os.getpid():
             raise StoreError(
                 f"the store in {self.connection.where} was opened before a fork, and Chroma would hang in the child: "
@@ -353,7 +360,7 @@ def explained(where: str) -> Iterator[None]:
         ) from error
     except NotFoundError as error:
         raise StoreError(
-            f"a collection in {where} is gone ({error}): open the store anew, and index again if it was deleted"
+            f"a collection in {where} is gone ({error}): open the store again, and index again if it was deleted"
         ) from error
     except (ChromaError, httpx.HTTPError, json.JSONDecodeError) as error:
         raise _explained(error, where) from error

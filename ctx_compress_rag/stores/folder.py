@@ -2,7 +2,7 @@
 
 Chroma keeps a part of the index in memory and writes it over the files now and then, from reads too. An engine
 that was opened before another process wrote would so undo what that one did. Hence every write opens its engine
-after it has the lock and leaves a new generation number; a reader that finds another number opens its own anew.
+after it has the lock and leaves a new generation number; a reader that finds another number opens its own again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class Folder:
 
     def __init__(self, path: Path, tenant: str, database: str) -> None:
         # Chroma shares an engine among clients of one spelling of a path: no other has this one, so that it can be
-        # closed and opened anew under the app's own clients.
+        # closed and opened again under the app's own clients.
         taken = {folder._spelling for folder in Folder._open.values()}
         self._spelling: str = str(path) + f"{os.sep}." * 2
         while self._spelling in taken:
@@ -105,19 +105,16 @@ class Folder:
                 yield client
             return
         with lock.reader(self.path, lock.DEFAULT_TIMEOUT):
-            yield SqliteClient(self.path, self._tenant, self._database)
+            yield self.sqlite()
 
     @contextmanager
-    def writing(self, timeout: float = lock.DEFAULT_TIMEOUT) -> Iterator[ClientAPI]:
-        """A client to write with, alone: opened after the lock was taken, and so as new as the files.
+    def alone(self, timeout: float = lock.DEFAULT_TIMEOUT) -> Iterator[None]:
+        """No other process reads or writes, and no engine of this library is open on the files.
 
         Raises:
             StoreLockedError: others wrote for longer than `timeout` seconds, or a Chroma server runs on the folder.
             StoreWriteError: the folder is read-only.
         """
-        if (mine := getattr(self._mine, "client", None)) is not None:
-            yield mine
-            return
         self.path.mkdir(parents=True, exist_ok=True)
         with lock.writer(self.path, timeout) as handle:
             if (server := server_on(self.path)) is not None:
@@ -128,20 +125,43 @@ class Folder:
             with self._mutex:
                 self._close()
                 # Before the first write: whoever is killed in the middle leaves a number that readers do not know.
-                token = secrets.token_bytes(_TOKEN)
-                _write_token(handle, token)
-                self._engine, self._generation = self._opened(), token
+                self._generation = secrets.token_bytes(_TOKEN)
+                _write_token(handle, self._generation)
+            yield
+
+    @contextmanager
+    def writing(
+        self, timeout: float = lock.DEFAULT_TIMEOUT, before: Callable[[], object] | None = None
+    ) -> Iterator[ClientAPI]:
+        """A client to write with, alone: opened after the lock was taken, and so as new as the files.
+
+        Args:
+            timeout: see `alone`, for what is raised, too.
+            before: called after the lock was taken and before the client is opened.
+        """
+        if (mine := getattr(self._mine, "client", None)) is not None:
+            yield mine
+            return
+        with self.alone(timeout):
+            if before is not None:
+                before()
+            with self._mutex:
+                self._engine = self._opened()
                 self._mine.client = self._engine
             try:
                 yield self._engine
             finally:
                 self._mine.client = None
 
+    def sqlite(self) -> SqliteClient:
+        """The records by SQLite alone."""
+        return SqliteClient(self.path, self._tenant, self._database)
+
     def _readable(self, handle: int | None) -> ClientAPI | SqliteClient:
         with self._mutex:
             if handle is None or not _may_write(self.path) or self._is_served():
                 self._close()
-                return SqliteClient(self.path, self._tenant, self._database)
+                return self.sqlite()
             token = _read_token(handle)
             if self._engine is None or token != self._generation:
                 self._close()

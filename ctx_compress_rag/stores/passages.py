@@ -180,7 +180,7 @@ def _utf8(text: str, label: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{label} is not valid Unicode ({error.reason} at {error.start}): decode it anew") from error
+        raise ConfigError(f"{label} is not valid Unicode ({error.reason} at {error.start}): decode it again") from error
 
 
 def _scalars(metadata: Mapping[Any, Any]) -> dict[str, Scalar]:

@@ -20,7 +20,7 @@ from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import codecs
 from ctx_compress_rag.stores.markers import MarkerCodec
 from ctx_compress_rag.stores.passages import Passage, StoredPassage
-from ctx_compress_rag.stores.scopes import own_id
+from ctx_compress_rag.stores.scopes import name_in_record, own_id
 
 Record = dict[str, str | int]
 
@@ -74,6 +74,14 @@ def record(
     return row | {SEAL: signer.seal(*sealed_fields(key, row))}
 
 
+def sealed_anew(key: str, row: Mapping[str, Any], fingerprint: str, signer: MarkerCodec) -> Record:
+    """The fields of a record that change when this key seals it; PayloadError where its parts disagree."""
+    text = read_passage(key, row, fingerprint).text
+    read_soft(key, row)
+    fresh: Record = {"marker": name_in_record(signer.passage(text), key), _PAYLOAD_HASH: _hash(row["payload"])}
+    return fresh | {SEAL: signer.seal(*sealed_fields(key, {**row, **fresh}))}
+
+
 def sealed_fields(key: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     """What a record's seal covers: whose it is, what it was made of, what it says of itself, and its vectors.
 
@@ -97,7 +105,11 @@ def check_seal(key: str, stored: Mapping[str, Any], signers: Sequence[MarkerCode
     if not isinstance(seal, str) or not any(
         hmac.compare_digest(seal.encode(), signer.seal(*fields).encode()) for signer in signers
     ):
-        raise _damaged(own_id(key), "it is not as it was sealed, or was sealed with another key: see CTX_COMPRESS_KEY")
+        raise _damaged(
+            own_id(key),
+            "it is not as it was sealed, or was sealed with another key: set CTX_COMPRESS_KEY to that one; if it is "
+            "lost, `ctx-compress repair --reseal` takes the one in use",
+        )
 
 
 def read_soft(key: str, stored: Mapping[str, Any]) -> SoftContext:

@@ -42,6 +42,12 @@ def scoped_name(name: str, scope: str) -> str:
     return name if scope == DEFAULT_SCOPE else f"{name}{_NAME_END}{_digest(scope)}"
 
 
+def name_in_record(name: str, record: str) -> str:
+    """As `scoped_name`, for the scope whose record it is."""
+    digest = record[len(_PREFIX) : len(_PREFIX) + _DIGEST] if record.startswith(_PREFIX) else _digest(DEFAULT_SCOPE)
+    return name if digest == _digest(DEFAULT_SCOPE) else f"{name}{_NAME_END}{digest}"
+
+
 def plain_name(scoped: str) -> str:
     """The name that `scoped_name` was given."""
     return scoped.partition(_NAME_END)[0]

@@ -34,20 +34,31 @@ class SqliteClient:
         """The collection; NotFoundError where there is none."""
         with self._reading() as rows:
             found = rows(
-                "select c.id, s.id from collections c join databases d on d.id = c.database_id "
+                "select c.id, s.id, v.id from collections c join databases d on d.id = c.database_id "
                 "join segments s on s.collection = c.id and s.scope = 'METADATA' "
+                "join segments v on v.collection = c.id and v.scope = 'VECTOR' "
                 "where c.name = ? and d.name = ? and d.tenant_id = ?",
                 (name, *self._owner),
             )
             if not found:
                 raise NotFoundError(f"Collection [{name}] does not exist")
-            [(id, segment)] = found
+            [(id, segment, index)] = found
             values = rows(
                 "select key, coalesce(str_value, int_value, float_value, bool_value) from collection_metadata "
                 "where collection_id = ?",
                 (id,),
             )
-        return SqliteCollection(self, segment, name, dict(values))
+        return SqliteCollection(self, segment, index, name, dict(values))
+
+    def collections(self) -> list[SqliteCollection]:
+        """All collections, by name."""
+        with self._reading() as rows:
+            names = rows(
+                "select c.name from collections c join databases d on d.id = c.database_id "
+                "where d.name = ? and d.tenant_id = ? order by c.name",
+                self._owner,
+            )
+        return [self.get_collection(name) for (name,) in names]
 
     @contextmanager
     def _reading(self) -> Iterator[Any]:
@@ -65,8 +76,9 @@ class SqliteClient:
 class SqliteCollection:
     """As much of a Chroma collection as reading needs."""
 
-    def __init__(self, client: SqliteClient, segment: str, name: str, metadata: dict[str, Any]) -> None:
+    def __init__(self, client: SqliteClient, segment: str, index: str, name: str, metadata: dict[str, Any]) -> None:
         self._client, self._segment, self.name, self.metadata = client, segment, name, metadata
+        self.index_folder = index  # within the store's; made after the first hundred or thousand records
 
     def count(self) -> int:
         """How many records there are."""

@@ -60,7 +60,7 @@ def _render(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
     for message in chat:
         # Templates trim messages, and some leave the thoughts of earlier answers out.
         if message["role"] != "assistant" and message["content"].strip() not in text:
-            raise _Refusal(f"leaves out or alters the {message['role']} message: mend chat_template.jinja")
+            raise _Refusal(f"leaves out or alters the {message['role']} message: fix chat_template.jinja")
     return text
 
 

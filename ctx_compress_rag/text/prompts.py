@@ -27,7 +27,7 @@ TEMPLATES: tuple[str, ...] = (
     "Given the context information and not prior knowledge, answer the query.\nQuery: {question}\nAnswer: ",
 )
 
-# Paper 000, table 7, up to [T], the text, which is the answer; {context} is [B], the slots.
+# ArcAligner, table 7, up to [T], the text, which is the answer; {context} is [B], the slots.
 PARAPHRASES: tuple[str, ...] = (
     "Background: {context}. This is equivalent to:",
     "Rewrite the background in your own words: {context} \N{RIGHTWARDS ARROW}",
@@ -49,7 +49,7 @@ def messages(template: str, context: str, question: str) -> list[dict[str, str]]
 
 
 def draw_template(templates: Sequence[str], example: Example, seed: int) -> str:
-    """A template for an example, always the same one: a resumed run goes on with the same prompts."""
+    """A template for an example, always the same one: a resumed run continues with the same prompts."""
     return random.Random(f"{seed}:{example.passages}:{example.turns[0].question}").choice(templates)
 
 

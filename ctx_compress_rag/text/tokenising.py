@@ -33,7 +33,7 @@ class TextTokens:
 
 
 def control_ids(tokenizer: Any) -> set[int]:
-    """Ids that no text may become: added tokens, but for words and white space that someone added.
+    """Ids that no text may become: added tokens, except for words and white space that someone added.
 
     Not the special ones alone: `</s>` of Phi-3 and the roles of DeepSeek are not marked as such.
     """
@@ -95,8 +95,8 @@ def _tokenised(tokenizer: Any, text: str, controls: Collection[int]) -> Iterator
     tokens = TextTokens(encoded["input_ids"], [(a, b) for a, b in encoded["offset_mapping"]])
     cuts = [0]
     for id, (start, end) in zip(tokens.ids, tokens.offsets, strict=True):
-        if id in controls:
-            span = text[start:end]
+        span = text[start:end]
+        if id in controls and not _is_unknown(tokenizer, id, span):
             cuts.append(start + len(span) - len(span.lstrip()) + 1)
     if len(cuts) == 1:
         yield text, tokens
@@ -104,3 +104,8 @@ def _tokenised(tokenizer: Any, text: str, controls: Collection[int]) -> Iterator
     for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True):
         if start < end:
             yield from _tokenised(tokenizer, text[start:end], controls)
+
+
+def _is_unknown(tokenizer: Any, id: int, span: str) -> bool:
+    # Characters that a tokenizer does not know become its unknown token, however they are cut.
+    return bool(id == tokenizer.unk_token_id) and span.strip().casefold() != tokenizer.unk_token.casefold()

@@ -69,12 +69,13 @@ class DataConfig(Strict):
 
 
 class OptimConfig(Strict):
-    """Optimisation; the defaults are paper 001, table 6.
+    """Optimisation; the defaults are Simple Context Compression, table 6.
 
     After the warmup the learning rate falls from `learning_rate` to `final_learning_rate` by `schedule`.
     Where `muon_learning_rate` is given, Muon trains the matrices at that rate and AdamW the rest: decoders as
     small as the demo's learn to answer in a fraction of the steps.
-    `compile` is for batches that all have one shape; `workers` are processes that make batches ahead.
+    `compile` is for batches that all have one shape: the whole model, or its "layers", each the same code;
+    `workers` are processes that make batches ahead.
     """
 
     steps: int = Field(default=48_000, gt=0)
@@ -89,7 +90,7 @@ class OptimConfig(Strict):
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
     bf16: bool = False
-    compile: bool = False
+    compile: bool | Literal["layers"] = False
     workers: int = Field(default=0, ge=0)
     save_every: int = Field(default=500, gt=0)
     log_every: int = Field(default=20, gt=0)
@@ -108,7 +109,7 @@ class OptimConfig(Strict):
 
 
 class ScratchDecoder(Strict):
-    """A decoder made anew: a transformers configuration and a tokenizer of its own."""
+    """A decoder made from scratch: a transformers configuration and a tokenizer of its own."""
 
     config: dict[str, Any]
     vocab_size: int = Field(ge=262)
@@ -143,8 +144,8 @@ class PretrainRecipe(Recipe):
     """Language modelling on packed text: windows without padding, cut from each text at a new place every time.
 
     Attributes:
-        scratch: the decoder made anew; or
-        decoder: a folder, hub id or GGUF file to go on from; or
+        scratch: the decoder made from scratch; or
+        decoder: a folder, hub id or GGUF file to continue from; or
         minilm: MiniLM's weights turned into a decoder with this many positions (see `training.minilm_decoder`).
         window: tokens of a sequence.
     """
@@ -169,7 +170,7 @@ class PretrainRecipe(Recipe):
 
 
 class PointingConfig(Strict):
-    """Supervised attention of a decoder made anew; see `training.stages.pointers`. Layers count from 0."""
+    """Supervised attention of a decoder made from scratch; see `training.stages.pointers`. Layers count from 0."""
 
     weight: float = Field(default=1.0, gt=0)
     name_layer: int = Field(default=1, ge=0)
@@ -209,7 +210,7 @@ class TeacherRecipe(Recipe):
 
 
 class RatioStep(Strict):
-    """From `step` on, train these ratios: all of them, or `sample` drawn anew for each step."""
+    """From `step` on, train these ratios: all of them, or `sample` drawn again for each step."""
 
     step: int = Field(ge=0)
     ratios: list[int] = Field(min_length=1)
@@ -277,8 +278,61 @@ class CompressionRecipe(Recipe):
         return sorted(random.Random(f"{self.seed}:{step}").sample(current.ratios, current.sample))
 
 
+class PackingConfig(Strict):
+    """Rows of one length that a batch's sequences are packed into (`training.packing`).
+
+    Attributes:
+        rows: of prompts.
+        passage_rows: of passages to encode.
+        length: tokens of a row; longer passages and prompts are left out.
+        examples: of the data, that a batch takes.
+    """
+
+    rows: int = Field(default=5, gt=0)
+    passage_rows: int = Field(default=7, gt=0)
+    length: int = Field(default=384, gt=0)
+    examples: int = Field(default=8, gt=0)
+
+
+class RepeatStep(Strict):
+    """From `step` on, this share of a batch's sequences repeats a passage; the others answer questions."""
+
+    step: int = Field(ge=0)
+    share: float = Field(ge=0, le=1)
+
+
+class RepeatAndAnswerRecipe(CompressionRecipe):
+    """Answers and repeated passages read from slots, in packed rows; see `training.objectives.packed`.
+
+    `data.files` hold the questions; their passages and those of `data.texts` are repeated. Each sequence draws a
+    ratio of the step's, in which one that stands twice is drawn twice as often.
+
+    Attributes:
+        packing: the rows.
+        repeat: how many of a batch's sequences repeat a passage, as training goes on.
+    """
+
+    asks = False
+    stage: Literal["repeat_and_answer"]
+    window: int = Field(default=384, gt=0)
+    packing: PackingConfig = PackingConfig()
+    repeat: list[RepeatStep] = [RepeatStep(step=0, share=0.5)]
+
+    @model_validator(mode="after")
+    def _trains_what_it_serves(self) -> RepeatAndAnswerRecipe:
+        if not self.data.files and not self.data.world:
+            raise ValueError("stage repeat_and_answer needs questions: give data.files")
+        if self.window != self.packing.length:
+            raise ValueError(f"window {self.window} must be packing.length, {self.packing.length}")
+        return self
+
+    def repeat_share_at(self, step: int) -> float:
+        """The share of repeated passages at an optimiser step."""
+        return max((r for r in self.repeat if r.step <= step), key=lambda r: r.step, default=self.repeat[0]).share
+
+
 class DistillationRecipe(CompressionRecipe):
-    """Distillation from the full-text teacher (paper 001), summed over ratios (eq. 6)."""
+    """Distillation from the full-text teacher (Simple Context Compression), summed over ratios (eq. 6)."""
 
     stage: Literal["distillation"]
     reconstruction_weight: float = Field(default=0.0, ge=0)
@@ -286,7 +340,7 @@ class DistillationRecipe(CompressionRecipe):
 
 
 class NextTokenRecipe(CompressionRecipe):
-    """The likelihood of the text that follows a compressed beginning (paper 002, section 3.3).
+    """The likelihood of the text that follows a compressed beginning (ComprExIT, section 3.3).
 
     `data.max_context_tokens` are compressed and `data.max_answer_tokens` predicted; questions are not used.
     """
@@ -296,7 +350,7 @@ class NextTokenRecipe(CompressionRecipe):
 
 
 class ReconstructionRecipe(CompressionRecipe):
-    """The likelihood of passages said again from their slots (paper 000, stage I, eq. 10).
+    """The likelihood of passages reconstructed from their slots (ArcAligner, stage I, eq. 10).
 
     Each distinct passage of the data is a row of its own; questions are left out. A passage is cut to
     `data.max_context_tokens`, which bounds the answer, too.
@@ -319,13 +373,13 @@ class ReconstructionRecipe(CompressionRecipe):
 
 
 class AnswerRecipe(CompressionRecipe):
-    """The likelihood of answers read from slots (papers 000 and 002, fine-tuning)."""
+    """The likelihood of answers read from slots (fine-tuning in ArcAligner and ComprExIT)."""
 
     stage: Literal["answer"]
 
 
 class RamRecipe(CompressionRecipe):
-    """Answers read from kept and skimmed segments, and which to keep (paper 004, eq. 7-9).
+    """Answers read from kept and skimmed segments, and which to keep (Read As Human, eq. 7-9).
 
     One training for all ratios: each question draws one of the step's.
 

@@ -106,7 +106,9 @@ class _Probing(TrainerCallback):
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             model = cast(nn.Module, self.trainer.model)
             model.eval()
-            with torch.no_grad(), self.trainer.compute_loss_context_manager():
+            # Prompts have lengths of their own, and compiled layers would be compiled for each.
+            eager = torch.compiler.set_stance("force_eager")
+            with torch.no_grad(), eager, self.trainer.compute_loss_context_manager():
                 scores = self.probe()
             model.train()
             loss_is_due = control.should_log
@@ -132,7 +134,7 @@ class _Trainer(Trainer):
             return super().training_step(model, inputs, num_items_in_batch)
         self.meter.sampled_at = self.state.global_step
         plain = getattr(model, "_orig_mod", model)  # a compiled model's operations cannot be counted
-        with counting() as counter:
+        with torch.compiler.set_stance("force_eager"), counting() as counter:
             loss = super().training_step(plain, inputs, num_items_in_batch)
         self.meter.count(inputs, counter.get_total_flops())
         return loss
@@ -204,7 +206,7 @@ def train(
 ) -> dict[str, Any]:
     """Train a job's model.
 
-    Checkpoints go to `output/checkpoints`; a run that was cut off goes on from the last one with the
+    Checkpoints go to `output/checkpoints`; a run that was cut off resumes from the last one with the
     same data order, learning rate and random state. Writes `loss.json` and `loss.png`.
 
     Args:
@@ -212,7 +214,7 @@ def train(
         optim: optimisation.
         output: folder.
         seed: of the optimisation.
-        resume: go on from the last checkpoint.
+        resume: resume from the last checkpoint.
         deadline: when to stop, in seconds of `time.monotonic`.
 
     Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, scores of the probes, and
@@ -243,7 +245,7 @@ def train(
         max_grad_norm=optim.clip_norm,
         # A copy trained in float32 beside embeddings in bfloat16 (a decoder on a GPU) needs autocast.
         bf16=optim.bf16 or any(p.dtype == torch.bfloat16 for p in model.parameters()),
-        torch_compile=optim.compile,
+        torch_compile=optim.compile is True,
         dataloader_num_workers=optim.workers,
         use_cpu=not torch.cuda.is_available(),
         ddp_find_unused_parameters=False,
@@ -291,7 +293,7 @@ def train(
         (output / "loss.json").write_text(json.dumps(history, indent=1), encoding="utf-8")
         plot_loss(history, output / "loss.png")
     if step < optim.steps:
-        raise TimeUpError(f"{output}: stopped at step {step} of {optim.steps}; the same command goes on there")
+        raise TimeUpError(f"{output}: stopped at step {step} of {optim.steps}; the same command resumes there")
     trainer.save_model(str(output / "checkpoints" / "last"))
     return {
         "steps": step,

@@ -1,4 +1,4 @@
-"""MiniLM's weights as the beginning of a decoder: what it knows of English words is not learned anew.
+"""MiniLM's weights as the beginning of a decoder: what it knows of English words is not learned again.
 
 all-MiniLM-L6-v2 is a BERT encoder of 22 M parameters. Its layers fit a causal decoder of the same shape
 (transformers' BertLMHeadModel with `is_decoder`), which then has to learn to predict: its head's transformation

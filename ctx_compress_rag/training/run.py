@@ -28,7 +28,7 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
 
     Args:
         path: a YAML file, or a shipped recipe's name.
-        resume: go on from the last checkpoint, or skip a recipe that is finished; else begin anew.
+        resume: resume from the last checkpoint, or skip a recipe that is finished; else start again.
         deadline: when to stop, in seconds of `time.monotonic`.
 
     Raises:
@@ -39,7 +39,7 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
         logger.info("%s: finished before, in %s", path, recipe.output)
         return recipe.output
     if deadline is not None and time.monotonic() >= deadline:
-        raise TimeUpError(f"{path}: not begun; the same command goes on there")
+        raise TimeUpError(f"{path}: not begun; the same command resumes there")
     _prepare(recipe)
     logger.info("%s: %d steps, seed %d, into %s", path, recipe.optim.steps, recipe.seed, recipe.output)
     job = STAGES[recipe.stage].start(recipe, resume)

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ctx_compress_rag.methods.base.compressor import PassageBatch
 from ctx_compress_rag.training.objectives.base import SlotRows
+from ctx_compress_rag.training.packing import PackedSlots
 
 PEAKS = {
     "A100": 312e12,
@@ -46,6 +47,8 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor | int:
     for value in batch.values():
         if isinstance(value, PassageBatch):
             total = total + value.attention_mask.sum()
+        elif isinstance(value, PackedSlots):
+            total = total + value.passages.filled + value.prompts.filled
         elif isinstance(value, SlotRows):
             total = total + sum(len(ids) for row in value.rows for ids in row.ids)
     return total

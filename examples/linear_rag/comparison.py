@@ -1,4 +1,4 @@
-"""A trained layer beside gradient descent: losses, predictions and sensitivities (paper 003, appendix C.1)."""
+"""A trained layer and gradient descent: losses, predictions, sensitivities (In-Context Optimization, appendix C.1)."""
 
 from __future__ import annotations
 

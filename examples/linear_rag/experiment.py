@@ -1,4 +1,4 @@
-"""One training run beside gradient descent, as drawn in figures 1, 5 and 6 (paper 003, section 4, appendix C)."""
+"""One training run beside gradient descent, as in figures 1, 5 and 6 (In-Context Optimization, appendix C)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Synthetic regression tasks with documents, for both retrieval interfaces (paper 003, appendix C.1)."""
+"""Synthetic regression tasks with documents, for both retrieval interfaces (In-Context Optimization, appendix C.1)."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class ChatCompressedContext(BaseChatModel):
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: the model and the store belong to this process."""
-        raise ConfigError(f"{type(self).__name__} holds a model of this process: make it anew in the other one")
+        raise ConfigError(f"{type(self).__name__} holds a model of this process: create it in the other one")
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """A copy with options of its own; the model and the store are shared."""
@@ -169,7 +169,7 @@ class ChatCompressedContext(BaseChatModel):
         adaptation: Adaptation | str | Path | None = None,
         ratio: int | None = None,
     ) -> ChatCompressedContext:
-        """A chat model that answers as the demonstrations do (RAG-GD, paper 003); this one stays as it is.
+        """A chat model that answers as the demonstrations do (RAG-GD); this one stays as it is.
 
         All models adapted from one share its weights in memory, and may be used side by side in threads.
         `ctx_compress_rag.adaptation.generate_together` answers with several of their `decoder`s in one batch.

@@ -75,7 +75,7 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: the store belongs to this process."""
-        raise ConfigError(f"{type(self).__name__} holds a store of this process: make it anew in the other one")
+        raise ConfigError(f"{type(self).__name__} holds a store of this process: create it in the other one")
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """A copy with settings of its own; the store is shared."""
@@ -96,7 +96,7 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
             MissingPassageError: a document is not stored and `on_missing` is "error".
             RatioError: the documents do not fit into `token_budget` at any ratio.
         """
-        done = self.restore_sources(documents)  # a marker from an earlier step is sized anew
+        done = self.restore_sources(documents)  # a marker from an earlier step is sized again
         texts = [document.page_content for document in done]
         markers = mark(
             self.store,

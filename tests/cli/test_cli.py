@@ -279,3 +279,11 @@ def test_help_brings_no_torch() -> None:
     done = python("-c", code, "ask", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "--ratio" in done.stdout
+
+
+def test_repair_and_backup_keep_an_index_as_it_is(run: Run, store: Path, tmp_path: Path) -> None:
+    assert run("backup", "--store", store, tmp_path / "copy") == 0
+    assert run("repair", "--store", tmp_path / "copy") == 0
+    assert f"{tmp_path / 'copy.before-repair-1'}" in run.out
+    assert_same_contents(tmp_path / "copy", store)
+    assert "does not exist yet" in run.fails("backup", "--store", store, tmp_path / "copy")

@@ -100,6 +100,16 @@ def store(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield store
 
 
+def test_characters_that_a_tokenizer_does_not_know_spell_no_control_token() -> None:
+    """They become its unknown token, however they are cut; its name, written out, is cut all the same."""
+    unigram = Tokenizer(models.Unigram([("<unk>", 0.0), ("\u2581", -1.0), ("a", -1.0)], unk_id=0))
+    unigram.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=unigram, unk_token="<unk>")
+    assert text_parts(tokenizer, "a?? ?") == ["a?? ?"]
+    assert text_tokens(tokenizer, "?").ids == [1, 0]
+    assert text_parts(tokenizer, "a <unk>") == ["a <", "unk>"]
+
+
 def controls(bundle: Bundle) -> dict[int, str]:
     return {id: token.content for id, token in bundle.tokenizer.added_tokens_decoder.items()}
 

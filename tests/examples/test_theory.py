@@ -1,4 +1,4 @@
-"""Linear RAG (paper 003, sections 3-4, appendices A-C): attention against autograd's own gradient steps."""
+"""Linear RAG (In-Context Optimization, sections 3-4, appendices A-C): attention against autograd's gradient steps."""
 
 from __future__ import annotations
 

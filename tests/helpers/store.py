@@ -75,6 +75,13 @@ def add(store: SoftContextStore, n: int, start: int = 0) -> AddReport:
 
 def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
     """Run a program that can import these helpers in a process of its own."""
+    with start_python(code, *args, stderr=subprocess.PIPE) as process:
+        out, err = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def start_python(code: str, *args: object, stderr: int | None = None) -> subprocess.Popen[str]:
+    """Start such a program; its output comes by a pipe."""
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]))
     command = [sys.executable, "-c", code, *map(str, args)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True)

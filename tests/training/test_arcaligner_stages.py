@@ -1,4 +1,4 @@
-"""ArcAligner's stages (paper 000, section 3.5, tables 3, 5 and 6): what each trains, recipes, ablations, pictures."""
+"""ArcAligner's stages (section 3.5, tables 3, 5 and 6): what each trains, recipes, ablations, pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ComprExIT's training (paper 002, section 3.3): what it reaches, its loss, its two phases and their recipes."""
+"""ComprExIT's training (section 3.3): what it reaches, its loss, its two phases and their recipes."""
 
 from __future__ import annotations
 

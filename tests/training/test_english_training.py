@@ -214,6 +214,18 @@ def test_eight_bits_are_within_half_a_step() -> None:
     torch.testing.assert_close(back["vector"].float(), state["vector"], atol=1e-3, rtol=1e-3)
 
 
+def test_a_matrix_that_eight_bits_would_spoil_stays_in_half_precision() -> None:
+    """Near the identity, as a reader's map is: a step of the diagonal is more than most other entries."""
+    noise = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)) * 0.003
+    stored = to_int8({"near": torch.eye(128) + noise, "noise": noise})
+    assert {name: value.dtype for name, value in stored.items() if "scale" not in name} == {
+        "near": torch.float16,
+        "noise": torch.int8,
+    }
+    back = from_int8(stored)
+    assert torch.linalg.norm(back["near"] - torch.eye(128) - noise) < 0.05 * torch.linalg.norm(noise)
+
+
 def test_a_bundle_in_eight_bits_is_smaller_and_itself_again(make_tiny_bundle: Any, tmp_path: Path) -> None:
     bundle = make_tiny_bundle(encoder={"mode": "full"})
     exact = bundle.compress(["A passage of some words."])[0].slots

@@ -1,4 +1,4 @@
-"""RAM's training (paper 004, section 3.2): what it reaches, its rows and positives, its recipe and bundles."""
+"""RAM's training (Read As Human, section 3.2): what it reaches, its rows and positives, its recipe and bundles."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def recipe_file(folder: Path, decoder: Path, data: Path, steps: int) -> Path:
 
 
 def test_a_recipe_makes_a_bundle_and_resumes(bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ratios are drawn anew at each step, and yet a run that was cut off ends like one that was not."""
+    """Ratios are drawn again at each step, and yet a run that was cut off ends like one that was not."""
     bundle.backbone.model.save_pretrained(tmp_path / "decoder")
     bundle.tokenizer.save_pretrained(tmp_path / "decoder")
     write_jsonl(tmp_path / "data.jsonl", EXAMPLES * 4)

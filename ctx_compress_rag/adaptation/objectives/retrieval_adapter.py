@@ -13,7 +13,7 @@ from ctx_compress_rag.adaptation.updates import answer_losses
 
 
 class RetrievalAdapterLoss(nn.Module):
-    """Trains Q/K/V LoRA factors on the answers' tokens (paper 003, appendix G).
+    """Trains Q/K/V LoRA factors on the answers' tokens (In-Context Optimization, appendix G).
 
     Args:
         decoder: the frozen decoder.

@@ -181,7 +181,7 @@ def stage_recipes(
 ) -> list[CompressionRecipe]:
     """An entry's stages as recipes: stage i is written to `folder`/i, and starts from the bundle of stage i - 1.
 
-    All entries read the same examples in the same order: each stage goes on where the one before it
+    All entries read the same examples in the same order: each stage continues where the one before it
     ended.
 
     Raises:

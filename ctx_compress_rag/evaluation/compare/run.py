@@ -2,7 +2,7 @@
 
 In the output folder: `run.json` says what is compared, `entries/` holds recipes, checkpoints and bundles,
 `results/` one JSON file for each entry that is finished. An entry with a result is not trained again; one
-that was interrupted goes on from its last checkpoint.
+that was interrupted resumes from its last checkpoint.
 """
 
 from __future__ import annotations

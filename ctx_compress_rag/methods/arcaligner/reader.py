@@ -1,4 +1,4 @@
-"""ArcAligner: slots refined inside the decoder, layer by layer (paper 000, sections 3.3-3.4, algorithm 1)."""
+"""ArcAligner: slots refined inside the decoder, layer by layer (sections 3.3-3.4, algorithm 1)."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class Strict(BaseModel):
 class TuneConfig(Strict):
     """How a copy of the decoder's weights is trained.
 
-    `lora` adds low-rank adapters to weights shared in memory (paper 001, table 6 for the defaults);
-    `full` trains a copy of all weights, for small decoders, but for the input embeddings, which all share, and
+    `lora` adds low-rank adapters to weights shared in memory (Simple Context Compression, table 6 for the defaults);
+    `full` trains a copy of all weights, for small decoders, except for the input embeddings, which all share, and
     with them the head of a decoder that ties it to them; `frozen` trains nothing.
     """
 

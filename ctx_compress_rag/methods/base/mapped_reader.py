@@ -21,7 +21,7 @@ class MappedReader(Reader):
 
     Args:
         backbone: the decoder.
-        projection: the map; None where slots are embeddings already (paper 001's ablation without W).
+        projection: the map; None where slots are embeddings already (Simple Context Compression's ablation).
         tune: how the decoder is adapted.
     """
 

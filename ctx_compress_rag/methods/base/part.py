@@ -46,7 +46,7 @@ class Part(nn.Module, ABC):
 
 
 def train_copy(model: nn.Module) -> list[nn.Parameter]:
-    """Make a decoder's copy trainable, but for the embeddings that it shares; returns what is trained.
+    """Make a decoder's copy trainable, except for the embeddings that it shares; returns what is trained.
 
     Where the decoder's head is tied to its embeddings, the head is shared and frozen with them.
 

@@ -21,7 +21,7 @@ class TrunkCompressor(TokenCompressor):
 
     Args:
         backbone: the decoder.
-        tune: how the encoder is adapted (paper 001, section 5.1: LoRA apart from the decoder's).
+        tune: how the encoder is adapted (Simple Context Compression, section 5.1: LoRA apart from the decoder's).
         layers: of how many of the decoder's layers, from the first, the encoder is made; None is all of them.
 
     Raises:

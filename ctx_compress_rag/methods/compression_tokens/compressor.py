@@ -1,4 +1,4 @@
-"""Compression tokens (paper 001, "Simple Context Compression", sections 3 and 5.1)."""
+"""Compression tokens (Simple Context Compression, sections 3 and 5.1)."""
 
 from __future__ import annotations
 

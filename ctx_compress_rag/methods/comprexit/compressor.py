@@ -1,4 +1,4 @@
-"""ComprExIT (paper 002, "Context Compression via Explicit Information Transmission", section 3.2)."""
+"""ComprExIT (section 3.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mean pooling (paper 001, "Simple Context Compression", section 4.1)."""
+"""Mean pooling (Simple Context Compression, section 4.1)."""
 
 from __future__ import annotations
 
@@ -44,12 +44,27 @@ class MeanPoolingCompressor(TrunkCompressor):
 
         Shape: (batch, length), (batch, length) -> (batch, length, dim)
         """
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
+        return self.token_vectors(
+            input_ids, full_attention_mask(attention_mask, self.backbone.embeddings.weight.dtype), positions
+        )
+
+    def token_vectors(self, input_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        """What is pooled, under any attention mask: for rows that hold several passages.
+
+        Args:
+            input_ids: token ids.
+            mask: additive, as transformers takes it: (batch, 1, length, length).
+            positions: each token's place in its passage: (batch or 1, length).
+
+        Shape: (batch, length) -> (batch, length, dim)
+        """
         with self.trunk() as trunk:
             embeddings = self.backbone.embeddings(input_ids)
             hidden: Tensor = trunk(
-                inputs_embeds=self._placed(embeddings),
-                attention_mask=full_attention_mask(attention_mask, embeddings.dtype),
-                position_ids=torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0),
+                inputs_embeds=self._placed(embeddings, positions),
+                attention_mask=mask,
+                position_ids=positions,
                 use_cache=False,
             ).last_hidden_state
         if not self.embedding_skip:
@@ -61,12 +76,11 @@ class MeanPoolingCompressor(TrunkCompressor):
         summed: Tensor = embeddings + self.backbone.embedding_rms() * hidden
         return summed
 
-    def _placed(self, embeddings: Tensor) -> Tensor:
+    def _placed(self, embeddings: Tensor, positions: Tensor) -> Tensor:
         """Embeddings with the vectors of their positions, if there are any."""
         if self.positions is None:
             return embeddings
-        place = torch.arange(embeddings.shape[1], device=embeddings.device) % len(self.positions)
-        return embeddings + self.positions[place].to(embeddings.dtype)
+        return embeddings + self.positions[positions % len(self.positions)].to(embeddings.dtype)
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """Make what this trains trainable and return it: the encoder's part, the map and the positions."""

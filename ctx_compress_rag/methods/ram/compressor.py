@@ -1,4 +1,4 @@
-"""RAM, "Read As Human" (paper 004): which segments a question needs as text, and a vector for each of the others."""
+"""RAM (Read As Human): which segments a question needs as text, and a vector for each of the others."""
 
 from __future__ import annotations
 

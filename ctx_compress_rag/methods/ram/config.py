@@ -11,7 +11,7 @@ from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 
 
 class RamConfig(MethodConfig):
-    """RAM (paper 004): close reading of the segments a question needs, skimming of the rest.
+    """RAM (Read As Human): close reading of the segments a question needs, skimming of the rest.
 
     The paper trains encoder and decoder fully. `close_reading: false` skims every segment; `skimming`
     pools a skimmed segment as the question asks, by its plain "average", or drops it ("none"): the

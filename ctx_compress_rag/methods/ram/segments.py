@@ -1,4 +1,4 @@
-"""Passages cut into equal segments, some kept as text and some skimmed (paper 004, section 3)."""
+"""Passages cut into equal segments, some kept as text and some skimmed (Read As Human, section 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One vector of a frozen sentence encoder for each sentence or passage (paper 000, sections 3.1-3.2; xRAG)."""
+"""One vector of a frozen sentence encoder for each sentence or passage (ArcAligner, sections 3.1-3.2; xRAG)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distillation from the full-text teacher, summed over ratios (paper 001, section 4.2)."""
+"""Distillation from the full-text teacher, summed over ratios (Simple Context Compression, section 4.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Negative log-likelihood of answers read from slots (paper 000, eq. 10; paper 002, section 3.3)."""
+"""Negative log-likelihood of answers read from slots (ArcAligner, eq. 10; ComprExIT, section 3.3)."""
 
 from __future__ import annotations
 

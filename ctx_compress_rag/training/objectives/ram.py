@@ -1,4 +1,4 @@
-"""What RAM learns: answers from a context half kept, half skimmed, and which segments to keep (paper 004, eq. 7-9)."""
+"""What RAM learns: answers from a context half kept, half skimmed; which segments to keep (Read As Human, eq. 7-9)."""
 
 from __future__ import annotations
 

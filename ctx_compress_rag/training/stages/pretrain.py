@@ -87,7 +87,7 @@ class PackedText(Sequence[Tensor]):
     """Windows of tokens, `count` of them, cut from several texts.
 
     A round over the texts cuts each, as many times as its weight, into windows that follow each other from a
-    place drawn anew each time; then shuffles all windows. A window starts anywhere, in the middle of a word even.
+    place drawn again each time; then shuffles all windows. A window starts anywhere, in the middle of a word even.
 
     Args:
         rows: token ids of each text: (tokens,).

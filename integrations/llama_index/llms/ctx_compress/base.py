@@ -55,7 +55,7 @@ class CompressedContextLLM(LLM):
     Where the tokenizer has a chat template this is a chat model, and a completion prompt becomes one user
     message unless it is `formatted`. Where it has none, `messages_to_prompt` and `completion_to_prompt` make
     plain prompts. Prompts without markers are answered by the bundle's full-text decoder. The async methods
-    run in threads: the event loop goes on. A cancelled task, or a stream that is left early, stops the decoder
+    run in threads: the event loop keeps running. A cancelled task, or a stream that is left early, stops the decoder
     after the token in progress.
 
     The sampling fields may also be given to each call: `llm.complete(prompt, max_tokens=10, stop=["END"])`.
@@ -137,7 +137,7 @@ class CompressedContextLLM(LLM):
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: LlamaIndex would leave the store out, and take it from this object as well."""
-        raise ConfigError(f"{type(self).__name__} holds a model of this process: make it anew in the other one")
+        raise ConfigError(f"{type(self).__name__} holds a model of this process: create it in the other one")
 
     @property
     def metadata(self) -> LLMMetadata:
@@ -228,7 +228,7 @@ class CompressedContextLLM(LLM):
         adaptation: Adaptation | str | Path | None = None,
         ratio: int | None = None,
     ) -> CompressedContextLLM:
-        """An LLM that answers as the demonstrations do (RAG-GD, paper 003); this one stays as it is.
+        """An LLM that answers as the demonstrations do (RAG-GD); this one stays as it is.
 
         All LLMs adapted from one share its weights in memory, and may be used side by side in threads.
         `ctx_compress_rag.adaptation.generate_together` answers with several of their `decoder`s in one batch.

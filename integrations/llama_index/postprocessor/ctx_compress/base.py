@@ -103,13 +103,13 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: LlamaIndex would leave the store out, and take it from this object as well."""
-        raise ConfigError(f"{type(self).__name__} holds a store of this process: make it anew in the other one")
+        raise ConfigError(f"{type(self).__name__} holds a store of this process: create it in the other one")
 
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         """The nodes with markers. The async form of the base class runs this in a thread."""
-        nodes = restore_sources(nodes, self.store, self.scope)  # a marker from an earlier step is sized anew
+        nodes = restore_sources(nodes, self.store, self.scope)  # a marker from an earlier step is sized again
         read = {place: own_text(scored.node) for place, scored in enumerate(nodes) if is_text(scored.node)}
         texts = list(read.values())
         marked = mark(

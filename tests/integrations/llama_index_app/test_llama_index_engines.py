@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from helpers.llama_index import (
     Events,
     HashedWords,
     check_sources,
-    watched,
 )
 from llama_index.postprocessor.ctx_compress import expand_prompt, restore_sources
 
@@ -39,19 +37,6 @@ TEMPLATES = {  # short ones for a window of 1024 tokens; CitationQueryEngine's o
     "citation_qa_template": PromptTemplate("{context_str}\nQuery: {query_str}\nAnswer, with sources: "),
     "citation_refine_template": PromptTemplate("{existing_answer}\n{context_msg}\nQuery: {query_str}\nAnswer: "),
 }
-
-
-@pytest.fixture(scope="module")
-def app(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    app = App(make_tiny_bundle, tmp_path_factory.mktemp("chroma"))
-    with app.counting():
-        yield app
-
-
-@pytest.fixture
-def events() -> Iterator[Events]:
-    with watched() as events:
-        yield events
 
 
 async def ask(engine: Any, way: str, question: str = QUESTION) -> tuple[str, Any]:

@@ -1,0 +1,78 @@
+"""Copying and mending a store's folder: what `ctx-compress backup` and `ctx-compress repair` do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from chromadb.config import DEFAULT_DATABASE, DEFAULT_TENANT
+
+from ctx_compress_rag.app.passage_index import BUNDLE_KEY, check_there, passage_vectors, recorded_store
+from ctx_compress_rag.stores.backup import back_up
+from ctx_compress_rag.stores.folder import Folder
+from ctx_compress_rag.stores.repair import Embed, Rebuilt, rebuild
+
+
+@dataclass(frozen=True)
+class RepairReport:
+    """What `repair_store` did.
+
+    Attributes:
+        backup: the folder as it was.
+        rebuilt: what became of the collections.
+        resealed: how many records have a new seal.
+        damaged: ids of passages whose records cannot be read.
+    """
+
+    backup: Path
+    rebuilt: Rebuilt
+    resealed: int
+    damaged: list[str]
+
+
+def back_up_store(store: str | Path, target: str | Path) -> None:
+    """Copy a store's folder whole while others may be writing; raises as `back_up` does."""
+    with _folder(store) as folder:
+        back_up(folder, Path(target))
+
+
+def repair_store(store: str | Path, reseal: bool = False) -> RepairReport:
+    """Make a folder's index anew from its records, beside a copy of it as it was.
+
+    Args:
+        store: the folder; all soft contexts in it are looked through, and the index of `ctx-compress index`.
+        reseal: seal records with the key in use where they have no seal of it: see `SoftContextStore.reseal`.
+
+    Raises:
+        StoreError: there is no store, its SQLite file cannot be read, or there is no room for the copy.
+        StoreLockedError: others wrote for too long, or a Chroma server runs on the folder.
+    """
+    names = (Path(f"{Path(store).resolve()}.before-repair-{number}") for number in count(1))
+    backup = next(name for name in names if not name.exists())
+    with _folder(store) as folder:
+        rebuilt = rebuild(folder, backup, _embedder)
+    resealed, damaged = 0, []
+    for collection in rebuilt.companions:
+        with recorded_store(store, collection) as opened:
+            if reseal:
+                resealed += opened.reseal()
+            damaged += opened.damaged()
+    return RepairReport(backup, rebuilt, resealed, damaged)
+
+
+def _embedder(metadata: Mapping[str, Any]) -> Embed | None:
+    return passage_vectors if BUNDLE_KEY in metadata else None
+
+
+@contextmanager
+def _folder(store: str | Path) -> Iterator[Folder]:
+    check_there(store)
+    folder = Folder.of(Path(store), DEFAULT_TENANT, DEFAULT_DATABASE)
+    try:
+        yield folder
+    finally:
+        folder.release()

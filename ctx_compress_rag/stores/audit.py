@@ -1,0 +1,61 @@
+"""A look at every record: which are as they were sealed, and a new seal for those of another key or of before seals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ctx_compress_rag.errors import PayloadError
+from ctx_compress_rag.stores import records
+from ctx_compress_rag.stores.companion import READ_IDS, Companion
+from ctx_compress_rag.stores.markers import MarkerCodec
+
+
+def damaged(companion: Companion, signers: Sequence[MarkerCodec]) -> list[str]:
+    """Record ids, of all scopes, of what cannot be read."""
+    bad: list[str] = []
+    for key, row in _rows(companion):
+        try:
+            records.check_seal(key, row, signers, companion.sealed)
+            records.read_soft(key, row)
+            records.read_passage(key, row, companion.fingerprint)
+        except PayloadError:
+            bad.append(key)
+    return bad
+
+
+def reseal(companion: Companion, signer: MarkerCodec) -> int:
+    """Seal with this key what has no seal of it, if text, payload and counts agree; how many records that were.
+
+    Whoever could write to the folder before could have put records there: only the owner of the folder can say that
+    they are to be trusted.
+    """
+    sealed = refused = 0
+    for ids in _pages(companion):
+        fresh: dict[str, records.Record] = {}
+        for key, row in companion.read(ids).items():
+            try:
+                records.check_seal(key, row, [signer], required=True)
+                continue
+            except PayloadError:
+                pass
+            try:
+                fresh[key] = records.sealed_anew(key, row, companion.fingerprint, signer)
+            except PayloadError:
+                refused += 1
+        companion.update(fresh)
+        sealed += len(fresh)
+    if not refused and not companion.sealed:
+        companion.require_seals()
+    return sealed
+
+
+def _rows(companion: Companion) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for ids in _pages(companion):
+        yield from companion.read(ids).items()
+
+
+def _pages(companion: Companion) -> Iterator[list[str]]:
+    ids = companion.ids()
+    for start in range(0, len(ids), READ_IDS):
+        yield ids[start : start + READ_IDS]

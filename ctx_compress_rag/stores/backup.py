@@ -1,0 +1,53 @@
+"""A copy of a store's folder that is whole, however busy its writers are."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+from ctx_compress_rag.errors import StoreError
+from ctx_compress_rag.stores import lock
+from ctx_compress_rag.stores.folder import Folder
+from ctx_compress_rag.stores.sqlite import DATABASE
+
+_NOT_COPIED = (f"{DATABASE}*", lock.LOCK_FILE, lock.TURN_FILE, lock.READERS_FILE)
+
+
+def back_up(folder: Folder, target: Path) -> None:
+    """Copy a folder, the key in it included, while nobody writes. The copy is a store's folder like any other.
+
+    Args:
+        folder: what to copy.
+        target: where to; must not exist, and is there whole or not at all.
+
+    Raises:
+        StoreError: the target exists, is inside the folder or cannot be written, or the database is damaged.
+        StoreLockedError: others wrote for too long, or a Chroma server runs on the folder.
+    """
+    with folder.alone():
+        copy(folder.path, target)
+
+
+def copy(folder: Path, target: Path) -> None:
+    """As `back_up`, for who has the folder alone."""
+    if target.exists() or target.resolve().is_relative_to(folder):
+        raise StoreError(f"cannot copy to {str(target)!r}: give a folder outside the store that does not exist yet")
+    draft: Path | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+        shutil.copytree(folder, draft, ignore=shutil.ignore_patterns(*_NOT_COPIED), dirs_exist_ok=True)
+        with (
+            closing(sqlite3.connect(folder / DATABASE)) as source,
+            closing(sqlite3.connect(draft / DATABASE)) as copied,
+        ):
+            source.backup(copied)
+        draft.rename(target)
+    except (OSError, shutil.Error, sqlite3.Error) as error:
+        raise StoreError(f"cannot copy {folder} to {str(target)!r} ({error})") from error
+    finally:
+        if draft is not None:
+            shutil.rmtree(draft, ignore_errors=True)

@@ -1,0 +1,23 @@
+"""Reads all vectors of a collection and searches it: `python probe.py FOLDER COLLECTION` ends with 0 if it is sound.
+
+A process of its own, for a damaged index can end the one that reads it.
+"""
+
+import sys
+
+import chromadb
+
+_PAGE = 1000
+
+
+def main(folder: str, name: str) -> None:
+    """Raise, or crash, where the index is not whole."""
+    collection = chromadb.PersistentClient(folder).get_collection(name, embedding_function=None)
+    for start in range(0, collection.count(), _PAGE):
+        vectors = collection.get(include=["embeddings"], limit=_PAGE, offset=start)["embeddings"]
+        assert vectors is not None
+        collection.query(query_embeddings=vectors[:1], n_results=10, include=["distances"])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,93 @@
+"""A folder whose index Chroma cannot read any more, made whole from its records.
+
+Chroma keeps ids, texts and metadata, and so the soft contexts, in SQLite; its index has vectors alone, in files of
+its own. Those of a companion are all alike, those of other collections must be made anew from the texts.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ctx_compress_rag.stores import probe
+from ctx_compress_rag.stores.backup import copy
+from ctx_compress_rag.stores.companion import EMBEDDING, WRITE_RECORDS
+from ctx_compress_rag.stores.folder import Folder
+from ctx_compress_rag.stores.sqlite import SqliteCollection
+
+Embed = Callable[[Sequence[str]], Any]
+"""From texts to vectors."""
+_DOCUMENT = "chroma:document"  # Chroma's name of a text among the metadata
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """What became of a folder's collections.
+
+    Attributes:
+        records: how many records have a new index, by collection.
+        broken: collections whose index is damaged and whose vectors only the app can make.
+        companions: names of the collections that soft contexts stand beside.
+    """
+
+    records: dict[str, int]
+    broken: list[str]
+    companions: list[str]
+
+
+def rebuild(folder: Folder, backup: Path, embedder: Callable[[Mapping[str, Any]], Embed | None]) -> Rebuilt:
+    """Copy a folder, then make the index of each companion anew, and of others where it is damaged.
+
+    Nobody reads or writes meanwhile. After an interruption the same call starts anew.
+
+    Args:
+        folder: the folder.
+        backup: where the copy goes.
+        embedder: what makes the vectors of a collection, by its metadata; None where that is not known.
+
+    Raises:
+        StoreError: see `back_up`.
+        StoreLockedError: others wrote for too long, or a Chroma server runs on the folder.
+    """
+    rebuilt = Rebuilt({}, [], [])
+    todo: list[tuple[SqliteCollection, Embed]] = []
+
+    def drop_broken() -> None:
+        copy(folder.path, backup)
+        for collection in folder.sqlite().collections():
+            embed = embedder(collection.metadata)
+            if "ctx_format" in collection.metadata:
+                rebuilt.companions.append(collection.name.removesuffix("-ctx"))
+                embed = _alike
+            elif _is_sound(folder.path, collection.name):
+                continue
+            if embed is None:
+                rebuilt.broken.append(collection.name)
+                continue
+            shutil.rmtree(folder.path / collection.index_folder, ignore_errors=True)
+            todo.append((collection, embed))
+
+    with folder.writing(before=drop_broken) as client:
+        for records, embed in todo:
+            collection = client.get_collection(records.name, embedding_function=None)
+            texts, ids = records.column(_DOCUMENT), records.get()["ids"]
+            for start in range(0, len(ids), WRITE_RECORDS):
+                part = ids[start : start + WRITE_RECORDS]
+                collection.upsert(ids=part, embeddings=embed([texts.get(id, "") for id in part]))
+            rebuilt.records[records.name] = len(ids)
+    return rebuilt
+
+
+def _alike(texts: Sequence[str]) -> Any:
+    return [EMBEDDING] * len(texts)
+
+
+def _is_sound(folder: Path, collection: str) -> bool:
+    # -P: else modules beside the file would stand in for installed ones of the same name
+    command = [sys.executable, "-P", probe.__file__, str(folder), collection]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0

@@ -1,0 +1,204 @@
+"""Folders that Chroma cannot read any more, and what `repair_store` makes of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import pytest
+
+from ctx_compress_rag.app.passage_index import BUNDLE_KEY, passage_vectors
+from ctx_compress_rag.app.upkeep import back_up_store, repair_store
+from ctx_compress_rag.errors import PayloadError, StoreError
+from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores.keys import KEY_FILE
+from helpers.store import WRITE, WordBundle, add, assert_same, passage, run_python
+
+N = 130  # beyond 100 Chroma writes an index
+KEY = b"sixteen bytes or more"
+
+
+def halved(name: str) -> Callable[[Path], object]:
+    return lambda index: (index / name).write_bytes((index / name).read_bytes()[:50])
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "vectors cut": halved("data_level0.bin"),  # crashes the process that writes
+    "header emptied": lambda index: (index / "header.bin").write_bytes(b""),
+    "ids cut": halved("index_metadata.pickle"),
+    "vectors gone": lambda index: (index / "data_level0.bin").unlink(),
+    "all gone": shutil.rmtree,
+}
+
+
+def damaged_store(folder: Path, damage: Callable[[Path], object]) -> None:
+    with SoftContextStore(folder, WordBundle()) as store:
+        add(store, N)
+        store.add([passage(1000)], ["p0"], scope="tenant", progress=False)
+    [index] = [path for path in folder.iterdir() if path.is_dir()]
+    damage(index)
+
+
+READ_INDEX = """
+import sys, chromadb
+collection = chromadb.PersistentClient(sys.argv[1]).get_collection("passages-ctx", embedding_function=None)
+print(len(collection.get(include=["embeddings"])["embeddings"]))
+"""
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_all_records_of_a_broken_folder_come_back(tmp_path: Path, name: str) -> None:
+    folder, bundle = tmp_path / "store", WordBundle()
+    damaged_store(folder, DAMAGE[name])
+    shutil.copytree(folder, tmp_path / "broken")
+    assert run_python(READ_INDEX, tmp_path / "broken").returncode != 0  # which may crash
+    before = sorted(path.name for path in folder.iterdir())
+
+    report = repair_store(folder)
+
+    assert (report.rebuilt.records, report.damaged) == ({"passages-ctx": N + 1}, [])
+    assert set(before) - set(path.name for path in report.backup.iterdir()) <= {
+        "ctx-compress.lock",
+        "ctx-compress.turn",
+        "ctx-compress.readers",
+    }
+    assert run_python(READ_INDEX, folder).stdout == f"{N + 1}\n"
+    with SoftContextStore(folder, bundle) as store:
+        for n, (soft, kept) in enumerate(
+            zip(store.get([f"p{n}" for n in range(N)]), store.get_passages([f"p{n}" for n in range(N)]), strict=True)
+        ):
+            assert_same(soft, bundle.at(passage(n), 4))
+            assert kept is not None and kept.text == passage(n)
+        assert_same(store.get(["p0"], scope="tenant")[0], bundle.at(passage(1000), 4))
+        assert add(store, N + 1).added == 1
+        assert store.delete([f"p{N}"]) == 1
+
+
+def test_vectors_of_an_index_are_embedded_again_and_those_of_an_app_are_left(tmp_path: Path) -> None:
+    client = chromadb.PersistentClient(str(tmp_path / "store"))
+    texts = [f"Passage {n} is about the number {n}." for n in range(20)]
+    small: Any = {"hnsw": {"sync_threshold": 5, "batch_size": 5, "space": "cosine"}}
+    own = client.create_collection("passages", configuration=small, metadata={BUNDLE_KEY: "demo"})
+    own.add([f"p{n}" for n in range(20)], passage_vectors(texts), [{"source": "a", "n": n} for n in range(20)], texts)
+    apps = client.create_collection("apps", configuration=small)
+    apps.add([f"p{n}" for n in range(20)], [[float(n)] for n in range(20)])
+    client.close()
+    with SoftContextStore(tmp_path / "store", WordBundle()) as store:
+        store.add(texts, [f"p{n}" for n in range(20)], progress=False)
+    for index in (tmp_path / "store").iterdir():
+        if index.is_dir():
+            (index / "data_level0.bin").unlink()
+
+    report = repair_store(tmp_path / "store")
+
+    assert report.rebuilt.broken == ["apps"]
+    assert report.rebuilt.records == {"passages": 20, "passages-ctx": 20}
+    client = chromadb.PersistentClient(str(tmp_path / "store"))
+    found = client.get_collection("passages", embedding_function=None)
+    near: Any = found.query(query_embeddings=passage_vectors([texts[7]]), n_results=1)
+    assert (near["ids"], near["documents"]) == ([["p7"]], [[texts[7]]])
+    assert near["metadatas"] == [[{"source": "a", "n": 7}]]
+    assert near["distances"][0][0] == pytest.approx(0, abs=1e-5)
+    client.close()
+    assert repair_store(tmp_path / "store").rebuilt.records == {"passages-ctx": 20}  # a sound index is left
+
+
+def strip_seals(folder: Path) -> None:
+    """As a store of format 1 was."""
+    client = chromadb.PersistentClient(str(folder))
+    raw = client.get_collection("passages-ctx", embedding_function=None)
+    raw.modify(metadata={**raw.metadata, "ctx_format": 1})
+    raw.update(ids=raw.get()["ids"], metadatas=[{"seal": None, "payload_hash": None}] * raw.count())
+    client.close()
+
+
+def test_records_from_before_there_were_seals_get_one(tmp_path: Path) -> None:
+    folder, bundle = tmp_path / "store", WordBundle()
+    with SoftContextStore(folder, bundle, key=KEY) as store:
+        add(store, 3)
+    strip_seals(folder)
+    with SoftContextStore(folder, bundle, key=KEY) as store:
+        assert store.get_passages(["p1"])[0] is not None  # readable as it is
+        marker = store.marker("p1", 4)
+        assert store.reseal() == 3
+        assert store.reseal() == 0
+        assert store.marker("p1", 4) == marker
+        raw = chromadb.PersistentClient(str(folder)).get_collection("passages-ctx", embedding_function=None)
+        raw.update(ids=["p1"], metadatas=[{"seal": None}])
+        with pytest.raises(PayloadError, match="'p1' is damaged"):  # a seal is required from now on
+            store.get(["p1"])
+
+
+def test_records_of_a_lost_key_get_a_new_seal_where_they_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, bundle = tmp_path / "store", WordBundle()
+    with SoftContextStore(folder, bundle, key=KEY) as store:
+        add(store, 3)
+        store.add([passage(7)], ["p0"], scope="tenant", progress=False)
+        raw = chromadb.PersistentClient(str(folder)).get_collection("passages-ctx", embedding_function=None)
+        other: Any = raw.get(ids=["p0"])["metadatas"]
+        raw.update(ids=["p2"], metadatas=[{"text": other[0]["text"]}])
+    monkeypatch.setenv("CTX_COMPRESS_KEY", "another key, since that one was lost")
+    assert len(repair_store(folder).damaged) == 4
+    report = repair_store(folder, reseal=True)
+    assert (report.resealed, report.damaged) == (3, ["p2"])
+    with SoftContextStore(folder, bundle) as store:
+        for scope, n in (("default", 0), ("tenant", 7)):
+            [marker] = store.split(store.marker("p0", 4, scope), scope)
+            assert store.text_of([marker]) == [passage(n)]  # type: ignore[list-item]
+            assert_same(store.fetch([marker])[0], bundle.at(passage(n), 4))  # type: ignore[list-item]
+        [marker] = store.split(store.marker("p0", 4, "stranger"), "stranger")
+        assert store.text_of([marker]) == [passage(0)]  # type: ignore[list-item]
+
+
+def test_a_copy_under_a_busy_writer_is_whole(tmp_path: Path) -> None:
+    folder, bundle = tmp_path / "store", WordBundle()
+    code = f"""{WRITE}
+with SoftContextStore(sys.argv[1], WordBundle()) as store:
+    for n in range(0, 100_000, 13):
+        store.add([passage(i) for i in range(n, n + 13)], [f"p{{i}}" for i in range(n, n + 13)], progress=False)
+        print(n + 13, flush=True)
+"""
+    import os
+    import subprocess
+    import sys
+
+    from helpers.store import TESTS
+
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]))
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], env=env, stdout=subprocess.PIPE, text=True
+    ) as busy:
+        assert busy.stdout is not None
+        copies: list[tuple[int, Path]] = []
+        try:
+            for n in range(4):
+                written = int(busy.stdout.readline())
+                back_up_store(folder, tmp_path / f"copy{n}")
+                copies.append((written, tmp_path / f"copy{n}"))
+        finally:
+            busy.kill()
+    for written, copied in copies:
+        assert (copied / KEY_FILE).stat().st_mode & 0o777 == 0o600
+        with SoftContextStore(copied, bundle) as store:
+            assert len(store) >= written  # what was acknowledged before is in it
+            assert store.damaged() == []
+            assert all(store.get([f"p{i}" for i in range(written)]))
+            assert add(store, 1, start=200_000).added == 1
+
+
+def test_a_copy_replaces_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    with SoftContextStore(folder, WordBundle()) as store:
+        add(store, 1)
+    (tmp_path / "there").mkdir()
+    for target in (tmp_path / "there", folder / "inside", folder):
+        with pytest.raises(StoreError, match="does not exist yet"):
+            back_up_store(folder, target)
+    with pytest.raises(StoreError, match="no store at"):
+        back_up_store(tmp_path / "none", tmp_path / "copy")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store", "there"]
