@@ -19,14 +19,15 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.backbone import INT8_FILE, Backbone, load_decoder
 from ctx_compress_rag.config import BundleConfig, explain, whole
-from ctx_compress_rag.decoder_identity import decoder_digest, digest_in_memory, write_decoder
-from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
+from ctx_compress_rag.decoder_identity import decoder_digest, digest_in_memory, folder_digest, write_decoder
+from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.gguf import GgufDecoder, pinned
 from ctx_compress_rag.methods.base.compressor import Compressor, Tokenized
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.model_card import model_card
 from ctx_compress_rag.quantization import from_int8, to_int8
+from ctx_compress_rag.ratios import check_window, merge_factor
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.tokenising import text_ids
 
@@ -173,8 +174,7 @@ class Bundle:
     def fingerprint(self) -> str:
         """SHA-256 over the config, the weights, and all of the decoder: 64 hex digits.
 
-        Of a decoder on the hub its commit, of a GGUF file its SHA-256, of a folder all but its weights
-        (`decoder_digest`).
+        Of a decoder on the hub its commit, of a GGUF file its SHA-256, of a folder all its files (`folder_digest`).
         """
         if self._decoder_digest is None:
             name = self.config.decoder
@@ -182,7 +182,7 @@ class Bundle:
                 self._decoder_digest = digest_in_memory(self.backbone.model, self.tokenizer)
             else:
                 in_folder = isinstance(name, str) and Path(name).is_dir()
-                self._decoder_digest = decoder_digest(Path(str(name))) if in_folder else ""
+                self._decoder_digest = folder_digest(Path(str(name))) if in_folder else ""
         return hashlib.sha256(f"2 {self.former_fingerprint} {self._decoder_digest}".encode()).hexdigest()
 
     @property
@@ -297,8 +297,7 @@ class Bundle:
             RatioError: the compressor cannot make this ratio.
         """
         ratio = self.config.base_ratio if ratio is None else whole("ratio", ratio)
-        if ratio < 1 or self.config.max_tokens % ratio:
-            raise RatioError(f"ratio {ratio} does not divide the encoder's window of {self.config.max_tokens} tokens")
+        check_window(ratio, self.config.max_tokens)
         if isinstance(texts, str):
             raise ConfigError("texts is one string: give a list of passages")
         passages = [self._tokenized(text, index) for index, text in enumerate(texts)]
@@ -324,12 +323,9 @@ class Bundle:
         Raises:
             RatioError: the ratio is no multiple of the base ratio, or the method is not nestable.
         """
-        base, ratio = self.config.base_ratio, whole("ratio", ratio)
-        if ratio < base or ratio % base:
-            raise RatioError(f"ratio {ratio} cannot be made from slots stored at {base}: give a multiple of {base}")
-        if ratio != base and not self.compressor.nestable:
-            raise RatioError(f"{self.config.method.name} stores one ratio: use ratio={base}, or index again at {ratio}")
-        return soft.merge(ratio // base)
+        nestable, method = self.compressor.nestable, self.config.method.name
+        factor = merge_factor(whole("ratio", ratio), self.config.base_ratio, nestable=nestable, name=method)
+        return soft.merge(factor)
 
     @torch.inference_mode()
     def embed(self, soft: SoftContext) -> Tensor:

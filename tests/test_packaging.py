@@ -6,6 +6,7 @@ import importlib.metadata
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -75,6 +76,13 @@ def test_the_old_place_of_markers_warns() -> None:
         assert markers.scope is scope
 
 
+def test_nothing_stands_on_the_command_line() -> None:
+    """What the command line keeps in a folder, the demo included, is imported by itself alone."""
+    for file in [*PACKAGE.rglob("*.py"), *INTEGRATIONS.rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
+        if not {"app", "cli"} & set(file.relative_to(ROOT).parts):
+            assert not re.search(r"ctx_compress_rag\.(app|cli)\b", file.read_text(encoding="utf-8")), file
+
+
 @pytest.mark.parametrize("module", CORE_MODULES + INTEGRATION_MODULES)
 def test_every_module_imports(module: str) -> None:
     assert importlib.import_module(module).__name__ == module
@@ -119,7 +127,7 @@ def test_core_modules_import_only_what_is_declared(file: Path) -> None:
     core = declared(PROJECT["dependencies"])
     if file.parent.name == "serving":  # the server's own room; no other imports it before it is asked for
         core |= declared(EXTRAS["serve"])
-    optional = declared(EXTRAS["train"], EXTRAS["gguf"], EXTRAS["demo"], EXTRAS["structured"])
+    optional = declared(*(EXTRAS[name] for name in ("train", "gguf", "demo", "retrieval", "documents", "structured")))
     assert foreign_distributions(file, at_import_time=True) <= core
     assert foreign_distributions(file, at_import_time=False) <= core | optional
 

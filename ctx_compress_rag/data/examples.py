@@ -143,13 +143,14 @@ def _plain(question: str) -> str:
 def check_held_out(training: Sequence[Example], held_out: Sequence[Example]) -> None:
     """Refuse training data that shares a passage or a question with held-out data.
 
-    Strict on purpose: a question that is asked of other passages, too, is refused all the same.
+    Strict on purpose: a question that is asked of other passages, too, is refused all the same. Rows of passages alone,
+    whose question is blank, share none.
 
     Raises:
         DataError: naming the first shared passage or question.
     """
     test_passages = {p.strip() for e in held_out for p in e.passages}
-    test_questions = {_plain(t.question) for e in held_out for t in e.turns}
+    test_questions = {_plain(t.question) for e in held_out for t in e.turns} - {""}
     for number, example in enumerate(training):
         for passage in example.passages:
             if passage.strip() in test_passages:

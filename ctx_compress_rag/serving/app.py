@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from ctx_compress_rag.decoding.decoder import Generation, Prompt, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, CtxCompressError
 from ctx_compress_rag.extras import needs
-from ctx_compress_rag.marking.mark import mark, mode_of
+from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.serving import replies
 from ctx_compress_rag.serving.answers import ClientGoneError, answer, unless_gone
 from ctx_compress_rag.serving.door import Door
@@ -239,9 +239,9 @@ class _Service:
             self._store,
             texts,
             ratio=body.ratio,
+            reduction=body.reduction,
             token_budget=body.token_budget,
             scope=scope,
-            mode=mode_of(self._store.bundle),
             question=body.question,
         )
         shown = await asyncio.get_running_loop().run_in_executor(self.writer, work)

@@ -152,13 +152,15 @@ class Compress(_Request):
     Attributes:
         input: a text or several.
         ratio: source tokens per slot; the store's own by default.
+        reduction: how many times shorter all texts become; RAM bundles take it in place of a ratio.
         token_budget: instead of a ratio, the most tokens that all texts may take together.
-        question: what is asked, for bundles that read by the question (RAM).
+        question: what is asked, for RAM bundles.
     """
 
     input: Text | Annotated[list[Text], Field(min_length=1, max_length=2048)]
     model: str | None = None
     ratio: Annotated[int, Field(ge=1)] | None = None
+    reduction: Annotated[int, Field(ge=1)] | None = None
     token_budget: Annotated[int, Field(ge=1)] | None = None
     question: Text | None = None
 

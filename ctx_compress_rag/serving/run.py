@@ -1,50 +1,16 @@
-"""Open what is served, and run the app on uvicorn until it is told to stop."""
+"""Run the app on uvicorn until it is told to stop."""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from ctx_compress_rag.app.passage_index import open_index
-from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.extras import needs
-from ctx_compress_rag.stores import SoftContextStore
 
 with needs("serve"):
     import uvicorn
-
-
-@contextmanager
-def open_store(
-    folder: str | Path, bundle: str | None, collection: str | None = None
-) -> Iterator[tuple[Bundle, SoftContextStore]]:
-    """The bundle and the store to serve.
-
-    Args:
-        folder: a Chroma folder.
-        bundle: a bundle's folder, shipped name or hub id; None takes the one that an index was made with.
-        collection: the app's own collection beside which the soft contexts are; None for an index.
-
-    Raises:
-        ConfigError: a collection is given and no bundle.
-        StoreError: there is no store, or it cannot be opened.
-        BundleError, FingerprintMismatchError: see `Bundle.from_pretrained` and `SoftContextStore`.
-    """
-    if collection is None:
-        with open_index(folder, bundle) as index:
-            yield index.bundle, index.store
-        return
-    if bundle is None:
-        raise ConfigError(
-            f"--collection {collection} does not say which bundle its soft contexts are of: give --bundle"
-        )
-    loaded = Bundle.from_pretrained(bundle)
-    with SoftContextStore(folder, loaded, collection=collection) as store:
-        yield loaded, store
 
 
 def serve(app: Any, host: str, port: int, *, grace: int = 30, started: Callable[[str], object] = print) -> None:

@@ -94,6 +94,7 @@ class PromptBuilder:
 
     # Stands for slots until the prompt is split there. Icon fonts use private-use characters, one at a time.
     HOLE = "\ue000slots\ue000"
+    _ANSWER = "\ue000answer\ue000"
 
     def __init__(self, tokenizer: Any, max_answer_tokens: int = 256) -> None:
         self.tokenizer = tokenizer
@@ -117,11 +118,19 @@ class PromptBuilder:
     def _turn_texts(self, example: Example, template: str, context: str) -> list[str]:
         """The prompt text before each answer; later turns are plain questions after the first."""
         as_text = self._prompt_tokenizer.as_text
-        texts = [chat_text(self.tokenizer, messages(template, as_text(context), as_text(example.turns[0].question)))]
-        for turn in example.turns[1:]:
-            text = chat_text(self.tokenizer, messages("{question}", "", as_text(turn.question)))
-            texts.append(text.removeprefix(self.tokenizer.bos_token or ""))
-        return texts
+        first = messages(template, as_text(context), as_text(example.turns[0].question))
+        later = [self._later_turn(first, as_text(turn.question)) for turn in example.turns[1:]]
+        return [chat_text(self.tokenizer, first), *later]
+
+    def _later_turn(self, first: list[dict[str, str]], question: str) -> str:
+        """What the chat format puts between an answer, its end token included, and the answer to the next question."""
+        asked = messages("{question}", "", question)
+        if getattr(self.tokenizer, "chat_template", None):
+            chat = [*first, {"role": "assistant", "content": self._ANSWER}, *asked]
+            _, found, text = chat_text(self.tokenizer, chat).rpartition(self._ANSWER)
+            if found:
+                return text.removeprefix(self.tokenizer.eos_token or "")
+        return chat_text(self.tokenizer, asked).removeprefix(self.tokenizer.bos_token or "")
 
     def _answer_ids(self, answer: str) -> Tensor:
         end = self.tokenizer.eos_token_id

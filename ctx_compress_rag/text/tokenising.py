@@ -62,6 +62,12 @@ def whole_characters(text: str) -> str:
     return _SURROGATES.sub("\ufffd", text)
 
 
+def bos_id(tokenizer: Any) -> int | None:
+    """The id of the BOS that the tokenizer puts before a text; None if it puts none."""
+    ids: list[int] = tokenizer("", verbose=False)["input_ids"]
+    return ids[0] if ids and ids[0] == tokenizer.bos_token_id else None
+
+
 def text_parts(tokenizer: Any, text: str) -> list[str]:
     """The text in parts, none of which the tokenizer reads a control token in; mostly it is one part."""
     return [part for part, _ in _tokenised(tokenizer, whole_characters(text), control_ids(tokenizer))]

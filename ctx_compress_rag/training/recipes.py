@@ -48,8 +48,8 @@ def load_recipe(path: str | Path) -> BaseRecipe:
     Raises:
         ConfigError: no such recipe, or a key or value it may not have.
     """
-    file = Path(path) if Path(path).exists() else find(f"{path}.yaml")
-    if file is None:
+    file = Path(path) if Path(path).is_file() else find(str(path)) or find(f"{path}.yaml")
+    if file is None or not file.is_file():
         names = sorted(str(f.relative_to(room).with_suffix("")) for room in FOLDERS for f in room.rglob("*.yaml"))
         raise ConfigError(f"no recipe {str(path)!r}: give a YAML file or one of {', '.join(names)}")
     try:
@@ -71,7 +71,11 @@ def parse_recipe(settings: Any, where: str) -> BaseRecipe:
     Raises:
         ConfigError: a key or value it may not have.
     """
-    _load_stages(settings.get("stage") if isinstance(settings, dict) else None)
+    stage = settings.get("stage") if isinstance(settings, dict) else None
+    _load_stages(stage)
+    if stage is None:
+        stages = ", ".join(sorted(STAGES))
+        raise ConfigError(f"{where} has no stage, so that what it trains is unknown: give stage: one of {stages}")
     try:
         return _union(tuple(stage.recipe for stage in STAGES.values())).validate_python(settings)
     except ValidationError as error:

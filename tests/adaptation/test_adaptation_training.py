@@ -24,7 +24,7 @@ from ctx_compress_rag.adaptation import (
 from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.cost import Cost, flops_of
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, with_slots
-from ctx_compress_rag.adaptation.evaluation import Score, evaluate, table, verdict
+from ctx_compress_rag.adaptation.evaluation import SystemScore, evaluate, table, verdict
 from ctx_compress_rag.adaptation.methods import PredictorConfig
 from ctx_compress_rag.adaptation.objectives.retrieval_adapter import PromptTuningLoss, RetrievalAdapterLoss
 from ctx_compress_rag.adaptation.objectives.update_predictor import MatchingObjective, TaskObjective
@@ -379,9 +379,9 @@ def test_a_budget_shortens_every_recipe_and_leaves_the_folder_alone(tmp_path: Pa
         whole.shortened(0, tmp_path / "none")
 
 
-def _score(system: str, f1: float, low: float, adapt_ms: float) -> Score:
+def _score(system: str, f1: float, low: float, adapt_ms: float) -> SystemScore:
     interval = Interval(f1, f1 - 0.05, f1 + 0.05)
-    return Score(system, interval, interval, Interval(f1 - 0.3, low, f1), {}, Cost(adapt_ms, 1.0, 1.0, 1.0))
+    return SystemScore(system, interval, interval, Interval(f1 - 0.3, low, f1), {}, Cost(adapt_ms, 1.0, 1.0, 1.0))
 
 
 @pytest.mark.parametrize(

@@ -164,14 +164,14 @@ def test_the_token_sees_what_the_paper_says_in_every_architecture(
 ) -> None:
     """Against transformers' own model on one unpadded row, its mask written out; longer than sliding windows."""
     [ids] = architectures.random_ids(name, [3 * architectures.SLIDING_WINDOW + 1])
-    slots = math.ceil(len(ids) / 4)
-    table = sees(len(ids), slots, compressor.bidirectional)
+    slots, read = math.ceil(len(ids) / 4), torch.tensor([*architectures.bos(name), *ids])
+    table = sees(len(read), slots, compressor.bidirectional)
     mask = torch.tensor([[0.0 if seen else torch.finfo(torch.float32).min for seen in row] for row in table])
-    x = torch.cat([backbone.model.get_input_embeddings()(ids), *[compressor.token[None]] * slots])
+    x = torch.cat([backbone.model.get_input_embeddings()(read), *[compressor.token[None]] * slots])
     with torch.no_grad():
         expected = backbone.model.base_model(inputs_embeds=x[None], attention_mask=mask[None, None], use_cache=False)
     [soft] = encode(compressor, [ids.tolist()], [4])[4].rows()
-    torch.testing.assert_close(soft.slots, expected.last_hidden_state[0, len(ids) :], atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(soft.slots, expected.last_hidden_state[0, len(read) :], atol=2e-4, rtol=1e-4)
 
 
 def test_causal_tokens_are_plain_decoding(name: str, backbone: Backbone) -> None:
@@ -182,10 +182,10 @@ def test_causal_tokens_are_plain_decoding(name: str, backbone: Backbone) -> None
         plain.config.sliding_window = 256  # our mask hides none of the text, so its windows may not either
     for length, ratio in ((5, 4), (26, 3), (30, 16)):
         [ids] = architectures.random_ids(name, [length], seed=length)
-        slots = math.ceil(length / ratio)
-        x = torch.cat([plain.get_input_embeddings()(ids), *[compressor.token[None]] * slots])
+        slots, read = math.ceil(length / ratio), torch.tensor([*architectures.bos(name), *ids])
+        x = torch.cat([plain.get_input_embeddings()(read), *[compressor.token[None]] * slots])
         with torch.no_grad():
-            expected = plain.base_model(inputs_embeds=x[None], use_cache=False).last_hidden_state[0, length:]
+            expected = plain.base_model(inputs_embeds=x[None], use_cache=False).last_hidden_state[0, len(read) :]
         [soft] = encode(compressor, [ids.tolist()], [ratio])[ratio].rows()
         torch.testing.assert_close(soft.slots, expected, atol=2e-4, rtol=1e-4)
 
@@ -205,14 +205,16 @@ def test_the_text_never_sees_compression_tokens(name: str, compressor: Compressi
     """Its hidden states are those of the text alone, whatever ratios are asked for beside it."""
     trunk = compressor.backbone.model.base_model
     [ids] = architectures.random_ids(name, [21])
-    window = torch.zeros(21, 21).masked_fill(torch.ones(21, 21).triu(1).bool(), torch.finfo(torch.float32).min)
+    read = torch.tensor([*architectures.bos(name), *ids])
+    hidden = torch.ones(len(read), len(read)).triu(1).bool()
+    window = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
     with torch.no_grad():
-        alone = trunk(input_ids=ids[None], attention_mask=window[None, None], use_cache=False).last_hidden_state[0]
+        alone = trunk(input_ids=read[None], attention_mask=window[None, None], use_cache=False).last_hidden_state[0]
     seen: list[Tensor] = []
     handle = trunk.register_forward_hook(lambda _module, _inputs, output: seen.append(output.last_hidden_state))
     encode(compressor, [ids.tolist()], [4, 8])
     handle.remove()
-    torch.testing.assert_close(seen[0][0, :21], alone, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(seen[0][0, : len(read)], alone, atol=2e-4, rtol=1e-4)
 
 
 # Batches and ratios

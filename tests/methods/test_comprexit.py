@@ -123,8 +123,7 @@ def test_layers_are_the_blocks_outputs_in_every_architecture(name: str) -> None:
     )
     [ids] = architectures.random_ids(name, [3 * architectures.SLIDING_WINDOW])
     states = compressor.hidden_states(ids.unsqueeze(0))
-    adds_bos = architectures.family(name).adds_bos  # it is read first, and goes into no slot
-    bos = [architectures.tokenizer(name).bos_token_id] if adds_bos else []
+    bos = architectures.bos(name)  # it is read first, and goes into no slot
     expected = [output[len(bos) :] for output in blocks_outputs(compressor.backbone.model, [*bos, *ids.tolist()])]
     assert len(states) == len(expected) == compressor.backbone.model.config.num_hidden_layers
     for state, output in zip(states, expected, strict=True):

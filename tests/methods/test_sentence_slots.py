@@ -234,7 +234,7 @@ def test_a_training_batch_has_the_slots_of_a_store(make: Callable[..., Any], uni
     batch = PassageBatch.of([Tokenized(text, ids_of(made.tokenizer, text)) for text in texts])
     for ratio in (4, 16):
         with torch.autocast("cpu", torch.bfloat16):  # as `bf16: true` trains
-            slots = made.compressor(batch, [4, 16])[ratio]
+            slots = made.compressor(batch, [4, 16], 256)[ratio]
         for row, soft in zip(slots.rows(), make(unit=unit).compress(texts, ratio), strict=True):
             assert torch.equal(row.token_counts, soft.token_counts)
             torch.testing.assert_close(row.slots, soft.slots, atol=1e-5, rtol=1e-4)

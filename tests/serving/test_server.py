@@ -221,10 +221,11 @@ def test_compress_writes_markers_of_the_keys_scope(url: str, store: SoftContextS
         assert len(store.ids(scope)) == 1  # the other text is everyone's
     assert len(store) == before + 2
     assert not set(found["anna"]) & set(found["bert"])
-    reply = httpx.post(
-        f"{url}/v1/compress", json={"input": text, "ratio": 3}, headers={"Authorization": f"Bearer {ANNA}"}
-    )
-    assert reply.status_code == 400 and "ratio=3" in reply.json()["error"]["message"]
+    for size, said in (({"ratio": 3}, "ratio 3 cannot be made"), ({"reduction": 4}, "reduction=4: bundle 'tiny'")):
+        reply = httpx.post(
+            f"{url}/v1/compress", json={"input": text, **size}, headers={"Authorization": f"Bearer {ANNA}"}
+        )
+        assert reply.status_code == 400 and said in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong", f"Basic {ANNA}", f"Bearer {ANNA}x", "Bearer é"])

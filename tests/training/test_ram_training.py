@@ -117,6 +117,7 @@ def test_the_shipped_recipe_has_the_papers_numbers() -> None:
     assert isinstance(recipe, RamRecipe) and isinstance(recipe.method, RamConfig)
     assert (recipe.ratios, recipe.temperature, recipe.contrastive) == ([2, 4, 8, 16, 32], 0.1, True)
     assert (recipe.method.segment_tokens, recipe.base_ratio, recipe.data.max_context_tokens) == (50, 50, 20_000)
+    assert recipe.data.max_answer_tokens >= 2048  # MultiNews' summaries keep their end
     assert (recipe.method.encoder.mode, recipe.method.decoder.mode) == ("full", "full")
     assert (recipe.optim.batch_size, recipe.optim.learning_rate, recipe.optim.final_learning_rate) == (32, 1e-5, 0)
     assert recipe.optim.schedule == "linear"

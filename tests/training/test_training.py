@@ -172,6 +172,14 @@ def test_held_out_passages_and_questions_never_reach_training() -> None:
         check_held_out([*EXAMPLES, question], held_out)
 
 
+def test_passages_without_questions_share_none() -> None:
+    """Rows of texts, and of reconstruction, have a blank question each."""
+    rows = [Example((text,), (Turn(" ", (text,)),)) for text in ("Kormoor lies on the Halen.", "Pell trades in salt.")]
+    check_held_out(rows[:1], rows[1:])
+    with pytest.raises(DataError, match="passage"):
+        check_held_out(rows, rows[1:])
+
+
 def test_splits_of_the_world_share_no_name() -> None:
     """Names are what tells facts apart, so no passage or question of one split can be of another."""
     from ctx_compress_rag.data.world import World
@@ -368,6 +376,30 @@ def test_a_lora_teacher_reads_full_text_in_the_bundle(tmp_path: Path) -> None:
     assert (logits - untuned).abs().max() > 1e-2
     with pytest.raises(BundleError, match="adapter_config"):
         Bundle.build(bundle.config, bundle.backbone, teacher=tmp_path / "run")
+
+
+def test_a_lora_teacher_is_trained_on(tmp_path: Path) -> None:
+    """From its adapter, which a step of no size leaves as it is; its folder has no tokenizer and no weights."""
+    from safetensors.torch import load_file
+
+    recipe, _ = _tiny_recipes(tmp_path / "run", steps=1)
+    run_recipe(recipe)
+    settings = yaml.safe_load(recipe.read_text())
+    del settings["scratch"]
+
+    def train(decoder: str, output: str, rate: float, mode: str = "lora") -> dict[str, torch.Tensor]:
+        changed = {"decoder": str(tmp_path / decoder), "output": str(tmp_path / output), "tune": {"mode": mode}}
+        optim = settings["optim"] | {"learning_rate": rate, "final_learning_rate": 0.0}
+        recipe.write_text(yaml.safe_dump(settings | changed | {"optim": optim}))
+        return load_file(run_recipe(recipe) / "adapter_model.safetensors")
+
+    first = train("run/teacher", "first", 0.5)
+    same, other = train("first", "same", 1e-12), train("first", "other", 0.5)
+    assert first.keys() == same.keys() == other.keys()
+    assert all(torch.allclose(same[name], first[name]) for name in first)
+    assert any(bool((first[name] != 0).all()) and not torch.allclose(other[name], first[name]) for name in first)
+    with pytest.raises(ConfigError, match=r"first is a LoRA adapter: go on with tune\.mode: lora"):
+        train("first", "full", 0.5, mode="full")
 
 
 def test_a_long_passage_is_cut_and_its_answer_kept(tiny_bundle: Any) -> None:

@@ -91,7 +91,8 @@ class MeanPoolingCompressor(TrunkCompressor):
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
         """Encode once, pool at every ratio (section 4.2: the encoder's work is shared by the ratios)."""
-        hidden = self.hidden_states(input_ids, attention_mask)
+        ids, mask, first = self.behind_bos(input_ids, attention_mask)
+        hidden = self.hidden_states(ids, mask)[:, first:]
         return {ratio: SlotBatch(*pool(hidden, attention_mask, ratio)) for ratio in ratios}
 
     def saved_state(self) -> dict[str, Tensor]:

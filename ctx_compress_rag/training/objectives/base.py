@@ -29,6 +29,10 @@ class SlotRows:
     rows: list[SlotRow]
     passages: list[list[int]]
 
+    def answer_tokens(self) -> Tensor:
+        """How many tokens the answers have: float (1,)."""
+        return torch.tensor([sum(int(mask.sum()) for row in self.rows for mask in row.answers)], dtype=torch.float32)
+
 
 @dataclass
 class PassageTable:
@@ -77,7 +81,9 @@ class SlotObjective(nn.Module, ABC):
 
     def compress(self, passages: PassageBatch) -> dict[int, SlotBatch]:
         """The batch's passages at each of the step's ratios."""
-        return dict(self.compressor(passages.to(self.bundle.backbone.device), self.ratios))
+        return dict(
+            self.compressor(passages.to(self.bundle.backbone.device), self.ratios, self.bundle.config.max_tokens)
+        )
 
     def answer_logits(self, prompts: SlotRows, batch: SlotBatch) -> tuple[Tensor, Tensor]:
         """Logits that predict the answers' tokens from slots, and those tokens' ids.

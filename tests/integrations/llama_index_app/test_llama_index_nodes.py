@@ -203,7 +203,7 @@ def test_a_budget_may_return_a_marked_node_to_its_text(app: App, nodes: list[Nod
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"ratio": 6}, RatioError, "ratio=6"),
+        ({"ratio": 6}, RatioError, "ratio 6 cannot be made"),
         ({"ratio": 4, "token_budget": 9}, ConfigError, "token_budget=9"),
         ({"token_budget": 0}, ConfigError, "token_budget=0"),
         ({"on_missing": "ignore"}, ConfigError, "on_missing: .*'ignore'"),
