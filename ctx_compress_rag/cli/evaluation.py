@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.serving import time_callers
 from ctx_compress_rag.cli.shared import (
     DEMO,
     AnswerTokens,
@@ -239,6 +240,7 @@ def bench(
     passages: Annotated[int, typer.Option(metavar="N", help="At most this many.")] = 2000,
     tokens: Annotated[int, typer.Option(metavar="N", help="Most per passage.")] = 256,
     ratio: Annotated[int, typer.Option(metavar="R", help="For the first token.")] = 16,
+    concurrency: Annotated[int | None, typer.Option(metavar="N", help="Time N callers at a time instead.")] = None,
     output: Output = "ctx-compress-bench",
 ) -> None:
     """Time indexing and the first token.
@@ -262,6 +264,9 @@ def bench(
     quiet_models()
     opened = Bundle.from_pretrained(bundle)
     chunks = list(dict.fromkeys(chunk(given, opened.tokenizer, tokens)))[:passages]
+    if concurrency is not None:
+        time_callers(opened, chunks, concurrency, ratio)
+        return
     with tempfile.TemporaryDirectory() as folder:
         speed = indexing_speed(opened, chunks, folder)
     longest = sorted(chunks, key=len)[-4:]

@@ -37,6 +37,13 @@ Template = Annotated[
 AnswerTokens = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Most tokens of an answer.  [default: the bundle's]")
 ]
+Server = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="A vLLM server that runs the decoder, in place of this process; see export."),
+]
+ServerKey = Annotated[
+    str | None, typer.Option(metavar="KEY", envvar="CTX_COMPRESS_SERVER_KEY", help="The server's API key.")
+]
 Output = Annotated[str, typer.Option(metavar="DIR", help="Where tables and pictures go.")]
 Ratios = Annotated[list[int] | None, typer.Option(metavar="R...", help="Source tokens per slot.")]
 

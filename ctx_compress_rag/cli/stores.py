@@ -13,6 +13,8 @@ from ctx_compress_rag.cli.shared import (
     AnswerTokens,
     Embedder,
     OwnBundle,
+    Server,
+    ServerKey,
     Store,
     Template,
     check_template,
@@ -87,6 +89,8 @@ def ask(
     template: Template = None,
     answer_tokens: AnswerTokens = None,
     embedder: Embedder = None,
+    server: Server = None,
+    server_key: ServerKey = None,
 ) -> None:
     """Answer a question from an index.
 
@@ -102,13 +106,18 @@ def ask(
     quiet_models()
     with open_index(store, bundle, embedder=embedder) as opened:
         from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+        from ctx_compress_rag.serving.client import ServerDecoder
 
         note_what_it_reads(opened.bundle)
         [hits] = opened.search([question], k)
         config = opened.bundle.config
         asked_by = template or config.asked_by
         prompt = question_prompt(opened.store, question, hits, None if text else ratio, asked_by)
-        decoder = TransformersDecoder(opened.bundle, opened.store)
+        decoder = (
+            TransformersDecoder(opened.bundle, opened.store)
+            if server is None
+            else ServerDecoder(opened.bundle, opened.store, server=server, api_key=server_key)
+        )
         longest = answer_tokens or config.answer_tokens or _ANSWER_TOKENS
         begun = False
         for piece in decoder.stream(prompt, Sampling(max_new_tokens=longest)):
