@@ -25,6 +25,7 @@ from ctx_compress_rag.stores.markers import (
     MAX_FACTOR,
     Marker,
     MarkerCodec,
+    OnUnreadable,
     check_scope,
     current_scope,
 )
@@ -342,9 +343,13 @@ class SoftContextStore:
             written.append(signer.write_skimmed(name, part.soft.n_slots, scope))
         return written
 
-    def split(self, text: str, scope: str | None = None) -> list[str | Marker]:
-        """Text parts and markers of a prompt, in order; a marker of another key or scope stays text."""
-        return self._signer().split(text, self._scope(scope))
+    def split(self, text: str, scope: str | None = None, on_unreadable: OnUnreadable = "warn") -> list[str | Marker]:
+        """Text parts and markers of a prompt, in order.
+
+        Raises:
+            UnreadableMarkerError: a marker is of another key or scope, and on_unreadable is "error"; else text.
+        """
+        return self._signer().split(text, self._scope(scope), on_unreadable)
 
     def fetch(self, markers: Sequence[Marker]) -> list[SoftContext]:
         """The soft contexts that markers stand for, at the markers' ratios, in order.
