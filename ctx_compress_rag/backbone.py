@@ -266,6 +266,28 @@ class Backbone:
         plain = {key.removeprefix(_PEFT_PREFIX): value for key, value in state.items()}
         set_peft_model_state_dict(self.model, plain, adapter_name=name)
 
+    def copy_adapter(self, source: str, target: str) -> None:
+        """Give adapter `target` the weights of adapter `source`.
+
+        Raises:
+            ConfigError: they are not of one shape, or scale what they add differently.
+        """
+        from peft.tuners.lora import LoraLayer
+
+        state, expected = self.adapter_state(source), self.adapter_state(target)
+        shapes, wanted = ({name: value.shape for name, value in s.items()} for s in (state, expected))
+        scales = {
+            (module.scaling[source], module.scaling[target])
+            for module in self.model.modules()
+            if isinstance(module, LoraLayer) and {source, target} <= module.scaling.keys()
+        }
+        if shapes != wanted or any(one != other for one, other in scales):
+            raise ConfigError(
+                f"adapter {target!r} cannot start from {source!r}: they differ in layers, modules, rank or alpha. "
+                "Give both the same"
+            )
+        self.load_adapter_state(target, state)
+
     def save_adapter_config(self, name: str, folder: Path) -> None:
         """Write adapter `name`'s adapter_config.json, so that the folder is an ordinary peft adapter."""
         self.model.peft_config[name].save_pretrained(str(folder))

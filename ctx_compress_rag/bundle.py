@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,15 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.backbone import INT8_FILE, Backbone, load_decoder
 from ctx_compress_rag.config import BundleConfig, explain, whole
-from ctx_compress_rag.decoder_identity import decoder_digest, digest_in_memory, write_decoder
-from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
+from ctx_compress_rag.decoder_identity import decoder_digest, digest_in_memory, folder_digest, write_decoder
+from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.gguf import GgufDecoder, pinned
 from ctx_compress_rag.methods.base.compressor import Compressor, Tokenized
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.model_card import model_card
 from ctx_compress_rag.quantization import from_int8, to_int8
+from ctx_compress_rag.ratios import check_window, merge_factor
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.tokenising import text_ids
 
@@ -41,6 +41,7 @@ DECODER_FOLDER = "decoder"
 TEACHER = "teacher"
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
+INT8_ADAPTER_FILE = "adapter_model.int8.safetensors"
 
 _TOKENS_PER_BATCH = 8192
 _PASSAGES_PER_ROUND = 256
@@ -64,14 +65,12 @@ class Bundle:
         compressor: Compressor,
         reader: Reader,
         report: Mapping[str, Any] | None = None,
-        teacher: Path | None = None,
     ) -> None:
         self.config = config
         self.backbone = backbone
         self.compressor = compressor
         self.reader = reader
         self.report = dict(report or {})
-        self._teacher = teacher
         self._former: str | None = None
         self._decoder_digest: str | None = None
 
@@ -84,7 +83,7 @@ class Bundle:
         revision: str | None = None,
         changes: Mapping[str, Any] | None = None,
     ) -> Bundle:
-        """Load a bundle from a folder, by shipped name (`demo`, `english`), or from the hub.
+        """Load a bundle from a folder, by shipped name (`demo`), or from the hub.
 
         Args:
             name_or_path: a folder, a shipped name, or a hub id such as `someone/bundle`.
@@ -112,7 +111,7 @@ class Bundle:
             stored[part] = _read_tensors(folder / part / WEIGHTS_FILE)
             module.load_saved_state(stored[part])
             if part in bundle.backbone.adapters:
-                stored[f"{part} adapter"] = _read_tensors(folder / part / ADAPTER_FILE)
+                stored[f"{part} adapter"] = _read_adapter(folder / part)
                 bundle.backbone.load_adapter_state(part, stored[f"{part} adapter"])
         if config.decoder is None:
             int8 = (shipped / INT8_FILE).exists()
@@ -142,15 +141,20 @@ class Bundle:
         method = METHODS[config.method.name]
         compressor = method.compressor(backbone, config.method)
         reader = method.reader(backbone, config.method, compressor)
-        if teacher is None:
-            return cls(config, backbone, compressor, reader)
-        from peft import LoraConfig
+        if teacher is not None:
+            _add_teacher(backbone, teacher)
+        return cls(config, backbone, compressor, reader)
 
-        if not (teacher / "adapter_config.json").exists():
-            raise BundleError(f"the teacher {str(teacher)!r} is no peft adapter folder: it has no adapter_config.json")
-        backbone.add_adapter(TEACHER, LoraConfig.from_pretrained(str(teacher)))
-        backbone.load_adapter_state(TEACHER, _read_tensors(teacher / ADAPTER_FILE))
-        return cls(config, backbone, compressor, reader, teacher=teacher)
+    def reader_from_teacher(self) -> None:
+        """Start the reader's adapter as the teacher's.
+
+        Raises:
+            ConfigError: one of the two has none, or they are not of one shape.
+        """
+        for name in (TEACHER, "reader"):
+            if name not in self.backbone.adapters:
+                raise ConfigError(f"reader_from_teacher: the {name} has no LoRA adapter")
+        self.backbone.copy_adapter(TEACHER, "reader")
 
     @property
     def tokenizer(self) -> Any:
@@ -161,8 +165,7 @@ class Bundle:
     def fingerprint(self) -> str:
         """SHA-256 over the config, the weights, and all of the decoder: 64 hex digits.
 
-        Of a decoder on the hub its commit, of a GGUF file its SHA-256, of a folder all but its weights
-        (`decoder_digest`).
+        Of a decoder on the hub its commit, of a GGUF file its SHA-256, of a folder all its files (`folder_digest`).
         """
         if self._decoder_digest is None:
             name = self.config.decoder
@@ -170,7 +173,7 @@ class Bundle:
                 self._decoder_digest = digest_in_memory(self.backbone.model, self.tokenizer)
             else:
                 in_folder = isinstance(name, str) and Path(name).is_dir()
-                self._decoder_digest = decoder_digest(Path(str(name))) if in_folder else ""
+                self._decoder_digest = folder_digest(Path(str(name))) if in_folder else ""
         return hashlib.sha256(f"2 {self.former_fingerprint} {self._decoder_digest}".encode()).hexdigest()
 
     @property
@@ -211,29 +214,23 @@ class Bundle:
         """Write the bundle: config, safetensors weights in half precision, report and model card.
 
         The weights in memory are rounded to what is written, so this object and the saved one are the
-        same bundle with the same fingerprint. Adapters are written as ordinary peft adapters.
+        same bundle with the same fingerprint. Adapters are written as ordinary peft adapters, the teacher's, too.
 
         Args:
             folder: where to.
-            int8: write the decoder's matrices, and those of copies of it, in 8 bits: half the size. Only this
-                library reads them; load such a bundle and save it without `int8` for others, such as vLLM.
+            int8: write all matrices in 8 bits, those of the decoder, of copies of it and of adapters: half the size.
+                Only this library reads them; load such a bundle and save it without `int8` for others, such as
+                peft or vLLM.
         """
         folder = Path(folder)
-        pack = to_int8 if int8 else _half
+        pack = _packing(int8)
         for part, module in self._parts().items():
             (folder / part).mkdir(parents=True, exist_ok=True)
             packed = pack(module.saved_state())
             module.load_saved_state(from_int8(packed))
             save_file(packed, folder / part / WEIGHTS_FILE)
-            if part in self.backbone.adapters:
-                state = _half(self.backbone.adapter_state(part))
-                self.backbone.load_adapter_state(part, state)
-                save_file(state, folder / part / ADAPTER_FILE)
-                self.backbone.save_adapter_config(part, folder / part)
-        if self._teacher is not None and self._teacher.resolve() != (folder / TEACHER).resolve():
-            (folder / TEACHER).mkdir(exist_ok=True)
-            for name in ("adapter_config.json", ADAPTER_FILE):
-                shutil.copy(self._teacher / name, folder / TEACHER / name)
+        for name in self.backbone.adapters & {*self._parts(), TEACHER}:
+            self._save_adapter(name, folder / name, int8)
         if self.config.decoder is None:
             self._save_decoder(folder / DECODER_FOLDER, int8)
         self._former = None
@@ -241,12 +238,24 @@ class Bundle:
         (folder / REPORT_FILE).write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(model_card(self.config, self.report, self.fingerprint), encoding="utf-8")
 
-    def _save_decoder(self, folder: Path, int8: bool = False) -> None:
+    def _save_adapter(self, name: str, folder: Path, int8: bool) -> None:
+        """Write an adapter as a peft folder, or the same with its matrices in 8 bits."""
+        folder.mkdir(parents=True, exist_ok=True)
+        pack = _lossless if name == TEACHER and not int8 else _packing(int8)
+        packed = pack(self.backbone.adapter_state(name))
+        self.backbone.load_adapter_state(name, from_int8(packed))
+        save_file(packed, folder / (INT8_ADAPTER_FILE if int8 else ADAPTER_FILE))
+        (folder / (ADAPTER_FILE if int8 else INT8_ADAPTER_FILE)).unlink(
+            missing_ok=True
+        )  # it would be read in its place
+        self.backbone.save_adapter_config(name, folder)
+
+    def _save_decoder(self, folder: Path, int8: bool) -> None:
         """Write the decoder as a transformers folder, without the adapters that stand on it."""
         folder.mkdir(parents=True, exist_ok=True)
         write_decoder(self.backbone.model, self.tokenizer, folder)
         self._decoder_digest = decoder_digest(folder)
-        packed = (to_int8 if int8 else _half)(self.backbone.own_state())
+        packed = _packing(int8)(self.backbone.own_state())
         self.backbone.load_own_state(from_int8(packed))
         save_file(packed, folder / (INT8_FILE if int8 else WEIGHTS_FILE), metadata={"format": "pt"})
         # Whichever was there before would be read in its place, or stay behind.
@@ -279,8 +288,7 @@ class Bundle:
             RatioError: the compressor cannot make this ratio.
         """
         ratio = self.config.base_ratio if ratio is None else whole("ratio", ratio)
-        if ratio < 1 or self.config.max_tokens % ratio:
-            raise RatioError(f"ratio {ratio} does not divide the encoder's window of {self.config.max_tokens} tokens")
+        check_window(ratio, self.config.max_tokens)
         if isinstance(texts, str):
             raise ConfigError("texts is one string: give a list of passages")
         passages = [self._tokenized(text, index) for index, text in enumerate(texts)]
@@ -306,12 +314,9 @@ class Bundle:
         Raises:
             RatioError: the ratio is no multiple of the base ratio, or the method is not nestable.
         """
-        base, ratio = self.config.base_ratio, whole("ratio", ratio)
-        if ratio < base or ratio % base:
-            raise RatioError(f"ratio {ratio} cannot be made from slots stored at {base}: give a multiple of {base}")
-        if ratio != base and not self.compressor.nestable:
-            raise RatioError(f"{self.config.method.name} stores one ratio: use ratio={base}, or index again at {ratio}")
-        return soft.merge(ratio // base)
+        nestable, method = self.compressor.nestable, self.config.method.name
+        factor = merge_factor(whole("ratio", ratio), self.config.base_ratio, nestable=nestable, name=method)
+        return soft.merge(factor)
 
     @torch.inference_mode()
     def embed(self, soft: SoftContext) -> Tensor:
@@ -330,7 +335,7 @@ class Bundle:
 
     def text_decoder(self) -> AbstractContextManager[Any]:
         """The decoder as it reads plain text (the teacher), held for this thread within the context."""
-        return self.backbone.use(TEACHER if self._teacher is not None else None)
+        return self.backbone.use(TEACHER if TEACHER in self.backbone.adapters else None)
 
 
 def _find(name_or_path: str | Path, revision: str | None) -> Path:
@@ -382,6 +387,30 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise BundleError(f"the bundle is incomplete: {path} is missing") from None
     except (SafetensorError, OSError) as error:
         raise BundleError(f"{path} is damaged ({error}): fetch or make the bundle again") from error
+
+
+def _add_teacher(backbone: Backbone, folder: Path) -> None:
+    from peft import LoraConfig
+
+    if not (folder / "adapter_config.json").exists():
+        raise BundleError(f"the teacher {str(folder)!r} is no peft adapter folder: it has no adapter_config.json")
+    backbone.add_adapter(TEACHER, LoraConfig.from_pretrained(str(folder)))
+    backbone.load_adapter_state(TEACHER, _read_adapter(folder))
+
+
+def _read_adapter(folder: Path) -> dict[str, Tensor]:
+    int8 = folder / INT8_ADAPTER_FILE
+    return _read_tensors(int8 if int8.exists() else folder / ADAPTER_FILE)
+
+
+def _packing(int8: bool) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+    return to_int8 if int8 else _half
+
+
+def _lossless(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In half precision where that changes nothing: a teacher is kept as it was given."""
+    half = _half(state)
+    return half if all(torch.equal(half[name].to(value.dtype), value) for name, value in state.items()) else dict(state)
 
 
 def _half(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What a decoder is beside its weights: its configuration, its tokenizer and its chat format.
+"""What a decoder is: its configuration, its tokenizer, its chat format and, where it lies in a folder, its weights.
 
 Read from files, not from the objects in memory: another version of transformers would fill in other
 defaults, and a store would no longer know its bundle.
@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ctx_compress_rag.errors import BundleError
+from ctx_compress_rag.gguf import sha256
 
 _SUFFIXES = {".json", ".jinja", ".txt", ".model"}
 _OF_WEIGHTS = ".index.json"
@@ -40,6 +41,17 @@ def decoder_digest(folder: Path) -> str:
         digest.update(f"{path.name} {len(content)} ".encode())
         digest.update(content)
     return digest.hexdigest()
+
+
+def folder_digest(folder: Path) -> str:
+    """`decoder_digest` with the SHA-256 of each file of weights: 64 hex digits.
+
+    Raises:
+        BundleError: a file is damaged.
+    """
+    weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    files = [f"{path.name} {sha256(path)}" for path in weights]
+    return hashlib.sha256(" ".join([decoder_digest(folder), *files]).encode()).hexdigest()
 
 
 def digest_in_memory(model: Any, tokenizer: Any) -> str:

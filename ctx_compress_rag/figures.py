@@ -23,7 +23,7 @@ def new_figure(width: float, height: float) -> Figure:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    with needs("demo"):
+    with needs("train"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 

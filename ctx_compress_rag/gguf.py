@@ -100,7 +100,7 @@ def sha256(file: Path) -> str:
     return _sha256(file.resolve(), status.st_size, status.st_mtime_ns)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=256)  # large decoders come in dozens of files
 def _sha256(file: Path, size: int, changed: int) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ctx_compress_rag.data.examples import NO_ANSWER
 from ctx_compress_rag.errors import DataError
+
+NO_ANSWER = "The text does not say."
+"""What a decoder is trained to answer where the passages do not."""
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -51,7 +53,7 @@ def contains_answer(prediction: str, answers: Sequence[str]) -> float:
     """1.0 if the words of one of the answers stand in the prediction, side by side, else 0.0.
 
     This is the non-strict match of other papers. A prediction that lists every candidate gets 1.0
-    (paper 001, section 5.1, footnote 5), so it goes beside exact match and F1, never in their place.
+    (Simple Context Compression, section 5.1, footnote 5), so it goes beside exact match and F1, never in their place.
     Whole words are compared: "art" does not stand in "party".
     """
     words = f" {normalize_answer(prediction)} "
@@ -100,7 +102,7 @@ def teacher_normalized(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Interval | None:
-    """The share of what the full text is worth that compression keeps (paper 001, section 5.1).
+    """The share of the gain from full text that compression keeps (Simple Context Compression, section 5.1).
 
     (compressed - no context) / (full text - no context), each the mean of any score over the same
     questions, answered by the same decoder. The interval is a percentile bootstrap that draws

@@ -47,8 +47,8 @@ class SoftContext:
     def merge(self, factor: int) -> SoftContext:
         """Merge each run of `factor` neighbouring slots into their mean, weighted by source tokens.
 
-        For mean pooling this equals pooling the hidden states at `factor` times the ratio (paper
-        001, eq. 3-4), because a mean of disjoint blocks is the weighted mean of their means.
+        For mean pooling this equals pooling the hidden states at `factor` times the ratio (Simple
+        Context Compression, eq. 3-4), because a mean of disjoint blocks is the weighted mean of their means.
 
         Shape: (S, D) -> (ceil(S / factor), D)
         """
@@ -61,18 +61,20 @@ class SoftContext:
 
 
 def pool(vectors: Tensor, weights: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """Weighted mean over consecutive, non-overlapping windows (paper 001, eq. 3-4).
+    """Weighted mean over consecutive, non-overlapping windows (Simple Context Compression, eq. 3-4).
 
     Positions of weight 0 (padding) count for nothing; a window of only padding gives a zero vector
-    of weight 0.
+    of weight 0. Sums are taken in float32 at least: in float16 those of 128 tokens overflow.
 
     Shape: vectors (..., L, D), weights (..., L) -> (..., ceil(L / window), D), (..., ceil(L / window))
     """
     length = vectors.shape[-2]
     blocks = -(-length // window)
     padding = blocks * window - length
-    vectors = torch.nn.functional.pad(vectors * weights.unsqueeze(-1), (0, 0, 0, padding))
+    dtype = vectors.dtype
+    wide = vectors.to(torch.promote_types(dtype, torch.float32))
+    wide = torch.nn.functional.pad(wide * weights.unsqueeze(-1), (0, 0, 0, padding))
     weights = torch.nn.functional.pad(weights, (0, padding))
-    sums = vectors.unflatten(-2, (blocks, window)).sum(-2)
+    sums = wide.unflatten(-2, (blocks, window)).sum(-2)
     counts = weights.unflatten(-1, (blocks, window)).sum(-1)
-    return sums / counts.clamp(min=1).unsqueeze(-1), counts
+    return (sums / counts.clamp(min=1).unsqueeze(-1)).to(dtype), counts

@@ -65,11 +65,3 @@ def talkative(make_tiny_bundle: Callable[..., Any]) -> Any:
     from helpers.langchain import talkative_bundle
 
     return talkative_bundle(make_tiny_bundle)
-
-
-@pytest.fixture(scope="session")
-def app(talkative: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A LangChain app's parts, shared by tests that leave its store as it is."""
-    from helpers.langchain import open_app
-
-    return open_app(tmp_path_factory.mktemp("app"), talkative)

@@ -10,6 +10,7 @@ from typing import Any
 
 import chromadb
 import pytest
+from safetensors.torch import load_file, save_file
 
 from ctx_compress_rag.bundle import SHIPPED, Bundle
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
@@ -18,6 +19,7 @@ from ctx_compress_rag.stores import SoftContextStore
 
 # What every bundle and store made so far has; computed by the code of then.
 DEMO_FORMER = "806ad4f2365bba3aa627d052be855146050e41d3417bd70b5a1b81b6203514fa"
+DEMO = "3d83d0f2bb2feefd14e6bd0f152a161de162d5ec4edd9262ccceca377d7e3717"
 
 
 @pytest.fixture(scope="module")
@@ -113,16 +115,23 @@ def test_a_decoder_in_a_folder_of_its_own_counts(make_tiny_bundle: Callable[...,
     made.config = made.config.model_copy(update={"decoder": str(decoder)})
     made.save_pretrained(tmp_path / "bundle")
     first = Bundle.from_pretrained(tmp_path / "bundle", device="cpu").fingerprint
-    other_template(decoder)
+    assert Bundle.from_pretrained(tmp_path / "bundle", device="cpu").fingerprint == first
+    weights = load_file(decoder / "model.safetensors")
+    name = min(weights)
+    weights[name] = weights[name] + 1
+    save_file(weights, decoder / "model.safetensors", metadata={"format": "pt"})
+    second = Bundle.from_pretrained(tmp_path / "bundle", device="cpu").fingerprint
     (decoder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    assert Bundle.from_pretrained(tmp_path / "bundle", device="cpu").fingerprint != first
+    third = Bundle.from_pretrained(tmp_path / "bundle", device="cpu").fingerprint
+    assert len({first, second, third}) == 3
 
 
 # Stores made with the former fingerprint
 
 
-def test_the_former_fingerprint_is_what_it_was(demo: Bundle) -> None:
+def test_the_fingerprints_are_what_they_were(demo: Bundle) -> None:
     assert demo.former_fingerprint == DEMO_FORMER
+    assert demo.fingerprint == DEMO
 
 
 def test_a_store_made_with_the_former_fingerprint_opens_and_goes_on(

@@ -1,8 +1,12 @@
-"""What the documents in docs/ and the README point to is there."""
+"""What the documents in docs/ and the README point to is there, and they build into a site."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+import subprocess
+import sys
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -10,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import ctx_compress_rag
+from ctx_compress_rag.cli import main
 
 ROOT = Path(__file__).parents[1]
 PAPERS = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
@@ -32,6 +37,17 @@ def test_every_file_of_the_papers_page_is_there() -> None:
     assert all((package / folder).is_dir() for folder in folders)
 
 
+def test_papers_go_by_their_names() -> None:
+    """Of the legend: titles, authors and numbers of papers are on one page alone."""
+    folders = ("ctx_compress_rag", "integrations", "examples", "tests", "docs")
+    files = [ROOT / "README.md", *(file for folder in folders for file in (ROOT / folder).rglob("*"))]
+    read = [file for file in files if file.suffix in {".py", ".yaml", ".md"}]
+    numbered = [file for file in read if re.search(r"\bpapers? 0\d\d\b", file.read_text(encoding="utf-8"), re.I)]
+    assert len(read) > 250 and numbered == []
+    linked = [file for file in read if "arxiv.org/abs/" in file.read_text(encoding="utf-8")]
+    assert set(linked) == {ROOT / "docs" / "papers.md", Path(__file__)}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
@@ -44,3 +60,30 @@ def test_links_lead_somewhere(document: Path) -> None:
             assert target[1:] in anchors, target
         elif not re.match(r"[a-z]+:", target):
             assert (document.parent / target.partition("#")[0]).exists(), target
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    core = (tmp_path / "api" / "core" / "index.html").read_text(encoding="utf-8")
+    assert all(f'id="ctx_compress_rag.errors.{name}"' in core for name in ctx_compress_rag.__all__ if "Error" in name)
+    assert 'id="ctx_compress_rag.bundle.Bundle.push_to_hub"' in core
+
+
+def test_the_picture_is_what_its_script_writes() -> None:
+    spec = importlib.util.spec_from_file_location("picture", ROOT / "docs" / "picture.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PICTURE.read_text(encoding="utf-8") == module.picture()
+
+
+def test_the_command_line_page_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| `([a-z-]+)` \|", page, re.M)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    offered = re.findall(r"^[^\w-]+([a-z][a-z-]+)(?:  |\s*$)", capsys.readouterr().out, re.M)
+    assert sorted(named) == sorted(offered)

@@ -160,7 +160,7 @@ def test_the_seed_fixes_the_interval() -> None:
 @pytest.mark.parametrize(
     ("nothing", "full"),
     [
-        ([0.5] * 10, [0.5] * 10),  # the text is worth nothing
+        ([0.5] * 10, [0.5] * 10),  # the text gains nothing
         ([0.6] * 10, [0.5] * 10),  # less than nothing
         ([0.0, 1.0] * 5, [1.0, 0.0] * 4 + [1.0, 1.0]),  # better by one question of ten: chance
     ],

@@ -6,6 +6,7 @@ import importlib.metadata
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -20,7 +21,7 @@ from packaging.version import Version
 
 import ctx_compress_rag
 from ctx_compress_rag.extras import MissingExtraError, needs
-from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
+from ctx_compress_rag.training.recipes import FOLDERS, SHIPPED, load_recipe
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ctx_compress_rag"
@@ -75,6 +76,13 @@ def test_the_old_place_of_markers_warns() -> None:
         assert markers.scope is scope
 
 
+def test_nothing_stands_on_the_command_line() -> None:
+    """What the command line keeps in a folder, the demo included, is imported by itself alone."""
+    for file in [*PACKAGE.rglob("*.py"), *INTEGRATIONS.rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
+        if not {"app", "cli"} & set(file.relative_to(ROOT).parts):
+            assert not re.search(r"ctx_compress_rag\.(app|cli)\b", file.read_text(encoding="utf-8")), file
+
+
 @pytest.mark.parametrize("module", CORE_MODULES + INTEGRATION_MODULES)
 def test_every_module_imports(module: str) -> None:
     assert importlib.import_module(module).__name__ == module
@@ -117,7 +125,7 @@ def declared(*groups: list[str]) -> set[str]:
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: str(f.relative_to(PACKAGE)))
 def test_core_modules_import_only_what_is_declared(file: Path) -> None:
     core = declared(PROJECT["dependencies"])
-    optional = declared(EXTRAS["train"], EXTRAS["gguf"], EXTRAS["demo"])
+    optional = declared(*(EXTRAS[name] for name in ("train", "gguf", "demo", "retrieval", "documents")))
     assert foreign_distributions(file, at_import_time=True) <= core
     assert foreign_distributions(file, at_import_time=False) <= core | optional
 
@@ -154,9 +162,12 @@ def test_a_missing_package_is_named_with_its_extra() -> None:
         import no_such_package  # noqa: F401
 
 
-@pytest.mark.parametrize("file", sorted(SHIPPED.rglob("*.yaml")), ids=lambda f: str(f.relative_to(SHIPPED)))
-def test_shipped_recipes_are_valid(file: Path) -> None:
-    assert load_recipe(file) == load_recipe(str(file.relative_to(SHIPPED).with_suffix("")))
+@pytest.mark.parametrize(
+    "name", [str(file.relative_to(folder)) for folder in FOLDERS for file in sorted(folder.rglob("*.yaml"))]
+)
+def test_shipped_recipes_are_valid(name: str) -> None:
+    [file] = [folder / name for folder in FOLDERS if (folder / name).exists()]
+    assert load_recipe(file) == load_recipe(name.removesuffix(".yaml"))
 
 
 def test_recipes_are_shipped() -> None:

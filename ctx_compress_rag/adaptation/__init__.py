@@ -1,4 +1,4 @@
-"""Adapting a decoder to a few demonstrations in one forward pass (paper 003, RAG-GD), and its baselines."""
+"""Adapting a decoder to a few demonstrations in one forward pass (RAG-GD), and its baselines."""
 
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.decoder import (

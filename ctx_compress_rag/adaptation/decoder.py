@@ -25,7 +25,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
-from ctx_compress_rag.text.tokenising import text_ids
+from ctx_compress_rag.text.prompt_tokenizer import answer_ids
 
 if TYPE_CHECKING:
     from ctx_compress_rag.decoding.decoder import _Prepared
@@ -132,7 +132,7 @@ class AdaptiveDecoder(TransformersDecoder):
             raise ConfigError("a demonstration's answer is empty: give the answer as it should be")
         if tokenizer.eos_token_id is None:
             raise ConfigError("this decoder's tokenizer has no end token, whose hidden state is what is adapted by")
-        return torch.tensor([*text_ids(tokenizer, answer), tokenizer.eos_token_id])
+        return torch.tensor([*answer_ids(tokenizer, answer), tokenizer.eos_token_id])
 
     def splice(self, rows: Sequence[Sequence[Piece]]) -> Spliced:
         """Rows of pieces as one batch, padded on the left."""

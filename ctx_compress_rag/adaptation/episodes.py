@@ -93,7 +93,7 @@ class FileTasks(Tasks):
 
 
 class Episodes(Sequence[Any]):
-    """Episodes by number, drawn when asked for: a run that was cut off goes on with the same ones.
+    """Episodes by number, drawn when asked for: a run that was cut off continues with the same ones.
 
     Args:
         tasks: where they come from.

@@ -10,20 +10,21 @@ from typing import Any, Literal
 
 from tqdm.auto import tqdm
 
+from ctx_compress_rag.adaptation.config import AdaptationRecipe, UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.cost import Cost, measure
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, generate_together
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, FileTasks, Tasks, with_slots
+from ctx_compress_rag.adaptation.stages import open_decoder
 from ctx_compress_rag.adaptation.systems import AT_TEST_TIME, BASE, PREDICTED, Recipes, System
-from ctx_compress_rag.adaptation.training import open_decoder
 from ctx_compress_rag.decoding.generation import Sampling
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.evaluation import report
+from ctx_compress_rag.figures import new_figure, save
 from ctx_compress_rag.metrics import Interval, exact_match, paired_difference, token_f1
 from ctx_compress_rag.text.prompts import PromptBuilder
-from ctx_compress_rag.training.recipes import AdaptationRecipe, UpdatePredictorRecipe
 
 
 @dataclass(frozen=True)
-class Score:
+class SystemScore:
     """One system.
 
     Attributes:
@@ -54,11 +55,11 @@ def evaluate(
     max_new_tokens: int = 32,
     seed: int = 0,
     progress: bool = True,
-) -> list[Score]:
+) -> list[SystemScore]:
     """Train what is missing of a folder of recipes, and score all of it beside the baselines.
 
     Every question comes with demonstrations of its own task, and every system gets the same ones. What is
-    trained stays in the recipes' outputs and answers stay in `folder`: a second run goes on where one was
+    trained stays in the recipes' outputs and answers stay in `folder`: a second run resumes where one was
     cut off. Writes scores.json, scores.md and scores.png.
 
     Args:
@@ -99,7 +100,10 @@ def evaluate(
     answers = answer_all(decoder, systems, episodes, sampling, folder / "answers", about, progress)
     costs = measure(decoder, systems, episodes[:timed], sampling)
     scores = score(episodes, answers, costs)
-    _save(scores, folder, about | {"timed": timed, "device": str(decoder.bundle.backbone.device)})
+    about |= {"timed": timed, "device": str(decoder.bundle.backbone.device)}
+    text = f"{table(scores)}\n\n{verdict(scores)}"
+    report.write(folder, "scores", text, {**about, "scores": [asdict(s) for s in scores]})
+    plot(scores, folder / "scores.png", f"{about['questions']} questions, {about['data']}")
     return scores
 
 
@@ -154,7 +158,9 @@ def _answers(decoder: AdaptiveDecoder, system: System, episodes: Sequence[Episod
     return done
 
 
-def score(episodes: Sequence[Episode], answers: Mapping[str, Sequence[str]], costs: Mapping[str, Cost]) -> list[Score]:
+def score(
+    episodes: Sequence[Episode], answers: Mapping[str, Sequence[str]], costs: Mapping[str, Cost]
+) -> list[SystemScore]:
     """Scores of the answers, system by system; one of them is the base adapter."""
 
     def each(metric: Any, system: str) -> list[float]:
@@ -169,7 +175,7 @@ def score(episodes: Sequence[Episode], answers: Mapping[str, Sequence[str]], cos
         for value, episode in zip(f1, episodes, strict=True):
             tasks.setdefault(episode.task, []).append(value)
         scores.append(
-            Score(
+            SystemScore(
                 system=system,
                 exact_match=paired_difference(each(exact_match, system), nothing),
                 f1=paired_difference(f1, nothing),
@@ -181,23 +187,26 @@ def score(episodes: Sequence[Episode], answers: Mapping[str, Sequence[str]], cos
     return scores
 
 
-def table(scores: Sequence[Score]) -> str:
+def table(scores: Sequence[SystemScore]) -> str:
     """The scores as a Markdown table."""
-    lines = [
-        "| system | EM | F1 | F1 over base adapter | adapt ms | answer ms | adapt GFLOPs | answer GFLOPs |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for s in scores:
-        gain = "" if s.system == BASE else f"{s.gain.value:+.3f} ({s.gain.low:+.3f} to {s.gain.high:+.3f})"
-        c = s.cost
-        lines.append(
-            f"| {s.system} | {_interval(s.exact_match)} | {_interval(s.f1)} | {gain} | {c.adapt_ms:.1f} | "
-            f"{c.answer_ms:.1f} | {c.adapt_flops / 1e9:.2f} | {c.answer_flops / 1e9:.2f} |"
-        )
-    return "\n".join(lines)
+    return report.table(
+        [
+            {
+                "system": s.system,
+                "EM": report.interval(s.exact_match),
+                "F1": report.interval(s.f1),
+                "F1 over base adapter": "" if s.system == BASE else report.interval(s.gain, "+"),
+                "adapt ms": f"{s.cost.adapt_ms:.1f}",
+                "answer ms": f"{s.cost.answer_ms:.1f}",
+                "adapt GFLOPs": f"{s.cost.adapt_flops / 1e9:.2f}",
+                "answer GFLOPs": f"{s.cost.answer_flops / 1e9:.2f}",
+            }
+            for s in scores
+        ]
+    )
 
 
-def verdict(scores: Sequence[Score]) -> str:
+def verdict(scores: Sequence[SystemScore]) -> str:
     """What RAG-GD is to achieve, for each K, and whether it does: a Markdown list.
 
     Above the base adapter outside the error bar; within 0.02 F1 of TT-SGD with the same K; in under a tenth of
@@ -223,25 +232,9 @@ def _met(yes: bool) -> str:
     return "**is**" if yes else "**is not**"
 
 
-def _interval(interval: Interval) -> str:
-    return f"{interval.value:.3f} ({interval.low:.3f} to {interval.high:.3f})"
-
-
-def _save(scores: Sequence[Score], folder: Path, about: Mapping[str, Any]) -> None:
-    record = {**about, "scores": [asdict(s) for s in scores]}
-    (folder / "scores.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (folder / "scores.md").write_text(f"{table(scores)}\n\n{verdict(scores)}\n", encoding="utf-8")
-    plot(scores, folder / "scores.png", f"{about['questions']} questions, {about['data']}")
-
-
-def plot(scores: Sequence[Score], path: Path, title: str) -> None:
+def plot(scores: Sequence[SystemScore], path: Path, title: str) -> None:
     """F1 with its interval against the time a question takes, adapting included, on a log scale (as figure 4)."""
-    with needs("demo"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.0, 4.6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8.0, 4.6)
     axes = figure.subplots()
     for number, s in enumerate(scores):
         bars = [[s.f1.value - s.f1.low], [s.f1.high - s.f1.value]]
@@ -258,4 +251,4 @@ def plot(scores: Sequence[Score], path: Path, title: str) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, format="png")
+    save(figure, path)

@@ -1,4 +1,4 @@
-"""Ways to follow demonstrations, under one interface: RAG-GD and the baselines of paper 003 (section 5.3)."""
+"""Ways to follow demonstrations, under one interface: RAG-GD and its baselines (section 5.3)."""
 
 from __future__ import annotations
 

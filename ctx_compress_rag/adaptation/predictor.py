@@ -1,4 +1,4 @@
-"""The predictor: demonstrations -> an update of the Q/K/V projections, in one forward pass (paper 003, section 5.2)."""
+"""The predictor: demonstrations -> an update of the projections in one pass (In-Context Optimization, section 5.2)."""
 
 from __future__ import annotations
 

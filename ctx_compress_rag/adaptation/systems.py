@@ -11,17 +11,16 @@ from typing import Any
 import yaml
 
 from ctx_compress_rag.adaptation.adapter import Adapter
-from ctx_compress_rag.adaptation.decoder import Adaptation, AdaptiveDecoder
-from ctx_compress_rag.adaptation.methods import BaseAdapter, FewShot, PredictedUpdate, PromptTuning, TestTimeSGD
-from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.training.recipes import (
-    SHIPPED,
+from ctx_compress_rag.adaptation.config import (
     AdaptationRecipe,
     PromptTuningRecipe,
     RetrievalAdapterRecipe,
     UpdatePredictorRecipe,
-    load_recipe,
 )
+from ctx_compress_rag.adaptation.decoder import Adaptation, AdaptiveDecoder
+from ctx_compress_rag.adaptation.methods import BaseAdapter, FewShot, PredictedUpdate, PromptTuning, TestTimeSGD
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.training.recipes import find, load_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class Recipes:
         Raises:
             ConfigError: it has not one retrieval adapter, or its recipes do not belong together.
         """
-        folder = Path(where) if Path(where).is_dir() else SHIPPED / str(where)
+        folder = Path(where) if Path(where).is_dir() else find(str(where)) or Path(where)
         loaded = {file: load_recipe(file) for file in sorted(folder.glob("*.yaml"))}
         found = {file: recipe for file, recipe in loaded.items() if isinstance(recipe, AdaptationRecipe)}
         bases = {file: recipe for file, recipe in found.items() if isinstance(recipe, RetrievalAdapterRecipe)}
@@ -103,7 +102,7 @@ class Recipes:
         return self.find(folder / "recipes")
 
     def train_missing(self, decoder: AdaptiveDecoder) -> None:
-        """Run what has not been run to its end; an interrupted recipe goes on at its last checkpoint.
+        """Run what has not been run to its end; an interrupted recipe resumes at its last checkpoint.
 
         Raises:
             ConfigError: an output was made for another decoder, or by a recipe that has changed since.

@@ -1,4 +1,4 @@
-"""The update that gradient descent on demonstrations makes (paper 003, section 5.1, eq. 8), and how it is compared."""
+"""The update that gradient descent makes (In-Context Optimization, section 5.1, eq. 8), and how it is compared."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ctx_compress_rag.app.passage_index import Hit
-from ctx_compress_rag.marking.mark import mark, mode_of
+from ctx_compress_rag.marking.mark import mark, size
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
 
@@ -21,7 +21,7 @@ def question_prompt(
         store: the soft contexts of the passages.
         question: the question.
         hits: the passages; none asks without context.
-        ratio: source tokens per slot; None puts the passages in as text.
+        ratio: source tokens per slot, or the reduction of close reading; None puts the passages in as text.
 
     Raises:
         RatioError: the ratio cannot be made from what is stored.
@@ -29,5 +29,5 @@ def question_prompt(
     texts = [hit.text for hit in hits]
     if ratio is not None:
         ids = [hit.id for hit in hits]
-        texts = mark(store, texts, ids, ratio=ratio, mode=mode_of(store.bundle), question=question)
+        texts = mark(store, texts, ids, question=question, **size(store.bundle, ratio))
     return messages(TEMPLATES[0], PASSAGE_SEPARATOR.join(texts), question)

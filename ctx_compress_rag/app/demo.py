@@ -10,9 +10,10 @@ from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from ctx_compress_rag.app.asking import question_prompt
-from ctx_compress_rag.app.demo_corpus import Corpus, Question, demo_corpus
+from ctx_compress_rag.app.demo_corpus import Corpus, DemoQuestion, demo_corpus
 from ctx_compress_rag.app.passage_index import Hit, PassageIndex, open_index
-from ctx_compress_rag.evaluation.plots import Curve, plot_scores
+from ctx_compress_rag.evaluation import report
+from ctx_compress_rag.evaluation.plots import plot_scores
 from ctx_compress_rag.metrics import standard_error, token_f1
 from ctx_compress_rag.stores import AddReport
 
@@ -30,7 +31,7 @@ _TIMED_QUESTIONS = 5
 
 
 @dataclass(frozen=True)
-class System:
+class DemoSystem:
     """A way to give the decoder its context, and what came of it.
 
     Attributes:
@@ -71,9 +72,9 @@ class DemoReport:
     """
 
     stored: AddReport
-    questions: tuple[Question, ...]
+    questions: tuple[DemoQuestion, ...]
     retrieved: int
-    systems: tuple[System, ...]
+    systems: tuple[DemoSystem, ...]
     shown: int
     picture: Path
 
@@ -131,7 +132,9 @@ def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = Tru
     )
 
 
-def _compare(index: PassageIndex, decoder: TransformersDecoder, corpus: Corpus, hits: list[list[Hit]]) -> list[System]:
+def _compare(
+    index: PassageIndex, decoder: TransformersDecoder, corpus: Corpus, hits: list[list[Hit]]
+) -> list[DemoSystem]:
     from ctx_compress_rag.decoding.decoder import Sampling
 
     def prompts_at(ratio: int | None) -> Callable[[int], Sequence[Message]]:
@@ -147,14 +150,14 @@ def _compare(index: PassageIndex, decoder: TransformersDecoder, corpus: Corpus, 
         ),
         (NO_CONTEXT, None, 0, lambda i: question_prompt(index.store, corpus.questions[i].text, [], None)),
     ]
-    systems: list[System] = []
+    systems: list[DemoSystem] = []
     for label, ratio, size, prompt in kinds:
         generations = decoder.generate(
             [prompt(i) for i in range(len(corpus.questions))], Sampling(max_new_tokens=_ANSWER_TOKENS)
         )
         answers = tuple(generation.text.strip() for generation in generations)
         systems.append(
-            System(
+            DemoSystem(
                 label=label,
                 ratio=ratio,
                 answers=answers,
@@ -175,16 +178,9 @@ def _first_token_ms(decoder: TransformersDecoder, prompt: Callable[[int], Sequen
     return 1000 * (time.perf_counter() - began)
 
 
-def _draw(systems: Sequence[System], path: Path) -> Path:
+def _draw(systems: Sequence[DemoSystem], path: Path) -> Path:
     soft = [s for s in systems if s.ratio]
-    errors = [standard_error(s.scores) for s in soft]
-    curve = Curve(
-        "soft context",
-        [s.ratio or 0 for s in soft],
-        [s.score for s in soft],
-        [max(0.0, s.score - error) for s, error in zip(soft, errors, strict=True)],
-        [min(1.0, s.score + error) for s, error in zip(soft, errors, strict=True)],
-    )
+    curve = report.curve("soft context", [(s.ratio or 0, s.score, standard_error(s.scores)) for s in soft])
     levels = {s.label: s.score for s in systems if not s.ratio}
     count = len(systems[0].scores)
     return plot_scores(path, [curve], levels, title=f"{count} questions about unseen names (bars: standard error)")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from ctx_compress_rag.app.passage_index import make_passage
-from ctx_compress_rag.data.world import Entity, Kind, Turn, World
+from ctx_compress_rag.data.world import Entity, Kind, World, WorldTurn
 from ctx_compress_rag.stores import Passage
 
 WORLDS = 5
@@ -16,7 +16,7 @@ _KINDS: tuple[Kind, ...] = ("person", "town", "organisation")
 
 
 @dataclass(frozen=True)
-class Question:
+class DemoQuestion:
     """A question, its accepted answers, and the ids of the passages that it needs."""
 
     text: str
@@ -29,14 +29,14 @@ class Corpus:
     """Passages and questions; no name in them occurs in the demo bundle's training data."""
 
     passages: tuple[Passage, ...]
-    questions: tuple[Question, ...]
+    questions: tuple[DemoQuestion, ...]
 
 
 def demo_corpus() -> Corpus:
     """Forty passages and twelve questions, four of which need two passages. Always the same."""
     worlds = _worlds()
     passages = {entity.name: make_passage(entity.passage, entity.name, "demo") for w in worlds for entity in w.entities}
-    asked: list[tuple[list[Entity], Turn]] = []
+    asked: list[tuple[list[Entity], WorldTurn]] = []
     for number in range(QUESTIONS - TWO_PASSAGE_QUESTIONS):
         world = worlds[number % WORLDS]
         entities = [world.entities[3 * number % len(world.entities)]]
@@ -45,7 +45,7 @@ def demo_corpus() -> Corpus:
         kind = _KINDS[number % len(_KINDS)]
         asked.append(_pair_question(worlds[number], kind))
     questions = [
-        Question(turn.question, turn.answers, tuple(str(passages[entity.name].id) for entity in entities))
+        DemoQuestion(turn.question, turn.answers, tuple(str(passages[entity.name].id) for entity in entities))
         for entities, turn in asked
     ]
     return Corpus(tuple(passages.values()), tuple(questions))
@@ -66,10 +66,10 @@ def _worlds() -> list[World]:
     return worlds
 
 
-def _pair_question(world: World, kind: Kind) -> tuple[list[Entity], Turn]:
+def _pair_question(world: World, kind: Kind) -> tuple[list[Entity], WorldTurn]:
     """A question that names two entities of a kind; one retrieval step cannot follow a link that it does not name."""
     pairs = list(permutations([entity for entity in world.entities if entity.kind == kind], 2))
-    while True:  # a world asks about a pair now and then, drawn anew each time
+    while True:  # a world asks about a pair now and then, drawn again each time
         for pair in pairs:
             for turn in world.turns(list(pair)):
                 if all(entity.name in turn.question for entity in pair):

@@ -1,35 +1,57 @@
-"""From a folder of text files to an index: what `ctx-compress index` does."""
+"""From a folder of files to an index: what `ctx-compress index` does."""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from ctx_compress_rag.app.chunking import chunk
+from ctx_compress_rag.app.documents import DOCUMENTS, TEXTS, read_file, readable
 from ctx_compress_rag.app.passage_index import PassageIndex, make_passage
 from ctx_compress_rag.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = (".txt", ".md")
 DEFAULT_CHUNK_TOKENS = 256
 _MIN_CHUNK_TOKENS = 16
 
 
 @dataclass
 class Scan:
-    """The text files of a folder.
+    """The files of a folder.
 
     Attributes:
         folder: the folder.
         texts: text by path within the folder, `/` between its parts; blank where a file is empty.
-        unread: files that are there and cannot be read as UTF-8.
+        unread: files of a type that can be read, but not these.
+        other: files of other types, counted by suffix.
     """
 
     folder: Path
     texts: dict[str, str] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
+    other: Counter[str] = field(default_factory=Counter)
+
+    def skipped(self) -> str:
+        """What was not read, by type; "" where all was."""
+        empty = sum(not text.strip() for text in self.texts.values())
+        unread = Counter(PurePath(name).suffix.lower() for name in self.unread)
+        if not (empty or unread or self.other):
+            return ""
+        parts = [f"{empty} empty", f"{unread.total()} unreadable{_by_type(unread)}"]
+        parts += [f"{self.other.total()} of other types{_by_type(self.other)}"] if self.other else []
+        return f"skipped files: {', '.join(parts)}{_hint(self.other)}"
+
+
+def _by_type(counts: Counter[str]) -> str:
+    return f" ({', '.join(f'{count} {suffix}' for suffix, count in counts.most_common())})" if counts else ""
+
+
+def _hint(others: Counter[str]) -> str:
+    wanted = [suffix for suffix in DOCUMENTS if suffix in others]
+    return f"; {', '.join(wanted)} can be read after pip install 'ctx-compress-rag[documents]'" if wanted else ""
 
 
 @dataclass(frozen=True)
@@ -38,8 +60,6 @@ class IndexReport:
 
     Attributes:
         files: files read.
-        unread: files skipped because they cannot be read.
-        empty: files without text.
         added: compressed now.
         unchanged: stored before, not touched.
         replaced: removed because their file's text changed.
@@ -48,8 +68,6 @@ class IndexReport:
     """
 
     files: int
-    unread: int
-    empty: int
     added: int
     unchanged: int
     replaced: int
@@ -58,44 +76,36 @@ class IndexReport:
 
 
 def scan_folder(folder: str | Path) -> Scan:
-    """Read all .txt and .md files of a folder and the folders in it, by name; hidden ones are left out.
+    """Read all text files and documents of a folder and the folders in it, by name; hidden ones are left out.
 
-    A file that is empty or not UTF-8 is skipped with a warning.
+    A file that is empty or cannot be read is skipped with a warning, one of another type is counted.
 
     Raises:
         DataError: there is no such folder, or no text in it that can be read.
     """
     folder = Path(folder)
+    suffixes = readable()
     if not folder.is_dir():
-        raise DataError(
-            f"{str(folder)!r} is no folder: give the folder that your {' and '.join(SUFFIXES)} files are in"
-        )
+        raise DataError(f"{str(folder)!r} is no folder: give the folder that your {', '.join(suffixes)} files are in")
     scan = Scan(folder)
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
-        if (
-            path.suffix.lower() not in SUFFIXES
-            or any(part.startswith(".") for part in inside.parts)
-            or not path.is_file()
-        ):
+        if any(part.startswith(".") for part in inside.parts) or not path.is_file():
+            continue
+        if path.suffix.lower() not in suffixes:
+            scan.other[path.suffix.lower() or "without a suffix"] += 1
             continue
         try:
-            text = scan.texts[inside.as_posix()] = path.read_text(encoding="utf-8-sig")
+            text = scan.texts[inside.as_posix()] = read_file(path)
             if not text.strip():
                 logger.warning("skipped %s: it is empty", path)
-        except UnicodeDecodeError as error:
-            logger.warning(
-                "skipped %s: it is not UTF-8 (byte %d); convert it, for instance with iconv -f LATIN1 -t UTF-8",
-                path,
-                error.start,
-            )
-            scan.unread.append(inside.as_posix())
-        except OSError as error:
-            logger.warning("skipped %s: it cannot be read (%s)", path, error.strerror)
+        except DataError as error:
+            logger.warning("skipped %s: %s", path, error)
             scan.unread.append(inside.as_posix())
     if not any(text.strip() for text in scan.texts.values()):
         found = len(scan.texts) + len(scan.unread)
-        reason = f"none of its {found} text files can be read or has text" if found else "it has no .txt or .md files"
+        none = f"it has no {', '.join(suffixes[:-1])} or {suffixes[-1]} files{_hint(scan.other)}"
+        reason = f"none of its {found} files can be read or has text" if found else none
         raise DataError(f"nothing to index in {str(folder)!r}: {reason}")
     return scan
 
@@ -132,7 +142,7 @@ def update_index(
     passages = {
         passage.id: passage
         for source, text in scan.texts.items()
-        for part in chunk(text, index.bundle.tokenizer, chunk_tokens, markdown=source.lower().endswith(".md"))
+        for part in chunk(text, index.bundle.tokenizer, chunk_tokens, markdown=not source.lower().endswith(TEXTS[0]))
         for passage in [make_passage(part, source, root)]
     }
     empty = sum(not text.strip() for text in scan.texts.values())
@@ -146,8 +156,6 @@ def update_index(
     index.remove(stale + gone if prune else stale)
     return IndexReport(
         files=len(scan.texts) - empty,
-        unread=len(scan.unread),
-        empty=empty,
         added=report.added,
         unchanged=report.unchanged + report.updated,  # an id fixes the text: such an update is of metadata
         replaced=len(stale),

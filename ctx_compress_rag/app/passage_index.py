@@ -1,14 +1,14 @@
 """What the command line keeps in a Chroma folder: a collection to retrieve from, and its soft contexts.
 
-The collection `passages` holds texts, metadata and MiniLM vectors (cosine), as any RAG app's collection
-does; langchain-chroma and LlamaIndex can open it. `SoftContextStore` puts the soft contexts beside it,
+The collection `passages` holds texts, metadata and a sentence encoder's vectors (cosine), as any RAG app's
+collection does; langchain-chroma and LlamaIndex can open it. `SoftContextStore` puts the soft contexts beside it,
 under the same ids.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +25,14 @@ from ctx_compress_rag.stores.companion import column, explained
 from ctx_compress_rag.stores.connect import Connection, connect
 from ctx_compress_rag.stores.lock import DEFAULT_TIMEOUT
 from ctx_compress_rag.stores.sqlite import DATABASE, SqliteCollection
-from ctx_compress_rag.text.minilm import load_minilm
+from ctx_compress_rag.text.minilm import PACKAGED, load_embedder
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
 
 COLLECTION = "passages"
 BUNDLE_KEY = "ctx_bundle"
+_EMBEDDER_KEY = "ctx_embedder"  # not in indexes made before there was a choice
 _COSINE: Any = {"hnsw": {"space": "cosine"}}
 _EMBED_BATCH = 128
 _PAGE = 2000
@@ -65,10 +66,12 @@ class PassageIndex:
     Attributes:
         bundle: the bundle.
         store: the soft contexts.
+        embedder: what passages and questions are compared by.
     """
 
-    def __init__(self, folder: str | Path, bundle: Bundle, bundle_name: str, codec: str | None) -> None:
+    def __init__(self, folder: str | Path, bundle: Bundle, bundle_name: str, codec: str | None, embedder: str) -> None:
         self.bundle = bundle
+        self.embedder = embedder
         self.store = SoftContextStore(folder, bundle, collection=COLLECTION, codec=codec)
         self._connection = connect(folder, COLLECTION)
         self._bundle_name = bundle_name
@@ -76,7 +79,7 @@ class PassageIndex:
     def add(self, passages: Sequence[Passage], progress: bool = True) -> AddReport:
         """Store the passages that are missing: vectors first, then soft contexts.
 
-        Both are written batch by batch; after an interruption the same call goes on where it ended. A passage that
+        Both are written batch by batch; after an interruption the same call resumes where it stopped. A passage that
         has a vector alone in between is compressed by whoever retrieves it.
 
         Args:
@@ -91,7 +94,7 @@ class PassageIndex:
                     batch = missing[start : start + _EMBED_BATCH]
                     texts = [passage.text for passage in batch]
                     metadatas: Any = [dict(passage.metadata) for passage in batch]
-                    vectors = passage_vectors(texts)
+                    vectors = passage_vectors(texts, self.embedder)
                     with self._writing() as collection:
                         collection.upsert([str(p.id) for p in batch], vectors, metadatas, texts)
                     bar.update(len(batch))
@@ -123,7 +126,7 @@ class PassageIndex:
             raise ConfigError(f"cannot retrieve {k} passages: ask for 1 or more")
         if not all(question.strip() for question in questions):
             raise ConfigError("the question is empty: ask something")
-        vectors = passage_vectors(questions)
+        vectors = _vectors(load_embedder(self.embedder).encode_query, questions)
         with self._errors_explained(), self._connection.reading() as client:
             collection = _find_collection(self._connection, client)
             count = collection.count() if collection else 0
@@ -167,7 +170,7 @@ class PassageIndex:
             yield _find_collection(self._connection, client) or client.create_collection(
                 COLLECTION,
                 configuration=_COSINE,
-                metadata={BUNDLE_KEY: self._bundle_name},
+                metadata={BUNDLE_KEY: self._bundle_name, _EMBEDDER_KEY: self.embedder},
                 embedding_function=None,
             )
 
@@ -193,6 +196,7 @@ def open_index(
     codec: str | None = None,
     create: bool = False,
     default: str | None = None,
+    embedder: str | None = None,
 ) -> PassageIndex:
     """Open the index in a Chroma folder.
 
@@ -202,25 +206,37 @@ def open_index(
         codec: codec of a new store.
         create: make the folder if there is none.
         default: the bundle of a new index; None takes the shipped one for a user's own text.
+        embedder: a sentence-transformers model, by folder or hub id; None takes the one it was made with, or the
+            packaged MiniLM.
 
     Raises:
-        StoreError: there is no index, or it cannot be opened.
+        StoreError: there is no index, it cannot be opened, or was made with another embedder.
+        ConfigError: there is no such embedder.
         BundleError, FingerprintMismatchError: see `Bundle.from_pretrained` and `SoftContextStore`.
     """
     from ctx_compress_rag.bundle import Bundle
 
     check_there(folder, create)
-    recorded = _recorded(folder)
+    if embedder:
+        load_embedder(embedder)  # one that is not there is refused before a folder is made
+    recorded, made_with = _recorded(folder)
+    asked = embedder and _lasting(embedder)
+    if recorded and asked not in (None, made_with):
+        raise StoreError(
+            f"the index in {folder} was made with the embedder {made_with!r}, not {asked!r}: leave --embedder out, or "
+            "index into another folder"
+        )
     name = bundle or recorded or default or default_bundle()
-    return PassageIndex(str(folder), Bundle.from_pretrained(name), _lasting(name), codec)
+    return PassageIndex(str(folder), Bundle.from_pretrained(name), _lasting(name), codec, asked or made_with)
 
 
 @dataclass(frozen=True)
 class IndexInfo:
-    """What is in an index: the store's own account, the bundle's address and how many sources there are."""
+    """What is in an index: the store's own account, the addresses of bundle and embedder, how many sources."""
 
     store: StoreInfo
     bundle_name: str
+    embedder: str
     sources: int
 
 
@@ -238,7 +254,8 @@ def inspect_index(folder: str | Path) -> IndexInfo:
             roots, sources = column(passages, "root"), column(passages, "source")
         with recorded_store(folder, COLLECTION) as store:
             found = len({(roots.get(id), source) for id, source in sources.items()})
-            return IndexInfo(store.info(), _bundle_of(passages) or store.bundle.config.name, found)
+            name, embedder = _made_with(passages)
+            return IndexInfo(store.info(), name or store.bundle.config.name, embedder, found)
     finally:
         connection.close()
 
@@ -291,7 +308,7 @@ def _find_collection(connection: Connection, client: Any) -> Any:
         collection = client.get_collection(COLLECTION, embedding_function=None)
     except NotFoundError:
         return None
-    if _bundle_of(collection) is None:
+    if _made_with(collection)[0] is None:
         raise StoreError(
             f"the collection {COLLECTION!r} in {connection.where} was not made by `ctx-compress index`: choose another "
             "folder, or put soft contexts beside it with SoftContextStore"
@@ -299,28 +316,37 @@ def _find_collection(connection: Connection, client: Any) -> Any:
     return collection
 
 
-def _recorded(folder: str | Path) -> str | None:
-    """The address of the bundle that the index in a folder was made with."""
+def _recorded(folder: str | Path) -> tuple[str | None, str]:
+    """The addresses of bundle and embedder that the index in a folder was made with."""
     connection = connect(str(folder), COLLECTION)
     try:
         with explained(connection.where), connection.reading() as client:
-            return _bundle_of(_find_collection(connection, client))
+            return _made_with(_find_collection(connection, client))
     finally:
         connection.close()
 
 
-def _bundle_of(collection: Any) -> str | None:
-    name = (collection.metadata or {}).get(BUNDLE_KEY) if collection is not None else None
-    return None if name is None else str(name)
+def _made_with(collection: Any) -> tuple[str | None, str]:
+    about = (collection.metadata or {}) if collection is not None else {}
+    return about.get(BUNDLE_KEY), embedder_of(about)
 
 
-def _lasting(bundle: str) -> str:
-    """A bundle's address that holds from any working folder."""
+def embedder_of(metadata: Mapping[str, Any]) -> str:
+    """The embedder of an index, by its collection's metadata."""
+    return str(metadata.get(_EMBEDDER_KEY, PACKAGED))
+
+
+def _lasting(address: str) -> str:
+    """A bundle's or model's address that holds from any working folder."""
     from ctx_compress_rag.bundle import SHIPPED
 
-    return str(Path(bundle).resolve()) if bundle not in SHIPPED and Path(bundle).is_dir() else bundle
+    return str(Path(address).resolve()) if address not in SHIPPED and Path(address).is_dir() else address
 
 
-def passage_vectors(texts: Sequence[str]) -> Any:
-    """(texts, 384) unit vectors."""
-    return load_minilm().encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
+def passage_vectors(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
+    """(texts, dim) unit vectors."""
+    return _vectors(load_embedder(embedder).encode_document, texts)
+
+
+def _vectors(encode: Callable[..., Any], texts: Sequence[str]) -> Any:
+    return encode(list(texts), normalize_embeddings=True, show_progress_bar=False)

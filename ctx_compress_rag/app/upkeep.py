@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from chromadb.config import DEFAULT_DATABASE, DEFAULT_TENANT
 
-from ctx_compress_rag.app.passage_index import BUNDLE_KEY, check_there, passage_vectors, recorded_store
+from ctx_compress_rag.app.passage_index import BUNDLE_KEY, check_there, embedder_of, passage_vectors, recorded_store
 from ctx_compress_rag.stores.backup import back_up
 from ctx_compress_rag.stores.folder import Folder
 from ctx_compress_rag.stores.repair import Embed, Rebuilt, rebuild
@@ -65,7 +66,7 @@ def repair_store(store: str | Path, reseal: bool = False) -> RepairReport:
 
 
 def _embedder(metadata: Mapping[str, Any]) -> Embed | None:
-    return passage_vectors if BUNDLE_KEY in metadata else None
+    return partial(passage_vectors, embedder=embedder_of(metadata)) if BUNDLE_KEY in metadata else None
 
 
 @contextmanager

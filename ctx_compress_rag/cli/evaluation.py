@@ -2,278 +2,262 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Annotated, Literal
 
-from ctx_compress_rag.cli.shared import bundle_option, note_what_it_reads, quiet_models, store_option
+import typer
 
-
-def eval_options(parser: argparse.ArgumentParser) -> None:
-    """Arguments of eval."""
-    parser.add_argument("--bundle", default="demo", help="a bundle's folder, hub id, or demo (the default)")
-    parser.add_argument(
-        "--data",
-        nargs="+",
-        metavar="FILE",
-        help="JSONL files, each scored apart (default: the invented world, unseen names)",
-    )
-    parser.add_argument(
-        "--questions", type=int, default=200, metavar="N", help="at most this many of each (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--passages", type=int, default=4, metavar="N", help="of the invented world, per prompt (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--alike", action="store_true", help="of the invented world, all of a prompt's passages about one kind of thing"
-    )
-    parser.add_argument("--ratios", type=int, nargs="+", metavar="R", help="default: 4 8 16 32 64 128")
-    parser.add_argument("--codec", help="how slots are stored: int8 or fp16")
-    parser.add_argument("--no-extraction", action="store_true", help="leave out the baseline that needs MiniLM")
-    parser.add_argument(
-        "--perplexity", action="store_true", help="also score how well passages are said again from their slots"
-    )
-    parser.add_argument("--output", default="ctx-compress-eval", metavar="DIR", help="default: ./%(default)s")
+from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.shared import (
+    DEMO,
+    AnyBundle,
+    Output,
+    OwnBundle,
+    Ratios,
+    Store,
+    note_what_it_reads,
+    quiet_models,
+    read_text,
+)
+from ctx_compress_rag.errors import ConfigError
 
 
-def run_eval(args: argparse.Namespace) -> None:
-    """Score a bundle: full text, no context, soft contexts, truncation and extraction at equal budgets."""
+@command("eval", "--bundle runs/mine/bundle --data held_out.jsonl --ratios 4 16")
+def eval_(
+    bundle: AnyBundle = DEMO,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE...",
+            help="JSONL files, each scored apart.  [default: the invented world, unseen names]",
+        ),
+    ] = None,
+    questions: Annotated[int, typer.Option(metavar="N", help="At most this many of each.")] = 200,
+    passages: Annotated[int, typer.Option(metavar="N", help="Of the invented world, per prompt.")] = 4,
+    alike: Annotated[
+        bool, typer.Option("--alike", help="Of the invented world, all of a prompt's passages about one kind of thing.")
+    ] = False,
+    ratios: Ratios = None,
+    codec: Annotated[str | None, typer.Option(metavar="CODEC", help="How slots are stored: int8 or fp16.")] = None,
+    no_extraction: Annotated[
+        bool, typer.Option("--no-extraction", help="Leave out the baseline that needs MiniLM.")
+    ] = False,
+    perplexity: Annotated[
+        bool, typer.Option("--perplexity", help="Also score how well passages are reconstructed from their slots.")
+    ] = False,
+    output: Output = "ctx-compress-eval",
+) -> None:
+    """Score a bundle beside its baselines.
+
+    Full text, no context, truncation and extraction, the latter two as long as the soft contexts. Ratios are 4 8 16
+    32 64 128 unless others are given.
+    """
     from ctx_compress_rag.bundle import Bundle
     from ctx_compress_rag.data.examples import world_examples
     from ctx_compress_rag.evaluation.harness import RATIOS, questions_of
     from ctx_compress_rag.evaluation.sets import evaluate_sets, question_sets
     from ctx_compress_rag.text.minilm import load_minilm
 
+    if questions < 2:
+        raise ConfigError(f"{questions} questions have no standard error: give 2 or more")
     quiet_models()
-    sets = question_sets(args.data or (), args.questions)
+    sets = question_sets(data or (), questions)
     if not sets:
-        examples = world_examples(
-            "test", 0, args.questions, max_turns=1, passages=(args.passages,), alike=float(args.alike)
-        )
-        name = f"the invented world, {args.passages} passages{' of one kind' if args.alike else ''}"
-        sets = {name: questions_of(examples, args.questions)}
+        examples = world_examples("test", 0, questions, max_turns=1, passages=(passages,), alike=float(alike))
+        name = f"the invented world, {passages} passages{' of one kind' if alike else ''}"
+        sets = {name: questions_of(examples, questions)}
     text = evaluate_sets(
-        Bundle.from_pretrained(args.bundle),
+        Bundle.from_pretrained(bundle),
         sets,
-        args.ratios or RATIOS,
-        args.output,
-        encoder=None if args.no_extraction else load_minilm(),
-        codec=args.codec,
-        perplexity=args.perplexity,
+        ratios or RATIOS,
+        output,
+        encoder=None if no_extraction else load_minilm(),
+        codec=codec,
+        perplexity=perplexity,
     )
-    print(f"{text}; also in {args.output}")
+    print(f"{text}; also in {output}")
 
 
-def agree_options(parser: argparse.ArgumentParser) -> None:
-    """Arguments of agree."""
-    parser.add_argument("questions", metavar="FILE", help="a text file with a question on each line; no answers needed")
-    store_option(parser)
-    bundle_option(parser)
-    parser.add_argument(
-        "--ratios", type=int, nargs="+", metavar="R", help="default: the bundle's, as far as the store has them"
-    )
-    parser.add_argument("--k", type=int, default=4, help="passages to retrieve (default: %(default)s)")
-    parser.add_argument(
-        "--worst", type=int, default=5, metavar="N", help="show so many answers that differ (default: %(default)s)"
-    )
-    parser.add_argument("--output", default="ctx-compress-agree", metavar="DIR", help="default: ./%(default)s")
+@command("agree", "questions.txt --store ./chroma --ratios 4 16")
+def agree(
+    questions: Annotated[
+        str, typer.Argument(metavar="FILE", help="A text file with a question on each line; no answers needed.")
+    ],
+    store: Store,
+    bundle: OwnBundle = None,
+    ratios: Ratios = None,
+    k: Annotated[int, typer.Option("--k", metavar="N", help="Passages to retrieve.")] = 4,
+    worst: Annotated[int, typer.Option(metavar="N", help="Show so many answers that differ.")] = 5,
+    output: Output = "ctx-compress-agree",
+) -> None:
+    """Compare answers from slots and from text.
 
-
-def run_agree(args: argparse.Namespace) -> None:
-    """Answer questions about an index from full text and from soft contexts, and say how far the answers agree.
-
-    No answer needs to be known. This says what compression changes, not whether the answers are right.
+    No answer needs to be known: this says what compression changes, not whether the answers are right. Ratios are the
+    bundle's, as far as the store has them, unless others are given.
     """
     from ctx_compress_rag.app.passage_index import open_index
-    from ctx_compress_rag.errors import DataError
-    from ctx_compress_rag.evaluation.agreement import Asked, agreement, as_text, save, table, worst
+    from ctx_compress_rag.evaluation import agreement
 
-    try:
-        lines = Path(args.questions).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the questions {args.questions!r}: {error}") from error
-    questions = [line.strip() for line in lines if line.strip()]
-    if not questions:
-        raise DataError(f"{args.questions} holds no questions: write one on each line")
+    asked = [line.strip() for line in read_text(questions, "questions").splitlines() if line.strip()]
     quiet_models()
-    with open_index(args.store, args.bundle) as index:
+    with open_index(store, bundle) as index:
         note_what_it_reads(index.bundle)
-        found = index.search(questions, args.k)
-        asked = [
-            Asked(question, tuple(hit.text for hit in hits), tuple(hit.id for hit in hits))
-            for question, hits in zip(questions, found, strict=True)
+        found = index.search(asked, k)
+        given = [
+            agreement.Asked(question, tuple(hit.text for hit in hits), tuple(hit.id for hit in hits))
+            for question, hits in zip(asked, found, strict=True)
         ]
-        compared = agreement(index.store, asked, args.ratios)
-        title = f"{index.bundle.config.name}: {len(questions)} questions from {Path(args.questions).name}"
-    save(compared, args.output, title)
-    print(table(compared))
-    if differing := worst(compared, args.worst):
-        print(f"\nanswers that differ at the finest ratios:\n\n{as_text(differing)}")
-    print(f"\n{title}; also in {args.output}")
+        compared = agreement.agreement(index.store, given, ratios)
+        title = f"{index.bundle.config.name}: {len(asked)} questions from {Path(questions).name}"
+    agreement.save(compared, output, title)
+    print(agreement.table(compared))
+    if differing := agreement.worst(compared, worst):
+        print(f"\nanswers that differ at the finest ratios:\n\n{agreement.as_text(differing)}")
+    print(f"\n{title}; also in {output}")
 
 
-def compare_options(parser: argparse.ArgumentParser) -> None:
-    """Arguments of compare."""
-    parser.add_argument(
-        "comparison", nargs="?", default="demo", metavar="FILE", help="a YAML file of entries (default: all methods)"
-    )
-    parser.add_argument(
-        "--budget",
-        type=int,
-        default=1000,
-        metavar="STEPS",
-        help="steps of training for each entry (default: %(default)s)",
-    )
-    parser.add_argument("--entries", nargs="+", metavar="NAME", help="only these (default: all in the file)")
-    parser.add_argument("--questions", type=int, default=200, metavar="N", help="to score with (default: %(default)s)")
-    parser.add_argument("--passages", type=int, default=1, metavar="N", help="in each prompt (default: %(default)s)")
-    parser.add_argument("--decoder", metavar="DIR", help="a decoder's folder or hub id (default: the demo bundle's)")
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="entries trained at a time (default: %(default)s)"
-    )
-    parser.add_argument("--table-only", action="store_true", help="train nothing: a table of what is finished")
-    parser.add_argument("--output", default="ctx-compress-compare", metavar="DIR", help="default: ./%(default)s")
+@command("compare", "--budget 400 --jobs 2 --entries mean_pooling comprexit")
+def compare(
+    comparison: Annotated[str, typer.Argument(metavar="FILE", help="A YAML file of entries, or a shipped one.")] = DEMO,
+    budget: Annotated[int, typer.Option(metavar="STEPS", help="Steps of training for each entry.")] = 1000,
+    entries: Annotated[
+        list[str] | None, typer.Option(metavar="NAME...", help="Only these.  [default: all in the file]")
+    ] = None,
+    questions: Annotated[int, typer.Option(metavar="N", help="To score with.")] = 200,
+    passages: Annotated[int, typer.Option(metavar="N", help="In each prompt.")] = 1,
+    decoder: Annotated[
+        str | None, typer.Option(metavar="DIR", help="A decoder's folder or hub id.  [default: the demo bundle's]")
+    ] = None,
+    jobs: Annotated[int, typer.Option(metavar="N", help="Entries trained at a time.")] = 1,
+    table_only: Annotated[
+        bool, typer.Option("--table-only", help="Train nothing: a table of what is finished.")
+    ] = False,
+    output: Output = "ctx-compress-compare",
+) -> None:
+    """Train methods alike and score them.
 
-
-def run_compare(args: argparse.Namespace) -> None:
-    """Train methods with an equal budget from the same frozen decoder; write one table and one picture.
-
-    Run it again after an interruption: finished entries are kept, the others go on at their last checkpoint.
+    All start from the same frozen decoder and have an equal budget; writes one table and one picture. Run it again
+    after an interruption: finished entries are kept, the others resume at their last checkpoint.
     """
     from ctx_compress_rag.bundle import DECODER_FOLDER, SHIPPED
     from ctx_compress_rag.evaluation.compare.config import Budget, chosen, load_comparison
     from ctx_compress_rag.evaluation.compare.report import save, text
-    from ctx_compress_rag.evaluation.compare.run import Plan, compare
+    from ctx_compress_rag.evaluation.compare.run import Plan
+    from ctx_compress_rag.evaluation.compare.run import compare as train_and_score
 
     quiet_models()
-    comparison = load_comparison(args.comparison)
-    names = chosen(comparison, args.entries)
-    output = Path(args.output)
-    if not args.table_only:
+    described = load_comparison(comparison)
+    names = chosen(described, entries)
+    folder = Path(output)
+    if not table_only:
         plan = Plan(
-            output,
-            args.decoder or str(SHIPPED["demo"] / DECODER_FOLDER),
-            Budget(args.budget, args.passages),
-            args.questions,
-            comparison.ratios,
+            folder,
+            decoder or str(SHIPPED[DEMO] / DECODER_FOLDER),
+            Budget(budget, passages),
+            questions,
+            described.ratios,
         )
-        compare(comparison, names, plan, args.jobs)
-    print(text(comparison, save(comparison, output)))
-    print(f"\nalso in {args.output}/compare.md and compare.png")
+        train_and_score(described, names, plan, jobs)
+    print(text(described, save(described, folder)))
+    print(f"\nalso in {output}/compare.md and compare.png")
 
 
-def adapt_eval_options(parser: argparse.ArgumentParser) -> None:
-    """Arguments of adapt-eval."""
-    parser.add_argument(
-        "--recipes", default="rag_gd/demo", metavar="DIR", help="a folder of recipes (default: the shipped %(default)s)"
-    )
-    parser.add_argument(
-        "--data", nargs="+", default=[], metavar="FILE", help="JSONL files, each a task (default: the invented world's)"
-    )
-    parser.add_argument(
-        "--split", choices=("dev", "test"), default="test", help="of the invented world's tasks (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--budget",
-        type=int,
-        metavar="STEPS",
-        help="most training steps of a recipe, for a quick look (default: its own)",
-    )
-    parser.add_argument("--questions", type=int, default=400, metavar="N", help="default: %(default)s")
-    parser.add_argument("--timed", type=int, default=20, metavar="N", help="questions timed (default: %(default)s)")
-    parser.add_argument(
-        "--answer-tokens", type=int, default=32, metavar="N", help="most of an answer (default: %(default)s)"
-    )
-    parser.add_argument("--output", default="ctx-compress-adapt-eval", metavar="DIR", help="default: ./%(default)s")
+@command("adapt-eval", "--recipes rag_gd/demo --budget 100")
+def adapt_eval(
+    recipes: Annotated[str, typer.Option(metavar="DIR", help="A folder of recipes, or a shipped one.")] = "rag_gd/demo",
+    data: Annotated[
+        list[str] | None, typer.Option(metavar="FILE...", help="JSONL files, each a task.  [default: invented ones]")
+    ] = None,
+    split: Annotated[Literal["dev", "test"], typer.Option(help="Of the invented tasks.")] = "test",
+    budget: Annotated[
+        int | None,
+        typer.Option(metavar="STEPS", help="Most training steps of a recipe, for a quick look.  [default: its own]"),
+    ] = None,
+    questions: Annotated[int, typer.Option(metavar="N", help="To score with.")] = 400,
+    timed: Annotated[int, typer.Option(metavar="N", help="Questions timed.")] = 20,
+    answer_tokens: Annotated[int, typer.Option(metavar="N", help="Most of an answer.")] = 32,
+    output: Output = "ctx-compress-adapt-eval",
+) -> None:
+    """Score adapting to demonstrations.
 
-
-def run_adapt_eval(args: argparse.Namespace) -> None:
-    """Score a decoder that adapts to demonstrations by a predicted update (RAG-GD), beside its baselines.
-
-    Trains what is missing first: the base retrieval adapter, a soft prefix, the predictors. Run it again after an
-    interruption to go on.
+    By a predicted update (RAG-GD), beside its baselines. Trains what is missing first: the base retrieval adapter, a
+    soft prefix, the predictors. Run it again after an interruption to resume.
     """
     from ctx_compress_rag.adaptation.evaluation import evaluate, table, verdict
 
     quiet_models()
     scores = evaluate(
-        args.recipes,
-        args.output,
-        files=args.data,
-        split=args.split,
-        budget=args.budget,
-        questions=args.questions,
-        timed=args.timed,
-        max_new_tokens=args.answer_tokens,
+        recipes,
+        output,
+        files=data or (),
+        split=split,
+        budget=budget,
+        questions=questions,
+        timed=timed,
+        max_new_tokens=answer_tokens,
     )
     print(f"{table(scores)}\n\n{verdict(scores)}")
-    print(f"\n{args.questions} questions, each with demonstrations; also in {args.output}/scores.json, .md and .png")
+    print(f"\n{questions} questions, each with demonstrations; also in {output}/scores.json, .md and .png")
 
 
-def inspect_options(parser: argparse.ArgumentParser) -> None:
-    """Arguments of inspect."""
-    parser.add_argument("text", metavar="FILE", help="a text; what exceeds the bundle's window is left out")
-    parser.add_argument("--bundle", required=True, help="a bundle's folder or hub id, of a method that has pictures")
-    parser.add_argument("--ratio", type=int, metavar="R", help="source tokens per slot (default: the bundle's own)")
-    parser.add_argument("--output", default="ctx-compress-inspect", metavar="DIR", help="default: ./%(default)s")
-
-
-def run_inspect(args: argparse.Namespace) -> None:
-    """Draw what a bundle's method does with a text, and write the numbers as JSON.
+@command("inspect", "passage.txt --bundle runs/comprexit/answer/bundle")
+def inspect(
+    text: Annotated[str, typer.Argument(metavar="FILE", help="A text; what exceeds the bundle's window is left out.")],
+    bundle: AnyBundle,
+    ratio: Annotated[
+        int | None, typer.Option(metavar="R", help="Source tokens per slot.  [default: the bundle's own]")
+    ] = None,
+    output: Output = "ctx-compress-inspect",
+) -> None:
+    """Plot what a bundle does with a text.
 
     ComprExIT: gates over layers, and the transmission plan from tokens to slots.
     ArcAligner: how many loops its gates give each slot, layer by layer.
+    Writes the numbers as JSON, too.
     """
     from ctx_compress_rag.bundle import Bundle
-    from ctx_compress_rag.errors import DataError
-    from ctx_compress_rag.evaluation.inspect import inspect
+    from ctx_compress_rag.evaluation.inspect import inspect as plot
 
-    try:
-        text = Path(args.text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the text {args.text!r}: {error}") from error
+    given = read_text(text)
     quiet_models()
-    for file in inspect(Bundle.from_pretrained(args.bundle), text, args.output, args.ratio):
+    for file in plot(Bundle.from_pretrained(bundle), given, output, ratio):
         print(file)
 
 
-def bench_options(parser: argparse.ArgumentParser) -> None:
-    """Arguments of bench."""
-    parser.add_argument("text", metavar="FILE", help="a text to index")
-    parser.add_argument("--bundle", default="demo", help="a bundle's folder, hub id, or demo (the default)")
-    parser.add_argument(
-        "--passages", type=int, default=2000, metavar="N", help="at most this many (default: %(default)s)"
-    )
-    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="most per passage (default: %(default)s)")
-    parser.add_argument("--ratio", type=int, default=16, metavar="R", help="for the first token (default: %(default)s)")
+@command("bench", "book.txt --passages 1000")
+def bench(
+    text: Annotated[str, typer.Argument(metavar="FILE", help="A text to index.")],
+    bundle: AnyBundle = DEMO,
+    passages: Annotated[int, typer.Option(metavar="N", help="At most this many.")] = 2000,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Most per passage.")] = 256,
+    ratio: Annotated[int, typer.Option(metavar="R", help="For the first token.")] = 16,
+    output: Output = "ctx-compress-bench",
+) -> None:
+    """Time indexing and the first token.
 
-
-def run_bench(args: argparse.Namespace) -> None:
-    """Time indexing beside the bare encoder, and the first token from soft contexts beside full text.
-
-    The first token is timed on four passages and a decoder of 110 M parameters with random weights.
+    Indexing beside the bare encoder, the first token from soft contexts beside full text. The first token is timed on
+    four passages and a decoder of 110 M parameters with random weights.
     """
     import tempfile
+    from dataclasses import asdict
 
     from ctx_compress_rag.app.chunking import chunk
     from ctx_compress_rag.bundle import Bundle
-    from ctx_compress_rag.evaluation.speed import first_token, indexing_speed, random_bundle
+    from ctx_compress_rag.evaluation import report
+    from ctx_compress_rag.evaluation.speed import first_token, indexing_speed, random_bundle, speed_table
 
+    given = read_text(text)
+    if passages < 1:
+        raise ConfigError(f"cannot index {passages} passages: give 1 or more")
+    if tokens < 8:
+        raise ConfigError(f"passages of {tokens} tokens are too short: give 8 or more")
     quiet_models()
-    bundle = Bundle.from_pretrained(args.bundle)
-    text = Path(args.text).read_text(encoding="utf-8")
-    passages = list(dict.fromkeys(chunk(text, bundle.tokenizer, args.tokens)))[: args.passages]
+    opened = Bundle.from_pretrained(bundle)
+    chunks = list(dict.fromkeys(chunk(given, opened.tokenizer, tokens)))[:passages]
     with tempfile.TemporaryDirectory() as folder:
-        speed = indexing_speed(bundle, passages, folder)
-    print(f"indexed {speed.passages} passages, {speed.tokens} tokens")
-    print(f"passages/s through the store {speed.passages_per_second:.1f}")
-    print(f"passages/s through the encoder alone {speed.forward_passages_per_second:.1f}")
-    print(f"time through the store over the encoder's (median of rounds) {speed.ratio:.2f}")
-    print(f"bytes on disk over payload bytes {speed.disk_bytes / speed.payload_bytes:.2f}")
-    longest = sorted(passages, key=len)[-4:]
-    first = first_token(random_bundle(bundle.tokenizer), longest, args.ratio)
-    print(f"first token, {first.parameters / 1e6:.0f} M parameters, {args.ratio}x")
-    print(f"prompt tokens {first.soft_tokens} in place of {first.text_tokens}")
-    print(
-        f"soft {first.soft_seconds * 1e3:.0f} ms (fetch included), full text {first.text_seconds * 1e3:.0f} ms, "
-        f"ratio (median of pairs) {first.ratio:.3f}"
-    )
+        speed = indexing_speed(opened, chunks, folder)
+    longest = sorted(chunks, key=len)[-4:]
+    first = first_token(random_bundle(opened.tokenizer), longest, ratio)
+    text = speed_table(speed, first, ratio)
+    report.write(output, "bench", text, {"indexing": asdict(speed), "first_token": asdict(first), "ratio": ratio})
+    print(f"{text}\n\nalso in {output}")

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-import argparse
+from typing import Annotated
 
-from ctx_compress_rag.cli.shared import quiet_models, store_option
+import typer
 
-
-def repair_options(parser: argparse.ArgumentParser) -> None:
-    """Arguments of repair."""
-    store_option(parser)
-    parser.add_argument(
-        "--reseal",
-        action="store_true",
-        help="seal records of a lost key, or from before there were seals, with the key in use; only if nobody else "
-        "could write to DIR",
-    )
+from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.shared import Store, quiet_models
 
 
-def run_repair(args: argparse.Namespace) -> None:
-    """Mend a folder that Chroma cannot read: make its index anew from its records, beside a copy as it was.
+@command("repair", "--store ./chroma")
+def repair(
+    store: Store,
+    reseal: Annotated[
+        bool,
+        typer.Option(
+            "--reseal",
+            help="Seal records of a lost key, or from before there were seals, with the key in use; only if nobody "
+            "else could write to DIR.",
+        ),
+    ] = False,
+) -> None:
+    """Mend a damaged index.
 
-    Stop whatever else has the folder open first. After an interruption run it again.
+    Makes it anew from its records where Chroma cannot read it, beside a copy as it was. Stop whatever else has the
+    folder open first. After an interruption run it again.
     """
     from ctx_compress_rag.app.upkeep import repair_store
 
     quiet_models()
-    report = repair_store(args.store, args.reseal)
-    print(f"{args.store} as it was: {report.backup}")
+    report = repair_store(store, reseal)
+    print(f"{store} as it was: {report.backup}")
     for name, records in report.rebuilt.records.items():
         print(f"index made anew: {name}, {records} records")
-    if args.reseal:
+    if reseal:
         print(f"sealed anew: {report.resealed} records")
     for name in report.rebuilt.broken:
         print(f"damaged and left: {name}; its vectors are not this program's: make it anew with the app that made it")
@@ -39,15 +43,16 @@ def run_repair(args: argparse.Namespace) -> None:
         print("`ctx-compress index` compresses them again; if a key was lost, --reseal keeps those that are whole")
 
 
-def backup_options(parser: argparse.ArgumentParser) -> None:
-    """Arguments of backup."""
-    store_option(parser)
-    parser.add_argument("target", metavar="FOLDER", help="where the copy goes; must not exist")
+@command("backup", "--store ./chroma ./chroma-copy")
+def backup(
+    store: Store,
+    target: Annotated[str, typer.Argument(metavar="FOLDER", help="Where the copy goes; must not exist.")],
+) -> None:
+    """Copy an index whole.
 
-
-def run_backup(args: argparse.Namespace) -> None:
-    """Copy a store's folder while others may be writing to it; the copy has the key in it and is used as it is."""
+    While others may be writing to it; the copy has the key in it and is used as it is.
+    """
     from ctx_compress_rag.app.upkeep import back_up_store
 
-    back_up_store(args.store, args.target)
-    print(f"{args.store} copied to {args.target}")
+    back_up_store(store, target)
+    print(f"{store} copied to {target}")

@@ -1,23 +1,49 @@
-"""Options and messages that several commands share."""
+"""Options, messages and checks that several commands share."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ctx_compress_rag.errors import DataError
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
 
+DEMO = "demo"
 
-def store_option(parser: argparse.ArgumentParser) -> None:
-    """Where the index is."""
-    parser.add_argument("--store", required=True, metavar="DIR", help="Chroma folder")
+Store = Annotated[str, typer.Option(metavar="DIR", help="Chroma folder.")]
+AnyBundle = Annotated[str, typer.Option(metavar="BUNDLE", help="A bundle's folder or hub id, or a shipped one's name.")]
+OwnBundle = Annotated[
+    str | None,
+    typer.Option(metavar="BUNDLE", help="A bundle's folder, hub id, or demo.  [default: the store's own, else demo]"),
+]
+Embedder = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="A sentence-transformers model for retrieval.  [default: the store's own, else MiniLM]"
+    ),
+]
+Output = Annotated[str, typer.Option(metavar="DIR", help="Where tables and pictures go.")]
+Ratios = Annotated[list[int] | None, typer.Option(metavar="R...", help="Source tokens per slot.")]
 
 
-def bundle_option(parser: argparse.ArgumentParser) -> None:
-    """The bundle that the index is read with."""
-    parser.add_argument("--bundle", help="a bundle's folder, hub id, or demo (default: the store's own, else demo)")
+def read_text(file: str, what: str = "text") -> str:
+    """The text of a file that was named on the command line; the error says `what` it should hold.
+
+    Raises:
+        DataError: it cannot be read, is not UTF-8, or is blank.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the {what} {file!r}: {error}") from error
+    if not text.strip():
+        raise DataError(f"{file!r} holds no {what}: write some into it")
+    return text
 
 
 def note_what_it_reads(bundle: Bundle) -> None:

@@ -2,82 +2,99 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from textwrap import indent
+from typing import Annotated
 
-from ctx_compress_rag.cli.shared import bundle_option, note_what_it_reads, quiet_models, store_option
+import typer
+
+from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.shared import Embedder, OwnBundle, Store, note_what_it_reads, quiet_models
 
 _ANSWER_TOKENS = 256
 
 
-def index_options(parser: argparse.ArgumentParser) -> None:
-    """Arguments of index."""
-    parser.add_argument(
-        "folder", metavar="DIR", help="folder to index, with the folders in it; hidden files are left out"
-    )
-    store_option(parser)
-    bundle_option(parser)
-    parser.add_argument(
-        "--chunk-tokens",
-        type=int,
-        metavar="N",
-        help="most decoder tokens of a passage (default: 256, or the bundle's window if less)",
-    )
-    parser.add_argument("--prune", action="store_true", help="remove the passages of files that are gone from DIR")
-    parser.add_argument("--codec", help="how a new store keeps vectors: int8 or fp16")
+@command("index", "./my_docs --store ./chroma")
+def index(
+    folder: Annotated[
+        str, typer.Argument(metavar="DIR", help="Folder to index, with the folders in it; hidden files are left out.")
+    ],
+    store: Store,
+    bundle: OwnBundle = None,
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Most decoder tokens of a passage.  [default: 256, or the bundle's window if less]"
+        ),
+    ] = None,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Remove the passages of files that are gone from DIR.")
+    ] = False,
+    codec: Annotated[
+        str | None, typer.Option(metavar="CODEC", help="How a new store keeps vectors: int8 or fp16.")
+    ] = None,
+    embedder: Embedder = None,
+) -> None:
+    """Index a folder of files.
 
-
-def run_index(args: argparse.Namespace) -> None:
-    """Index a folder of .txt and .md files.
-
-    Only new and changed passages are compressed; run it again to go on after an interruption. Passages of a
-    changed file are replaced; those of a deleted file stay unless --prune is given.
+    Takes .txt and .md files and, with the `documents` extra, .pdf, .docx and .html. Only new and changed passages
+    are compressed; run it again to resume after an interruption. Passages of a changed file are replaced; those of a
+    deleted file stay unless --prune is given.
     """
     from ctx_compress_rag.app.indexing import scan_folder, update_index
     from ctx_compress_rag.app.passage_index import open_index
 
-    scan = scan_folder(args.folder)  # before models are loaded and a store is made
+    scan = scan_folder(folder)  # before models are loaded and a store is made
     quiet_models()
-    with open_index(args.store, args.bundle, codec=args.codec, create=True) as index:
-        note_what_it_reads(index.bundle)
-        report = update_index(index, scan, chunk_tokens=args.chunk_tokens, prune=args.prune)
-    print(f"{report.files} files in {args.folder}: {report.added} passages compressed, {report.unchanged} unchanged")
-    if report.empty or report.unread:
-        print(f"skipped files: {report.empty} empty, {report.unread} unreadable")
+    with open_index(store, bundle, codec=codec, create=True, embedder=embedder) as opened:
+        note_what_it_reads(opened.bundle)
+        report = update_index(opened, scan, chunk_tokens=chunk_tokens, prune=prune)
+    print(f"{report.files} files in {folder}: {report.added} passages compressed, {report.unchanged} unchanged")
+    if skipped := scan.skipped():
+        print(skipped)
     if report.replaced or report.pruned:
         print(f"removed passages: {report.replaced} of changed files, {report.pruned} of deleted ones")
     if report.vanished:
         print(f"kept passages of deleted files: {report.vanished} (--prune removes them)")
 
 
-def ask_options(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ask."""
-    parser.add_argument("question", help="what to ask")
-    store_option(parser)
-    bundle_option(parser)
-    parser.add_argument(
-        "--ratio", type=int, default=16, help="source tokens per slot, a multiple of the store's (default: %(default)s)"
-    )
-    parser.add_argument("--k", type=int, default=4, help="passages to retrieve (default: %(default)s)")
-    parser.add_argument("--text", action="store_true", help="give the decoder the passages' text, for comparison")
+@command("ask", '"Who is the mayor of Nimbridge?" --store ./chroma --ratio 16')
+def ask(
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask.")],
+    store: Store,
+    bundle: OwnBundle = None,
+    ratio: Annotated[
+        int,
+        typer.Option(
+            "--ratio",
+            "--reduction",
+            metavar="R",
+            help="Source tokens per slot, a multiple of the store's; of a ram bundle, how many times shorter the "
+            "passages become.",
+        ),
+    ] = 16,
+    k: Annotated[int, typer.Option("--k", metavar="N", help="Passages to retrieve.")] = 4,
+    text: Annotated[bool, typer.Option("--text", help="Give the decoder the passages' text, for comparison.")] = False,
+    embedder: Embedder = None,
+) -> None:
+    """Answer a question from an index.
 
-
-def run_ask(args: argparse.Namespace) -> None:
-    """Answer a question from the nearest passages, read by the decoder as soft contexts."""
+    The decoder reads the nearest passages as soft contexts; they are shown with their files.
+    """
     from ctx_compress_rag.app.asking import question_prompt
     from ctx_compress_rag.app.passage_index import open_index
     from ctx_compress_rag.errors import ConfigError
 
-    if not args.question.strip():
+    if not question.strip():
         raise ConfigError("the question is empty: ask something")
     quiet_models()
-    with open_index(args.store, args.bundle) as index:
+    with open_index(store, bundle, embedder=embedder) as opened:
         from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 
-        note_what_it_reads(index.bundle)
-        [hits] = index.search([args.question], args.k)
-        prompt = question_prompt(index.store, args.question, hits, None if args.text else args.ratio)
-        decoder = TransformersDecoder(index.bundle, index.store)
+        note_what_it_reads(opened.bundle)
+        [hits] = opened.search([question], k)
+        prompt = question_prompt(opened.store, question, hits, None if text else ratio)
+        decoder = TransformersDecoder(opened.bundle, opened.store)
         begun = False
         for piece in decoder.stream(prompt, Sampling(max_new_tokens=_ANSWER_TOKENS)):
             if isinstance(piece, str):
@@ -86,58 +103,49 @@ def run_ask(args: argparse.Namespace) -> None:
                 begun = begun or bool(piece.strip())
             else:
                 print(f"\n\n{piece.prompt_tokens} prompt tokens, {piece.slots} of them slots. Sources:")
-    for hit in hits:
-        print(f"  {hit.similarity:.2f}  {hit.source}: {' '.join(hit.text.split())[:80]}")
+    for number, hit in enumerate(hits, 1):
+        print(f"\n[{number}] {hit.source} ({hit.similarity:.2f})\n{indent(hit.text, '    ')}")
 
 
-def info_options(parser: argparse.ArgumentParser) -> None:
-    """Arguments of info."""
-    store_option(parser)
-
-
-def run_info(args: argparse.Namespace) -> None:
+@command("info", "--store ./chroma")
+def info(store: Store) -> None:
     """Say what is in an index."""
     from ctx_compress_rag.app.passage_index import inspect_index
 
-    info = inspect_index(args.store)
-    store = info.store
+    found = inspect_index(store)
+    kept = found.store
     rows = {
-        "bundle": f"{store.bundle} ({info.bundle_name})",
-        "fingerprint": store.fingerprint,
-        "passages": f"{store.passages:,} from {info.sources:,} files",
-        "source tokens": f"{store.source_tokens:,}",
-        "slots": f"{store.slots:,} at ratio {store.base_ratio}",
-        "codec": store.codec,
-        "payload bytes": f"{store.payload_bytes:,}",
-        "bytes on disk": f"{store.disk_bytes:,}, with texts, retrieval vectors and Chroma's own",
-        "payload share": f"{store.payload_share or 0:.0%}",
+        "bundle": f"{kept.bundle} ({found.bundle_name})",
+        "embedder": found.embedder,
+        "fingerprint": kept.fingerprint,
+        "passages": f"{kept.passages:,} from {found.sources:,} files",
+        "source tokens": f"{kept.source_tokens:,}",
+        "slots": f"{kept.slots:,} at ratio {kept.base_ratio}",
+        "codec": kept.codec,
+        "payload bytes": f"{kept.payload_bytes:,}",
+        "bytes on disk": f"{kept.disk_bytes:,}, with texts, retrieval vectors and Chroma's own",
+        "payload share": f"{kept.payload_share or 0:.0%}",
     }
     for name, value in rows.items():
         print(f"{name:<14} {value}")
 
 
-def demo_options(parser: argparse.ArgumentParser) -> None:
-    """Arguments of demo."""
-    parser.add_argument(
-        "--store", default="ctx-compress-demo", metavar="DIR", help="Chroma folder (default: ./%(default)s)"
-    )
-    bundle_option(parser)
+@command("demo", "--store ./ctx-compress-demo")
+def demo(store: Store = "ctx-compress-demo", bundle: OwnBundle = None) -> None:
+    """See it work on a small corpus.
 
-
-def run_demo(args: argparse.Namespace) -> None:
-    """Index a small corpus about invented people and places, and answer a dozen questions about it.
-
-    Each is answered with the full text, with soft contexts and without context, and the answers are scored.
+    Indexes passages about invented people and places and answers a dozen questions about them. Each is answered with
+    the full text, with soft contexts and without context, and the answers are scored.
     """
     from ctx_compress_rag.app.demo import run_demo
 
     quiet_models()
-    report = run_demo(args.store, args.bundle)
+    report = run_demo(store, bundle)
     new, known = report.stored.added, report.stored.unchanged
     print(
-        f"{new} passages compressed into {args.store}"
+        f"{new} passages compressed into {store}"
         if new
-        else f"all {known} passages found in {args.store}: nothing compressed"
+        else f"all {known} passages found in {store}: nothing compressed"
     )
     print(f"retrieval found every passage needed for {report.retrieved} of {len(report.questions)} questions\n")
     print(report.tables())

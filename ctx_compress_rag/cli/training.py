@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
-import argparse
 import time
+from typing import Annotated
+
+import typer
+
+from ctx_compress_rag.cli.command import command
 
 
-def train_options(parser: argparse.ArgumentParser) -> None:
-    """Arguments of train."""
-    parser.add_argument(
-        "recipes",
-        nargs="+",
-        metavar="RECIPE",
-        help="a YAML file, a folder of them, or a shipped one: a recipe such as demo/teacher, a folder such as english",
-    )
-    parser.add_argument(
-        "--minutes", type=float, metavar="N", help="stop after so long, a checkpoint saved (default: at the end)"
-    )
-    parser.add_argument("--no-resume", action="store_true", help="start anew where a run was interrupted")
+@command("train", "mean_pooling/teacher mean_pooling/compressor --minutes 60")
+def train(
+    recipes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE...",
+            show_default=False,
+            help="YAML files, folders of them, or shipped ones: a recipe (demo/teacher) or a folder (english).",
+        ),
+    ],
+    minutes: Annotated[
+        float | None, typer.Option(metavar="N", help="Stop after so long, a checkpoint saved.  [default: at the end]")
+    ] = None,
+    no_resume: Annotated[bool, typer.Option("--no-resume", help="Start anew where a run was interrupted.")] = False,
+) -> None:
+    """Train a bundle by recipes.
 
-
-def run_train(args: argparse.Namespace) -> None:
-    """Run training recipes, one after the other. An interrupted run goes on at its last checkpoint.
-
-    A recipe that has been run to its end is not run again.
+    One after the other. An interrupted run resumes at its last checkpoint. A recipe that has been run to its end is
+    not run again.
     """
     from ctx_compress_rag.errors import TimeUpError
     from ctx_compress_rag.training.recipes import load_recipe, recipe_names
 
-    recipes = [recipe for name in args.recipes for recipe in recipe_names(name)]
-    for recipe in recipes:
+    names = [recipe for name in recipes for recipe in recipe_names(name)]
+    for recipe in names:
         load_recipe(recipe)  # a fault in the last one is told before the first is run
-    deadline = None if args.minutes is None else time.monotonic() + 60 * args.minutes
+    deadline = None if minutes is None else time.monotonic() + 60 * minutes
     from ctx_compress_rag.training.run import run_recipe  # takes seconds, which count
 
     try:
-        for recipe in recipes:
-            print(f"{recipe}: written to {run_recipe(recipe, resume=not args.no_resume, deadline=deadline)}")
+        for recipe in names:
+            print(f"{recipe}: written to {run_recipe(recipe, resume=not no_resume, deadline=deadline)}")
     except TimeUpError as stop:
         print(stop)

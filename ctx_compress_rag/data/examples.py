@@ -11,9 +11,6 @@ from typing import Any
 
 from ctx_compress_rag.errors import DataError
 
-NO_ANSWER = "The text does not say."
-"""What a decoder is trained to answer where the passages do not."""
-
 
 @dataclass(frozen=True)
 class Turn:
@@ -42,7 +39,7 @@ def read_jsonl(path: str | Path, max_turns: int = 1, unanswerable: bool = False)
 
     In place of `context`, `passages` may hold objects `{"title": str, "text": str}`: the title becomes a
     passage's first line. `"evidence": [str, ...]` may hold the parts of the passages that answer the question, to the
-    letter: the annotated positions that stage ram learns from (paper 004, eq. 8).
+    letter: the annotated positions that stage ram learns from (Read As Human, eq. 8).
 
     Consecutive rows with the same context become one example of up to `max_turns` questions.
 
@@ -146,13 +143,14 @@ def _plain(question: str) -> str:
 def check_held_out(training: Sequence[Example], held_out: Sequence[Example]) -> None:
     """Refuse training data that shares a passage or a question with held-out data.
 
-    Strict on purpose: a question that is asked of other passages, too, is refused all the same.
+    Strict on purpose: a question that is asked of other passages, too, is refused all the same. Rows of passages alone,
+    whose question is blank, share none.
 
     Raises:
         DataError: naming the first shared passage or question.
     """
     test_passages = {p.strip() for e in held_out for p in e.passages}
-    test_questions = {_plain(t.question) for e in held_out for t in e.turns}
+    test_questions = {_plain(t.question) for e in held_out for t in e.turns} - {""}
     for number, example in enumerate(training):
         for passage in example.passages:
             if passage.strip() in test_passages:

@@ -1,7 +1,7 @@
-"""What no stage may train on: hashes of the questions and passages that English bundles are scored with.
+"""What English bundles are scored with, and recipes for them may not train on: hashes of its questions and passages.
 
 The sets are XQuAD's English part, half of SQuAD 2.0's development set, and parts of HotpotQA's and MuSiQue's. Their
-hashes come with the package, so the check needs neither those files nor a recipe that names them.
+hashes come with the package, so the check needs none of those files, only a recipe that asks for it.
 
 A passage counts as held out if it is one, or if it shares two or more of the sampled runs of 13 words: about three
 sentences, copied, with whatever is around them. A question counts if its words are those of a held-out one.
@@ -87,8 +87,8 @@ class HeldOut:
                 shown = next((p for p in example.passages if self.has_passage(p)), example.turns[0].question)
                 raise DataError(
                     f"training example {number} holds a passage or question of the sets that English bundles are "
-                    f"scored with: {shown[:80]!r}; take such examples out, or set data.leave_out_held_out: true where "
-                    "the stage has it"
+                    f"scored with: {shown[:80]!r}; take such examples out, or set data.leave_out_held_out: true in "
+                    "place of refuse_held_out"
                 )
 
     def check_text(self, path: Path, texts: Iterable[str]) -> None:
@@ -142,7 +142,7 @@ def _sorted(hashes: Iterable[int]) -> _Hashes:
 
 
 def write_hashes(files: Sequence[str]) -> None:
-    """Write the package's hashes anew: `python -m ctx_compress_rag.data.held_out FILE ...`."""
+    """Write the package's hashes again: `python -m ctx_compress_rag.data.held_out FILE ...`."""
     HeldOut.of([example for file in files for example in read_jsonl(file, unanswerable=True)]).write(FILE)
 
 

@@ -46,7 +46,7 @@ def documents(path: str | Path) -> Iterator[str]:
 
 
 def text_examples(path: str | Path, words: int) -> list[Example]:
-    """Rows of plain text, for stages that ask no questions: each of at least `words` words, but for a last one.
+    """Rows of plain text, for stages that ask no questions: each of at least `words` words, except for a last one.
 
     Rows end with a line; a document's end is a row's end.
     """

@@ -28,7 +28,7 @@ PASSAGES_PER_WORLD = len(KINDS)
 
 
 @dataclass(frozen=True)
-class Turn:
+class WorldTurn:
     """A question with its accepted answers.
 
     `hops` is the number of passages it needs, `subject` the name that it asks about where it needs one.
@@ -45,7 +45,7 @@ class WorldExample:
     """A prompt's passages and questions about them."""
 
     passages: tuple[str, ...]
-    turns: tuple[Turn, ...]
+    turns: tuple[WorldTurn, ...]
 
 
 @dataclass
@@ -139,7 +139,7 @@ class World:
         """The world's passages, one per entity."""
         return [e.passage for e in self.entities]
 
-    def turns(self, entities: list[Entity]) -> list[Turn]:
+    def turns(self, entities: list[Entity]) -> list[WorldTurn]:
         """Questions that the passages of `entities` answer, one per attribute or pair of facts, shuffled.
 
         An attribute is asked of one entity of a kind alone: were it asked of all, a decoder could learn to
@@ -147,20 +147,20 @@ class World:
         """
         rng = self._rng
         by_name = {e.name: e for e in entities}
-        single: dict[tuple[Kind, str], list[Turn]] = {}
-        double: list[Turn] = []
+        single: dict[tuple[Kind, str], list[WorldTurn]] = {}
+        double: list[WorldTurn] = []
         for entity in entities:
             for name in entity.stated:
                 attribute = wording.attribute(entity.kind, name)
                 value = entity.facts[name]
                 question = rng.choice(attribute.questions).format(e=entity.name)
-                single.setdefault((entity.kind, name), []).append(Turn(question, (value,), subject=entity.name))
+                single.setdefault((entity.kind, name), []).append(WorldTurn(question, (value,), subject=entity.name))
                 linked = by_name.get(value)
                 if attribute.bridge and linked:
                     far = rng.choice(linked.stated)
                     far_attribute = wording.attribute(linked.kind, far)
                     question = rng.choice(far_attribute.questions).format(e=attribute.bridge.format(e=entity.name))
-                    double.append(Turn(question, (linked.facts[far],), hops=2))
+                    double.append(WorldTurn(question, (linked.facts[far],), hops=2))
         for first in entities:
             for second in entities:
                 shared = [n for n in first.stated if n in second.stated] if first.kind == second.kind else []
@@ -168,7 +168,7 @@ class World:
                     attribute = wording.attribute(first.kind, rng.choice(shared))
                     question = attribute.pair_question.format(a=first.name, b=second.name)
                     answer = f"{first.facts[attribute.name]} and {second.facts[attribute.name]}"
-                    double.append(Turn(question, (answer,), hops=2))
+                    double.append(WorldTurn(question, (answer,), hops=2))
         asked = [rng.choice(turns) for turns in single.values()]
         rng.shuffle(asked)
         rng.shuffle(double)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,9 +15,10 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.splice import Piece, splice
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.evaluation.harness import NONE, SOFT, prompt_of
-from ctx_compress_rag.evaluation.plots import Curve, plot_scores
-from ctx_compress_rag.marking.mark import mark, mode_of
+from ctx_compress_rag.evaluation import report
+from ctx_compress_rag.evaluation.harness import FULL, NONE, SOFT, prompt_of
+from ctx_compress_rag.evaluation.plots import plot_scores
+from ctx_compress_rag.marking.mark import mark, size
 from ctx_compress_rag.metrics import normalize_answer, standard_error, token_f1
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.text.prompts import TEMPLATES
@@ -65,7 +65,7 @@ class Agreement:
 
     @property
     def same(self) -> bool:
-        """Whether the two answers are the same but for case, punctuation and articles."""
+        """Whether the two answers are the same except for case, punctuation and articles."""
         return normalize_answer(self.answer) == normalize_answer(self.full_text)
 
 
@@ -141,7 +141,7 @@ def agreement(
 
 def _served(bundle: Bundle, stored: int) -> list[int]:
     """The ratios that a bundle was trained for and a store with slots at ratio `stored` can serve."""
-    if mode_of(bundle) == "close_reading":
+    if bundle.compressor.question_aware:
         return list(bundle.config.ratios)
     if not bundle.compressor.nestable:
         return [stored]
@@ -152,8 +152,7 @@ def _given(store: SoftContextStore, asked: Asked, ratio: int | None) -> list[str
     """The markers that stand for a question's passages; without a ratio, nothing."""
     if ratio is None:
         return []
-    mode = mode_of(store.bundle)
-    return mark(store, asked.passages, asked.ids, ratio=ratio, mode=mode, question=asked.question)
+    return mark(store, asked.passages, asked.ids, question=asked.question, **size(store.bundle, ratio))
 
 
 def _answer_ids(bundle: Bundle, generation: Generation) -> Tensor:
@@ -200,10 +199,18 @@ def worst(agreements: Sequence[Agreement], count: int = 5) -> list[Agreement]:
 
 def table(agreements: Sequence[Agreement]) -> str:
     """Means by ratio as a Markdown table, ± one standard error."""
-    header = ["context", "same answer", "F1 with full text's", "KL, nats per token", "prompt tokens"]
-    rows = [[_label(ratio), *_means(group)] for ratio, group in _by_ratio(agreements).items()]
-    rows += [["full text", "", "", "", f"{np.mean([a.full_text_tokens for a in agreements]):.0f}"]]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows])
+    rows = [
+        {
+            "context": _label(ratio),
+            "same answer": f"{sum(a.same for a in group)} of {len(group)}",
+            "F1 with full text's": report.mean([a.f1 for a in group]),
+            "KL, nats per token": report.mean([a.kl for a in group]),
+            "prompt tokens": f"{np.mean([a.prompt_tokens for a in group]):.0f}",
+        }
+        for ratio, group in _by_ratio(agreements).items()
+    ]
+    whole = {"context": FULL, "prompt tokens": f"{np.mean([a.full_text_tokens for a in agreements]):.0f}"}
+    return report.table([*rows, whole])
 
 
 def as_text(agreements: Sequence[Agreement]) -> str:
@@ -217,19 +224,15 @@ def as_text(agreements: Sequence[Agreement]) -> str:
 
 def save(agreements: Sequence[Agreement], folder: str | Path, title: str) -> None:
     """Write agreement.json, agreement.md and agreement.png."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = json.dumps([asdict(each) for each in agreements], indent=1, ensure_ascii=False)
-    (folder / "agreement.json").write_text(rows + "\n", encoding="utf-8")
-    (folder / "agreement.md").write_text(table(agreements) + "\n", encoding="utf-8")
+    folder = report.write(folder, "agreement", table(agreements), [asdict(each) for each in agreements])
     groups = {ratio: [a.f1 for a in group] for ratio, group in _by_ratio(agreements).items()}
-    means = {ratio: float(np.mean(f1)) for ratio, f1 in groups.items()}
-    levels = {NONE: means[None]} if None in means else {}
-    ratios = [ratio for ratio in groups if ratio is not None]
-    errors = [standard_error(groups[ratio]) if len(groups[ratio]) > 1 else 0.0 for ratio in ratios]
-    low = [max(0.0, means[ratio] - error) for ratio, error in zip(ratios, errors, strict=True)]
-    high = [min(1.0, means[ratio] + error) for ratio, error in zip(ratios, errors, strict=True)]
-    curve = Curve(SOFT, ratios, [means[ratio] for ratio in ratios], low, high)
+    levels = {NONE: float(np.mean(groups[None]))} if None in groups else {}
+    points = [
+        (ratio, float(np.mean(f1)), standard_error(f1) if len(f1) > 1 else 0.0)
+        for ratio, f1 in groups.items()
+        if ratio is not None
+    ]
+    curve = report.curve(SOFT, points)
     plot_scores(folder / "agreement.png", [curve], levels, ylabel="F1 with the answer from full text", title=title)
 
 
@@ -242,17 +245,3 @@ def _by_ratio(agreements: Sequence[Agreement]) -> dict[int | None, list[Agreemen
 
 def _label(ratio: int | None) -> str:
     return NONE if ratio is None else f"{SOFT} {ratio}x"
-
-
-def _means(group: Sequence[Agreement]) -> list[str]:
-    def mean(values: Sequence[float]) -> str:
-        error = f" ± {standard_error(values):.3f}" if len(values) > 1 else ""
-        return f"{np.mean(values):.3f}{error}"
-
-    same = f"{sum(a.same for a in group)} of {len(group)}"
-    return [
-        same,
-        mean([a.f1 for a in group]),
-        mean([a.kl for a in group]),
-        f"{np.mean([a.prompt_tokens for a in group]):.0f}",
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,9 +16,10 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.decoding.decoder import Message, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.baselines import rank_sentences, select, truncate
 from ctx_compress_rag.evaluation.plots import Curve, plot_scores
-from ctx_compress_rag.marking.mark import mark, mode_of
+from ctx_compress_rag.marking.mark import mark, size
 from ctx_compress_rag.metrics import (
     Interval,
     contains_answer,
@@ -29,6 +29,7 @@ from ctx_compress_rag.metrics import (
     teacher_normalized,
     token_f1,
 )
+from ctx_compress_rag.ratios import check_window
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
 
@@ -157,6 +158,20 @@ def evaluate(
     return _scores(questions, answers)
 
 
+def check_ratios(bundle: Bundle, ratios: Sequence[int]) -> None:
+    """Refuse ratios that a bundle's slots cannot be made at.
+
+    Raises:
+        RatioError: the first that cannot.
+    """
+    config = bundle.config
+    if bundle.compressor.nestable or bundle.compressor.question_aware:
+        config.method.check_ratios(config.base_ratio, ratios)
+    else:  # each ratio is compressed apart
+        for ratio in ratios:
+            check_window(ratio, config.max_tokens)
+
+
 def answer(
     bundle: Bundle,
     questions: Sequence[Question],
@@ -176,13 +191,15 @@ def answer(
 
     Raises:
         ConfigError: extraction without an encoder.
+        RatioError: a ratio cannot be made.
     """
+    check_ratios(bundle, ratios)
     if EXTRACTED in systems and encoder is None:
         raise ConfigError("extraction needs a sentence encoder: give one, or leave it out")
     answers: SystemAnswers = {}
     # One store serves all ratios of a nestable method, and of one that decides when it is asked; of another
     # each ratio needs its own.
-    shared = bundle.compressor.nestable or mode_of(bundle) == "close_reading"
+    shared = bundle.compressor.nestable or bundle.compressor.question_aware
     for group in [list(ratios)] if shared else [[ratio] for ratio in ratios]:
         base = None if shared else group[0]
         left = [system for system in systems if (system, None) not in answers]  # full text and nothing: once
@@ -210,10 +227,9 @@ def _answers(
     store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
     tokenizer = decoder.bundle.tokenizer
     ranked = {q: rank_sentences(q.passages, q.question, encoder) for q in questions} if encoder is not None else {}
-    mode = mode_of(decoder.bundle)
 
     def soft(q: Question, ratio: int) -> list[str]:
-        return mark(store, q.passages, ratio=ratio, mode=mode, question=q.question)
+        return mark(store, q.passages, question=q.question, **size(store.bundle, ratio))
 
     @cache
     def budget(q: Question, ratio: int) -> int:
@@ -292,46 +308,32 @@ def _scores(questions: Sequence[Question], answers: SystemAnswers) -> list[Score
 
 def table(scores: Sequence[Score]) -> str:
     """The scores as a Markdown table, ± one standard error; with questions that have no answer, who declined them."""
-    declining = any(s.declined is not None for s in scores)
-    header = ["context", "ratio", "EM", "F1", "teacher-normalised F1", "prompt tokens"]
-    header += ["declined, rightly", "wrongly"] if declining else []
-    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    rows = []
     for s in scores:
-        ratio = "" if s.ratio is None else f"{s.ratio}x"
-        kept = (
-            ""
-            if s.normalized is None
-            else f"{s.normalized.value:.3f} ({s.normalized.low:.3f} to {s.normalized.high:.3f})"
-        )
-        cells = [s.system, ratio, f"{s.exact_match:.3f} ± {s.exact_match_error:.3f}", f"{s.f1:.3f} ± {s.f1_error:.3f}"]
-        cells += [kept, f"{s.prompt_tokens:.0f}"]
-        if declining:
-            error = "" if s.declined_error is None else f" ± {s.declined_error:.3f}"
-            cells += ["" if s.declined is None else f"{s.declined:.3f}{error}", f"{s.wrongly_declined:.3f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        row = {
+            "context": s.system,
+            "ratio": report.times(s.ratio),
+            "EM": report.with_error(s.exact_match, s.exact_match_error),
+            "F1": report.with_error(s.f1, s.f1_error),
+            "teacher-normalised F1": report.interval(s.normalized),
+            "prompt tokens": f"{s.prompt_tokens:.0f}",
+        }
+        if s.declined is not None:
+            row["declined, rightly"] = report.with_error(s.declined, s.declined_error)
+            row["wrongly"] = f"{s.wrongly_declined:.3f}"
+        rows.append(row)
+    return report.table(rows)
 
 
 def save(scores: Sequence[Score], folder: str | Path, about: dict[str, Any]) -> None:
     """Write scores.json, scores.md, scores.png and normalised.png; `about` says how they were made."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    record = {**about, "scores": [asdict(s) for s in scores]}
-    (folder / "scores.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (folder / "scores.md").write_text(table(scores) + "\n", encoding="utf-8")
-    curves = []
-    for system in (SOFT, EXTRACTED, TRUNCATED):
-        rows = [s for s in scores if s.system == system]
-        if rows:
-            curves.append(
-                Curve(
-                    system,
-                    [s.ratio or 0 for s in rows],
-                    [s.f1 for s in rows],
-                    [s.f1 - 1.96 * s.f1_error for s in rows],
-                    [s.f1 + 1.96 * s.f1_error for s in rows],
-                )
-            )
+    folder = report.write(folder, "scores", table(scores), {**about, "scores": [asdict(s) for s in scores]})
+    by_system = {system: [s for s in scores if s.system == system] for system in (SOFT, EXTRACTED, TRUNCATED)}
+    curves = [
+        report.curve(system, [(s.ratio or 0, s.f1, 1.96 * s.f1_error) for s in rows])
+        for system, rows in by_system.items()
+        if rows
+    ]
     levels = {s.system: s.f1 for s in scores if s.ratio is None}
     title = f"{about.get('bundle', '')}: answer F1 on {about.get('data', '')}"
     plot_scores(folder / "scores.png", curves, levels, title=title)
@@ -340,7 +342,7 @@ def save(scores: Sequence[Score], folder: str | Path, about: dict[str, Any]) -> 
 
 
 def normalised_curves(scores: Sequence[Score]) -> list[Curve]:
-    """Teacher-normalised F1 against ratio, with its intervals; none where the full text is worth nothing."""
+    """Teacher-normalised F1 against ratio, with its intervals; none where full text gains nothing."""
     curves = []
     for system in (SOFT, EXTRACTED, TRUNCATED):
         kept = [(s.ratio or 0, s.normalized) for s in scores if s.system == system and s.normalized is not None]

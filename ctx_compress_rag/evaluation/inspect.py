@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.errors import ConfigError, RatioError
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.figures import save
 from ctx_compress_rag.methods.registry import METHODS
+from ctx_compress_rag.ratios import check_window
 
 
 def inspect(bundle: Bundle, text: str, folder: str | Path, ratio: int | None = None) -> list[Path]:
@@ -36,8 +37,7 @@ def inspect(bundle: Bundle, text: str, folder: str | Path, ratio: int | None = N
     if not text.strip():
         raise ConfigError("the text is blank: there is nothing to look into")
     ratio = bundle.config.base_ratio if ratio is None else ratio
-    if ratio < 1 or bundle.config.max_tokens % ratio:
-        raise RatioError(f"ratio {ratio} does not divide the bundle's window of {bundle.config.max_tokens} tokens")
+    check_window(ratio, bundle.config.max_tokens)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     about = {"bundle": bundle.config.name, "fingerprint": bundle.fingerprint}

@@ -1,4 +1,4 @@
-"""Reconstruction perplexity: how well the decoder says passages again from their slots (paper 000, section 4.7)."""
+"""Reconstruction perplexity: how well the decoder reconstructs passages from their slots (ArcAligner, section 4.7)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoding.splice import Piece, splice
+from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.harness import FULL, NONE, SOFT
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.prompts import PARAPHRASES, PromptBuilder
@@ -136,8 +137,9 @@ def _losses(bundle: Bundle, rows: Sequence[_Row], decoder: _Decoder) -> Tensor:
 
 def perplexity_table(scores: Sequence[Perplexity]) -> str:
     """The perplexities as a Markdown table."""
-    lines = ["| context | ratio | reconstruction perplexity |", "|---|---|---|"]
-    for score in scores:
-        ratio = "" if score.ratio is None else f"{score.ratio}x"
-        lines.append(f"| {score.system} | {ratio} | {score.value:.4g} |")
-    return "\n".join(lines)
+    return report.table(
+        [
+            {"context": s.system, "ratio": report.times(s.ratio), "reconstruction perplexity": f"{s.value:.4g}"}
+            for s in scores
+        ]
+    )

@@ -11,11 +11,13 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import read_jsonl
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.harness import (
     KEPT,
     KEPT_LABEL,
     Question,
     Score,
+    check_ratios,
     evaluate,
     normalised_curves,
     prompt_of,
@@ -57,7 +59,8 @@ def evaluate_sets(
 ) -> str:
     """Score each set; write scores and pictures, and those of several sets together, too.
 
-    A question whose full text does not fit into the decoder's window is left out, and counted.
+    A question whose full text does not fit into the decoder's window is left out, and counted. Nothing is answered
+    where a ratio cannot be made or a set is too small.
 
     Args:
         bundle: what is scored.
@@ -66,25 +69,35 @@ def evaluate_sets(
         output: a folder; of several sets each gets a folder in it.
         encoder: see `evaluate`.
         codec: see `evaluate`.
-        perplexity: also score how well passages are said again from their slots.
+        perplexity: also score how well passages are reconstructed from their slots.
 
     Returns: the tables.
+
+    Raises:
+        DataError: a set has fewer than two questions with an answer that fit.
+        RatioError: a ratio cannot be made.
     """
+    check_ratios(bundle, ratios)
+    fit = {name: fitting(bundle, asked) for name, asked in sets.items()}
+    for name, questions in fit.items():
+        answered = sum(bool(q.answers) for q in questions)
+        if answered < 2:
+            raise DataError(
+                f"{name}: {answered} questions have an answer and fit into the decoder's window: give 2 or more, since "
+                "fewer have no standard error"
+            )
     texts = []
     results: dict[str, list[Score]] = {}
-    for name, asked in sets.items():
-        questions = fitting(bundle, asked)
-        if not any(q.answers for q in questions):
-            raise DataError(f"{name}: no question with an answer fits into the decoder's window")
+    for name, questions in fit.items():
         about: dict[str, Any] = {
             "bundle": bundle.config.name,
             "fingerprint": bundle.fingerprint,
             "data": name,
             "questions": len(questions),
-            "too_long": len(asked) - len(questions),
+            "too_long": len(sets[name]) - len(questions),
         }
         perplexities = []
-        if perplexity:  # first: a ratio that cannot be had is told before all questions are answered
+        if perplexity:
             passages = list(dict.fromkeys(passage for question in questions for passage in question.passages))
             perplexities = reconstruction_perplexity(bundle, passages, ratios)
             about["reconstruction_perplexity"] = [asdict(each) for each in perplexities]
@@ -96,16 +109,14 @@ def evaluate_sets(
         left_out = f" ({about['too_long']} are longer than the window)" if about["too_long"] else ""
         texts.append(f"{len(questions)} questions from {name}{left_out}")
     if len(results) > 1:
-        save_together(results, output, f"{bundle.config.name}: what is kept of the full text's worth")
+        save_together(results, output, f"{bundle.config.name}: the share of full text's gain that is kept")
     return "\n\n".join(texts)
 
 
 def save_together(results: Mapping[str, Sequence[Score]], folder: str | Path, title: str) -> None:
     """Write the tables of several data sets into one scores.md, their teacher-normalised curves into normalised.png."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     text = "\n\n".join(f"### {name}\n\n{table(scores)}" for name, scores in results.items())
-    (folder / "scores.md").write_text(text + "\n", encoding="utf-8")
+    folder = report.write(folder, "scores", text)
     panels = {name: curves for name, scores in results.items() if (curves := normalised_curves(scores))}
     if panels:
         ticks = sorted({int(ratio) for curves in panels.values() for curve in curves for ratio in curve.ratios})

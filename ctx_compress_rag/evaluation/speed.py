@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Message, Sampling, TransformersDecoder
+from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.stores import SoftContextStore
@@ -107,6 +108,23 @@ def first_token(bundle: Bundle, passages: Sequence[str], ratio: int, pairs: int 
         text_tokens=lengths[1],
         parameters=sum(p.numel() for p in bundle.backbone.own_state().values()),
     )
+
+
+def speed_table(speed: IndexingSpeed, first: FirstToken, ratio: int) -> str:
+    """Both as a Markdown table."""
+    rows = {
+        "passages (tokens) indexed": f"{speed.passages:,} ({speed.tokens:,})",
+        "passages per second through the store": f"{speed.passages_per_second:.1f}",
+        "passages per second, encoder alone": f"{speed.forward_passages_per_second:.1f}",
+        "time through the store over the encoder's own (median of rounds)": f"{speed.ratio:.2f}",
+        "bytes on disk over payload bytes": f"{speed.disk_bytes / speed.payload_bytes:.2f}",
+        f"prompt tokens, soft at {ratio}x and full text": f"{first.soft_tokens:,}, {first.text_tokens:,}",
+        "ms to first token, soft (fetch included) and full text": f"{first.soft_seconds * 1e3:.0f}, "
+        f"{first.text_seconds * 1e3:.0f}",
+        "time to first token, soft over full text (median of pairs)": f"{first.ratio:.3f}",
+        "parameters of the decoder timed": f"{first.parameters / 1e6:.0f} M",
+    }
+    return report.table([{"measured": name, "": value} for name, value in rows.items()])
 
 
 def random_bundle(tokenizer: Any) -> Bundle:

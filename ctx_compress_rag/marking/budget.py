@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.stores.markers import MAX_FACTOR
 
-Score = float | None
+Relevance = float | None
 
 TEXT = 0
 """Stands for a passage's text where otherwise a factor stands."""
@@ -23,7 +23,7 @@ def allot(
     budget: int,
     *,
     base_ratio: int,
-    scores: Sequence[Score] | None = None,
+    scores: Sequence[Relevance] | None = None,
     nestable: bool = True,
 ) -> list[int]:
     """How each passage is to be read, so that all together take at most `budget` tokens of the prompt.
@@ -73,7 +73,7 @@ def allot(
     return [levels[chosen[i]] if slots[i] else TEXT for i in range(len(tokens))]
 
 
-def _ranked(count: int, scores: Sequence[Score] | None) -> tuple[list[int], list[int]]:
+def _ranked(count: int, scores: Sequence[Relevance] | None) -> tuple[list[int], list[int]]:
     """Passages from the most to the least relevant, and their ranks from 1; equal scores have the same."""
     if scores is None:
         return list(range(count)), list(range(1, count + 1))

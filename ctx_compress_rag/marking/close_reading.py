@@ -1,4 +1,4 @@
-"""Close reading and skimming of retrieved passages, when the question is known (paper 004, section 3)."""
+"""Close reading and skimming of retrieved passages, when the question is known (Read As Human, section 3)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ _TOKENS_PER_BATCH = 8192
 
 
 def close_read(
-    store: SoftContextStore, texts: Sequence[str], ids: Sequence[str], *, ratio: int, question: str, scope: str | None
+    store: SoftContextStore,
+    texts: Sequence[str],
+    ids: Sequence[str],
+    *,
+    reduction: int,
+    question: str,
+    scope: str | None,
 ) -> list[str]:
     """Stored passages as the decoder is to read them: the segments the question needs, markers for the rest.
 
@@ -35,7 +41,7 @@ def close_read(
         store: has all of the passages; its bundle is a RAM bundle.
         texts: the passages.
         ids: their ids in the store.
-        ratio: the paper's alpha.
+        reduction: how many times shorter all passages together become: the paper's alpha.
         question: what is asked.
         scope: as in `SoftContextStore.markers`.
 
@@ -54,14 +60,14 @@ def close_read(
     represented = _representations(store, ids, passages, scope)
     asked = ram.question(asked_ids)
     counts = torch.tensor([count for passage in passages for count in passage.token_counts])
-    kept = ram.choose(asked.cpu(), represented, counts, ratio)
+    kept = ram.choose(asked.cpu(), represented, counts, reduction)
     layouts = layout(passages, kept)
     skimmed = [(passage, run) for passage, runs in zip(passages, layouts, strict=True) for run in runs if not run.kept]
     segments = [segment for passage, run in skimmed for segment in passage.ids[run.start : run.end]]
     vectors = ram.skim(segments, asked, _TOKENS_PER_BATCH)
     softs = slots_of_runs(vectors, torch.tensor([len(segment) for segment in segments]), layouts)
     parts = [
-        Skimmed(question, ratio, passage.text, *passage.span(run), soft)
+        Skimmed(question, reduction, passage.text, *passage.span(run), soft)
         for (passage, run), soft in zip(skimmed, softs, strict=True)
     ]
     return shown(passages, layouts, iter(store.skimmed_markers(parts, scope)))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, TypedDict, cast, get_args
 
 from ctx_compress_rag.config import whole
-from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadError, RatioError, StoreWriteError
-from ctx_compress_rag.marking.budget import TEXT, Score, allot
+from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadError, StoreWriteError
+from ctx_compress_rag.marking.budget import TEXT, Relevance, allot
+from ctx_compress_rag.ratios import check_reduction, merge_factor
 from ctx_compress_rag.stores import markers as marking
 from ctx_compress_rag.stores.markers import Marker, OnUnreadable, check_on_unreadable, defused
 from ctx_compress_rag.text.tokenising import text_ids
@@ -26,50 +28,77 @@ OnMissing = Literal["compress", "error", "text"]
 Where the store cannot be written to, "compress" leaves the text, too, with a warning that names the passages.
 """
 
-Mode = Literal["soft", "close_reading"]
-"""A marker in place of each passage; or text where the question needs it and markers for the rest (paper 004)."""
+
+def settled(
+    store: SoftContextStore, ratio: int | None, reduction: int | None, mode: str | None = None
+) -> tuple[int | None, int | None]:
+    """Ratio and reduction as old arguments mean them, with a warning: `ratio=` of a RAM bundle was the reduction.
+
+    Raises:
+        ConfigError: the mode is not the bundle's.
+    """
+    closely = store.bundle.compressor.question_aware
+    if mode is not None:
+        if mode != ("close_reading" if closely else "soft"):
+            name = store.bundle.config.name
+            raise ConfigError(f"mode={mode!r} is not that of bundle {name!r}: leave it out, each bundle has its own")
+        warnings.warn("mode= is deprecated: leave it out, each bundle has its own", DeprecationWarning, stacklevel=3)
+    if closely and ratio is not None and reduction is None:
+        message = f"ratio={ratio} is deprecated for a bundle that reads closely (ram): give reduction={ratio}"
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
+        return None, ratio
+    return ratio, reduction
 
 
-def mode_of(bundle: Compresses) -> Mode:
-    """The mode that a bundle's passages are read in: "close_reading" for ram, "soft" for every other method."""
-    return "close_reading" if bundle.compressor.question_aware else "soft"
+class Size(TypedDict, total=False):
+    """How short passages become: one of the two."""
+
+    ratio: int
+    reduction: int
+
+
+def size(bundle: Compresses, number: int) -> Size:
+    """How `mark` is given the number that says how short a bundle's passages become: its ratio, or its reduction."""
+    return {"reduction": number} if bundle.compressor.question_aware else {"ratio": number}
 
 
 def check_size(
     store: SoftContextStore,
     ratio: int | None,
+    reduction: int | None,
     token_budget: int | None,
     on_missing: str,
-    mode: str = "soft",
     scope: str | None = None,
     on_unreadable: str = "warn",
 ) -> None:
     """Refuse arguments that `mark` could never serve with this store.
 
     Raises:
-        ConfigError: both a ratio and a budget are given, a budget is below 1, `on_missing`, `on_unreadable` or
-            the mode is unknown, or the mode is not that of the store's bundle, or the scope is blank.
-        RatioError: the ratio cannot be made from the store's base ratio; in close reading, it is below 2.
+        ConfigError: more than one size is given, one that the store's bundle has no use for, a budget is below 1, the
+            scope is blank, or `on_missing` or `on_unreadable` is unknown.
+        RatioError: the ratio cannot be made from the store's base ratio, or the reduction is below 2.
     """
-    _check_mode(store, mode)
     check_on_unreadable(on_unreadable)
     if scope is not None:
         marking.check_scope(scope)
     if on_missing not in get_args(OnMissing):
         raise ConfigError(f"on_missing={on_missing!r}: choose one of {', '.join(get_args(OnMissing))}")
-    if ratio is not None and token_budget is not None:
-        raise ConfigError(f"ratio={ratio} and token_budget={token_budget}: give one of them, the other follows from it")
+    sizes = {"ratio": ratio, "reduction": reduction, "token_budget": token_budget}
+    given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)}: give one of them, the other follows from it")
     if token_budget is not None and token_budget < 1:
         raise ConfigError(f"token_budget={token_budget}: a budget is a number of tokens, 1 or more")
-    if mode == "close_reading":
-        if token_budget is not None:
-            raise ConfigError(f"token_budget={token_budget}: close reading takes a ratio, how much shorter to make all")
-        if ratio is not None and ratio < 2:
-            raise RatioError(f"ratio={ratio}: close reading makes the context shorter by 2 or more")
-        return
-    base = store.base_ratio
-    if ratio is not None and (ratio < base or ratio % base):
-        raise RatioError(f"ratio={ratio} cannot be made from the stored {base}: choose a multiple of {base}")
+    name = store.bundle.config.name
+    if store.bundle.compressor.question_aware:
+        if ratio is not None or token_budget is not None:
+            raise ConfigError(f"{given[0]}: bundle {name!r} reads closely (ram), which takes a reduction")
+        if reduction is not None:
+            check_reduction(reduction)
+    elif reduction is not None:
+        raise ConfigError(f"{given[0]}: bundle {name!r} was not trained to choose what to read (ram): give a ratio")
+    elif ratio is not None:
+        merge_factor(ratio, store.base_ratio)
 
 
 def mark(
@@ -78,11 +107,11 @@ def mark(
     ids: Sequence[str] | None = None,
     *,
     ratio: int | None = None,
+    reduction: int | None = None,
     token_budget: int | None = None,
-    scores: Sequence[Score] | None = None,
+    scores: Sequence[Relevance] | None = None,
     on_missing: OnMissing = "compress",
     scope: str | None = None,
-    mode: Mode = "soft",
     question: str | None = None,
     on_unreadable: OnUnreadable = "warn",
 ) -> list[str]:
@@ -99,9 +128,9 @@ def mark(
         store: where the soft contexts are.
         texts: passages, in any order; the order is kept. Without scores, a budget takes them for best first.
         ids: their ids in the store; by default hashes of the texts.
-        ratio: source tokens per slot, a multiple of the store's base ratio, which is the default. In close
-            reading, how many times shorter all texts together become, 2 or more; by default the least that
-            the bundle was trained for.
+        ratio: source tokens per slot, a multiple of the store's base ratio, which is the default.
+        reduction: in close reading, in place of a ratio: how many times shorter all texts together become, 2 or
+            more; by default the least that the bundle was trained for.
         token_budget: instead of a ratio, the most tokens that all texts may take together, slots and the tokens
             of what stays text counted as the LLM counts them. The more relevant a passage, the finer its ratio;
             the best stay text where there is room: see `marking.budget.allot`. What stands around the passages in the
@@ -109,7 +138,6 @@ def mark(
         scores: with a budget, how relevant each text is: higher is more, None comes last.
         on_missing: see `OnMissing`.
         scope: tenant or user; by default the one of `stores.markers.scope`, or else the store's.
-        mode: "close_reading" for a RAM bundle, "soft" for any other.
         question: what is asked; needed for close reading, and not used otherwise.
         on_unreadable: what to do with a text that holds a marker of a passage that is gone: raise an "error", or leave
             this one text as it is, with a warning ("warn") or without ("text"). With "error", a marker of another key
@@ -117,8 +145,8 @@ def mark(
             that no LLM takes it for its own.
 
     Raises:
-        ConfigError: an argument has an impossible value, an id came with two texts, the mode is not that of the
-            store's bundle, or close reading has no question.
+        ConfigError: an argument has an impossible value, an id came with two texts, or close reading has no
+            question.
         RatioError: the ratio cannot be made, or the passages do not fit into the budget at any ratio.
         MissingPassageError: with on_missing="error", a passage is not stored with this text.
         UnreadableMarkerError, MissingPassageError, PayloadError: with on_unreadable="error", see there.
@@ -127,8 +155,10 @@ def mark(
 
     ratio = None if ratio is None else whole("ratio", ratio)
     token_budget = None if token_budget is None else whole("token_budget", token_budget)
-    check_size(store, ratio, token_budget, on_missing, mode, scope, on_unreadable)
-    if mode == "close_reading" and not (question and question.strip()):
+    closely = store.bundle.compressor.question_aware
+    ratio, reduction = settled(store, ratio, None if reduction is None else whole("reduction", reduction))
+    check_size(store, ratio, reduction, token_budget, on_missing, scope, on_unreadable)
+    if closely and not (question and question.strip()):
         raise ConfigError(
             "close reading needs the question: give it to compress_documents (LangChain; a "
             "ContextualCompressionRetriever does), as query_bundle or query_str (LlamaIndex), or as question= of mark"
@@ -161,14 +191,14 @@ def mark(
         wanted = [i for i, there in zip(wanted, stored, strict=True) if there]
     read = [texts[i] for i in wanted]
     chosen = [names[i] for i in wanted]
-    size = (ratio, token_budget, scores, scope, question)
+    how = (reduction if closely else ratio, token_budget, scores, scope, question)
     try:
-        return _shown(store, texts, wanted, chosen, *size)
+        return _shown(store, texts, wanted, chosen, *how)
     except MissingPassageError:
         if on_missing != "compress":
             raise
     # Between storing and signing, an id was given to another text. What is stored under its own hash stays.
-    return _shown(store, texts, wanted, store.ensure(read, scope=scope), *size)
+    return _shown(store, texts, wanted, store.ensure(read, scope=scope), *how)
 
 
 def _shown(
@@ -176,18 +206,18 @@ def _shown(
     texts: Sequence[str],
     wanted: Sequence[int],
     ids: Sequence[str],
-    ratio: int | None,
+    number: int | None,
     token_budget: int | None,
-    scores: Sequence[Score] | None,
+    scores: Sequence[Relevance] | None,
     scope: str | None,
     question: str | None,
 ) -> list[str]:
-    """The texts with markers at the `wanted` places, which are stored under `ids`."""
+    """The texts with markers at the `wanted` places, which are stored under `ids`; `number` is as in `size`."""
     read = [texts[i] for i in wanted]
-    if mode_of(store.bundle) == "close_reading":
-        markers = _close_read(store, read, ids, ratio, question or "", scope)
+    if store.bundle.compressor.question_aware:
+        markers = _close_read(store, read, ids, number, question or "", scope)
     elif token_budget is None:
-        markers = store.markers(ids, store.base_ratio if ratio is None else ratio, scope, read)
+        markers = store.markers(ids, store.base_ratio if number is None else number, scope, read)
     else:
         return _within(store, texts, dict(zip(wanted, ids, strict=True)), token_budget, scores, scope)
     by_place = dict(zip(wanted, markers, strict=True))
@@ -225,25 +255,11 @@ def stored_ids(
     return names
 
 
-def _check_mode(store: SoftContextStore, mode: str) -> None:
-    if mode not in get_args(Mode):
-        raise ConfigError(f"mode={mode!r}: choose one of {', '.join(get_args(Mode))}")
-    if mode == mode_of(store.bundle):
-        return
-    name = store.bundle.config.name
-    if mode == "soft":
-        raise ConfigError(f"bundle {name!r} (ram) reads passages question by question: choose mode='close_reading'")
-    raise ConfigError(
-        f"mode={mode!r}: bundle {name!r} was not trained to choose what to read: choose mode='soft', or a bundle "
-        "trained with method ram"
-    )
-
-
 def _close_read(
     store: SoftContextStore,
     texts: Sequence[str],
     ids: Sequence[str],
-    ratio: int | None,
+    reduction: int | None,
     question: str,
     scope: str | None,
 ) -> list[str]:
@@ -251,8 +267,8 @@ def _close_read(
 
     if not texts:
         return []
-    ratio = ratio or min(cast("Bundle", store.bundle).config.ratios)
-    return close_read(store, texts, ids, ratio=ratio, question=question, scope=scope)
+    reduction = reduction or min(cast("Bundle", store.bundle).config.ratios)
+    return close_read(store, texts, ids, reduction=reduction, question=question, scope=scope)
 
 
 def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
@@ -306,7 +322,7 @@ def _within(
     texts: Sequence[str],
     stored_as: Mapping[int, str],
     budget: int,
-    scores: Sequence[Score] | None,
+    scores: Sequence[Relevance] | None,
     scope: str | None,
 ) -> list[str]:
     """Texts and markers that take at most `budget` tokens; `stored_as` has the ids of those that are stored."""

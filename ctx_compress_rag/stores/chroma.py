@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from os import PathLike
@@ -14,6 +13,7 @@ from typing import Any, Self
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
+from ctx_compress_rag.ratios import merge_factor
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import audit, records
 from ctx_compress_rag.stores.companion import WRITE_RECORDS, Companion, Found
@@ -36,6 +36,7 @@ from ctx_compress_rag.stores.passages import (
     StoredPassage,
     StoreInfo,
     content_id,
+    in_batches,
     to_passages,
 )
 from ctx_compress_rag.stores.scopes import own_id, owned, plain_name, readable, record_id, scoped_name
@@ -43,8 +44,6 @@ from ctx_compress_rag.stores.skimmed import Skimmed, SkimmedSlots
 
 Stored = dict[str, Any]
 """The metadata of a record."""
-_FIRST_BATCH = 8  # passages compressed before the first write; doubled while a batch takes less than ...
-_BATCH_SECONDS = 2.0  # ... so that a kill loses little on a slow machine and a fast one has full batches
 
 
 class SoftContextStore:
@@ -117,7 +116,12 @@ class SoftContextStore:
         """Compress and store what is new or whose text changed; the rest is left as it is.
 
         Stored batch by batch: what the progress bar counts is on disk, and after an interruption the same
-        call goes on where it ended. Nothing is written if one of the documents is unusable.
+        call resumes where it stopped. Nothing is written if one of the documents is unusable.
+
+        The same call on an empty store stores the same bits, on one machine with one number of threads. Passages that
+        came one by one, in other parts or after an interruption were encoded beside others, and floating-point sums
+        then end differently: measured with the bundle `demo`, by at most 1.2 steps of int8, a 4,000th of a passage's
+        norm, in a quarter to two thirds of records.
 
         Args:
             documents: strings, Passages, LangChain Documents or LlamaIndex nodes.
@@ -300,7 +304,7 @@ class SoftContextStore:
         if self.bundle.compressor.question_aware:
             raise ConfigError(
                 f"bundle {self.bundle.config.name!r} reads passages question by question: what is stored is there to "
-                "choose by, not to be read. Give mode='close_reading' and the question to the postprocessor or to mark"
+                "choose by, not to be read. Give the question to the postprocessor or to mark"
             )
         factor, scope = self._factor(ratio), self._scope(scope)
         found = self._find(ids, scope, texts)
@@ -422,13 +426,10 @@ class SoftContextStore:
         if not passages:
             return
         self._companion.check_writable()  # refused before the work, not after it
-        signer, codec, items = self._signer(), self.codec, list(passages.items())
-        start, size = 0, _FIRST_BATCH
-        with tqdm(total=len(items), desc="compressing", unit="passage", disable=not progress) as bar:
-            while start < len(items):
-                batch = items[start : start + size]
-                began = time.monotonic()
-                softs = self.bundle.compress([passage.text for _, passage in batch], ratio=self.base_ratio)
+        signer, codec = self._signer(), self.codec
+        with tqdm(total=len(passages), desc="compressing", unit="passage", disable=not progress) as bar:
+            for batch in in_batches(passages, WRITE_RECORDS):
+                softs = self.bundle.compress([passage.text for passage in batch.values()], ratio=self.base_ratio)
                 rows = {
                     key: records.record(
                         key,
@@ -439,13 +440,10 @@ class SoftContextStore:
                         codec=codec,
                         signer=signer,
                     )
-                    for (key, passage), soft in zip(batch, softs, strict=True)
+                    for (key, passage), soft in zip(batch.items(), softs, strict=True)
                 }
                 self._companion.upsert(rows)
                 bar.update(len(batch))
-                start += len(batch)
-                if time.monotonic() - began < _BATCH_SECONDS:
-                    size = min(2 * size, WRITE_RECORDS)
 
     def _by_marker(
         self, markers: Sequence[Marker]
@@ -481,13 +479,11 @@ class SoftContextStore:
 
     def _factor(self, ratio: int) -> int:
         base = self.base_ratio
-        if ratio < base or ratio % base or ratio // base > MAX_FACTOR:
-            raise RatioError(f"ratio {ratio} cannot be made from the stored {base}: choose a multiple of {base}")
-        if ratio != base and not self.bundle.compressor.nestable:
-            raise RatioError(
-                f"ratio {ratio}: slots of bundle {self.bundle.config.name!r} cannot be merged, only {base} is stored"
-            )
-        return ratio // base
+        bundle = self.bundle
+        factor = merge_factor(ratio, base, nestable=bundle.compressor.nestable, name=f"bundle {bundle.config.name!r}")
+        if factor > MAX_FACTOR:
+            raise RatioError(f"ratio {ratio} is too coarse: choose a multiple of {base} up to {base * MAX_FACTOR}")
+        return factor
 
     def _scope(self, scope: str | None) -> str:
         return current_scope() or self.scope if scope is None else check_scope(scope)

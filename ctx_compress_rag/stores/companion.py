@@ -245,7 +245,7 @@ class Companion:
 
     def _check_open(self) -> None:
         if self._pid is None:
-            raise StoreError(f"the store in {self.connection.where} was closed: open it anew")
+            raise StoreError(f"the store in {self.connection.where} was closed: open it again")
         if self._pid != os.getpid():
             raise StoreError(
                 f"the store in {self.connection.where} was opened before a fork, and Chroma would hang in the child: "
@@ -360,7 +360,7 @@ def explained(where: str) -> Iterator[None]:
         ) from error
     except NotFoundError as error:
         raise StoreError(
-            f"a collection in {where} is gone ({error}): open the store anew, and index again if it was deleted"
+            f"a collection in {where} is gone ({error}): open the store again, and index again if it was deleted"
         ) from error
     except (ChromaError, httpx.HTTPError, json.JSONDecodeError) as error:
         raise _explained(error, where) from error

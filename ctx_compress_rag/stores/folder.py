@@ -2,7 +2,7 @@
 
 Chroma keeps a part of the index in memory and writes it over the files now and then, from reads too. An engine
 that was opened before another process wrote would so undo what that one did. Hence every write opens its engine
-after it has the lock and leaves a new generation number; a reader that finds another number opens its own anew.
+after it has the lock and leaves a new generation number; a reader that finds another number opens its own again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Folder:
 
     def __init__(self, path: Path, tenant: str, database: str) -> None:
         # Chroma shares an engine among clients of one spelling of a path: no other has this one, so that it can be
-        # closed and opened anew under the app's own clients.
+        # closed and opened again under the app's own clients.
         taken = {folder._spelling for folder in Folder._open.values()}
         self._spelling: str = str(path) + f"{os.sep}." * 2
         while self._spelling in taken:

@@ -10,7 +10,7 @@ that a user or a document wrote, one of another tenant's scope, or one that was 
 honoured and stays literal text. The form is lower-case ASCII without characters that templates,
 JSON or HTML treat specially.
 
-A part of a passage that was skimmed for one question (paper 004) has a marker of the same form. Its letters
+A part of a passage that was skimmed for one question (Read As Human) has a marker of the same form. Its letters
 name part, passage and question, and its tag is of another kind, so that neither sort passes for the other.
 It may have 0 slots: skimmed and dropped.
 """

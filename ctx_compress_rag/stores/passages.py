@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.soft_context import SoftContext
+
+_BATCH_CHARACTERS = 65_536
+"""Of passages compressed between two writes: about two forward passes, which is the most that a kill loses.
+
+Nothing here looks at the clock: what stands together in a batch decides the last bits of its slots.
+"""
 
 Scalar = str | int | float | bool | None
 
@@ -176,11 +182,25 @@ def to_passages(
     return passages
 
 
+def in_batches(passages: Mapping[str, Passage], most: int) -> Iterator[dict[str, Passage]]:
+    """Passages in order, in batches of at most `most` that are compressed and written together."""
+    batch: dict[str, Passage] = {}
+    size = 0
+    for key, passage in passages.items():
+        if batch and (len(batch) == most or size + len(passage.text) > _BATCH_CHARACTERS):
+            yield batch
+            batch, size = {}, 0
+        batch[key] = passage
+        size += len(passage.text)
+    if batch:
+        yield batch
+
+
 def _utf8(text: str, label: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{label} is not valid Unicode ({error.reason} at {error.start}): decode it anew") from error
+        raise ConfigError(f"{label} is not valid Unicode ({error.reason} at {error.start}): decode it again") from error
 
 
 def _scalars(metadata: Mapping[Any, Any]) -> dict[str, Scalar]:

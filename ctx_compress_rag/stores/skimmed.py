@@ -11,7 +11,7 @@ from ctx_compress_rag.soft_context import SoftContext
 
 @dataclass(frozen=True)
 class Skimmed:
-    """A part of a passage as slots that one question asked for (paper 004, eq. 4).
+    """A part of a passage as slots that one question asked for (Read As Human, eq. 4).
 
     Attributes:
         question: the question.

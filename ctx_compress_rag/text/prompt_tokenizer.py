@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.errors import ConfigError, CtxCompressError
-from ctx_compress_rag.text.tokenising import text_parts, whole_characters
+from ctx_compress_rag.text.tokenising import text_ids, text_parts, text_tokens, whole_characters
 
 ROLES = ("system", "user", "assistant", "tool")
 """Who may speak in a chat."""
+
+_CUE = "Answer:"
 
 
 def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
@@ -35,7 +37,7 @@ def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
     if unknown := [message["role"] for message in chat if message["role"] not in ROLES]:
         raise ConfigError(f"no decoder knows the role {unknown[0]!r}: give one of {', '.join(ROLES)}")
     if not getattr(tokenizer, "chat_template", None):
-        return (tokenizer.bos_token or "") + "\n\n".join(message["content"] for message in chat) + "\nAnswer:"
+        return (tokenizer.bos_token or "") + "\n\n".join(message["content"] for message in chat) + f"\n{_CUE}"
     try:
         return _render(tokenizer, chat)
     except _Refusal as error:
@@ -49,6 +51,18 @@ def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
     raise ConfigError(f"the decoder's chat template {refusal}") from refusal
 
 
+def answer_ids(tokenizer: Any, answer: str) -> list[int]:
+    """Token ids of an answer as it follows a chat in `chat_text`, without its end.
+
+    Where there is no chat format it follows `Answer:`, after a space, as texts have it that the decoder was
+    pretrained on.
+    """
+    if getattr(tokenizer, "chat_template", None) or not answer.strip():
+        return text_ids(tokenizer, answer)
+    both = text_tokens(tokenizer, f"{_CUE} {answer.lstrip()}")
+    return [id for id, (_, end) in zip(both.ids, both.offsets, strict=True) if end > len(_CUE)]
+
+
 def _render(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
     from jinja2 import TemplateError
 
@@ -60,7 +74,7 @@ def _render(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
     for message in chat:
         # Templates trim messages, and some leave the thoughts of earlier answers out.
         if message["role"] != "assistant" and message["content"].strip() not in text:
-            raise _Refusal(f"leaves out or alters the {message['role']} message: mend chat_template.jinja")
+            raise _Refusal(f"leaves out or alters the {message['role']} message: fix chat_template.jinja")
     return text
 
 

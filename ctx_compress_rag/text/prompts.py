@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.data.examples import Example
-from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
+from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, answer_ids, chat_text
 from ctx_compress_rag.text.tokenising import text_ids
 
 PASSAGE_SEPARATOR = "\n\n"
@@ -27,7 +27,7 @@ TEMPLATES: tuple[str, ...] = (
     "Given the context information and not prior knowledge, answer the query.\nQuery: {question}\nAnswer: ",
 )
 
-# Paper 000, table 7, up to [T], the text, which is the answer; {context} is [B], the slots.
+# ArcAligner, table 7, up to [T], the text, which is the answer; {context} is [B], the slots.
 PARAPHRASES: tuple[str, ...] = (
     "Background: {context}. This is equivalent to:",
     "Rewrite the background in your own words: {context} \N{RIGHTWARDS ARROW}",
@@ -49,7 +49,7 @@ def messages(template: str, context: str, question: str) -> list[dict[str, str]]
 
 
 def draw_template(templates: Sequence[str], example: Example, seed: int) -> str:
-    """A template for an example, always the same one: a resumed run goes on with the same prompts."""
+    """A template for an example, always the same one: a resumed run continues with the same prompts."""
     return random.Random(f"{seed}:{example.passages}:{example.turns[0].question}").choice(templates)
 
 
@@ -94,6 +94,7 @@ class PromptBuilder:
 
     # Stands for slots until the prompt is split there. Icon fonts use private-use characters, one at a time.
     HOLE = "\ue000slots\ue000"
+    _ANSWER = "\ue000answer\ue000"
 
     def __init__(self, tokenizer: Any, max_answer_tokens: int = 256) -> None:
         self.tokenizer = tokenizer
@@ -117,15 +118,23 @@ class PromptBuilder:
     def _turn_texts(self, example: Example, template: str, context: str) -> list[str]:
         """The prompt text before each answer; later turns are plain questions after the first."""
         as_text = self._prompt_tokenizer.as_text
-        texts = [chat_text(self.tokenizer, messages(template, as_text(context), as_text(example.turns[0].question)))]
-        for turn in example.turns[1:]:
-            text = chat_text(self.tokenizer, messages("{question}", "", as_text(turn.question)))
-            texts.append(text.removeprefix(self.tokenizer.bos_token or ""))
-        return texts
+        first = messages(template, as_text(context), as_text(example.turns[0].question))
+        later = [self._later_turn(first, as_text(turn.question)) for turn in example.turns[1:]]
+        return [chat_text(self.tokenizer, first), *later]
+
+    def _later_turn(self, first: list[dict[str, str]], question: str) -> str:
+        """What the chat format puts between an answer, its end token included, and the answer to the next question."""
+        asked = messages("{question}", "", question)
+        if getattr(self.tokenizer, "chat_template", None):
+            chat = [*first, {"role": "assistant", "content": self._ANSWER}, *asked]
+            _, found, text = chat_text(self.tokenizer, chat).rpartition(self._ANSWER)
+            if found:
+                return text.removeprefix(self.tokenizer.eos_token or "")
+        return chat_text(self.tokenizer, asked).removeprefix(self.tokenizer.bos_token or "")
 
     def _answer_ids(self, answer: str) -> Tensor:
         end = self.tokenizer.eos_token_id
-        ids = text_ids(self.tokenizer, answer) + ([] if end is None else [end])
+        ids = answer_ids(self.tokenizer, answer) + ([] if end is None else [end])
         return torch.tensor(ids[: self.max_answer_tokens], dtype=torch.long)
 
     def text_row(self, example: Example, template: str, passages: Sequence[str] | None = None) -> TokenRow:

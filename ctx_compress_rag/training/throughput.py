@@ -1,4 +1,4 @@
-"""How fast training is: tokens per second, and the share of the device's peak that its arithmetic takes."""
+"""How fast training is: tokens and operations per second."""
 
 from __future__ import annotations
 
@@ -13,29 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ctx_compress_rag.methods.base.compressor import PassageBatch
 from ctx_compress_rag.training.objectives.base import SlotRows
-
-PEAKS = {
-    "A100": 312e12,
-    "A10": 125e12,
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H100": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H200": 989e12,
-    "L4": 121e12,
-    "L40S": 362e12,
-    "RTX 3090": 71e12,
-    "RTX 4090": 165e12,
-}
-"""Operations per second in bfloat16 without sparsity, from the makers' data sheets, by part of the device's name."""
-
-
-def peak_flops(device_name: str) -> float | None:
-    """A device's peak; None for one that the table does not know."""
-    words = f" {device_name.replace('-', ' ')} "
-    known = [name for name in PEAKS if f" {name} " in words]
-    return PEAKS[max(known, key=len)] if known else None
+from ctx_compress_rag.training.packing import PackedRows, PackedSlots
 
 
 def tokens_of(batch: Mapping[str, Any]) -> Tensor | int:
@@ -46,6 +24,10 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor | int:
     for value in batch.values():
         if isinstance(value, PassageBatch):
             total = total + value.attention_mask.sum()
+        elif isinstance(value, PackedRows):
+            total = total + value.filled
+        elif isinstance(value, PackedSlots):
+            total = total + value.passages.filled + value.prompts.filled
         elif isinstance(value, SlotRows):
             total = total + sum(len(ids) for row in value.rows for ids in row.ids)
     return total
@@ -74,12 +56,11 @@ class Meter:
         self._counted_tokens = self._counted_tokens + tokens_of(batch)
         self._counted_operations += operations
 
-    def report(self, history: Sequence[Mapping[str, Any]], devices: int) -> dict[str, Any]:
-        """Tokens, tokens per second, operations per second and share of the peak; "unknown" where they are.
+    def report(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Tokens, tokens per second, operations per second; "unknown" where they are.
 
         Args:
             history: log rows with running `tokens` and `seconds`; the median over their intervals leaves out compiling.
-            devices: how many there are, of the same kind.
         """
         speeds = [
             (after["tokens"] - before["tokens"]) / (after["seconds"] - before["seconds"])
@@ -91,15 +72,11 @@ class Meter:
         speed = median(speeds) if speeds and tokens else None
         counted = int(self._counted_tokens)
         work = speed * self._counted_operations / counted if speed and counted else None
-        peak = peak_flops(name)
-        peak = peak and peak * devices
         return {
             "device": name,
             "tokens": tokens,
             "tokens_per_second": round(speed) if speed else "unknown",
             "teraflops_per_second": float(f"{work / 1e12:.4g}") if work else "unknown",
-            "peak_teraflops_per_second": peak / 1e12 if peak else "unknown",
-            "share_of_peak": float(f"{work / peak:.4g}") if work and peak else "unknown",
         }
 
 

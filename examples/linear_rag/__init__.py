@@ -1,1 +1,1 @@
-"""Linear RAG, where one layer of linear self-attention is one step of gradient descent (paper 003, section 3)."""
+"""Linear RAG: a layer of linear self-attention as a step of gradient descent (In-Context Optimization, section 3)."""

@@ -1,4 +1,4 @@
-"""Linear self-attention, and the weights that make it gradient descent (paper 003, lemma 1, appendix A)."""
+"""Linear self-attention, and weights that make it gradient descent (In-Context Optimization, lemma 1, appendix A)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LinearAttention:
 
 
 def gradient_step_layer(w1: Tensor, w2: Tensor, examples: int, rate: float) -> LinearAttention:
-    """The layer of lemma 1: `attend` is zero but for y, where it is what one gradient step adds to the prediction.
+    """The layer of lemma 1: `attend` is zero except for y, where it is what one gradient step adds to the prediction.
 
     Tokens are (x1, x2, y) in a row. The step starts from W1 and W2, is taken on `rag_loss` over the
     context, and is the same for a context's tokens as for a query's (eq. 9, 10).

@@ -1,4 +1,4 @@
-"""A trained layer beside gradient descent: losses, predictions and sensitivities (paper 003, appendix C.1)."""
+"""A trained layer and gradient descent: losses, predictions, sensitivities (In-Context Optimization, appendix C.1)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linear_rag.attention import LinearAttention, gradient_step_layer, stack
-from linear_rag.tasks import Tasks
+from linear_rag.tasks import LinearTasks
 
-Predictor = Callable[[Tasks, Tensor], Tensor]
+Predictor = Callable[[LinearTasks, Tensor], Tensor]
 """Predictions for queries with inputs x: (tasks, (B, n_I)) -> (B,)."""
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PredictorComparison:
     """Means over tasks of a predictor and a reference.
 
     Attributes:
@@ -36,7 +36,7 @@ class Comparison:
 def gradient_descent(rate: float, depth: int = 1) -> Predictor:
     """The constructed predictor: `depth` layers of lemma 1, that is, steps from W1 = 0 and the tasks' own W2."""
 
-    def predict(tasks: Tasks, x: Tensor) -> Tensor:
+    def predict(tasks: LinearTasks, x: Tensor) -> Tensor:
         layer = gradient_step_layer(x.new_zeros(1, x.shape[-1]), tasks.w2, tasks.context.shape[-2], rate)
         queries = tasks.queries(x, tasks.first_prediction(x))
         return stack(layer, tasks.context, queries, depth, outputs=1).flatten()
@@ -47,7 +47,7 @@ def gradient_descent(rate: float, depth: int = 1) -> Predictor:
 def trained(layer: LinearAttention, depth: int = 1) -> Predictor:
     """`depth` layers of the given weights, which see the documents where the interface puts them."""
 
-    def predict(tasks: Tasks, x: Tensor) -> Tensor:
+    def predict(tasks: LinearTasks, x: Tensor) -> Tensor:
         queries = tasks.queries(x, x.new_zeros(len(x)))
         return stack(layer, tasks.context, queries, depth, outputs=1, injected=tasks.injected).flatten()
 
@@ -62,7 +62,7 @@ def interpolation(layer: LinearAttention, rate: float) -> Predictor:
     without the injected row.
     """
 
-    def predict(tasks: Tasks, x: Tensor) -> Tensor:
+    def predict(tasks: LinearTasks, x: Tensor) -> Tensor:
         step = gradient_step_layer(x.new_zeros(1, x.shape[-1]), tasks.w2, tasks.context.shape[-2], rate)
         match, step_match = layer.key.mT @ layer.query, step.key.mT @ step.query
         queries = tasks.queries(x, tasks.first_prediction(x) / 2)
@@ -80,17 +80,17 @@ def interpolation(layer: LinearAttention, rate: float) -> Predictor:
     return predict
 
 
-def loss(predictor: Predictor, tasks: Tasks) -> float:
+def loss(predictor: Predictor, tasks: LinearTasks) -> float:
     """Mean squared error of the queries' predictions (eq. 21)."""
     with torch.no_grad():
         return float(F.mse_loss(predictor(tasks, tasks.x), tasks.target))
 
 
-def compare(predictor: Predictor, reference: Predictor, tasks: Tasks) -> Comparison:
+def compare(predictor: Predictor, reference: Predictor, tasks: LinearTasks) -> PredictorComparison:
     """The quantities the paper reports, on the given tasks."""
     prediction, sensitivity = _with_sensitivity(predictor, tasks)
     expected, expected_sensitivity = _with_sensitivity(reference, tasks)
-    return Comparison(
+    return PredictorComparison(
         loss=float(F.mse_loss(prediction, tasks.target)),
         reference_loss=float(F.mse_loss(expected, tasks.target)),
         prediction_difference=float((prediction - expected).abs().mean()),
@@ -129,7 +129,7 @@ def feature_rates(variances: Tensor, examples: int) -> Tensor:
     return 1 / ((variances.sum() - variances) / examples + variances * (1 + 0.8 / examples))
 
 
-def best_rate(tasks: Tasks, depth: int = 1, highest: float = 3.0) -> float:
+def best_rate(tasks: LinearTasks, depth: int = 1, highest: float = 3.0) -> float:
     """The learning rate with which `gradient_descent` has the least loss on `tasks` (appendix C.1).
 
     The best of twelve rates up to `highest`, then a golden-section search around it, to within 0.005.
@@ -148,7 +148,7 @@ def best_rate(tasks: Tasks, depth: int = 1, highest: float = 3.0) -> float:
     return (low + high) / 2
 
 
-def _with_sensitivity(predictor: Predictor, tasks: Tasks) -> tuple[Tensor, Tensor]:
+def _with_sensitivity(predictor: Predictor, tasks: LinearTasks) -> tuple[Tensor, Tensor]:
     """Predictions, and the gradient of each by its own query's input."""
     x = tasks.x.clone().requires_grad_()
     prediction = predictor(tasks, x)

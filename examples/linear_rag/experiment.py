@@ -1,4 +1,4 @@
-"""One training run beside gradient descent, as drawn in figures 1, 5 and 6 (paper 003, section 4, appendix C)."""
+"""One training run beside gradient descent, as in figures 1, 5 and 6 (In-Context Optimization, appendix C)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Generator
 
 from linear_rag.attention import LinearAttention
-from linear_rag.comparison import Comparison, best_rate, compare, gradient_descent, trained
-from linear_rag.tasks import Interface, Tasks
+from linear_rag.comparison import PredictorComparison, best_rate, compare, gradient_descent, trained
+from linear_rag.tasks import Interface, LinearTasks
 from linear_rag.training import Freedom, train_layer
 
 TASKS = 10_000
@@ -30,11 +30,11 @@ class Run:
     layer: LinearAttention
     depth: int
     rate: float
-    held_out: Tasks
-    history: dict[int, Comparison]
+    held_out: LinearTasks
+    history: dict[int, PredictorComparison]
 
     @property
-    def last(self) -> Comparison:
+    def last(self) -> PredictorComparison:
         """The comparison after training."""
         return self.history[max(self.history)]
 
@@ -46,7 +46,7 @@ def run(
     generator = Generator().manual_seed(seed)
     rate = best_rate(interface.sample(TASKS, generator), depth)
     held_out = interface.sample(TASKS, generator)
-    history: dict[int, Comparison] = {}
+    history: dict[int, PredictorComparison] = {}
 
     def watch(step: int, layer: LinearAttention) -> None:
         history[step] = compare(trained(layer, depth), gradient_descent(rate, depth), held_out)

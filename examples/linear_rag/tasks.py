@@ -1,4 +1,4 @@
-"""Synthetic regression tasks with documents, for both retrieval interfaces (paper 003, appendix C.1)."""
+"""Synthetic regression tasks with documents, for both retrieval interfaces (In-Context Optimization, appendix C.1)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ DOCUMENT_RANGE = 0.5
 class Interface(Protocol):
     """Where tasks come from: `Projection` or `DotProduct`."""
 
-    def sample(self, count: int, generator: Generator, alpha: float = 1.0) -> Tasks:
+    def sample(self, count: int, generator: Generator, alpha: float = 1.0) -> LinearTasks:
         """Draw `count` tasks with inputs uniform on (-alpha, alpha)."""
 
 
 @dataclass(frozen=True)
-class Tasks:
+class LinearTasks:
     """B tasks, each a context of N examples and one test query; targets are scalars.
 
     Attributes:
@@ -77,12 +77,12 @@ class Projection:
         """Of x1 and x2 in a row, shape (n_I + k width,)."""
         return torch.cat([torch.ones(self.inputs), DOCUMENT_RANGE**2 * torch.ones(self.documents * self.width)]) / 3
 
-    def sample(self, count: int, generator: Generator, alpha: float = 1.0) -> Tasks:
+    def sample(self, count: int, generator: Generator, alpha: float = 1.0) -> LinearTasks:
         """Draw tasks: x1 uniform on (-alpha, alpha), documents on (-1/2, 1/2), the teacher's weights normal."""
         x1 = _uniform((count, self.examples + 1, self.inputs), alpha, generator)
         x2 = _uniform((count, self.examples + 1, self.documents * self.width), DOCUMENT_RANGE, generator)
         y = _teacher(x1, x2, generator)
-        return Tasks(
+        return LinearTasks(
             context=torch.cat([x1, x2, y], dim=-1)[:, :-1],
             x=x1[:, -1],
             retrieved=x2[:, -1],
@@ -113,13 +113,13 @@ class DotProduct:
         self.w_z = sigma * torch.randn(1, inputs, generator=generator)
         self.similarity = sigma * torch.randn(inputs, inputs, generator=generator)
 
-    def sample(self, count: int, generator: Generator, alpha: float = 1.0) -> Tasks:
+    def sample(self, count: int, generator: Generator, alpha: float = 1.0) -> LinearTasks:
         """Draw tasks: x uniform on (-alpha, alpha), documents on (-1/2, 1/2), the teacher's weights normal."""
         x = _uniform((count, self.examples + 1, self.inputs), alpha, generator)
         y = _teacher(x, x, generator)
         documents = _uniform((count, self.documents, self.inputs), DOCUMENT_RANGE, generator)
         w2 = dot_product_weight(self.w_z, documents, self.similarity)
-        return Tasks(
+        return LinearTasks(
             context=torch.cat([x, x, y], dim=-1)[:, :-1],
             x=x[:, -1],
             retrieved=None,

@@ -1,4 +1,4 @@
-"""Training a linear self-attention layer on fresh synthetic tasks (paper 003, eq. 21)."""
+"""Training a linear self-attention layer on fresh synthetic tasks (In-Context Optimization, eq. 21)."""
 
 from __future__ import annotations
 

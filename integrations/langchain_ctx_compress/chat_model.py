@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from contextlib import aclosing
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
@@ -19,21 +19,21 @@ from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, Runn
 from langchain_core.utils.function_calling import convert_to_json_schema
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from ctx_compress_rag.adaptation import Adaptation, AdaptiveDecoder, Demonstration, serving
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.adaptation import AdaptiveDecoder, serving
+from ctx_compress_rag.adaptation.llm import DecoderLLM
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.decoding.decoder import Generation, Sampling
 from ctx_compress_rag.decoding.generation import OPTIONS, given_options
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import OnUnreadable, check_scope, current_scope, scope
+from ctx_compress_rag.stores.markers import OnUnreadable, check_scope, current_scope
 from langchain_ctx_compress.messages import parsed, to_chat
 
 # LangChain's own code gives these to any chat model; for one in this process they mean nothing.
 _OF_REMOTE_MODELS = {"timeout", "max_retries", "api_key"}
 
 
-class ChatCompressedContext(BaseChatModel):
+class ChatCompressedContext(DecoderLLM, BaseChatModel):
     """A bundle's decoder as a LangChain chat model.
 
     Markers in the messages are read as the soft contexts they stand for; a prompt without any is read by
@@ -105,14 +105,6 @@ class ChatCompressedContext(BaseChatModel):
         values = given_options(values)
         return {name: value for name, value in values.items() if name not in _OF_REMOTE_MODELS}
 
-    def __getstate__(self) -> NoReturn:
-        """Refuse to be pickled: the model and the store belong to this process."""
-        raise ConfigError(f"{type(self).__name__} holds a model of this process: make it anew in the other one")
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """A copy with options of its own; the model and the store are shared."""
-        return self.model_copy()
-
     @property
     def model_name(self) -> str:
         """The bundle's name."""
@@ -140,64 +132,9 @@ class ChatCompressedContext(BaseChatModel):
         params["ls_provider"] = "ctx-compress"
         return params
 
-    @property
-    def decoder(self) -> AdaptiveDecoder:
-        """The decoder that answers."""
-        if self._decoder is None:
-            if not isinstance(self.store.bundle, Bundle):
-                raise ConfigError(f"bundle {self.model_name!r} has no decoder: open the store with a Bundle")
-            self._decoder = AdaptiveDecoder(
-                self.store.bundle, self.store, on_missing=self.on_missing, on_unreadable=self.on_unreadable
-            )
-        return self._decoder
-
-    def adapt(
-        self,
-        demonstrations: Sequence[Demonstration],
-        adaptation: Adaptation | str | Path | None = None,
-        ratio: int | None = None,
-    ) -> ChatCompressedContext:
-        """A chat model that answers as the demonstrations do (RAG-GD, paper 003); this one stays as it is.
-
-        All models adapted from one share its weights in memory, and may be used side by side in threads.
-        `ctx_compress_rag.adaptation.generate_together` answers with several of their `decoder`s in one batch.
-
-        Args:
-            demonstrations: solved examples: question, passages, answer.
-            adaptation: a way to adapt, or the folder of an update predictor or a peft adapter; by default the
-                model's own `predictor`.
-            ratio: read the demonstrations' passages as soft contexts of the store, so many source tokens to a
-                slot (missing ones are compressed); None reads them as they are, texts or markers.
-
-        Raises:
-            ConfigError: there are no demonstrations, or no adaptation.
-            BundleError: the folder holds nothing for this model.
-        """
-        chosen = adaptation or self.predictor
-        if chosen is None:
-            raise ConfigError(f"{type(self).__name__} has no predictor: give predictor=, or an adaptation to adapt")
-        with self._in_scope():
-            return self._with_decoder(serving.adapt(self.decoder, demonstrations, chosen, ratio))
-
-    def with_adapter(self, folder: str | Path) -> ChatCompressedContext:
-        """A chat model with a saved peft adapter of this decoder's Q/K/V projections; this one stays as it is.
-
-        Raises:
-            BundleError: the folder holds no adapter for this model.
-        """
-        return self._with_decoder(serving.with_adapter(self.decoder, folder))
-
-    def save_adapter(self, folder: str | Path) -> None:
-        """Write what `adapt` changed as an ordinary peft adapter, which `with_adapter` and other engines load.
-
-        Raises:
-            ConfigError: nothing was changed that an adapter can hold.
-        """
-        serving.save_adapter(self.decoder, folder)
-
-    def _with_decoder(self, decoder: AdaptiveDecoder) -> ChatCompressedContext:
-        other = self.model_copy()
-        other._decoder, other._adapted = decoder, serving.digest(decoder.adapted)
+    def _with_decoder(self, decoder: AdaptiveDecoder) -> Self:
+        other = super()._with_decoder(decoder)
+        other._adapted = serving.digest(decoder.adapted)
         return other
 
     def _generate(
@@ -307,9 +244,6 @@ class ChatCompressedContext(BaseChatModel):
             f"{type(self).__name__} calls no tools: leave them out (create_agent takes tools=[]), or give the agent "
             "another model and this one's chain as a tool"
         )
-
-    def _in_scope(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.scope is None else scope(self.scope)
 
     def _sampling(self, stop: list[str] | None, overrides: Mapping[str, Any]) -> Sampling:
         return Sampling.of(self, overrides if stop is None else {**overrides, "stop": stop})

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.marking.mark import Mode, OnMissing, check_size, mark, stored_ids, try_expand
+from ctx_compress_rag.marking.mark import OnMissing, check_size, mark, settled, stored_ids, try_expand
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import OnUnreadable, quietly
 from langchain_ctx_compress.sources import checked, restore_sources
@@ -30,15 +30,15 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
     A document is looked up in the store by its id, then by its text: the vector store and the soft context
     store need not have been given the same ids.
 
-    With `mode="close_reading"` (RAM bundles) a document keeps the segments that the question needs as text, and
+    With a RAM bundle (close reading) a document keeps the segments that the question needs as text, and
     markers stand for the rest. The question is the `query` of `compress_documents`, which a
     `ContextualCompressionRetriever` gives; a plain LCEL step has none. The LLM must be given the same store.
 
     Args:
         store: where the soft contexts are.
-        ratio: source tokens per slot, a multiple of the bundle's base ratio; None takes the base ratio. In close
-            reading, how many times shorter all documents together become, 2 or more; None takes the least that
-            the bundle was trained for.
+        ratio: source tokens per slot, a multiple of the bundle's base ratio; None takes the base ratio.
+        reduction: in close reading, in place of a ratio: how many times shorter all documents together become, 2 or
+            more; None takes the least that the bundle was trained for.
         token_budget: instead of a ratio, the most tokens that the documents of one call may take together: the
             sum of `llm.get_num_tokens(document.page_content)` of those returned is never above it, slots and
             text counted alike. The more relevant a document, the finer its ratio; the best stay text where
@@ -52,7 +52,7 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
         on_unreadable: what to do with a document that holds a marker of a passage that is gone: raise an "error", or
             leave this one as text, with a warning ("warn") or without ("text"); see `mark`.
         scope: tenant or user the markers belong to; None takes the one of `stores.markers.scope`, or else the store's.
-        mode: "close_reading" for a RAM bundle, "soft" for any other.
+        mode: deprecated: each bundle has its own.
 
     Raises:
         ConfigError: an argument is unknown or has an impossible value, or the mode is not the bundle's.
@@ -63,25 +63,32 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
 
     store: SoftContextStore = Field(exclude=True, repr=False)
     ratio: int | None = None
+    reduction: int | None = None
     token_budget: int | None = None
     score_key: str = "relevance_score"
     on_missing: OnMissing = "compress"
     on_unreadable: OnUnreadable = "warn"
     scope: str | None = None
-    mode: Mode = "soft"
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, mode: str | None = None, **kwargs: Any) -> None:
         try:
             super().__init__(**kwargs)
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
+        self.ratio, self.reduction = settled(self.store, self.ratio, self.reduction, mode)
         check_size(
-            self.store, self.ratio, self.token_budget, self.on_missing, self.mode, self.scope, self.on_unreadable
+            self.store,
+            self.ratio,
+            self.reduction,
+            self.token_budget,
+            self.on_missing,
+            self.scope,
+            self.on_unreadable,
         )
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: the store belongs to this process."""
-        raise ConfigError(f"{type(self).__name__} holds a store of this process: make it anew in the other one")
+        raise ConfigError(f"{type(self).__name__} holds a store of this process: create it in the other one")
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """A copy with settings of its own; the store is shared."""
@@ -103,7 +110,7 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
             RatioError: the documents do not fit into `token_budget` at any ratio.
         """
         done = [document.model_copy(deep=True) for document in checked(documents)]
-        for document in done:  # a marker from an earlier step is sized anew; what cannot be read, `mark` speaks of
+        for document in done:  # a marker from an earlier step is sized again; what cannot be read, `mark` speaks of
             text = try_expand(self.store, document.page_content, self.scope, quietly(self.on_unreadable))
             document.page_content = document.page_content if text is None else text
         texts = [document.page_content for document in done]
@@ -112,11 +119,11 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
             texts,
             stored_ids(self.store, texts, [document.id for document in done], self.scope),
             ratio=self.ratio,
+            reduction=self.reduction,
             token_budget=self.token_budget,
             scores=self._scores(done),
             on_missing=self.on_missing,
             scope=self.scope,
-            mode=self.mode,
             question=query,
             on_unreadable=self.on_unreadable,
         )

@@ -15,7 +15,7 @@ from ctx_compress_rag.adaptation.methods import PredictorConfig
 from ctx_compress_rag.adaptation.objectives.update_predictor import MatchingObjective, SolvedMatchingObjective
 from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.solved import load_solved, solve
-from ctx_compress_rag.adaptation.training import _passes
+from ctx_compress_rag.adaptation.stages import _passes
 from ctx_compress_rag.adaptation.updates import sgd
 from ctx_compress_rag.errors import ConfigError
 from helpers.adaptation import random_adapter

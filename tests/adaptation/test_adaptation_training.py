@@ -21,9 +21,10 @@ from ctx_compress_rag.adaptation import (
     PromptTuning,
     TestTimeSGD,
 )
+from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.cost import Cost, flops_of
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, with_slots
-from ctx_compress_rag.adaptation.evaluation import Score, evaluate, table, verdict
+from ctx_compress_rag.adaptation.evaluation import SystemScore, evaluate, table, verdict
 from ctx_compress_rag.adaptation.methods import PredictorConfig
 from ctx_compress_rag.adaptation.objectives.retrieval_adapter import PromptTuningLoss, RetrievalAdapterLoss
 from ctx_compress_rag.adaptation.objectives.update_predictor import MatchingObjective, TaskObjective
@@ -38,7 +39,7 @@ from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.metrics import Interval, exact_match, token_f1
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.training import loop
-from ctx_compress_rag.training.recipes import SHIPPED, UpdatePredictorRecipe, load_recipe
+from ctx_compress_rag.training.recipes import find, load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.adaptation import DEMONSTRATIONS, merged_copy, plain_copy, random_adapter
 from helpers.cli import save_bundle
@@ -247,7 +248,7 @@ def test_shipped_recipes_belong_together() -> None:
     for where in ("rag_gd", "rag_gd/demo"):
         recipes = Recipes.find(where)
         assert len(recipes.files) == 6
-        assert recipes.files[0].parent == SHIPPED / where
+        assert recipes.files[0].parent == find(where)
         assert len({recipe.output for recipe in (recipes.base, *recipes.others)}) == 6
         kinds = sorted((r.stage, getattr(r, "loss", ""), getattr(r, "inner_steps", 0)) for r in recipes.others)  # type: ignore[attr-defined]
         matching = [("update_predictor", "matching", k) for k in (1, 5, 10)]
@@ -378,9 +379,9 @@ def test_a_budget_shortens_every_recipe_and_leaves_the_folder_alone(tmp_path: Pa
         whole.shortened(0, tmp_path / "none")
 
 
-def _score(system: str, f1: float, low: float, adapt_ms: float) -> Score:
+def _score(system: str, f1: float, low: float, adapt_ms: float) -> SystemScore:
     interval = Interval(f1, f1 - 0.05, f1 + 0.05)
-    return Score(system, interval, interval, Interval(f1 - 0.3, low, f1), {}, Cost(adapt_ms, 1.0, 1.0, 1.0))
+    return SystemScore(system, interval, interval, Interval(f1 - 0.3, low, f1), {}, Cost(adapt_ms, 1.0, 1.0, 1.0))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ctx_compress_rag.app.passage_index import PassageIndex, inspect_index, make
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError, DataError, FingerprintMismatchError, StoreError
 from ctx_compress_rag.text.minilm import load_minilm
-from helpers.cli import contents, paragraphs, save_bundle, write_docs
+from helpers.cli import contents, paragraphs, save_bundle, write_docs, write_documents
 
 # Chunking
 
@@ -85,11 +85,14 @@ def test_text_files_are_read_and_others_left_alone(tmp_path: Path, caplog: pytes
     (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbfmarked")
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
-    for other in ("x.pdf", ".hidden.txt", ".git/notes.txt"):
+    for other in ("x.png", "y.png", "LICENSE", ".hidden.txt", ".git/notes.txt"):
         (tmp_path / other).write_text("not this")
     scan = scan_folder(tmp_path)
     assert scan.texts == {"a/b/Deep.MD": "# deep\n\ntext", "bom.txt": "marked", "empty.txt": " \n"}
     assert scan.unread == ["latin.txt"]
+    assert scan.skipped() == (
+        "skipped files: 1 empty, 1 unreadable (1 .txt), 3 of other types (2 .png, 1 without a suffix)"
+    )
     warnings = sorted(record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     assert len(warnings) == 2
     assert "empty.txt: it is empty" in warnings[0]
@@ -99,10 +102,11 @@ def test_text_files_are_read_and_others_left_alone(tmp_path: Path, caplog: pytes
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        ({}, "no .txt or .md files"),
-        ({"a.pdf": b"x"}, "no .txt or .md files"),
-        ({"a.txt": b"\xff\xfe"}, "none of its 1 text files"),
-        ({"a.txt": b"", "b.md": b"\n"}, "none of its 2 text files"),
+        ({}, "no .txt, .md, .pdf, .docx, .html or .htm files"),
+        ({"a.png": b"x"}, "no .txt, .md, .pdf"),
+        ({"a.txt": b"\xff\xfe"}, "none of its 1 files"),
+        ({"a.txt": b"", "b.md": b"\n"}, "none of its 2 files"),
+        ({"a.pdf": b"x", "b.docx": b"x"}, "none of its 2 files"),
     ],
 )
 def test_nothing_to_index_is_an_error(tmp_path: Path, files: dict[str, bytes], reason: str) -> None:
@@ -110,6 +114,27 @@ def test_nothing_to_index_is_an_error(tmp_path: Path, files: dict[str, bytes], r
         (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=reason):
         scan_folder(tmp_path)
+
+
+def test_documents_are_read_as_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_documents(tmp_path, "amber")
+    (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 and no more")
+    (tmp_path / "broken.docx").write_bytes(b"PK no zip")
+    (tmp_path / "plain.txt").write_text("The plain text.")
+    scan = scan_folder(tmp_path)
+    assert {name: text.strip() for name, text in scan.texts.items()} == {
+        "page.html": "# Guide\n\nThe amber page.",
+        "letter.docx": "The amber letter.",
+        "report.pdf": "The amber report.",
+        "plain.txt": "The plain text.",
+    }
+    assert scan.skipped() == "skipped files: 0 empty, 2 unreadable (1 .docx, 1 .pdf)"
+    # Without the extra they are counted, and the line says what would read them.
+    monkeypatch.setattr("ctx_compress_rag.app.documents.find_spec", lambda name: None)
+    scan = scan_folder(tmp_path)
+    assert list(scan.texts) == ["plain.txt"]
+    assert "5 of other types (2 .docx, 2 .pdf, 1 .html)" in scan.skipped()
+    assert "pip install 'ctx-compress-rag[documents]'" in scan.skipped()
 
 
 def test_a_file_or_a_missing_path_is_no_folder(tmp_path: Path) -> None:
@@ -160,7 +185,7 @@ def test_an_index_follows_its_folder(index: PassageIndex, tmp_path: Path, compre
     assert sorted("".join("".join(compressed).split())) == sorted("".join(whole.split()))
 
     compressed.clear()
-    assert update(index, docs) == IndexReport(3, 0, 0, 0, first.added, 0, 0, 0)
+    assert update(index, docs) == IndexReport(3, 0, first.added, 0, 0, 0)
     assert compressed == []
 
     # One file changes at its end, one is deleted, one can no longer be read, one is new.
@@ -172,7 +197,7 @@ def test_an_index_follows_its_folder(index: PassageIndex, tmp_path: Path, compre
     (docs / "file2.txt").write_bytes(b"\xff")
     (docs / "new.md").write_text("Something new.", encoding="utf-8")
     report = update(index, docs)
-    assert (report.files, report.unread, report.pruned) == (2, 1, 0)
+    assert (report.files, report.pruned) == (2, 0)
     assert report.vanished == len(of_file["more/file1.txt"]) > 0
     assert 0 < report.replaced < len(of_file["file0.txt"])
     assert report.added == len(compressed) and "Something new." in compressed
@@ -228,6 +253,41 @@ def test_retrieval_is_by_cosine_of_minilm(index: PassageIndex, tmp_path: Path) -
     assert {hit.id for hit in hits} == {id for _, id in expected}
     assert all(hit.text == texts[hit.id] and hit.source in hit.id for hit in hits)
     assert len(index.search([question], 10_000)[0]) == len(index)
+
+
+def test_the_embedder_is_kept_with_the_index(tmp_path: Path, bundle_folder: Path) -> None:
+    """MiniLM with another last layer, in a folder: the index is of its vectors, and no other may search it."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Dense
+
+    half, store = tmp_path / "half", tmp_path / "chroma"
+    encoder = SentenceTransformer(modules=[*load_minilm(), Dense(384, 192, bias=False)], device="cpu")
+    encoder.save(str(half))
+    docs = write_docs(tmp_path / "docs", files=1)
+    with pytest.raises(ConfigError, match=r"no embedder '.*nothing'.*'minilm', a folder or a hub id"):
+        open_index(store, str(bundle_folder), create=True, embedder=str(tmp_path / "nothing"))
+    assert not store.exists()
+    with open_index(store, str(bundle_folder), create=True, embedder=str(half)) as index:
+        update(index, docs)
+    for text, _, vector, *_ in contents(store).values():
+        expected = encoder.encode(text, normalize_embeddings=True)
+        assert len(vector) == 192 and vector.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+    assert inspect_index(store).embedder == str(half)
+    with open_index(store) as index:
+        assert index.embedder == str(half)
+        assert len(index.search(["Who is the mayor?"], 2)[0]) == 2
+    with pytest.raises(StoreError, match=r"made with the embedder .*half', not 'minilm': leave --embedder out"):
+        open_index(store, embedder="minilm")
+
+
+def test_an_index_made_before_there_was_a_choice_is_minilms(tmp_path: Path, bundle_folder: Path) -> None:
+    with open_index(tmp_path / "chroma", str(bundle_folder), create=True) as index:
+        update(index, write_docs(tmp_path / "docs", files=1))
+    client = chromadb.PersistentClient(str(tmp_path / "chroma"))
+    client.get_collection("passages").modify(metadata={"ctx_bundle": str(bundle_folder)})
+    client.close()
+    with open_index(tmp_path / "chroma", embedder="minilm") as index:
+        assert index.embedder == "minilm"
 
 
 def test_langchain_opens_the_collection(index: PassageIndex, tmp_path: Path) -> None:

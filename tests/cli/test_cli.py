@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import re
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -17,17 +15,9 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.stores.keys import KEY_VARIABLE
 from ctx_compress_rag.text.prompts import TEMPLATES
-from helpers.cli import assert_same_contents, contents, save_bundle, write_docs
+from helpers.cli import assert_same_contents, contents, write_docs
 
-TESTS = Path(__file__).parents[1]
 QUESTION = "Who is the mayor of the town?"
-
-
-@pytest.fixture(scope="module")
-def bundle_folder(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    bundle = make_tiny_bundle()
-    bundle.config = bundle.config.model_copy(update={"reads": "letters from the moon"})
-    return save_bundle(bundle, tmp_path_factory.mktemp("bundle"))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,11 +29,6 @@ def one_key() -> Any:
 
 
 @pytest.fixture(scope="module")
-def docs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_docs(tmp_path_factory.mktemp("corpus") / "docs", files=3)
-
-
-@pytest.fixture(scope="module")
 def store(bundle_folder: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An index of `docs`."""
     folder = tmp_path_factory.mktemp("index") / "chroma"
@@ -51,40 +36,10 @@ def store(bundle_folder: Path, docs: Path, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-class Run:
-    """Runs a command in this process and keeps what it printed."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *args: object) -> int:
-        self._capsys.readouterr()
-        code = main([str(arg) for arg in args])
-        self.out, self.err = self._capsys.readouterr()
-        return code
-
-    def fails(self, *args: object) -> str:
-        """The one line of a command that must end with code 2 and say nothing else."""
-        assert self(*args) == 2
-        assert self.out == ""
-        [line] = [line for line in self.err.splitlines() if not line.startswith("note: ")]
-        return line.removeprefix("ctx-compress: error: ")
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return Run(capsys)
-
-
-def python(*args: str) -> subprocess.CompletedProcess[str]:
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]))
-    return subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True, timeout=500)
-
-
 # index
 
 
-def test_indexing_again_compresses_nothing(run: Run, store: Path, docs: Path) -> None:
+def test_indexing_again_compresses_nothing(run: Any, store: Path, docs: Path) -> None:
     before = contents(store)
     assert run("index", docs, "--store", store) == 0  # the store knows its bundle
     assert f"3 files in {docs}: 0 passages compressed, {len(before)} unchanged" in run.out
@@ -92,18 +47,18 @@ def test_indexing_again_compresses_nothing(run: Run, store: Path, docs: Path) ->
     assert contents(store).keys() == before.keys()
 
 
-def test_one_line_says_what_the_bundle_reads(run: Run, store: Path, docs: Path) -> None:
+def test_one_line_says_what_the_bundle_reads(run: Any, store: Path, docs: Path) -> None:
     for command in (["index", docs], ["ask", QUESTION]):
         assert run(*command, "--store", store) == 0
         [note] = [line for line in run.err.splitlines() if line.startswith("note: ")]
         assert "reads only letters from the moon" in note and "ctx-compress train" in note and "--bundle" in note
 
 
-def test_deleted_files_need_prune(run: Run, bundle_folder: Path, tmp_path: Path) -> None:
+def test_deleted_files_need_prune(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
     folder, target = write_docs(tmp_path / "docs", files=2), tmp_path / "chroma"
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     assert run("index", folder, "--store", target, "--bundle", bundle_folder, "--codec", "fp16") == 0
-    assert "skipped files: 0 empty, 1 unreadable" in run.out
+    assert "skipped files: 0 empty, 1 unreadable (1 .txt)" in run.out
     (folder / "file0.txt").unlink()
     gone = sum("file0.txt" in id for id in contents(target))
     assert run("index", folder, "--store", target) == 0
@@ -121,7 +76,8 @@ from ctx_compress_rag.app import passage_index
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
 
-owner, name, last = {"embedding": (passage_index, "_vectors", 2), "compressing": (Bundle, "compress", 3)}[sys.argv[1]]
+stages = {"embedding": (passage_index, "passage_vectors", 2), "compressing": (Bundle, "compress", 3)}
+owner, name, last = stages[sys.argv[1]]
 real, calls = getattr(owner, name), []
 
 def killed(*args, **kwargs):
@@ -135,7 +91,7 @@ main(sys.argv[2:])
 """
 
 
-def test_kill_minus_nine_loses_nothing(run: Run, bundle_folder: Path, tmp_path: Path) -> None:
+def test_kill_minus_nine_loses_nothing(run: Any, python: Any, bundle_folder: Path, tmp_path: Path) -> None:
     """Killed while embedding, then while compressing, then run to the end: the store of an uninterrupted run."""
     folder = write_docs(tmp_path / "docs", files=17)
     command = ["index", str(folder), "--bundle", str(bundle_folder), "--chunk-tokens", "48", "--store"]
@@ -155,19 +111,20 @@ def test_kill_minus_nine_loses_nothing(run: Run, bundle_folder: Path, tmp_path: 
 # ask
 
 
-def test_ask_with_text_is_what_transformers_answers(run: Run, store: Path, bundle_folder: Path) -> None:
+def passages_shown(sources: str) -> list[tuple[str, str]]:
+    """Texts and files of the passages that `ask` shows, in order."""
+    parts = re.split(r"^\[\d+\] (.+) \(-?\d\.\d\d\)\n", sources, flags=re.MULTILINE)[1:]
+    return [(dedent(text).strip(), file) for file, text in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def test_ask_with_text_is_what_transformers_answers(run: Any, store: Path, bundle_folder: Path) -> None:
     assert run("ask", QUESTION, "--store", store, "--text", "--k", 2) == 0
     answer, _, sources = run.out.partition(" prompt tokens, 0 of them slots. Sources:\n")
     answer, _, tokens = answer.rpartition("\n\n")
-    places = [line.split()[1].removesuffix(":") for line in sources.splitlines()]
-    assert len(places) == 2
-
-    rows = list(contents(store).values())
-    found = []
-    for line in sources.splitlines():
-        start = line.split(": ", 1)[1]
-        [text] = [text for text, *_ in rows if " ".join(text.split())[:80] == start]
-        found.append(text)
+    stored = {(text, metadata["source"]) for text, metadata, *_ in contents(store).values()}
+    shown = passages_shown(sources)
+    assert len(shown) == 2 and set(shown) <= stored
+    found = [text for text, _ in shown]
     prompt = TEMPLATES[0].replace("{context}", "\n\n".join(found)).replace("{question}", QUESTION)
     bundle = Bundle.from_pretrained(bundle_folder, device="cpu")
     chat = bundle.tokenizer.apply_chat_template(
@@ -181,21 +138,17 @@ def test_ask_with_text_is_what_transformers_answers(run: Run, store: Path, bundl
     assert (answer, int(tokens)) == (expected, ids.shape[1])
 
 
-def test_ask_reads_slots_at_the_ratio(run: Run, store: Path, bundle_folder: Path) -> None:
+def test_ask_reads_slots_at_the_ratio(run: Any, store: Path, bundle_folder: Path) -> None:
     tokenizer = Bundle.from_pretrained(bundle_folder, device="cpu").tokenizer
     for ratio in (4, 16):
         assert run("ask", QUESTION, "--store", store, "--ratio", ratio) == 0
-        report, *sources = run.out[run.out.rindex("\n\n") + 2 :].splitlines()
-        texts = {" ".join(text.split())[:80]: text for text, *_ in contents(store).values()}
-        lengths = [
-            len(tokenizer(texts[line.split(": ", 1)[1]], add_special_tokens=False)["input_ids"]) for line in sources
-        ]
-        slots = sum(-(-length // ratio) for length in lengths)
-        assert len(sources) == 4
-        assert f", {slots} of them slots." in report
+        report, _, sources = run.out.partition(" of them slots. Sources:\n")
+        lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text, _ in passages_shown(sources)]
+        assert len(lengths) == 4
+        assert report.endswith(f", {sum(-(-length // ratio) for length in lengths)}")
 
 
-def test_ask_compresses_a_passage_whose_slots_are_missing(run: Run, store: Path, docs: Path) -> None:
+def test_ask_compresses_a_passage_whose_slots_are_missing(run: Any, store: Path, docs: Path) -> None:
     import chromadb
 
     assert run("ask", QUESTION, "--store", store) == 0
@@ -212,11 +165,12 @@ def test_ask_compresses_a_passage_whose_slots_are_missing(run: Run, store: Path,
 # info
 
 
-def test_info(run: Run, store: Path, bundle_folder: Path) -> None:
+def test_info(run: Any, store: Path, bundle_folder: Path) -> None:
     rows = contents(store).values()
     assert run("info", "--store", store) == 0
     lines = {line[:14].strip(): line[15:] for line in run.out.splitlines()}
     assert lines["bundle"] == f"tiny ({bundle_folder.resolve()})"
+    assert lines["embedder"] == "minilm"
     assert lines["fingerprint"] == Bundle.from_pretrained(bundle_folder, device="cpu").fingerprint
     assert lines["passages"] == f"{len(rows)} from 3 files"
     assert lines["source tokens"] == f"{sum(soft.n_tokens for *_, soft, _ in rows):,}"
@@ -230,12 +184,12 @@ def test_info(run: Run, store: Path, bundle_folder: Path) -> None:
 # errors
 
 
-def test_errors_are_one_line_and_code_2(run: Run, store: Path, docs: Path, bundle_folder: Path, tmp_path: Path) -> None:
+def test_errors_are_one_line_and_code_2(run: Any, store: Path, docs: Path, bundle_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     new = tmp_path / "new"
     index = ["index", docs, "--bundle", bundle_folder, "--store"]
     for command, message in (
-        (["index", tmp_path / "none", "--store", new], "no .txt or .md files"),
+        (["index", tmp_path / "none", "--store", new], "no .txt, .md"),
         (["index", tmp_path / "missing", "--store", new], "is no folder"),
         (["index", docs, "--store", new, "--bundle", "nowhere"], "no bundle 'nowhere'"),
         ([*index, new, "--codec", "int3"], "int3"),
@@ -252,7 +206,7 @@ def test_errors_are_one_line_and_code_2(run: Run, store: Path, docs: Path, bundl
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_damaged_bundle_is_named(run: Run, store: Path, bundle_folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_bundle_is_named(run: Any, store: Path, bundle_folder: Path, tmp_path: Path) -> None:
     import shutil
 
     broken = tmp_path / "broken"
@@ -262,26 +216,33 @@ def test_a_damaged_bundle_is_named(run: Run, store: Path, bundle_folder: Path, t
     assert str(weights) in run.fails("ask", QUESTION, "--store", store, "--bundle", broken)
 
 
-def test_wrong_usage_is_told_by_argparse(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in ([], ["ask"], ["index", "x"], ["fly"]):
-        with pytest.raises(SystemExit) as exit:
-            main(argv)
-        assert exit.value.code == 2
-        assert "usage: ctx-compress" in capsys.readouterr().err
+def test_wrong_usage_is_told(run: Any) -> None:
+    for argv, message in (
+        ([], "Missing command"),
+        (["ask"], "Missing argument 'QUESTION'"),
+        (["index", "x"], "Missing option '--store'"),
+        (["fly"], "No such command 'fly'"),
+        (["ask", "x", "--store", "s", "--ratio", "many"], "Invalid value for '--ratio'"),
+    ):
+        assert run(*argv) == 2
+        assert "Usage: ctx-compress" in run.err and message in run.err
+        assert run.out == ""
+    assert run("eval", "--ratios") == 2
+    assert "Option '--ratios' requires an argument" in run.err
 
 
-def test_help_brings_no_torch() -> None:
+def test_help_brings_no_torch(python: Any) -> None:
     code = (
         "import sys; from ctx_compress_rag.cli import main\n"
-        "try: main(sys.argv[1:])\n"
-        "finally: assert not {'torch', 'transformers', 'chromadb'} & sys.modules.keys()"
+        "assert main(sys.argv[1:]) == 0\n"
+        "assert not {'torch', 'transformers', 'chromadb'} & sys.modules.keys()"
     )
     done = python("-c", code, "ask", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "--ratio" in done.stdout
 
 
-def test_repair_and_backup_keep_an_index_as_it_is(run: Run, store: Path, tmp_path: Path) -> None:
+def test_repair_and_backup_keep_an_index_as_it_is(run: Any, store: Path, tmp_path: Path) -> None:
     assert run("backup", "--store", store, tmp_path / "copy") == 0
     assert run("repair", "--store", tmp_path / "copy") == 0
     assert f"{tmp_path / 'copy.before-repair-1'}" in run.out

@@ -15,14 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctx_compress_rag.data.config import MixData, TextData
-from ctx_compress_rag.data.examples import NO_ANSWER, Example, Turn, read_jsonl, world_examples
+from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, world_examples
 from ctx_compress_rag.data.held_out import FILE, HeldOut, held_out
 from ctx_compress_rag.data.mixing import mix
 from ctx_compress_rag.data.texts import documents, text_examples
 from ctx_compress_rag.errors import ConfigError, DataError
-from ctx_compress_rag.metrics import normalize_answer
-from ctx_compress_rag.training.recipes import parse_recipe
-from ctx_compress_rag.training.run import load_examples, run_recipe
+from ctx_compress_rag.metrics import NO_ANSWER, normalize_answer
+from ctx_compress_rag.training.examples import load_examples
+from ctx_compress_rag.training.recipes import SHIPPED, load_recipe, parse_recipe
+from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.pretrain import PackedText, checked_documents
 
 # From XQuAD (CC BY-SA 4.0): a question and the beginning of its paragraph.
@@ -55,8 +56,10 @@ def row(context: str, question: str = "Which?", answer: str = "that") -> dict[st
     ],
     ids=["question", "passage"],
 )
-def test_no_stage_trains_on_held_out_questions_or_passages(tmp_path: Path, stage: str, bad: dict[str, Any]) -> None:
-    """No recipe names the held-out sets: the package knows them, by hash, however they are written."""
+def test_a_guarded_stage_trains_on_no_held_out_question_or_passage(
+    tmp_path: Path, stage: str, bad: dict[str, Any]
+) -> None:
+    """The package knows the held-out sets by hash, however they are written; a recipe asks for the guard."""
     good = [row(e.passages[0], f"{e.turns[0].question}") for e in EXAMPLES]
     file = write(tmp_path / "train.jsonl", [*good, bad])
     recipe = parse_recipe(
@@ -69,11 +72,15 @@ def test_no_stage_trains_on_held_out_questions_or_passages(tmp_path: Path, stage
         },
         "here",
     )
+
+    def load(**guard: bool) -> set[tuple[str, ...]]:
+        guarded = recipe.model_copy(update={"data": recipe.data.model_copy(update=guard)})
+        return {e.passages for e in load_examples(guarded)}  # type: ignore[arg-type]
+
     with pytest.raises(DataError, match=f"example {len(good)} holds .*leave_out_held_out"):
-        load_examples(recipe)  # type: ignore[arg-type]
-    lenient = recipe.model_copy(update={"data": recipe.data.model_copy(update={"leave_out_held_out": True})})
-    kept = {e.passages for e in load_examples(lenient)}  # type: ignore[arg-type]
-    assert kept == {(each["context"],) for each in good}
+        load(refuse_held_out=True)
+    assert load(leave_out_held_out=True) == {(each["context"],) for each in good}
+    assert load() == {(each["context"],) for each in [*good, bad]}  # other people's data may share a question
 
 
 def test_pretraining_refuses_a_text_with_a_held_out_passage(tmp_path: Path) -> None:
@@ -91,9 +98,18 @@ def test_pretraining_refuses_a_text_with_a_held_out_passage(tmp_path: Path) -> N
         run_recipe(tmp_path / "recipe.yaml")
     # Contexts of a file of questions can be left out one by one.
     file = write(tmp_path / "train.jsonl", [row(PARAGRAPH), row("Another text.")])
-    assert list(checked_documents(TextData(file=file), leave_out=True)) == ["Another text."]
+    assert list(checked_documents(TextData(file=file), guard="leave out")) == ["Another text."]
     with pytest.raises(DataError, match="holds a passage"):
-        list(checked_documents(TextData(file=file), leave_out=False))
+        list(checked_documents(TextData(file=file), guard="refuse"))
+    assert len(list(checked_documents(TextData(file=file), guard=None))) == 2
+
+
+def test_recipes_of_bundles_scored_with_held_out_sets_are_guarded() -> None:
+    english = [
+        f"{family}/{path.stem}" for family in ("english", "english_minilm") for path in (SHIPPED / family).iterdir()
+    ]
+    assert len(english) == 6
+    assert all(load_recipe(name).data.guard for name in english)  # type: ignore[attr-defined]
 
 
 def test_held_out_hashes_find_copies_and_nothing_else(tmp_path: Path) -> None:

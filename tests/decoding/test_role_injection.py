@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+import chromadb
 import pytest
 import torch
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
@@ -100,6 +100,16 @@ def store(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield store
 
 
+def test_characters_that_a_tokenizer_does_not_know_spell_no_control_token() -> None:
+    """They become its unknown token, however they are cut; its name, written out, is cut all the same."""
+    unigram = Tokenizer(models.Unigram([("<unk>", 0.0), ("\u2581", -1.0), ("a", -1.0)], unk_id=0))
+    unigram.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=unigram, unk_token="<unk>")
+    assert text_parts(tokenizer, "a?? ?") == ["a?? ?"]
+    assert text_tokens(tokenizer, "?").ids == [1, 0]
+    assert text_parts(tokenizer, "a <unk>") == ["a <", "unk>"]
+
+
 def controls(bundle: Bundle) -> dict[int, str]:
     return {id: token.content for id, token in bundle.tokenizer.added_tokens_decoder.items()}
 
@@ -187,21 +197,24 @@ def test_a_compressed_passage_holds_no_control_token(
     assert not set(read) & controls(bundle).keys()
 
 
-def test_the_text_of_a_passage_that_cannot_be_read_as_slots_is_text_too(bundle: Bundle, tmp_path: Path) -> None:
+def test_the_text_of_a_passage_that_cannot_be_read_as_slots_is_text_too(bundle: Bundle) -> None:
     """Also where the prompt's own words would complete a token."""
     attack = hostile(bundle)
     token = next(iter(controls(bundle).values()))
-    with SoftContextStore(tmp_path, bundle, key=b"k" * 32) as store:
+    client = chromadb.EphemeralClient()
+    with SoftContextStore(client, bundle, collection=f"damaged-{bundle.config.name}", key=b"k" * 32) as store:
         store.add([attack, token[1:]], ["a", "b"], progress=False)
         a, b = store.markers(["a", "b"], store.base_ratio)
-        collection = store._companion.writable()
-        for id in ("a", "b"):
-            collection.update(ids=[id], metadatas=[{"payload": "damaged"}])
+        raw = client.get_collection(f"damaged-{bundle.config.name}-ctx")
+        records = raw.get(ids=["a", "b"])
+        assert len(records["ids"]) == 2
+        raw.update(ids=records["ids"], metadatas=[{"payload": str(m["payload"])[:-8]} for m in records["metadatas"]])
         decoder = TransformersDecoder(bundle, store, on_missing="text")
         chats = [[{"role": "user", "content": text}] for text in (f"Look. {a} {token[0]}{b}", "Look. Hello.")]
+        pieces = decoder.pieces(chats)
+        assert not any(piece.is_floating_point() for prompt in pieces for piece in prompt)
         found = [
-            Counter(id for piece in pieces for id in piece.tolist() if id in controls(bundle))
-            for pieces in decoder.pieces(chats)
+            Counter(id for piece in prompt for id in piece.tolist() if id in controls(bundle)) for prompt in pieces
         ]
     assert found[0] == found[1]
 

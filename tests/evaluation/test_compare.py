@@ -34,7 +34,7 @@ from ctx_compress_rag.evaluation.compare.config import (
 from ctx_compress_rag.evaluation.compare.report import orderings, read_report, table
 from ctx_compress_rag.evaluation.compare.run import Job, Plan, source_tokens
 from ctx_compress_rag.metrics import paired_difference, token_f1
-from ctx_compress_rag.training.run import load_examples
+from ctx_compress_rag.training.examples import load_examples
 
 STEPS = 4
 QUESTIONS = 4
@@ -98,7 +98,7 @@ def test_the_shipped_comparison_is_valid_for_every_entry(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("steps", [3, 1000])
 def test_every_entry_reads_the_same_passages(tmp_path: Path, steps: int) -> None:
-    """Stages go on where the one before ended: together they read the worlds that one stage alone would."""
+    """Stages continue where the one before ended: together they read the worlds that one stage alone would."""
     small = comparison(batch_size=4)
     budget = Budget(steps, 1)
     one, two = (stage_recipes(small, name, budget, "decoder", tmp_path) for name in ("coarse", "pooled"))
@@ -175,8 +175,8 @@ def test_unknown_names_are_refused() -> None:
 @pytest.fixture(scope="module")
 def decoder(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("decoder")
-    make_tiny_bundle()._save_decoder(folder)
-    return folder
+    make_tiny_bundle().save_pretrained(folder)
+    return folder / "decoder"
 
 
 @pytest.fixture(scope="module")
@@ -467,7 +467,7 @@ def test_a_context_off_its_ratio_is_marked(tmp_path: Path) -> None:
 
 
 def test_tokens_of_a_stage_that_reads_its_passages_again(make_tiny_bundle: Callable[..., Any], tmp_path: Path) -> None:
-    """Reconstruction has fewer rows than examples, since passages are distinct: it begins anew."""
+    """Reconstruction has fewer rows than examples, since passages are distinct: it starts again."""
     entry = {"note": "", "method": {"name": "mean_pooling"}, "stages": [{"share": 1, "stage": "reconstruction"}]}
     whole = Comparison.model_validate(TINY | {"entries": {"again": entry}, "orderings": []})
     [recipe] = stage_recipes(whole, "again", Budget(8, 1), "decoder", tmp_path)

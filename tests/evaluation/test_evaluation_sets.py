@@ -11,7 +11,7 @@ import pytest
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.data.examples import NO_ANSWER, world_examples, write_jsonl
+from ctx_compress_rag.data.examples import world_examples, write_jsonl
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation import harness
 from ctx_compress_rag.evaluation.harness import (
@@ -25,7 +25,7 @@ from ctx_compress_rag.evaluation.harness import (
     table,
 )
 from ctx_compress_rag.evaluation.sets import evaluate_sets, fitting, question_sets, spread
-from ctx_compress_rag.metrics import declined, exact_match, token_f1
+from ctx_compress_rag.metrics import NO_ANSWER, declined, exact_match, token_f1
 
 
 def test_unanswerable_questions_are_scored_by_who_declines_them() -> None:

@@ -122,7 +122,7 @@ def test_what_cannot_be_drawn_is_said(
     with pytest.raises(ConfigError, match="blank"):
         inspect(bundle, " \n", tmp_path)
     for ratio in (0, 3, -4):
-        with pytest.raises(RatioError, match=f"ratio {ratio} does not divide the bundle's window of 64"):
+        with pytest.raises(RatioError, match=f"ratio {ratio} does not divide the encoder's window of 64"):
             inspect(bundle, TEXT, tmp_path, ratio)
     assert list(tmp_path.iterdir()) == []
     assert main(["inspect", "--bundle", "demo", str(tmp_path / "none.txt")]) == 2

@@ -1,9 +1,11 @@
-"""The speed measurements: what they count is right; how long it takes is not tested."""
+"""The speed measurements: what they count is right, and what they time is what is named; how long it takes is not."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from ctx_compress_rag.data.world import World
 from ctx_compress_rag.evaluation.speed import first_token, indexing_speed
@@ -18,7 +20,8 @@ def test_indexing_counts_passages_tokens_and_bytes(tiny_bundle: Any, tmp_path: P
     assert speed.payload_bytes >= slots * tiny_bundle.compressor.dim  # a byte per number, and the scales
     on_disk = sum(f.stat().st_size for f in (tmp_path / "store").rglob("*") if f.is_file())
     assert speed.payload_bytes < speed.disk_bytes <= on_disk
-    assert speed.ratio > 0
+    # Passages per second are of the same passages: one round's ratio is that of the two.
+    assert speed.ratio == pytest.approx(speed.forward_passages_per_second / speed.passages_per_second)
 
 
 def test_first_token_compares_prompts_of_the_right_lengths(tiny_bundle: Any) -> None:
@@ -26,6 +29,7 @@ def test_first_token_compares_prompts_of_the_right_lengths(tiny_bundle: Any) -> 
     first = first_token(tiny_bundle, passages, ratio=16, pairs=2)
     slots = sum(s.merge(4).n_slots for s in tiny_bundle.compress(passages))
     tokens = sum(len(tiny_bundle.tokenizer(p, add_special_tokens=False)["input_ids"]) for p in passages)
-    assert slots < first.soft_tokens < slots + 40
-    assert tokens < first.text_tokens + 6 < tokens + 46
-    assert first.soft_seconds > 0 and first.text_seconds > 0 and first.ratio > 0
+    # Template and question are the same in both; tokens may merge where a passage meets what is beside it.
+    assert first.text_tokens - first.soft_tokens == pytest.approx(tokens - slots, abs=2 * len(passages))
+    assert 0 < first.soft_tokens - slots < 40
+    assert first.parameters == sum(p.numel() for p in tiny_bundle.backbone.own_state().values())

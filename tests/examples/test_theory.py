@@ -1,4 +1,4 @@
-"""Linear RAG (paper 003, sections 3-4, appendices A-C): attention against autograd's own gradient steps."""
+"""Linear RAG (In-Context Optimization, sections 3-4, appendices A-C): attention against autograd's gradient steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from linear_rag.model import (
     projection_weight,
     rag_loss,
 )
-from linear_rag.tasks import DotProduct, Interface, Projection, Tasks
+from linear_rag.tasks import DotProduct, Interface, LinearTasks, Projection
 from linear_rag.training import Freedom, train_layer
 
 RATE = 0.05
@@ -284,7 +284,7 @@ SMALL = {
 }
 
 
-def drawn(name: str, count: int = 200, seed: int = 1, alpha: float = 1.0) -> Tasks:
+def drawn(name: str, count: int = 200, seed: int = 1, alpha: float = 1.0) -> LinearTasks:
     return SMALL[name].sample(count, Generator().manual_seed(seed), alpha)
 
 
@@ -321,7 +321,7 @@ def test_injected_row_is_the_first_prediction_as_a_key() -> None:
 # Trained and constructed predictors, side by side
 
 
-def as_problem(tasks: Tasks, i: int, inputs: int) -> Problem:
+def as_problem(tasks: LinearTasks, i: int, inputs: int) -> Problem:
     query = tasks.queries(tasks.x, torch.zeros(len(tasks.x)))[i].double()
     context = tasks.context[i].double()
     return Problem(

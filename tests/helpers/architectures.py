@@ -176,6 +176,11 @@ def model(name: str, seed: int = 0) -> Any:
     return made
 
 
+def bos(name: str) -> list[int]:
+    """What the family's tokenizer puts before a text: its BOS, or nothing."""
+    return [tokenizer(name).bos_token_id] if family(name).adds_bos else []
+
+
 def random_ids(name: str, lengths: Iterable[int], seed: int = 0) -> list[torch.Tensor]:
     """Token ids of these lengths, special tokens left out."""
     generator = torch.Generator().manual_seed(seed)

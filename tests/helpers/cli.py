@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,37 @@ def write_docs(folder: Path, files: int = 3) -> Path:
     return folder
 
 
+def write_documents(folder: Path, word: str) -> None:
+    """A sentence as HTML, as a Word document and as PDF, each in as little as makes one."""
+    page = f"<html><body><h1>Guide</h1><script>x</script><p>The {word} page.</p></body></html>"
+    (folder / "page.html").write_text(page)
+    main = "application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"
+    related = "http://schemas.openxmlformats.org/officeDocument/2006/relationships/officeDocument"
+    package = "http://schemas.openxmlformats.org/package/2006"
+    words = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+    parts = {
+        "[Content_Types].xml": f'<Types xmlns="{package}/content-types">'
+        f'<Override PartName="/word/document.xml" ContentType="{main}"/></Types>',
+        "_rels/.rels": f'<Relationships xmlns="{package}/relationships">'
+        f'<Relationship Id="r1" Type="{related}" Target="word/document.xml"/></Relationships>',
+        "word/document.xml": f'<w:document xmlns:w="{words}"><w:body><w:p><w:r><w:t>The {word} letter.</w:t></w:r>'
+        "</w:p></w:body></w:document>",
+    }
+    with zipfile.ZipFile(folder / "letter.docx", "w") as docx:
+        for name, content in parts.items():
+            docx.writestr(name, content)
+    drawn = f"BT /F1 12 Tf 72 720 Td (The {word} report.) Tj ET"
+    font = "<< /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >>"
+    objects = [
+        "<< /Type /Catalog /Pages 2 0 R >>",
+        "<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R /Resources {font} >>",
+        f"<< /Length {len(drawn)} >>\nstream\n{drawn}\nendstream",
+    ]
+    body = "".join(f"{number} 0 obj\n{each}\nendobj\n" for number, each in enumerate(objects, 1))
+    (folder / "report.pdf").write_text(f"%PDF-1.4\n{body}trailer << /Root 1 0 R /Size 5 >>\n%%EOF\n")
+
+
 def contents(store: Path) -> dict[str, tuple[Any, ...]]:
     """Everything an index holds, by id, straight from Chroma."""
     client = chromadb.PersistentClient(str(store))
@@ -60,7 +92,11 @@ def assert_same_contents(actual: Path, expected: Path) -> None:
     assert first.keys() == second.keys()
     for id, (text, metadata, vector, soft, record) in second.items():
         got = first[id]
-        assert (got[0], got[1], got[4]) == (text, metadata, record)
+        of_bits = {"payload_hash", "seal"}
+        assert (got[0], got[1]) == (text, metadata) and got[4].keys() == record.keys()
+        assert {key: got[4][key] for key in record.keys() - of_bits} == {
+            key: record[key] for key in record.keys() - of_bits
+        }
         torch.testing.assert_close(got[2], vector, atol=1e-5, rtol=1e-5)
         assert got[3].token_counts.tolist() == soft.token_counts.tolist()
         assert torch.linalg.norm(got[3].slots - soft.slots) <= 1e-3 * torch.linalg.norm(soft.slots)

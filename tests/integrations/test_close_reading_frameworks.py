@@ -12,7 +12,7 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, RatioError
 from ctx_compress_rag.stores import SoftContextStore
-from helpers.close_reading import CLOSELY, PASSAGES, QUESTION, ask, close_bundle, close_store, prefills
+from helpers.close_reading import PASSAGES, QUESTION, ask, close_bundle, close_store, prefills
 from helpers.ram import plain_ids
 
 
@@ -45,7 +45,7 @@ def langchain(store: SoftContextStore) -> Any:
 
         @staticmethod
         def postprocessor(**options: Any) -> Any:
-            return CompressedContextPostprocessor(store=store, **{**CLOSELY, **options})
+            return CompressedContextPostprocessor(store=store, **options)
 
     return Parts
 
@@ -61,15 +61,17 @@ async def test_a_langchain_chain_reads_closely(bundle: Bundle, store: SoftContex
         def _get_relevant_documents(self, query: str, *, run_manager: Any) -> Any:
             return langchain.sources
 
-    retriever = ContextualCompressionRetriever(base_compressor=langchain.postprocessor(ratio=4), base_retriever=Fixed())
+    retriever = ContextualCompressionRetriever(
+        base_compressor=langchain.postprocessor(reduction=4), base_retriever=Fixed()
+    )
     prompt = ChatPromptTemplate.from_messages([("human", "{context}\n\nQuestion: {input}")])
     chain = create_retrieval_chain(retriever, create_stuff_documents_chain(langchain.llm, prompt))
     with prefills(bundle.backbone.model) as seen:
         result = chain.invoke({"input": QUESTION})
         again = await chain.ainvoke({"input": QUESTION})
-    assert [document.page_content for document in result["context"]] == ask(store, ratio=4)
+    assert [document.page_content for document in result["context"]] == ask(store, reduction=4)
     assert result["answer"] == again["answer"]
-    content = "\n\n".join(ask(store, ratio=4)) + f"\n\nQuestion: {QUESTION}"
+    content = "\n\n".join(ask(store, reduction=4)) + f"\n\nQuestion: {QUESTION}"
     [done] = TransformersDecoder(bundle, store).generate([[{"role": "user", "content": content}]], Sampling(4))
     assert result["answer"] == done.text and seen[0].shape[1] == done.prompt_tokens
     assert langchain.postprocessor().restore_sources(result["context"]) == langchain.sources
@@ -81,12 +83,18 @@ def test_langchain_is_told_what_is_missing(store: SoftContextStore, langchain: A
 
     with pytest.raises(ConfigError, match="ContextualCompressionRetriever"):
         (langchain.retriever | langchain.postprocessor()).invoke(QUESTION)
-    with pytest.raises(ConfigError, match="choose mode='close_reading'"):
-        CompressedContextPostprocessor(store=store)
-    with pytest.raises(ConfigError, match="mode"):
-        langchain.postprocessor(mode="closer")
-    with pytest.raises(RatioError, match="ratio=1"):
-        langchain.postprocessor(ratio=1)
+    for mode in ("soft", "closer"):
+        with pytest.raises(ConfigError, match=f"mode='{mode}' is not that of bundle 'tiny'"):
+            langchain.postprocessor(mode=mode)
+    with pytest.warns(DeprecationWarning, match="mode= is deprecated"):
+        assert langchain.postprocessor(mode="close_reading").reduction is None
+    with pytest.warns(DeprecationWarning, match="give reduction=4"):
+        old = CompressedContextPostprocessor(store=store, ratio=4)
+    assert (old.ratio, old.reduction) == (None, 4)
+    with pytest.raises(ConfigError, match="ratio=4 and reduction=2: give one"):
+        langchain.postprocessor(ratio=4, reduction=2)
+    with pytest.raises(RatioError, match="reduction=1"):
+        langchain.postprocessor(reduction=1)
 
 
 # LlamaIndex
@@ -114,7 +122,7 @@ def test_a_llama_index_engine_reads_closely(bundle: Bundle, store: SoftContextSt
     from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor, restore_sources
 
     nodes = [TextNode(id_=id, text=text) for id, text in zip(store.ensure(PASSAGES), PASSAGES, strict=True)]
-    postprocessor = CompressedContextPostprocessor(store=store, ratio=4, replace_text=replace_text, **CLOSELY)
+    postprocessor = CompressedContextPostprocessor(store=store, reduction=4, replace_text=replace_text)
     Settings.tokenizer = marker_tokenizer(store)
     try:
         index = VectorStoreIndex(nodes, embed_model=Even())
@@ -130,7 +138,7 @@ def test_a_llama_index_engine_reads_closely(bundle: Bundle, store: SoftContextSt
     texts = [scored.node.text for scored in restore_sources(response, store)]
     assert sorted(texts) == sorted(PASSAGES)
     shown = [scored.node.get_content(MetadataMode.LLM) for scored in response.source_nodes]
-    marked = ask(store, texts, ratio=4)
+    marked = ask(store, texts, reduction=4)
     assert shown == marked
     closely, whole = (prompt.shape[1] for prompt in seen)
     count = TransformersDecoder(bundle, store).count_tokens
@@ -143,11 +151,16 @@ def test_llama_index_is_told_what_is_missing(store: SoftContextStore) -> None:
 
     nodes = [NodeWithScore(node=TextNode(text=text), score=0.5) for text in PASSAGES]
     with pytest.raises(ConfigError, match="query_bundle or query_str"):
-        CompressedContextPostprocessor(store=store, **CLOSELY).postprocess_nodes(nodes)
-    with pytest.raises(ConfigError, match="choose mode='close_reading'"):
-        CompressedContextPostprocessor(store=store)
+        CompressedContextPostprocessor(store=store).postprocess_nodes(nodes)
+    with pytest.raises(ConfigError, match="mode='soft' is not that of bundle"):
+        CompressedContextPostprocessor(store=store, mode="soft")
+    with pytest.warns(DeprecationWarning, match="give reduction=2"):
+        old = CompressedContextPostprocessor(store=store, ratio=2)
+    with pytest.warns(DeprecationWarning, match="mode= is deprecated"):
+        new = CompressedContextPostprocessor(store=store, reduction=2, mode="close_reading")
+    assert (old.ratio, old.reduction) == (new.ratio, new.reduction) == (None, 2)
     by_text, by_bundle = (
-        CompressedContextPostprocessor(store=store, **CLOSELY).postprocess_nodes(nodes, **query)
+        CompressedContextPostprocessor(store=store).postprocess_nodes(nodes, **query)
         for query in ({"query_str": QUESTION}, {"query_bundle": QueryBundle(QUESTION)})
     )
     assert [n.node.marker for n in by_text] == [n.node.marker for n in by_bundle] == ask(store)

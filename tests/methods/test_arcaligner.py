@@ -1,4 +1,4 @@
-"""ArcAligner (paper 000, sections 3.3-3.5 and algorithm 1): selective LoRA, recursive gates, the cache."""
+"""ArcAligner (sections 3.3-3.5 and algorithm 1): selective LoRA, recursive gates, the cache."""
 
 from __future__ import annotations
 

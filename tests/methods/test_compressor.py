@@ -1,4 +1,4 @@
-"""Mean pooling (paper 001, sections 4.1 and 5.1) and the weights it shares with the decoder."""
+"""Mean pooling (Simple Context Compression, sections 4.1 and 5.1) and the weights it shares with the decoder."""
 
 from __future__ import annotations
 
@@ -148,14 +148,6 @@ def test_full_attention_equals_transformers_own(make_tiny_bundle: Callable[..., 
 # Passages
 
 
-def test_a_batch_compresses_as_each_passage_alone(bundle: Any) -> None:
-    for text, soft in zip(TEXTS, bundle.compress(TEXTS), strict=True):
-        [alone] = bundle.compress([text])
-        torch.testing.assert_close(soft.slots, alone.slots, atol=1e-4, rtol=1e-4)
-        assert torch.equal(soft.token_counts, alone.token_counts)
-    assert bundle.compress([]) == []
-
-
 def test_batches_stay_within_their_budget(bundle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = []
     forward = bundle.compressor.hidden_states
@@ -195,6 +187,7 @@ def test_long_passages_are_compressed_window_by_window(bundle: Any) -> None:
 
 
 def test_blank_passages_and_impossible_ratios_are_refused(bundle: Any) -> None:
+    assert bundle.compress([]) == []
     for blank in ("", " \n\t"):
         with pytest.raises(ConfigError, match="passage 1 is blank"):
             bundle.compress([TEXTS[0], blank])
@@ -209,45 +202,9 @@ def test_blank_passages_and_impossible_ratios_are_refused(bundle: Any) -> None:
 # Weights
 
 
-@pytest.mark.parametrize("encoder_mode", ["lora", "full", "frozen"])
-@pytest.mark.parametrize("decoder_mode", ["lora", "full", "frozen"])
-def test_frozen_means_frozen(make_tiny_bundle: Callable[..., Any], encoder_mode: str, decoder_mode: str) -> None:
-    """After optimiser steps, what a mode does not train has the same bits, and the rest has not."""
-    made = make_tiny_bundle(encoder=TuneConfig(mode=encoder_mode), decoder=TuneConfig(mode=decoder_mode))
-    backbone = made.backbone
-
-    def states() -> dict[str, dict[str, Tensor]]:
-        found = {
-            "decoder": backbone.own_state(),
-            "compressor": made.compressor.saved_state(),
-            "reader": made.reader.saved_state(),
-            **{f"{name} adapter": backbone.adapter_state(name) for name in backbone.adapters},
-        }
-        return {part: {name: value.clone() for name, value in state.items()} for part, state in found.items()}
-
-    before = states()
-    trained = made.compressor.trained_parameters() + made.reader.trained_parameters()
-    assert len({id(p) for p in trained}) == len(trained)
-    optimiser = torch.optim.SGD(trained, lr=0.1)
-    ids = torch.arange(30, 50).unsqueeze(0)
-    for _ in range(2):
-        [soft] = made.compressor.encode(ids, torch.ones_like(ids), [4])[4].rows()
-        slots = made.reader(soft.slots, soft.token_counts)
-        with made.soft_decoder(torch.zeros(1, 1, dtype=torch.bool)) as model:
-            loss = model(inputs_embeds=slots.unsqueeze(0)).logits[..., :9].pow(2).mean()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    after = states()
-    changed = {part: {n for n in state if not torch.equal(state[n], before[part][n])} for part, state in after.items()}
-    assert changed["decoder"] == set()
-    assert bool(changed["compressor"]) == (encoder_mode == "full")
-    assert "projection.weight" in changed["reader"]
-    assert any(name.startswith("own.") for name in changed["reader"]) == (decoder_mode == "full")
-    assert bool(changed.get("compressor adapter")) == (encoder_mode == "lora")
-    assert bool(changed.get("reader adapter")) == (decoder_mode == "lora")
-    if encoder_mode == "full":  # memory: a copy shares the embeddings, which stay frozen
-        assert made.compressor.encoder.get_input_embeddings().weight is backbone.embeddings.weight
+def test_a_copy_shares_the_embeddings(make_tiny_bundle: Callable[..., Any]) -> None:
+    made = make_tiny_bundle(encoder=TuneConfig(mode="full"))
+    assert made.compressor.encoder.get_input_embeddings().weight is made.backbone.embeddings.weight
 
 
 def test_adapters_do_not_leak(bundle: Any, make_tiny_bundle: Callable[..., Any]) -> None:

@@ -25,16 +25,17 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import world_examples
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.splice import splice
-from ctx_compress_rag.marking.mark import mark, mode_of
+from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.methods.base.compressor import PassageBatch, SlotBatch, Tokenized
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import Marker
 from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
+from ctx_compress_rag.training.config import CompressionRecipe, ReconstructionRecipe
 from ctx_compress_rag.training.objectives.reconstruction import passages_of
-from ctx_compress_rag.training.recipes import SHIPPED, CompressionRecipe, ReconstructionRecipe, load_recipe
-from ctx_compress_rag.training.run import _objective
+from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
+from ctx_compress_rag.training.stages.compression import OBJECTIVES
 from helpers.sentences import DIM, save_encoder
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
 from llama_index.llms.ctx_compress import CompressedContextLLM
@@ -57,6 +58,7 @@ MATRIX: dict[str, dict[str, dict[str, Any]]] = {
     "compression_tokens": {
         "bidirectional": {"attention": "bidirectional"},
         "causal": {"attention": "causal", "encoder": FULL, "decoder": FROZEN},
+        "frozen": {"encoder": FROZEN},
     },
     "comprexit": {
         "transport": COMPREXIT,
@@ -152,7 +154,7 @@ def bits(bundle: Bundle) -> dict[str, Tensor]:
 
 def ratios_of(bundle: Bundle) -> list[int]:
     """Ratios that its compressor makes; RAM's slots stand for its segments, at whatever ratio it reads."""
-    return [bundle.config.base_ratio] if mode_of(bundle) == "close_reading" else [4, 8]
+    return [bundle.config.base_ratio] if bundle.compressor.question_aware else [4, 8]
 
 
 def tokenized(bundle: Bundle, texts: list[str]) -> list[Tokenized]:
@@ -190,8 +192,7 @@ def test_another_weight_is_another_fingerprint(make: Callable[..., Bundle], case
     for parameter in trained(other):
         with torch.no_grad():
             parameter.view(-1)[0] += 1.0
-        other._fingerprint = None
-        seen.add(other.fingerprint)
+        seen.add(Bundle(other.config, other.backbone, other.compressor, other.reader).fingerprint)
     assert len(seen) == len(trained(other)) + 1
 
 
@@ -221,13 +222,23 @@ def test_a_batch_is_compressed_as_each_passage_alone(bundle: Bundle) -> None:
             assert bool((soft.token_counts > 0).all())
 
 
+def test_training_has_the_slots_of_a_store(bundle: Bundle) -> None:
+    """A passage longer than the window among others, at ratios that the window holds whole."""
+    passages = tokenized(bundle, PASSAGES)
+    with torch.no_grad():
+        batch = bundle.compressor(PassageBatch.of(passages), ratios_of(bundle), bundle.config.max_tokens)
+    for ratio, slots in batch.items():
+        for trained, stored in zip(slots.rows(), bundle.compress(PASSAGES, ratio), strict=True):
+            assert_close(trained, stored)
+
+
 def test_padding_changes_nothing_in_training(bundle: Bundle) -> None:
     passages = tokenized(bundle, PASSAGES[:3])
     with torch.no_grad():
-        batch = bundle.compressor(PassageBatch.of(passages), ratios_of(bundle))
+        batch = bundle.compressor(PassageBatch.of(passages), ratios_of(bundle), bundle.config.max_tokens)
         assert list(batch) == ratios_of(bundle)
         for i, passage in enumerate(passages):
-            alone = bundle.compressor(PassageBatch.of([passage]), ratios_of(bundle))
+            alone = bundle.compressor(PassageBatch.of([passage]), ratios_of(bundle), bundle.config.max_tokens)
             for ratio, slots in batch.items():
                 assert_close(slots.rows()[i], alone[ratio].rows()[0])
                 padding = slots.token_counts == 0
@@ -308,10 +319,10 @@ def test_a_step_of_each_stage_moves_what_is_trained_and_nothing_else(
     for stage, recipe in {recipe.stage: recipe for recipe in recipes(name).values()}.items():  # type: ignore[attr-defined]
         bundle = make(name, form, seed=4)
         short = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_context_tokens": 96})})
-        objective, collate = _objective(short, bundle)
+        objective, collate = OBJECTIVES[short.stage](short, bundle)
         objective.train()
         rows = passages_of(examples) if isinstance(recipe, ReconstructionRecipe) else examples
-        objective.ratios = [2, 4] if mode_of(bundle) == "close_reading" else [4]
+        objective.ratios = [2, 4] if bundle.compressor.question_aware else [4]
         parameters = {n: p for n, p in objective.named_parameters() if p.requires_grad}
         assert {id(p) for p in parameters.values()} == {id(p) for p in trained(bundle)}
         before = {n: p.detach().clone() for n, p in parameters.items()}
@@ -347,7 +358,7 @@ def app(request: pytest.FixtureRequest, make: Callable[..., Bundle], tmp_path: P
 
 def options(store: SoftContextStore) -> dict[str, Any]:
     """How a postprocessor is to be asked: at the store's ratio, or 4 of close reading."""
-    return {"mode": "close_reading", "ratio": 4} if mode_of(store.bundle) == "close_reading" else {"mode": "soft"}
+    return {"reduction": 4} if store.bundle.compressor.question_aware else {}
 
 
 def plain_answer(store: SoftContextStore, chat: list[dict[str, str]]) -> tuple[str, int]:

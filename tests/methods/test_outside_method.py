@@ -53,12 +53,6 @@ class FirstTokens(TokenCompressor):
     def trained_parameters(self) -> list[nn.Parameter]:
         return [self.gain.requires_grad_(True)]
 
-    def saved_state(self) -> dict[str, Tensor]:
-        return {"gain": self.gain.detach().clone()}
-
-    def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        self.gain.data.copy_(state["gain"])
-
 
 @pytest.fixture
 def registered() -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""RAM (paper 004): its equations in float64, and what is kept and skimmed."""
+"""RAM (Read As Human): its equations in float64, and what is kept and skimmed."""
 
 from __future__ import annotations
 
@@ -67,9 +67,10 @@ def test_every_architecture_reads_segments_alone(name: str) -> None:
     backbone = Backbone(architectures.model(name), architectures.tokenizer(name))
     compressor = RamCompressor(backbone, RamConfig(segment_tokens=12, encoder=FROZEN))
     passages = [ids.tolist() for ids in architectures.random_ids(name, [29, 12, 5])]
+    bos, trunk = architectures.bos(name), backbone.model.base_model
     for passage, soft in zip(passages, compressor.compress_ids(passages, 12, 24, 60), strict=True):
         segments = [passage[i : i + 12] for i in range(0, len(passage), 12)]
-        expected = torch.stack([plain_mean(plain_states(backbone.model.base_model, ids)) for ids in segments])
+        expected = torch.stack([plain_mean(plain_states(trunk, [*bos, *ids])[len(bos) :]) for ids in segments])
         torch.testing.assert_close(soft.slots.double(), expected, atol=1e-4, rtol=1e-3)
     for text in architectures.TEXTS:
         cut = Segments.of(backbone.tokenizer, text, 7)
@@ -289,11 +290,22 @@ def test_positives_are_the_segments_that_hold_a_part_of_an_answer(tiny_tokenizer
     ]
 
 
-def test_a_batch_reads_as_each_segment_alone(bundle: Bundle) -> None:
-    """Padding and company change nothing, in what is stored and in what is skimmed."""
-    texts = [PROSE, "Dun.", EXAMPLES[0].passages[0]]
-    for text, soft in zip(texts, bundle.compress(texts), strict=True):
-        torch.testing.assert_close(soft.slots, bundle.compress([text])[0].slots, atol=1e-4, rtol=1e-4)
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("\u4ed6\u51fa\u751f\u5728\u5317\u4eac\u5e02\u3002", "\u5317\u4eac"),  # born in [Beijing]
+        ("\u5f7c\u306f\u6771\u4eac\u306b\u4f4f\u3080\u3002", "\u6771\u4eac"),  # lives in [Tokyo]
+        ("\u56681903\u5e74\u751f\u4e8ePell\u5e02", "1903"),
+        ("\u56681903\u5e74\u751f\u4e8ePell\u5e02", "Pell"),
+    ],
+)
+def test_answers_are_found_where_no_spaces_part_words(tiny_tokenizer: Any, text: str, answer: str) -> None:
+    cut = Segments.of(tiny_tokenizer, text, 1000)
+    assert cut.holding([answer]) == [True]
+    assert cut.holding([answer[:1] + "x"]) == [False]
+
+
+def test_segments_are_skimmed_together_as_each_alone(bundle: Bundle) -> None:
     asked = bundle.compressor.question(plain_ids(bundle, "Who built the harbour?"))
     segments = plain_segments(bundle, PROSE)
     together = bundle.compressor.skim(segments, asked, 8192)

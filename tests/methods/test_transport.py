@@ -1,4 +1,4 @@
-"""ComprExIT's width-wise transmission (paper 002, eq. 9-11): transport against other solvers, and its ablation."""
+"""ComprExIT's width-wise transmission (eq. 9-11): transport against other solvers, and its ablation."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import SoftContextStore, markers
 from ctx_compress_rag.stores.markers import Marker, MarkerCodec
 from ctx_compress_rag.stores.skimmed import Skimmed, SkimmedSlots
-from helpers.close_reading import CLOSELY, KEY, PASSAGES, QUESTION, ask, close_bundle, close_store, read
+from helpers.close_reading import KEY, PASSAGES, QUESTION, ask, close_bundle, close_store, read
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def store(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> SoftConte
 
 
 def test_forged_and_other_scopes_markers_stay_text(store: SoftContextStore) -> None:
-    theirs = mark(store, PASSAGES, question=QUESTION, scope="theirs", **CLOSELY)
+    theirs = mark(store, PASSAGES, question=QUESTION, scope="theirs")
     assert read(store, theirs) == (theirs, [])
     assert store.fetch([p for t in theirs for p in store.split(t, "theirs") if isinstance(p, Marker)])
     _, [marker, *_] = read(store, ask(store))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -391,3 +392,21 @@ def test_a_bundle_s_name_in_place_of_a_bundle_is_refused_with_the_remedy(tmp_pat
     with pytest.raises(ConfigError, match=r"Bundle\.from_pretrained\('demo'\)"):
         SoftContextStore(tmp_path / "store", "demo")  # type: ignore[arg-type]
     assert not (tmp_path / "store").exists()
+
+
+def test_batches_do_not_depend_on_the_clock(tmp_path: Path) -> None:
+    """What stands together in a batch decides the last bits of its slots."""
+
+    class Slow(WordBundle):
+        def compress(self, texts: Sequence[str], ratio: int | None = None) -> list[SoftContext]:
+            time.sleep(2.1 if not self.calls else 0)
+            return super().compress(texts, ratio)
+
+    fast, slow = WordBundle(), Slow()
+    texts = [passage(n, 700) for n in range(40)]
+    for bundle in (fast, slow):
+        with SoftContextStore(tmp_path / type(bundle).__name__, bundle) as store:
+            store.add(texts, progress=False)
+    assert fast.calls == slow.calls
+    assert len(fast.calls) > 1
+    assert [text for batch in fast.calls for text in batch] == texts

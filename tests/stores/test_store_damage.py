@@ -1,4 +1,4 @@
-"""Records that are not as they were written: refused when read, found and made anew."""
+"""Records that are not as they were written: refused when read, found and made again."""
 
 from __future__ import annotations
 

@@ -38,20 +38,20 @@ class Dying(WordBundle):
             print(sum(map(len, self.calls)), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         return super().compress(texts, ratio)
-SoftContextStore(sys.argv[1], Dying()).add([passage(i) for i in range(200)], [f"p{{i}}" for i in range(200)])
+SoftContextStore(sys.argv[1], Dying()).add([passage(i, 300) for i in range(200)], [f"p{{i}}" for i in range(200)])
 """
     run = run_python(code, killed)
     assert run.returncode == -9
     with SoftContextStore(killed, bundle) as store, SoftContextStore(whole, bundle) as reference:
         survived = len(store)
+        ids, texts = [f"p{i}" for i in range(200)], [passage(i, 300) for i in range(200)]
         assert survived == int(run.stdout) < 200  # the batches that were written before the fourth
-        assert add(store, 200) == AddReport(added=200 - survived, updated=0, unchanged=survived)
-        add(reference, 200)
-        ids = [f"p{i}" for i in range(200)]
+        assert store.add(texts, ids) == AddReport(added=200 - survived, updated=0, unchanged=survived)
+        reference.add(texts, ids)
         for one, other in zip(store.get(ids), reference.get(ids), strict=True):
             assert torch.equal(one.slots, other.slots)
         assert store.get_passages(ids) == reference.get_passages(ids)
-        assert add(store, 200).unchanged == 200
+        assert store.add(texts, ids).unchanged == 200
 
 
 @contextmanager

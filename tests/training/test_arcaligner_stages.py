@@ -1,4 +1,4 @@
-"""ArcAligner's stages (paper 000, section 3.5, tables 3, 5 and 6): what each trains, recipes, ablations, pictures."""
+"""ArcAligner's stages (section 3.5, tables 3, 5 and 6): what each trains, recipes, ablations, pictures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig, Selecti
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.training import loop
-from ctx_compress_rag.training.recipes import OptimConfig, load_recipe
+from ctx_compress_rag.training.config import OptimConfig
+from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.arcaligner import LORA, make_reader, prompts, read
 from helpers.sentences import DIM, save_encoder
@@ -192,7 +193,8 @@ def test_a_linear_schedule_falls_on_a_line(final: float, tmp_path: Path) -> None
     optim = OptimConfig(steps=10, batch_size=1, learning_rate=0.1, final_learning_rate=final, schedule="linear",
                         warmup_ratio=0.2, log_every=1)  # fmt: skip
     example = Example(("a",), (Turn("b", ("c",)),))
-    loop.train(Model(), [example] * 10, lambda _: {"x": torch.ones(1)}, optim, tmp_path, seed=0)
+    job = loop.Job(Model(), [example] * 10, lambda _: {"x": torch.ones(1)}, save=print)
+    loop.train(job, optim, tmp_path, seed=0)
     rates = [row["learning_rate"] for row in json.loads((tmp_path / "loss.json").read_text())]
     line = [0.1 * step / 2 for step in range(2)] + [0.1 + (final - 0.1) * step / 8 for step in range(8)]
     assert rates == pytest.approx(line)

@@ -1,4 +1,4 @@
-"""ComprExIT's training (paper 002, section 3.3): what it reaches, its loss, its two phases and their recipes."""
+"""ComprExIT's training (section 3.3): what it reaches, its loss, its two phases and their recipes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_next_token_loss_is_plain_cross_entropy(make: Callable[..., Bundle]) -> 
 
 def fitting_recipe(folder: Path, bundle: Bundle, /, **change: Any) -> Path:
     """One step for ComprExIT, so small that it is none, after fitting its reader on the recipe's data."""
-    bundle._save_decoder(folder / "decoder")
+    bundle.save_pretrained(folder)
     recipe = {
         "stage": "answer",
         "name": "fitted",
@@ -131,7 +131,7 @@ def test_nothing_else_is_fitted(make: Callable[..., Bundle], tmp_path: Path, cha
 def test_both_stages_run_from_recipe_to_bundle(make: Callable[..., Bundle], tmp_path: Path) -> None:
     """Next token, then answers from the first stage's bundle; each stage trains and the decoder stays."""
     bundle = make()
-    bundle._save_decoder(tmp_path / "decoder")
+    bundle.save_pretrained(tmp_path)
     write_jsonl(tmp_path / "data.jsonl", world_examples("train", 3, 8, max_turns=1, passages=(1, 2)))
     data = {"files": [str(tmp_path / "data.jsonl")], "max_context_tokens": 48, "max_answer_tokens": 12}
     common = {"data": data, "ratios": [4], "window": 64, "optim": {"steps": 2, "batch_size": 4, "log_every": 1}}

@@ -25,7 +25,7 @@ from ctx_compress_rag.quantization import from_int8, to_int8
 from ctx_compress_rag.text.prompts import PromptBuilder, messages, shares
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
 from ctx_compress_rag.training.recipes import recipe_names
-from ctx_compress_rag.training.throughput import Meter, counting, peak_flops
+from ctx_compress_rag.training.throughput import Meter, counting
 
 
 def stages(folder: Path, steps: int = 4) -> list[str]:
@@ -78,8 +78,6 @@ def test_from_text_to_a_bundle_in_one_command(tmp_path: Path, capsys: pytest.Cap
     pretrained = report(tmp_path, 1)
     assert pretrained["tokens"] == 4 * 2 * 32
     assert pretrained["tokens_per_second"] > 0 and pretrained["teraflops_per_second"] > 0
-    if not torch.cuda.is_available():
-        assert pretrained["share_of_peak"] == "unknown"
     for stage, names in ((2, {"full text", "no context"}), (3, {"soft context 8x"})):
         probes = report(tmp_path, stage)["probes"]
         assert [probe["step"] for probe in probes] == [3, 4]
@@ -137,16 +135,8 @@ def test_operations_are_those_of_the_matrices() -> None:
     meter.count({"input_ids": torch.ones(1, 10)}, 5_000)
     history = [{"tokens": n * 1000, "seconds": s} for n, s in ((0, 0.0), (1, 9.0), (2, 10.0), (3, 11.0), (4, 12.0))]
     assert int(meter.tokens) == 36
-    assert meter.report(history, 1)["tokens_per_second"] == 1000  # the slow first interval is not typical
-    assert meter.report(history, 1)["teraflops_per_second"] == pytest.approx(1000 * 500 / 1e12)
-
-
-def test_peaks_are_found_by_the_devices_name() -> None:
-    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert peak_flops("NVIDIA A100-SXM4-40GB") == 312e12
-    assert peak_flops("NVIDIA L40S") == 362e12
-    assert peak_flops("NVIDIA GeForce GTX 1080") is peak_flops("CPU") is None
+    assert meter.report(history)["tokens_per_second"] == 1000  # the slow first interval is not typical
+    assert meter.report(history)["teraflops_per_second"] == pytest.approx(1000 * 500 / 1e12)
 
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
@@ -212,6 +202,18 @@ def test_eight_bits_are_within_half_a_step() -> None:
     assert ((back["matrix"] - state["matrix"]).abs() <= step * (0.5 + 127 * 2**-10)).all()
     assert not back["zeros"].any()
     torch.testing.assert_close(back["vector"].float(), state["vector"], atol=1e-3, rtol=1e-3)
+
+
+def test_a_matrix_that_eight_bits_would_spoil_stays_in_half_precision() -> None:
+    """Near the identity, as a reader's map is: a step of the diagonal is more than most other entries."""
+    noise = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)) * 0.003
+    stored = to_int8({"near": torch.eye(128) + noise, "noise": noise})
+    assert {name: value.dtype for name, value in stored.items() if "scale" not in name} == {
+        "near": torch.float16,
+        "noise": torch.int8,
+    }
+    back = from_int8(stored)
+    assert torch.linalg.norm(back["near"] - torch.eye(128) - noise) < 0.05 * torch.linalg.norm(noise)
 
 
 def test_a_bundle_in_eight_bits_is_smaller_and_itself_again(make_tiny_bundle: Any, tmp_path: Path) -> None:

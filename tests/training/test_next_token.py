@@ -1,4 +1,4 @@
-"""Next-token rows (paper 002, section 3.3): which tokens are compressed, and which are predicted."""
+"""Next-token rows (ComprExIT, section 3.3): which tokens are compressed, and which are predicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RAM's training (paper 004, section 3.2): what it reaches, its rows and positives, its recipe and bundles."""
+"""RAM's training (Read As Human, section 3.2): what it reaches, its rows and positives, its recipe and bundles."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.methods.ram.config import RamConfig
 from ctx_compress_rag.text.prompts import PromptBuilder
+from ctx_compress_rag.training.config import RamRecipe
 from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
-from ctx_compress_rag.training.recipes import RamRecipe, load_recipe
+from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.ram import EXAMPLES, FROZEN, PLAIN, collator, move, objective, plain_ids, plain_segments, ram_bundle
 
@@ -116,6 +117,7 @@ def test_the_shipped_recipe_has_the_papers_numbers() -> None:
     assert isinstance(recipe, RamRecipe) and isinstance(recipe.method, RamConfig)
     assert (recipe.ratios, recipe.temperature, recipe.contrastive) == ([2, 4, 8, 16, 32], 0.1, True)
     assert (recipe.method.segment_tokens, recipe.base_ratio, recipe.data.max_context_tokens) == (50, 50, 20_000)
+    assert recipe.data.max_answer_tokens >= 2048  # MultiNews' summaries keep their end
     assert (recipe.method.encoder.mode, recipe.method.decoder.mode) == ("full", "full")
     assert (recipe.optim.batch_size, recipe.optim.learning_rate, recipe.optim.final_learning_rate) == (32, 1e-5, 0)
     assert recipe.optim.schedule == "linear"
@@ -141,7 +143,7 @@ def recipe_file(folder: Path, decoder: Path, data: Path, steps: int) -> Path:
 
 
 def test_a_recipe_makes_a_bundle_and_resumes(bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ratios are drawn anew at each step, and yet a run that was cut off ends like one that was not."""
+    """Ratios are drawn again at each step, and yet a run that was cut off ends like one that was not."""
     bundle.backbone.model.save_pretrained(tmp_path / "decoder")
     bundle.tokenizer.save_pretrained(tmp_path / "decoder")
     write_jsonl(tmp_path / "data.jsonl", EXAMPLES * 4)

@@ -1,4 +1,4 @@
-"""Reconstruction (paper 000, stage I) and its perplexity, token by token with transformers' own model."""
+"""Reconstruction (ArcAligner, stage I) and its perplexity, token by token with transformers' own model."""
 
 from __future__ import annotations
 

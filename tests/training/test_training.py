@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -15,9 +16,11 @@ from ctx_compress_rag.data.examples import Example, Turn, check_held_out, read_j
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
+from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
 from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
+from helpers import architectures
 
 NO_SLOTS = torch.zeros(1, 1, dtype=torch.bool)
 EXAMPLES = [
@@ -91,6 +94,36 @@ def _hole_text(bundle: Any, text: str) -> list[int]:
     return ids[1:]
 
 
+@pytest.mark.parametrize("stage", ["distillation", "answer"])
+def test_each_example_draws_its_own_ratio(make_tiny_bundle: Any, stage: str) -> None:
+    """One of three for each: the sum of the single examples' losses at what was drawn, and all are drawn in turn."""
+    bundle = make_tiny_bundle(seed=3)
+    builder, plain = PromptBuilder(bundle.tokenizer), ["{context}\n\n{question}"]
+    objective: Any = DistillationLoss(bundle) if stage == "distillation" else LikelihoodLoss(bundle)
+    collate: Any = (
+        DistillationCollator(builder, plain, 512, 0, seed=0)
+        if stage == "distillation"
+        else AnswerCollator(builder, plain, 512, seed=0)
+    )
+    ratios = [4, 8, 16]
+    examples = [Example(e.passages, e.turns[:1]) for e in EXAMPLES]
+    items = objective.items(**collate(examples))
+
+    def loss(examples: list[Example], ratios: list[int], sample: int | None) -> float:
+        objective.ratios, objective.sample = ratios, sample
+        with torch.no_grad():
+            return float(objective(**collate(examples), num_items_in_batch=items)["loss"])
+
+    alone = [[loss([example], [ratio], None) for ratio in ratios] for example in examples]
+    possible = [a + b for a in alone[0] for b in alone[1]]
+    torch.manual_seed(0)
+    found = [loss(examples, ratios, 1) for _ in range(40)]
+    nearest = {min(range(9), key=lambda i: abs(possible[i] - each)) for each in found}
+    assert all(min(abs(p - each) for p in possible) < 1e-4 for each in found)
+    assert len(nearest) > 5
+    assert loss(examples, ratios, None) == pytest.approx(sum(map(sum, alone)), rel=1e-4)
+
+
 @pytest.mark.parametrize("encoder", ["lora", "full", "frozen"])
 @pytest.mark.parametrize("decoder", ["lora", "full", "frozen"])
 def test_gradients_reach_what_is_trained_and_nothing_else(make_tiny_bundle: Any, encoder: str, decoder: str) -> None:
@@ -146,6 +179,20 @@ def test_answers_are_the_same_tokens_with_text_and_with_slots(tiny_bundle: Any) 
             assert len(slots.ids) == len(example.passages) + 1
 
 
+@pytest.mark.parametrize("name", ["SmolLM3", "Gemma3"])
+@pytest.mark.parametrize("answer", ["goat", "a goat of the town"])
+def test_base_models_get_the_space_before_an_answer(name: str, answer: str) -> None:
+    """Prompt and answer are the tokens of one text, for byte-level and Metaspace tokenizers."""
+    tokenizer = copy.deepcopy(architectures.tokenizer(name))
+    tokenizer.chat_template = None
+    example = Example(EXAMPLES[0].passages, (Turn("Which pet?", (answer,)),))
+    row = PromptBuilder(tokenizer).text_row(example, TEMPLATES[0])
+    text = "\n\n".join(example.passages) + f"\n\nQuestion: Which pet?\nAnswer: {answer}"
+    whole = tokenizer((tokenizer.bos_token or "") + text, add_special_tokens=False)["input_ids"]
+    assert row.ids.tolist() == [*whole, tokenizer.eos_token_id]
+    assert tokenizer.decode(row.ids[row.answers]).strip().startswith(answer)
+
+
 def test_jsonl_round_trip_and_grouping(tmp_path: Path) -> None:
     examples = world_examples("dev", 1, 4, max_turns=3)
     rows = write_jsonl(tmp_path / "data.jsonl", examples)
@@ -170,6 +217,14 @@ def test_held_out_passages_and_questions_never_reach_training() -> None:
     question = Example(("Another text.",), held_out[3].turns)
     with pytest.raises(DataError, match="question"):
         check_held_out([*EXAMPLES, question], held_out)
+
+
+def test_passages_without_questions_share_none() -> None:
+    """Rows of texts, and of reconstruction, have a blank question each."""
+    rows = [Example((text,), (Turn(" ", (text,)),)) for text in ("Kormoor lies on the Halen.", "Pell trades in salt.")]
+    check_held_out(rows[:1], rows[1:])
+    with pytest.raises(DataError, match="passage"):
+        check_held_out(rows, rows[1:])
 
 
 def test_splits_of_the_world_share_no_name() -> None:
@@ -368,6 +423,30 @@ def test_a_lora_teacher_reads_full_text_in_the_bundle(tmp_path: Path) -> None:
     assert (logits - untuned).abs().max() > 1e-2
     with pytest.raises(BundleError, match="adapter_config"):
         Bundle.build(bundle.config, bundle.backbone, teacher=tmp_path / "run")
+
+
+def test_a_lora_teacher_is_trained_on(tmp_path: Path) -> None:
+    """From its adapter, which a step of no size leaves as it is; its folder has no tokenizer and no weights."""
+    from safetensors.torch import load_file
+
+    recipe, _ = _tiny_recipes(tmp_path / "run", steps=1)
+    run_recipe(recipe)
+    settings = yaml.safe_load(recipe.read_text())
+    del settings["scratch"]
+
+    def train(decoder: str, output: str, rate: float, mode: str = "lora") -> dict[str, torch.Tensor]:
+        changed = {"decoder": str(tmp_path / decoder), "output": str(tmp_path / output), "tune": {"mode": mode}}
+        optim = settings["optim"] | {"learning_rate": rate, "final_learning_rate": 0.0}
+        recipe.write_text(yaml.safe_dump(settings | changed | {"optim": optim}))
+        return load_file(run_recipe(recipe) / "adapter_model.safetensors")
+
+    first = train("run/teacher", "first", 0.5)
+    same, other = train("first", "same", 1e-12), train("first", "other", 0.5)
+    assert first.keys() == same.keys() == other.keys()
+    assert all(torch.allclose(same[name], first[name]) for name in first)
+    assert any(bool((first[name] != 0).all()) and not torch.allclose(other[name], first[name]) for name in first)
+    with pytest.raises(ConfigError, match=r"first is a LoRA adapter: go on with tune\.mode: lora"):
+        train("first", "full", 0.5, mode="full")
 
 
 def test_a_long_passage_is_cut_and_its_answer_kept(tiny_bundle: Any) -> None:

@@ -13,7 +13,7 @@ from ctx_compress_rag.adaptation.updates import answer_losses
 
 
 class RetrievalAdapterLoss(nn.Module):
-    """Trains Q/K/V LoRA factors on the answers' tokens (paper 003, appendix G).
+    """Trains Q/K/V LoRA factors on the answers' tokens (In-Context Optimization, appendix G).
 
     Args:
         decoder: the frozen decoder.
@@ -23,7 +23,7 @@ class RetrievalAdapterLoss(nn.Module):
 
     def __init__(self, decoder: AdaptiveDecoder, rank: int, alpha: int) -> None:
         super().__init__()
-        self._decoder = (decoder,)  # a plain tuple hides its weights from nn.Module
+        self.decoder = decoder
         self.scale = alpha / rank
         shapes = projections(decoder.bundle.backbone.model)
         self.names = list(shapes)
@@ -41,7 +41,7 @@ class RetrievalAdapterLoss(nn.Module):
 
     def forward(self, rows: list[Row]) -> dict[str, Tensor]:
         """Mean cross-entropy of the batch's answer tokens."""
-        return {"loss": answer_losses(self._decoder[0], [rows], self.adapter())[0]}
+        return {"loss": answer_losses(self.decoder, [rows], self.adapter())[0]}
 
 
 class PromptTuningLoss(nn.Module):
@@ -55,7 +55,7 @@ class PromptTuningLoss(nn.Module):
 
     def __init__(self, decoder: AdaptiveDecoder, virtual_tokens: int, seed: int) -> None:
         super().__init__()
-        self._decoder = (decoder,)
+        self.decoder = decoder
         embeddings = decoder.bundle.backbone.embeddings
         device = embeddings.weight.device
         ids = torch.randint(embeddings.num_embeddings, (virtual_tokens,), generator=torch.Generator().manual_seed(seed))
@@ -64,4 +64,4 @@ class PromptTuningLoss(nn.Module):
 
     def forward(self, rows: list[Row]) -> dict[str, Tensor]:
         """Mean cross-entropy of the batch's answer tokens."""
-        return {"loss": answer_losses(self._decoder[0], [rows], None, self.prefix)[0]}
+        return {"loss": answer_losses(self.decoder, [rows], None, self.prefix)[0]}

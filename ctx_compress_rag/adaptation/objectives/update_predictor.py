@@ -25,13 +25,14 @@ class MatchingObjective(nn.Module):
 
     def __init__(self, decoder: AdaptiveDecoder, update: PredictedUpdate, magnitude_weight: float) -> None:
         super().__init__()
-        self._frozen = (decoder, update)  # a plain tuple hides the decoder's weights from nn.Module
+        self.decoder = decoder
+        self.update = update
         self.predictor = update.predictor
         self.magnitude_weight = magnitude_weight
 
     def forward(self, contexts: Contexts, queries: Contexts) -> dict[str, Tensor]:
         """The loss of a batch; `queries` are not used."""
-        decoder, update = self._frozen
+        decoder, update = self.decoder, self.update
         config = update.config
         target = sgd(decoder, contexts, update.base, config.inner_steps, config.inner_learning_rate).change()
         predicted = self.predictor(pooled_states(decoder, contexts, update.base, update.config.layer))
@@ -69,11 +70,12 @@ class TaskObjective(nn.Module):
 
     def __init__(self, decoder: AdaptiveDecoder, update: PredictedUpdate) -> None:
         super().__init__()
-        self._frozen = (decoder, update)
+        self.decoder = decoder
+        self.update = update
         self.predictor = update.predictor
 
     def forward(self, contexts: Contexts, queries: Contexts) -> dict[str, Tensor]:
         """The loss of a batch: a context's `queries` are answered with its update."""
-        decoder, update = self._frozen
+        decoder, update = self.decoder, self.update
         predicted = self.predictor(pooled_states(decoder, contexts, update.base, update.config.layer))
         return {"loss": answer_losses(decoder, queries, update.base.plus(predicted)).mean()}

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.data.world import EXAMPLES_PER_WORLD
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.training.recipes import CompressionRecipe, parse_recipe
+from ctx_compress_rag.training.config import CompressionRecipe
+from ctx_compress_rag.training.recipes import parse_recipe
 
 SHIPPED = Path(__file__).parent / "comparisons"
 
@@ -180,7 +181,7 @@ def stage_recipes(
 ) -> list[CompressionRecipe]:
     """An entry's stages as recipes: stage i is written to `folder`/i, and starts from the bundle of stage i - 1.
 
-    All entries read the same examples in the same order: each stage goes on where the one before it
+    All entries read the same examples in the same order: each stage continues where the one before it
     ended.
 
     Raises:

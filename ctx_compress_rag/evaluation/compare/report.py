@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.compare.config import Comparison, Ordering
 from ctx_compress_rag.evaluation.compare.run import BASELINES, RUN_FILE
 from ctx_compress_rag.evaluation.harness import EXTRACTED, FULL, NONE, SOFT, TRUNCATED
@@ -41,7 +42,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class EntryRow:
     """A system at all of its ratios, with what its training and compressing took (empty for baselines)."""
 
     name: str
@@ -51,7 +52,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class Results:
     """All results of a comparison.
 
     Attributes:
@@ -67,7 +68,7 @@ class Report:
     none: list[float]
     full_exact: list[float]
     none_exact: list[float]
-    rows: list[Row]
+    rows: list[EntryRow]
     missing: list[str]
 
     @property
@@ -76,7 +77,7 @@ class Report:
         return sorted({ratio for row in self.rows for ratio in row.cells})
 
 
-def read_report(comparison: Comparison, folder: Path) -> Report:
+def read_report(comparison: Comparison, folder: Path) -> Results:
     """What a comparison's folder holds.
 
     Raises:
@@ -105,35 +106,32 @@ def read_report(comparison: Comparison, folder: Path) -> Report:
                 )
         return found
 
-    rows = [Row(name, BASELINES, cells(baselines["scores"], name), {}) for name in (EXTRACTED, TRUNCATED)]
+    rows = [EntryRow(name, BASELINES, cells(baselines["scores"], name), {}) for name in (EXTRACTED, TRUNCATED)]
     missing = []
     for name in comparison.entries:
         file = folder / "results" / f"{name}.json"
         if file.exists():
             result = json.loads(file.read_text(encoding="utf-8"))
-            rows.append(Row(name, result["method"]["name"], cells(result["scores"], SOFT), result))
+            rows.append(EntryRow(name, result["method"]["name"], cells(result["scores"], SOFT), result))
         else:
             missing.append(name)
-    return Report(run, full["f1"], none["f1"], full["exact_match"], none["exact_match"], rows, missing)
+    return Results(run, full["f1"], none["f1"], full["exact_match"], none["exact_match"], rows, missing)
 
 
-def table(report: Report) -> str:
+def table(found: Results) -> str:
     """The results as a Markdown table, one line for each entry."""
-    ratios = report.ratios
     # Truncation gets a token for each slot: what the ratio means for passages of these lengths.
-    budgets = {r: cell.real_ratio for row in report.rows if row.name == TRUNCATED for r, cell in row.cells.items()}
-    heads = [
-        *(f"{ratio}x" for ratio in ratios),
-        "parameters trained",
-        "training",
-        "ms per passage",
-        "bytes per passage",
-    ]
-    lines = [f"| context | {' | '.join(heads)} |", "|" + "---|" * (len(heads) + 1)]
-    for row in report.rows:
-        scores = [_cell(row.cells.get(ratio), budgets.get(ratio, ratio)) for ratio in ratios]
-        lines.append(f"| {row.name} | {' | '.join([*scores, *_costs(row)])} |")
-    return "\n".join(lines)
+    budgets = {r: cell.real_ratio for row in found.rows if row.name == TRUNCATED for r, cell in row.cells.items()}
+    return report.table(
+        [
+            {
+                "context": row.name,
+                **{f"{ratio}x": _cell(row.cells.get(ratio), budgets.get(ratio, ratio)) for ratio in found.ratios},
+                **_costs(row),
+            }
+            for row in found.rows
+        ]
+    )
 
 
 def _cell(cell: Cell | None, ratio: float) -> str:
@@ -141,31 +139,32 @@ def _cell(cell: Cell | None, ratio: float) -> str:
         return ""
     kept = "" if cell.normalized is None else f" ({_interval(cell.normalized)})"
     off = "" if abs(cell.real_ratio / ratio - 1) <= _OFF_BUDGET else f" [{cell.real_ratio:.1f}x]"
-    return f"{_score(cell.f1)}{kept}, EM {np.mean(cell.exact_match):.3f}{off}"
+    return f"{report.mean(cell.f1)}{kept}, EM {np.mean(cell.exact_match):.3f}{off}"
 
 
-def _costs(row: Row) -> list[str]:
-    if not row.costs:
-        return ["", "", "", ""]
-    interrupted = "over " if row.costs["interrupted"] else ""
+def _costs(row: EntryRow) -> dict[str, str]:
+    costs = row.costs
+    if not costs:
+        return {}
     sizes = [cell.stored_bytes for _, cell in sorted(row.cells.items()) if cell.stored_bytes is not None]
     # A nestable method stores one ratio for all, others each ratio apart.
     stored = [f"{size:,.0f}" for size in (sizes[:1] if len(set(sizes)) == 1 else sizes)]
-    return [
-        f"{row.costs['trained_parameters']:,}",
-        f"{interrupted}{row.costs['training_seconds']:,.0f} s, {row.costs['training_tokens']:,} tokens",
-        f"{1000 * row.costs['compress_seconds']:.1f}",
-        " / ".join(stored),
-    ]
+    interrupted = "over " if costs["interrupted"] else ""
+    return {
+        "parameters trained": f"{costs['trained_parameters']:,}",
+        "training": f"{interrupted}{costs['training_seconds']:,.0f} s, {costs['training_tokens']:,} tokens",
+        "ms per passage": f"{1000 * costs['compress_seconds']:.1f}",
+        "bytes per passage": " / ".join(stored),
+    }
 
 
-def orderings(comparison: Comparison, report: Report) -> list[str]:
+def orderings(comparison: Comparison, found: Results) -> list[str]:
     """For each ordering of the papers, whether it held: the difference in F1 over the same questions."""
-    rows = {row.name: row for row in report.rows}
+    rows = {row.name: row for row in found.rows}
     return [_ordering(ordering, rows) for ordering in comparison.orderings]
 
 
-def _ordering(ordering: Ordering, rows: dict[str, Row]) -> str:
+def _ordering(ordering: Ordering, rows: dict[str, EntryRow]) -> str:
     missing = [name for name in (ordering.better, ordering.worse) if name not in rows]
     if missing:
         return f"- **not measured**: {ordering.claim} ({', '.join(missing)} has no result)"
@@ -178,19 +177,18 @@ def _ordering(ordering: Ordering, rows: dict[str, Row]) -> str:
         *(np.mean([cells[ratio].f1 for ratio in shared], axis=0).tolist() for cells in (better, worse))
     )
     verdict = "held" if whole.low > 0 else "reversed" if whole.high < 0 else "not shown"
-    apart = (
-        "" if len(shared) == 1 else f"; {', '.join(f'{r}x {_signed(d)}' for r, d in zip(shared, each, strict=True))}"
-    )
-    at = f" at {shared[0]}x" if len(shared) == 1 else ""
-    return f"- **{verdict}**: {ordering.claim}: {ordering.better} over {ordering.worse}{at} {_signed(whole)}{apart}"
+    by_ratio = ", ".join(f"{r}x {report.interval(d, '+')}" for r, d in zip(shared, each, strict=True))
+    at, apart = (f" at {shared[0]}x", "") if len(shared) == 1 else ("", f"; {by_ratio}")
+    over = f"{ordering.better} over {ordering.worse}{at} {report.interval(whole, '+')}{apart}"
+    return f"- **{verdict}**: {ordering.claim}: {over}"
 
 
-def text(comparison: Comparison, report: Report) -> str:
+def text(comparison: Comparison, found: Results) -> str:
     """The whole report as Markdown."""
-    run = report.run
+    run = found.run
     baseline = (
-        f"full text {_score(report.full)}, EM {np.mean(report.full_exact):.3f}; "
-        f"no context {_score(report.none)}, EM {np.mean(report.none_exact):.3f}"
+        f"full text {report.mean(found.full)}, EM {np.mean(found.full_exact):.3f}; "
+        f"no context {report.mean(found.none)}, EM {np.mean(found.none_exact):.3f}"
     )
     about = [
         f"{run['questions']} questions about names that training never met, passages in each prompt: "
@@ -202,7 +200,7 @@ def text(comparison: Comparison, report: Report) -> str:
         "(truncation gets as many tokens as that). Time: to compress one passage alone, for the store. Bytes: as "
         "stored, one size for each ratio where a method stores each apart.",
         "",
-        table(report),
+        table(found),
         "",
         f"{baseline}.",
         "",
@@ -210,35 +208,35 @@ def text(comparison: Comparison, report: Report) -> str:
         "(paired bootstrap, 95 % interval). *Held*: the interval is above zero; *reversed*: below; *not shown*: it "
         "holds zero.",
         "",
-        *orderings(comparison, report),
+        *orderings(comparison, found),
     ]
-    if report.missing:
-        about += ["", f"Without a result yet: {', '.join(report.missing)}."]
+    if found.missing:
+        about += ["", f"Without a result yet: {', '.join(found.missing)}."]
     return "\n".join(about)
 
 
-def save(comparison: Comparison, folder: Path) -> Report:
+def save(comparison: Comparison, folder: Path) -> Results:
     """Write compare.md and compare.png from what `folder` holds so far.
 
     Raises:
         ConfigError: it holds no comparison.
     """
-    report = read_report(comparison, folder)
-    (folder / "compare.md").write_text(text(comparison, report) + "\n", encoding="utf-8")
-    entries = [row for row in report.rows if row.costs]
+    found = read_report(comparison, folder)
+    report.write(folder, "compare", text(comparison, found))
+    entries = [row for row in found.rows if row.costs]
     if entries:
         plot_panels(
             folder / "compare.png",
             _panels(entries),
-            [_curve(row) for row in report.rows if not row.costs],
-            {FULL: float(np.mean(report.full)), NONE: float(np.mean(report.none))},
-            report.ratios,
-            title=f"answer F1 after {report.run['steps']} steps each (bars: 95 %)",
+            [_curve(row) for row in found.rows if not row.costs],
+            {FULL: float(np.mean(found.full)), NONE: float(np.mean(found.none))},
+            found.ratios,
+            title=f"answer F1 after {found.run['steps']} steps each (bars: 95 %)",
         )
-    return report
+    return found
 
 
-def _panels(entries: Sequence[Row]) -> dict[str, list[Curve]]:
+def _panels(entries: Sequence[EntryRow]) -> dict[str, list[Curve]]:
     """A picture for each method; of one with many entries several, since a picture holds few curves."""
     panels: dict[str, list[Curve]] = {}
     for method in dict.fromkeys(row.method for row in entries):
@@ -248,26 +246,15 @@ def _panels(entries: Sequence[Row]) -> dict[str, list[Curve]]:
     return panels
 
 
-def _curve(row: Row) -> Curve:
-    cells = [cell for _, cell in sorted(row.cells.items())]
-    means = [float(np.mean(cell.f1)) for cell in cells]
-    margins = [1.96 * standard_error(cell.f1) for cell in cells]
-    return Curve(
+def _curve(row: EntryRow) -> Curve:
+    return report.curve(
         row.name,
-        [cell.real_ratio for cell in cells],
-        means,
-        [max(0.0, mean - margin) for mean, margin in zip(means, margins, strict=True)],
-        [min(1.0, mean + margin) for mean, margin in zip(means, margins, strict=True)],
+        [
+            (cell.real_ratio, float(np.mean(cell.f1)), 1.96 * standard_error(cell.f1))
+            for _, cell in sorted(row.cells.items())
+        ],
     )
-
-
-def _score(scores: Sequence[float]) -> str:
-    return f"{np.mean(scores):.3f} ± {standard_error(scores):.3f}"
 
 
 def _interval(interval: Interval) -> str:
     return f"{interval.value:.3f}: {interval.low:.3f} to {interval.high:.3f}"
-
-
-def _signed(interval: Interval) -> str:
-    return f"{interval.value:+.3f} ({interval.low:+.3f} to {interval.high:+.3f})"

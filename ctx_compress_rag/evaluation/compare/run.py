@@ -2,7 +2,7 @@
 
 In the output folder: `run.json` says what is compared, `entries/` holds recipes, checkpoints and bundles,
 `results/` one JSON file for each entry that is finished. An entry with a result is not trained again; one
-that was interrupted goes on from its last checkpoint.
+that was interrupted resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.metrics import exact_match, token_f1
 from ctx_compress_rag.text.minilm import load_minilm
 from ctx_compress_rag.text.prompts import shares
+from ctx_compress_rag.training.config import CompressionRecipe, ReconstructionRecipe
+from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.objectives.reconstruction import passages_of
-from ctx_compress_rag.training.recipes import CompressionRecipe, ReconstructionRecipe
-from ctx_compress_rag.training.run import load_examples, run_recipe
+from ctx_compress_rag.training.run import run_recipe
 
 BASELINES = "baselines"
 RUN_FILE = "run.json"
@@ -281,7 +282,7 @@ def _entry_result(
         "method": bundle.config.method.model_dump(mode="json"),
         "fingerprint": bundle.fingerprint,
         "stages": [
-            {"stage": r.stage, "steps": r.optim.steps, "seed": r.seed, "world_seed": r.data.world[0].seed}  # type: ignore[attr-defined]
+            {"stage": r.stage, "steps": r.optim.steps, "seed": r.seed, "world_seed": r.data.world[0].seed}
             for r in job.recipes
         ],
         "steps": job.steps,

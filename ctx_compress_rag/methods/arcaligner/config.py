@@ -11,7 +11,7 @@ from ctx_compress_rag.methods.sentence_slots.config import SentenceUnits
 
 
 class SelectiveLoraConfig(Strict):
-    """LoRA at slot positions only, beside every linear layer (paper 000, section 3.3 and table 5)."""
+    """LoRA at slot positions only, beside every linear layer (ArcAligner, section 3.3 and table 5)."""
 
     rank: int = Field(default=128, gt=0)
     alpha: int = Field(default=32, gt=0)
@@ -19,7 +19,7 @@ class SelectiveLoraConfig(Strict):
 
 
 class ArcAlignerConfig(SentenceUnits):
-    """ArcAligner (paper 000, tables 5 and 6): sentence slots read with selective LoRA and recursive gates.
+    """ArcAligner (tables 5 and 6): sentence slots read with selective LoRA and recursive gates.
 
     Attributes:
         lora: None is the paper's ablation without LoRA.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def refinement(bundle: Bundle, text: str, ratio: int) -> dict[str, Any]:
-    """How many loops ArcAligner's gates give each slot at each layer (paper 000, figures 5 and 8 to 10).
+    """How many loops ArcAligner's gates give each slot at each layer (its paper's figures 5 and 8 to 10).
 
     A slot is refined by what it sees, which is what stands before it in the prompt: the beginning of the first
     template that the bundle was trained with, as its report has it. No question after the text could change

@@ -1,4 +1,4 @@
-"""ArcAligner: slots refined inside the decoder, layer by layer (paper 000, sections 3.3-3.4, algorithm 1)."""
+"""ArcAligner: slots refined inside the decoder, layer by layer (sections 3.3-3.4, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ArcAlignerReader(MappedReader):
         trunk = model.get_decoder()
         layers = decoder_layers(trunk, model.config.get_text_config().num_hidden_layers)
         trunk.forward = partial(self._forward, trunk.forward)
-        # Plain tuples hide them from nn.Module.
+        # Tuples, which nn.Module does not look into: none of these weights are this module's.
         self._twin = (model,)
         self._layers = tuple(layers)
         gated = range(len(layers)) if config.gated_layers == "all" else config.gated_layers

@@ -1,4 +1,4 @@
-"""Selective LoRA: low-rank updates that act on slot positions only (paper 000, section 3.3)."""
+"""Selective LoRA: low-rank updates that act on slot positions only (ArcAligner, section 3.3)."""
 
 from __future__ import annotations
 

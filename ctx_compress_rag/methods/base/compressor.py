@@ -5,13 +5,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.methods.base.part import Part
 from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.text.tokenising import bos_id
 
 
 class SlotBatch(NamedTuple):
@@ -24,6 +29,12 @@ class SlotBatch(NamedTuple):
 
     slots: Tensor
     token_counts: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[SoftContext]) -> SlotBatch:
+        """Compressed passages as one padded batch; gradients are kept."""
+        slots = nn.utils.rnn.pad_sequence([row.slots for row in rows], batch_first=True)
+        return cls(slots, nn.utils.rnn.pad_sequence([row.token_counts for row in rows], batch_first=True))
 
     def rows(self) -> list[SoftContext]:
         """One SoftContext per passage, padding dropped; gradients are kept."""
@@ -83,13 +94,14 @@ class Compressor(Part):
         dim: width of a slot.
     """
 
+    side = "compressor"
     nestable: ClassVar[bool]
     question_aware: ClassVar[bool] = False
     dim: int
 
     @abstractmethod
-    def forward(self, passages: PassageBatch, ratios: Sequence[int]) -> Mapping[int, SlotBatch]:
-        """Compress a training batch at each ratio, with gradients."""
+    def forward(self, passages: PassageBatch, ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
+        """Compress a training batch at each ratio, with gradients, in windows as `compress` does for a store."""
 
     @abstractmethod
     def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
@@ -104,7 +116,22 @@ class Compressor(Part):
 
 
 class TokenCompressor(Compressor):
-    """A compressor that reads token ids, longer passages window by window."""
+    """A compressor that reads token ids, longer passages window by window.
+
+    Whatever is read stands behind a BOS where the decoder's tokenizer puts one, as the decoder was trained: the first
+    position is where many decoders put what they attend to for want of anything else. The papers do not speak of it.
+    BOS itself goes into no slot.
+    """
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__(backbone)
+        self._bos = bos_id(backbone.tokenizer)
+
+    def behind_bos(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Right-padded texts behind their BOS, if there is one, with their mask, and how many positions it takes."""
+        if self._bos is None:
+            return input_ids, attention_mask, 0
+        return F.pad(input_ids, (1, 0), value=self._bos), F.pad(attention_mask, (1, 0), value=1), 1
 
     @abstractmethod
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> Mapping[int, SlotBatch]:
@@ -113,9 +140,17 @@ class TokenCompressor(Compressor):
         Shape: input_ids and attention_mask (batch, length)
         """
 
-    def forward(self, passages: PassageBatch, ratios: Sequence[int]) -> Mapping[int, SlotBatch]:
-        """Compress a training batch at each ratio, with gradients."""
-        return self.encode(passages.input_ids, passages.attention_mask, ratios)
+    def forward(self, passages: PassageBatch, ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
+        """Compress a training batch at each ratio, with gradients; slots never span two windows."""
+        ids, mask = passages.input_ids, passages.attention_mask
+        if ids.shape[1] <= window:
+            return self.encode(ids, mask, ratios)
+        rows = [row[real].tolist() for row, real in zip(ids, mask.bool(), strict=True)]
+        pieces = _windows(rows, window)
+        done = self.encode(*padded([piece for _, piece in pieces], ids.device), ratios)
+        return {
+            ratio: SlotBatch.of(_joined([index for index, _ in pieces], batch.rows())) for ratio, batch in done.items()
+        }
 
     def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
         """Compress passages for a store; slots never span two windows."""
@@ -126,26 +161,33 @@ class TokenCompressor(Compressor):
         self, passages: Sequence[Sequence[int]], ratio: int, window: int, batch_tokens: int
     ) -> list[SoftContext]:
         """Compress token ids of passages; the arguments are those of `compress`."""
-        pieces = [
-            (index, ids[start : start + window])
-            for index, ids in enumerate(passages)
-            for start in range(0, len(ids), window)
-        ]
-        done: dict[int, list[SoftContext]] = {}
+        pieces = _windows(passages, window)
+        done: dict[int, SoftContext] = {}
         device = self.backbone.device
         for batch in _batches(pieces, batch_tokens):
             ids, mask = padded([pieces[i][1] for i in batch], device)
             compressed = self.encode(ids, mask, [ratio])[ratio]
             rows = SlotBatch(compressed.slots.float().cpu(), compressed.token_counts.long().cpu()).rows()
-            for i, row in zip(batch, rows, strict=True):
-                done.setdefault(i, []).append(row)
-        by_passage: list[list[SoftContext]] = [[] for _ in passages]
-        for i, (index, _) in enumerate(pieces):
-            by_passage[index].extend(done[i])
-        return [
-            SoftContext(torch.cat([row.slots for row in rows]), torch.cat([row.token_counts for row in rows]))
-            for rows in by_passage
-        ]
+            done |= dict(zip(batch, rows, strict=True))
+        return _joined([index for index, _ in pieces], [done[i] for i in range(len(pieces))])
+
+
+def _windows(passages: Sequence[Sequence[int]], window: int) -> list[tuple[int, Sequence[int]]]:
+    """The pieces of at most `window` tokens that passages are encoded in, each with its passage's number."""
+    return [
+        (index, ids[start : start + window])
+        for index, ids in enumerate(passages)
+        for start in range(0, max(1, len(ids)), window)
+    ]
+
+
+def _joined(passages: Sequence[int], pieces: Sequence[SoftContext]) -> list[SoftContext]:
+    """The pieces of each passage as one, given the number of the passage that each is of, in order."""
+    return [
+        SoftContext(torch.cat([piece.slots for _, piece in own]), torch.cat([piece.token_counts for _, piece in own]))
+        for _, group in groupby(zip(passages, pieces, strict=True), key=itemgetter(0))
+        for own in [list(group)]
+    ]
 
 
 def _batches(pieces: Sequence[tuple[int, Sequence[int]]], batch_tokens: int) -> list[list[int]]:

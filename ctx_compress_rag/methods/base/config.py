@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
+from ctx_compress_rag.ratios import merge_factor
+
 
 class Strict(BaseModel):
     """Settings that never change, unknown keys refused by name.
@@ -31,8 +33,8 @@ class Strict(BaseModel):
 class TuneConfig(Strict):
     """How a copy of the decoder's weights is trained.
 
-    `lora` adds low-rank adapters to weights shared in memory (paper 001, table 6 for the defaults);
-    `full` trains a copy of all weights, for small decoders, but for the input embeddings, which all share, and
+    `lora` adds low-rank adapters to weights shared in memory (Simple Context Compression, table 6 for the defaults);
+    `full` trains a copy of all weights, for small decoders, except for the input embeddings, which all share, and
     with them the head of a decoder that ties it to them; `frozen` trains nothing.
     """
 
@@ -63,8 +65,7 @@ class MethodConfig(Strict):
         """Refuse ratios that the method cannot serve from what is stored at `base_ratio`.
 
         Raises:
-            ValueError: naming the first of them.
+            ValueError: naming the first of them; a RatioError where nothing else is wrong.
         """
         for ratio in ratios:
-            if ratio < base_ratio or ratio % base_ratio:
-                raise ValueError(f"ratio {ratio} is no multiple of base_ratio {base_ratio}")
+            merge_factor(ratio, base_ratio)

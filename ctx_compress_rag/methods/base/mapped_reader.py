@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
-from ctx_compress_rag.methods.base.part import load_parameters, train_copy
+from ctx_compress_rag.methods.base.part import train_copy
 from ctx_compress_rag.methods.base.projections import LinearMap, TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
-
-ADAPTER = "reader"
 
 
 class MappedReader(Reader):
@@ -23,7 +21,7 @@ class MappedReader(Reader):
 
     Args:
         backbone: the decoder.
-        projection: the map; None where slots are embeddings already (paper 001's ablation without W).
+        projection: the map; None where slots are embeddings already (Simple Context Compression's ablation).
         tune: how the decoder is adapted.
     """
 
@@ -33,7 +31,7 @@ class MappedReader(Reader):
         self.projection = projection
         self.own: nn.Module | None = None
         if tune.mode == "lora":
-            backbone.add_adapter(ADAPTER, lora_config(tune))
+            backbone.add_adapter(self.side, lora_config(tune))
         elif tune.mode == "full":
             self.own = backbone.copy_model()
         self.to(backbone.device)
@@ -64,7 +62,7 @@ class MappedReader(Reader):
         if self.own is not None:
             trained += train_copy(self.own)
         elif self.tune.mode == "lora":
-            trained += self.backbone.train_adapter(ADAPTER)
+            trained += self.backbone.train_adapter(self.side)
         return trained
 
     def forward(self, slots: Tensor, token_counts: Tensor) -> Tensor:
@@ -77,14 +75,5 @@ class MappedReader(Reader):
     @contextmanager
     def decoder(self, slot_mask: Tensor) -> Iterator[Any]:
         """The decoder with this reader's adapter, or this reader's own copy of it; `slot_mask` is not used."""
-        with self.backbone.use(ADAPTER if self.tune.mode == "lora" else None) as model:
+        with self.backbone.use(self.side if self.tune.mode == "lora" else None) as model:
             yield model if self.own is None else self.own
-
-    def saved_state(self) -> dict[str, Tensor]:
-        """The map, and the decoder's copy where there is one."""
-        shared = self.backbone.embeddings.weight
-        return {name: p.detach().cpu().contiguous() for name, p in self.named_parameters() if p is not shared}
-
-    def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `saved_state` gave."""
-        load_parameters(self, state, self.saved_state().keys(), "reader")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,33 +14,39 @@ from ctx_compress_rag.errors import BundleError
 
 
 class Part(nn.Module, ABC):
-    """One side of a method: trained for a decoder, and saved apart from it."""
+    """One side of a method: trained for a decoder, and saved apart from it.
+
+    Attributes:
+        side: which of the two it is; its folder in a bundle and its adapter have this name.
+        backbone: the decoder it was made for. It is no module, so that its weights are not this module's.
+    """
+
+    side: ClassVar[str]
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
-        # A plain tuple hides the shared decoder from nn.Module: its weights are not this module's.
-        self._backbone = (backbone,)
-
-    @property
-    def backbone(self) -> Backbone:
-        """The decoder this part was made for."""
-        return self._backbone[0]
+        self.backbone = backbone
 
     @abstractmethod
     def trained_parameters(self) -> list[nn.Parameter]:
         """Make what this part trains trainable and return it."""
 
-    @abstractmethod
     def saved_state(self) -> dict[str, Tensor]:
-        """The tensors a bundle stores for this part, adapters excepted."""
+        """The tensors a bundle stores for this part: its own weights, without adapters and the decoder's embeddings."""
+        shared = self.backbone.embeddings.weight
+        return {name: p.detach().cpu().contiguous() for name, p in self.named_parameters() if p is not shared}
 
-    @abstractmethod
     def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `saved_state` gave."""
+        """Put back what `saved_state` gave.
+
+        Raises:
+            BundleError: names or shapes differ from this part's.
+        """
+        load_parameters(self, state, self.saved_state().keys(), self.side)
 
 
 def train_copy(model: nn.Module) -> list[nn.Parameter]:
-    """Make a decoder's copy trainable, but for the embeddings that it shares; returns what is trained.
+    """Make a decoder's copy trainable, except for the embeddings that it shares; returns what is trained.
 
     Where the decoder's head is tied to its embeddings, the head is shared and frozen with them.
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 # E[GELU(x)^2] for standard normal x.
 _GELU_POWER = 0.42522
 
-# GELU(x) is x / 2 + 0.4 x^2 and less: among inputs of this standard deviation it is a line, but for a tenth.
+# GELU(x) is x / 2 + 0.4 x^2 and less: among inputs of this standard deviation it is a line, except for a tenth.
 _NEARLY_LINEAR = 0.3
 
 # Of the inputs' mean variance, added to each direction's: some are hardly there in a few passages.
@@ -17,7 +17,7 @@ _RIDGE = 1e-3
 
 
 class LinearMap(nn.Linear):
-    """z W^T for each slot z (paper 001, section 5.1; W_align of paper 004, eq. 5).
+    """z W^T for each slot z (Simple Context Compression, section 5.1; W_align of Read As Human, eq. 5).
 
     Args:
         slot_dim: width of a slot.
@@ -52,8 +52,8 @@ class LinearMap(nn.Linear):
 class TwoLayerMap(nn.Module):
     """W_2 GELU(W_1 z + b_1) + b_2 for each slot z.
 
-    It is the MLP of paper 002, eq. 13, and W_psi of paper 000, eq. 1, which says only "lightweight projector":
-    this is xRAG's. A sentence encoder's space is not a rotation of the decoder's, so one linear map is too
+    It is the MLP of ComprExIT, eq. 13, and W_psi of ArcAligner, eq. 1, which says only "lightweight projector": this
+    is xRAG's. A sentence encoder's space is not a rotation of the decoder's, so one linear map is too
     little, and its vectors come ready-made, so there is nothing before the projector that could learn the
     rest. The papers name neither the activation nor the width between, here the decoder's.
 

@@ -14,6 +14,8 @@ from ctx_compress_rag.methods.base.part import Part
 class Reader(Part):
     """Maps stored slots into the decoder's embedding space and prepares the decoder to read them."""
 
+    side = "reader"
+
     @abstractmethod
     def initialise(self, slot_rms: float) -> None:
         """Prepare an untrained reader for slots of this root mean square."""

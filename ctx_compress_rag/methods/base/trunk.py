@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ctx_compress_rag.backbone import Backbone, decoder_layers
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import TokenCompressor
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
-from ctx_compress_rag.methods.base.part import load_parameters, train_copy
-
-ADAPTER = "compressor"
+from ctx_compress_rag.methods.base.part import train_copy
 
 
 class TrunkCompressor(TokenCompressor):
@@ -23,7 +21,7 @@ class TrunkCompressor(TokenCompressor):
 
     Args:
         backbone: the decoder.
-        tune: how the encoder is adapted (paper 001, section 5.1: LoRA apart from the decoder's).
+        tune: how the encoder is adapted (Simple Context Compression, section 5.1: LoRA apart from the decoder's).
         layers: of how many of the decoder's layers, from the first, the encoder is made; None is all of them.
 
     Raises:
@@ -40,7 +38,7 @@ class TrunkCompressor(TokenCompressor):
         # A plain tuple hides it from nn.Module: its weights are the decoder's.
         self._trunk = (trunk if kept is None else _with_layers(trunk, kept),)
         if tune.mode == "lora":
-            backbone.add_adapter(ADAPTER, lora_config(tune) if kept is None else _lora_of_layers(tune, kept))
+            backbone.add_adapter(self.side, lora_config(tune) if kept is None else _lora_of_layers(tune, kept))
         elif tune.mode == "full":
             model = backbone.copy_model()
             self.encoder = model.base_model
@@ -51,22 +49,13 @@ class TrunkCompressor(TokenCompressor):
         """Make what the encoder trains trainable and return it."""
         if self.encoder is not None:
             return train_copy(self.encoder)
-        return self.backbone.train_adapter(ADAPTER) if self.tune.mode == "lora" else []
+        return self.backbone.train_adapter(self.side) if self.tune.mode == "lora" else []
 
     @contextmanager
     def trunk(self) -> Iterator[Any]:
         """The encoder, a transformers model without a head, held for this thread within the context."""
-        with self.backbone.use(ADAPTER if self.tune.mode == "lora" else None):
+        with self.backbone.use(self.side if self.tune.mode == "lora" else None):
             yield self._trunk[0] if self.encoder is None else self.encoder
-
-    def saved_state(self) -> dict[str, Tensor]:
-        """This module's own weights; the encoder's embeddings are the decoder's."""
-        shared = self.backbone.embeddings.weight
-        return {name: p.detach().cpu().contiguous() for name, p in self.named_parameters() if p is not shared}
-
-    def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `saved_state` gave."""
-        load_parameters(self, state, self.saved_state().keys(), ADAPTER)
 
 
 def _layers(trunk: nn.Module, config: Any, count: int) -> nn.ModuleList:

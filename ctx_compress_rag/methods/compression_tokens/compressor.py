@@ -1,4 +1,4 @@
-"""Compression tokens (paper 001, "Simple Context Compression", sections 3 and 5.1)."""
+"""Compression tokens (Simple Context Compression, sections 3 and 5.1)."""
 
 from __future__ import annotations
 
@@ -54,9 +54,11 @@ class CompressionTokensCompressor(TrunkCompressor):
 
         Shape: (batch, length), (batch, length) -> (batch, ceil(length / ratio), dim) for each ratio
         """
+        tokens_of = [token_counts(attention_mask, ratio) > 0 for ratio in ratios]
+        input_ids, attention_mask, _ = self.behind_bos(input_ids, attention_mask)
         batch, length = input_ids.shape
         device = input_ids.device
-        real = [attention_mask.bool(), *(token_counts(attention_mask, ratio) > 0 for ratio in ratios)]
+        real = [attention_mask.bool(), *tokens_of]
         sizes = [part.shape[1] for part in real]
         # Each ratio's tokens follow on the text's own last position, whatever the padding.
         ends = attention_mask.sum(1, keepdim=True)

@@ -8,7 +8,7 @@ from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 
 
 class CompressionTokensConfig(MethodConfig):
-    """Compression tokens (paper 001, section 5.1): one learned token, repeated once for each slot.
+    """Compression tokens (Simple Context Compression, section 5.1): one learned token, repeated once for each slot.
 
     `attention` is how they see each other and the text: "causal" as the decoder does, or
     "bidirectional" among compression tokens, causal over the text.

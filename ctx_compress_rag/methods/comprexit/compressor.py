@@ -1,9 +1,9 @@
-"""ComprExIT (paper 002, "Context Compression via Explicit Information Transmission", section 3.2)."""
+"""ComprExIT (section 3.2)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
-from ctx_compress_rag.methods.base.part import load_parameters
 from ctx_compress_rag.methods.comprexit.config import ComprexitConfig
 from ctx_compress_rag.methods.comprexit.transport import TransportPlan, WindowAttention
 from ctx_compress_rag.soft_context import pool
@@ -87,9 +86,7 @@ class ComprexitCompressor(TokenCompressor):
 
     The layers 1..L of the paper are the outputs of the decoder's L blocks, the last after the decoder's
     final norm, as transformers gives it; the embeddings are none of them. The text is read as the decoder
-    always reads it: causally, and behind a BOS where the decoder's tokenizer puts one. The paper does not speak
-    of it, but the frozen decoder was trained so, and the first position is where many decoders put what they
-    attend to for want of anything else: without BOS that is the passage's first token. BOS itself goes into no slot.
+    always reads it: causally.
 
     A segment holds as many whole local fields of `ratio` tokens as fit into `segment_tokens`, at least one,
     so that a passage has ceil(tokens / ratio) slots at any ratio. Only its last field may be shorter.
@@ -105,7 +102,6 @@ class ComprexitCompressor(TokenCompressor):
         super().__init__(backbone)
         self.config = config
         self.dim = config.slot_dim
-        self._bos = _bos(backbone.tokenizer)
         self.depth: DepthGates | None = None
         if config.layers == "all":
             layers = backbone.model.config.num_hidden_layers
@@ -130,11 +126,9 @@ class ComprexitCompressor(TokenCompressor):
 
         There is no mask: under causal attention nothing sees the padding on its right.
         """
-        if self._bos is not None:
-            input_ids = F.pad(input_ids, (1, 0), value=self._bos)
+        input_ids, _, first = self.behind_bos(input_ids, torch.ones_like(input_ids))
         with self.backbone.use(None) as model:
             output = model.base_model(input_ids=input_ids, use_cache=False, output_hidden_states=True)
-        first = 0 if self._bos is None else 1
         states = [state[:, first:].to(self.anchor.weight.dtype) for state in output.hidden_states[1:]]
         if self.config.normalise_states:
             states = [F.rms_norm(state, state.shape[-1:]) for state in states]
@@ -188,20 +182,6 @@ class ComprexitCompressor(TokenCompressor):
         ]
         gates = None if self.depth is None else self.depth.gates(states)[0].cpu()
         return Transmission(gates, torch.block_diag(*plans).cpu())
-
-    def saved_state(self) -> dict[str, Tensor]:
-        """All of its weights; the decoder's are not its own."""
-        return {name: p.detach().cpu().contiguous() for name, p in self.named_parameters()}
-
-    def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `saved_state` gave."""
-        load_parameters(self, state, self.saved_state().keys(), "compressor")
-
-
-def _bos(tokenizer: Any) -> int | None:
-    """The id of the BOS that the tokenizer puts before a text; None if it puts none."""
-    ids: list[int] = tokenizer("", verbose=False)["input_ids"]
-    return ids[0] if ids and ids[0] == tokenizer.bos_token_id else None
 
 
 def _mix(states: Sequence[Tensor], weights: Tensor) -> Tensor:

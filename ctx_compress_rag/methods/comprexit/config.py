@@ -10,7 +10,7 @@ from ctx_compress_rag.methods.base.config import MethodConfig
 
 
 class ComprexitConfig(MethodConfig):
-    """ComprExIT (paper 002): explicit transmission from frozen hidden states to slots.
+    """ComprExIT: explicit transmission from frozen hidden states to slots.
 
     Two switches are the paper's ablations (table 3): `layers: last` leaves out layer aggregation,
     `allocation: window_attention` coordinated allocation.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def transmission(bundle: Bundle, text: str, ratio: int) -> dict[str, Any]:
-    """ComprExIT's gates over layers and its transmission plan (paper 002, figures 5 and 7b).
+    """ComprExIT's gates over layers and its transmission plan (its paper's figures 5 and 7b).
 
     Returns: `transmission.json`, `plan.png`, and `gates.png` unless the bundle reads the last layer alone.
     """

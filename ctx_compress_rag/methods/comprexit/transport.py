@@ -1,4 +1,4 @@
-"""Width-wise transmission of ComprExIT: from token anchors to slots (paper 002, section 3.2.2)."""
+"""Width-wise transmission of ComprExIT: from token anchors to slots (section 3.2.2)."""
 
 from __future__ import annotations
 

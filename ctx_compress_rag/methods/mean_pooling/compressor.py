@@ -1,4 +1,4 @@
-"""Mean pooling (paper 001, "Simple Context Compression", section 4.1)."""
+"""Mean pooling (Simple Context Compression, section 4.1)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.methods.base.compressor import SlotBatch
 from ctx_compress_rag.methods.base.part import load_parameters
-from ctx_compress_rag.methods.base.trunk import ADAPTER, TrunkCompressor
+from ctx_compress_rag.methods.base.trunk import TrunkCompressor
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.soft_context import pool
 
@@ -44,12 +44,27 @@ class MeanPoolingCompressor(TrunkCompressor):
 
         Shape: (batch, length), (batch, length) -> (batch, length, dim)
         """
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
+        return self.token_vectors(
+            input_ids, full_attention_mask(attention_mask, self.backbone.embeddings.weight.dtype), positions
+        )
+
+    def token_vectors(self, input_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        """What is pooled, under any attention mask: for rows that hold several passages.
+
+        Args:
+            input_ids: token ids.
+            mask: additive, as transformers takes it: (batch, 1, length, length).
+            positions: each token's place in its passage: (batch or 1, length).
+
+        Shape: (batch, length) -> (batch, length, dim)
+        """
         with self.trunk() as trunk:
             embeddings = self.backbone.embeddings(input_ids)
             hidden: Tensor = trunk(
-                inputs_embeds=self._placed(embeddings),
-                attention_mask=full_attention_mask(attention_mask, embeddings.dtype),
-                position_ids=torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0),
+                inputs_embeds=self._placed(embeddings, positions),
+                attention_mask=mask,
+                position_ids=positions,
                 use_cache=False,
             ).last_hidden_state
         if not self.embedding_skip:
@@ -61,12 +76,11 @@ class MeanPoolingCompressor(TrunkCompressor):
         summed: Tensor = embeddings + self.backbone.embedding_rms() * hidden
         return summed
 
-    def _placed(self, embeddings: Tensor) -> Tensor:
+    def _placed(self, embeddings: Tensor, positions: Tensor) -> Tensor:
         """Embeddings with the vectors of their positions, if there are any."""
         if self.positions is None:
             return embeddings
-        place = torch.arange(embeddings.shape[1], device=embeddings.device) % len(self.positions)
-        return embeddings + self.positions[place].to(embeddings.dtype)
+        return embeddings + self.positions[positions % len(self.positions)].to(embeddings.dtype)
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """Make what this trains trainable and return it: the encoder's part, the map and the positions."""
@@ -77,7 +91,8 @@ class MeanPoolingCompressor(TrunkCompressor):
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
         """Encode once, pool at every ratio (section 4.2: the encoder's work is shared by the ratios)."""
-        hidden = self.hidden_states(input_ids, attention_mask)
+        ids, mask, first = self.behind_bos(input_ids, attention_mask)
+        hidden = self.hidden_states(ids, mask)[:, first:]
         return {ratio: SlotBatch(*pool(hidden, attention_mask, ratio)) for ratio in ratios}
 
     def saved_state(self) -> dict[str, Tensor]:
@@ -87,7 +102,7 @@ class MeanPoolingCompressor(TrunkCompressor):
     def load_saved_state(self, state: dict[str, Tensor]) -> None:
         """Put back what `saved_state` gave."""
         names = {name.removeprefix(_ENCODER): name for name in super().saved_state()}
-        load_parameters(self, {names.get(n, n): value for n, value in state.items()}, names.values(), ADAPTER)
+        load_parameters(self, {names.get(n, n): value for n, value in state.items()}, names.values(), self.side)
 
 
 def full_attention_mask(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 
 
 class MeanPoolingConfig(MethodConfig):
-    """Mean pooling (paper 001, section 4.1).
+    """Mean pooling (Simple Context Compression, section 4.1).
 
     `embedding_skip` adds each token's embedding to its hidden state, scaled to the embeddings' size,
     before pooling. It is not in the paper (the default is off); small decoders learn to read slots

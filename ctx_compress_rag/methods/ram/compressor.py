@@ -1,4 +1,4 @@
-"""RAM, "Read As Human" (paper 004): which segments a question needs as text, and a vector for each of the others."""
+"""RAM (Read As Human): which segments a question needs as text, and a vector for each of the others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RamCompressor(TrunkCompressor):
         if list(ratios) != [size]:
             raise RatioError(
                 f"ram stores one vector for each segment of {size} tokens, not ratios {list(ratios)}: leave the store "
-                "its ratio and give yours with each question (mode='close_reading'); train with stage: ram"
+                "its ratio and give a reduction with each question; train with stage: ram"
             )
         padding = (0, -input_ids.shape[1] % size)
         ids = F.pad(input_ids, padding).unflatten(1, (-1, size))
@@ -56,6 +56,7 @@ class RamCompressor(TrunkCompressor):
 
         Shape: (texts, length), (texts, length) -> (texts, length, dim)
         """
+        input_ids, attention_mask, first = self.behind_bos(input_ids, attention_mask)
         with self.trunk() as trunk:
             hidden: Tensor = trunk(
                 inputs_embeds=self.backbone.embeddings(input_ids),
@@ -63,7 +64,7 @@ class RamCompressor(TrunkCompressor):
                 position_ids=torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0),
                 use_cache=False,
             ).last_hidden_state
-        return hidden.float()
+        return hidden[:, first:].float()
 
     def choose(self, question: Tensor, segments: Tensor, counts: Tensor, ratio: int) -> list[bool]:
         """Which segments stay text: the nearest to the question, k by eq. 3; of equals the earlier.

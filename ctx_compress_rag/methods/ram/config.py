@@ -8,10 +8,11 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
+from ctx_compress_rag.ratios import check_reduction
 
 
 class RamConfig(MethodConfig):
-    """RAM (paper 004): close reading of the segments a question needs, skimming of the rest.
+    """RAM (Read As Human): close reading of the segments a question needs, skimming of the rest.
 
     The paper trains encoder and decoder fully. `close_reading: false` skims every segment; `skimming`
     pools a skimmed segment as the question asks, by its plain "average", or drops it ("none"): the
@@ -35,5 +36,4 @@ class RamConfig(MethodConfig):
         """A vector is stored for each segment; ratios are how much shorter a whole prompt's context becomes."""
         if base_ratio != self.segment_tokens:
             raise ValueError(f"base_ratio {base_ratio} must be ram's segment_tokens, {self.segment_tokens}")
-        if min(ratios) < 2:
-            raise ValueError(f"ratio {min(ratios)} makes nothing shorter: ram's ratios begin at 2")
+        check_reduction(min(ratios))

@@ -1,4 +1,4 @@
-"""Passages cut into equal segments, some kept as text and some skimmed (paper 004, section 3)."""
+"""Passages cut into equal segments, some kept as text and some skimmed (Read As Human, section 3)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from torch import Tensor
 
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.tokenising import text_tokens
+
+# Thai to Burmese and Khmer, kana, Han and its extensions.
+_UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003ffff"
+)
+_SPACED_LETTER = rf"[^\W{_UNSPACED}]"
 
 
 @dataclass(frozen=True)
@@ -69,9 +76,11 @@ class Segments:
         return self.text[slice(*self.span(run))]
 
     def holding(self, answers: Sequence[str]) -> list[bool]:
-        """Which segments hold an answer or a part of it: whole words of the text, in upper or lower case."""
-        words = (re.escape(answer.strip()) for answer in answers if answer.strip())
-        return self._matching(rf"(?i)(?<!\w){each}(?!\w)" for each in words)
+        """Which segments hold an answer or a part of it: whole words of the text, in upper or lower case.
+
+        In scripts without spaces between words, such as Chinese and Japanese, any place counts.
+        """
+        return self._matching(_whole_words(answer.strip()) for answer in answers if answer.strip())
 
     def quoted(self, parts: Sequence[str]) -> list[bool]:
         """Which segments hold one of these parts of a text, or some of it, to the letter."""
@@ -118,3 +127,10 @@ def shown(passages: Sequence[Segments], layouts: Sequence[Sequence[Run]], holes:
         "".join(passage.text_of(run) if run.kept else next(holes) for run in runs)
         for passage, runs in zip(passages, layouts, strict=True)
     ]
+
+
+def _whole_words(answer: str) -> str:
+    """A pattern that finds the answer, but not inside a word."""
+    before, after = (re.match(rf"[{_UNSPACED}]", edge) is None for edge in (answer[0], answer[-1]))
+    found = rf"(?<!{_SPACED_LETTER}){re.escape(answer)}" if before else re.escape(answer)
+    return rf"(?i){found}(?!{_SPACED_LETTER})" if after else f"(?i){found}"

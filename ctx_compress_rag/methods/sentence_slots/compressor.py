@@ -1,4 +1,4 @@
-"""One vector of a frozen sentence encoder for each sentence or passage (paper 000, sections 3.1-3.2; xRAG)."""
+"""One vector of a frozen sentence encoder for each sentence or passage (ArcAligner, sections 3.1-3.2; xRAG)."""
 
 from __future__ import annotations
 
@@ -58,14 +58,12 @@ class SentenceSlotsCompressor(Compressor):
         limit = ratio if unit == "tokens" else window
         return split(text, self.backbone.tokenizer, limit, merge=unit != "sentence", language=self.config.language)
 
-    def forward(self, passages: PassageBatch, ratios: Sequence[int]) -> Mapping[int, SlotBatch]:
+    def forward(self, passages: PassageBatch, ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
         """A training batch at each ratio. Nothing here is trained, so slots carry no gradients."""
         device = passages.input_ids.device
         done: dict[int, SlotBatch] = {}
         for ratio in ratios:
-            rows = self._encoded([self.units(text, ratio) for text in passages.texts], 32)
-            slots = nn.utils.rnn.pad_sequence([row.slots for row in rows], batch_first=True)
-            counts = nn.utils.rnn.pad_sequence([row.token_counts for row in rows], batch_first=True)
+            slots, counts = SlotBatch.of(self._encoded([self.units(t, ratio, window) for t in passages.texts], 32))
             done[ratio] = SlotBatch(slots.to(device), counts.to(device))
         return done
 

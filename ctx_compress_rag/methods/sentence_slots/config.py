@@ -10,7 +10,7 @@ from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 
 
 class SentenceUnits(MethodConfig):
-    """What becomes a vector of a sentence encoder (paper 000, sections 3.1 and 4.1).
+    """What becomes a vector of a sentence encoder (ArcAligner, sections 3.1 and 4.1).
 
     Attributes:
         encoder: a sentence-transformers model: a hub id, a folder, or "minilm" for the packaged one.
@@ -29,7 +29,7 @@ class SentenceUnits(MethodConfig):
 
 
 class SentenceSlotsConfig(SentenceUnits):
-    """Sentence vectors as slots (paper 000, sections 3.1-3.2); xRAG with one slot for each passage.
+    """Sentence vectors as slots (ArcAligner, sections 3.1-3.2); xRAG with one slot for each passage.
 
     The decoder is frozen, as xRAG's: only the projector is trained.
     """

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.extras import needs
+from ctx_compress_rag.text.minilm import PACKAGED, load_minilm
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
-
-PACKAGED = "minilm"
-"""The name of the MiniLM that comes with the `demo` extra and needs no download."""
 
 _CACHED_VECTORS = 16_384
 
@@ -79,8 +77,6 @@ class SentenceEncoder:
 
     def _load(self) -> SentenceTransformer:
         if self.name == PACKAGED:
-            from ctx_compress_rag.text.minilm import load_minilm
-
             return load_minilm(str(self.device))
         with needs("sentences"):
             from sentence_transformers import SentenceTransformer

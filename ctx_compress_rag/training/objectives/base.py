@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,14 @@ class SlotRows:
 
     rows: list[SlotRow]
     passages: list[list[int]]
+
+    def only(self, numbers: Sequence[int]) -> SlotRows:
+        """The prompts of these numbers."""
+        return SlotRows([self.rows[i] for i in numbers], [self.passages[i] for i in numbers])
+
+    def answer_tokens(self) -> Tensor:
+        """How many tokens the answers have: float (1,)."""
+        return torch.tensor([sum(int(mask.sum()) for row in self.rows for mask in row.answers)], dtype=torch.float32)
 
 
 @dataclass
@@ -56,7 +64,9 @@ class SlotObjective(nn.Module, ABC):
         bundle: what is trained; its trained parameters become this module's.
 
     Attributes:
+        bundle: what is trained.
         ratios: the ratios of the current step.
+        sample: how many of them each example draws; None: all examples train all.
     """
 
     def __init__(self, bundle: Bundle) -> None:
@@ -64,25 +74,30 @@ class SlotObjective(nn.Module, ABC):
         self.compressor = bundle.compressor
         self.reader = bundle.reader
         self.ratios: Sequence[int] = bundle.config.ratios
-        # A plain tuple hides the bundle's other weights from nn.Module.
-        self._bundle = (bundle,)
+        self.sample: int | None = None
+        self.bundle = bundle
         trained = bundle.compressor.trained_parameters() + bundle.reader.trained_parameters()
         own = {id(p) for p in self.parameters()}
         # Adapters live in the shared decoder, which is not a submodule.
         self.adapters = nn.ParameterList([p for p in trained if id(p) not in own])
 
-    @property
-    def bundle(self) -> Bundle:
-        """What is trained."""
-        return self._bundle[0]
-
     @abstractmethod
     def forward(self, **batch: Any) -> dict[str, Tensor]:
         """The loss of a collated batch, under "loss"."""
 
-    def compress(self, passages: PassageBatch) -> dict[int, SlotBatch]:
-        """The batch's passages at each of the step's ratios."""
-        return dict(self.compressor(passages.to(self.bundle.backbone.device), self.ratios))
+    def compress(self, passages: PassageBatch, ratios: Collection[int]) -> dict[int, SlotBatch]:
+        """The batch's passages at each of these ratios."""
+        on_device = passages.to(self.bundle.backbone.device)
+        return dict(self.compressor(on_device, list(ratios), self.bundle.config.max_tokens))
+
+    def drawn(self, rows: int) -> dict[int, list[int]]:
+        """For each of the step's ratios, which of so many rows train it; ratios that none trains are left out."""
+        everything = list(range(rows))
+        if self.sample is None or self.sample >= len(self.ratios):
+            return {ratio: everything for ratio in self.ratios}
+        order = torch.rand(rows, len(self.ratios)).argsort(1)[:, : self.sample].tolist()
+        chosen = {ratio: [row for row in everything if place in order[row]] for place, ratio in enumerate(self.ratios)}
+        return {ratio: own for ratio, own in chosen.items() if own}
 
     def answer_logits(self, prompts: SlotRows, batch: SlotBatch) -> tuple[Tensor, Tensor]:
         """Logits that predict the answers' tokens from slots, and those tokens' ids.

@@ -1,4 +1,4 @@
-"""Distillation from the full-text teacher, summed over ratios (paper 001, section 4.2)."""
+"""Distillation from the full-text teacher, summed over ratios (Simple Context Compression, section 4.2)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.methods.base.compressor import PassageBatch
 from ctx_compress_rag.text.prompts import PromptBuilder, SlotRow, TokenRow, draw_template
 from ctx_compress_rag.training.objectives.base import PassageTable, SlotObjective, SlotRows, predict
+from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 REPEAT = "Repeat the text."
 
 
-class DistillationLoss(SlotObjective):
-    """Sum over ratios of KL(teacher || student) on the answers' tokens (eq. 5-6), mean over examples.
+class DistillationLoss(WholeBatchMean, SlotObjective):
+    """Sum over ratios of KL(teacher || student) on the answers' tokens (eq. 5-6), mean over the batch's examples.
 
     Args:
         bundle: what is trained. Its decoder as it reads plain text is the teacher.
@@ -33,8 +34,19 @@ class DistillationLoss(SlotObjective):
         super().__init__(bundle)
         self.reconstruction_weight = reconstruction_weight
 
-    def forward(  # type: ignore[override]
+    def items(  # type: ignore[override]
         self, passages: PassageBatch, text_rows: list[TokenRow], prompts: SlotRows, repeats: SlotRows
+    ) -> Tensor:
+        """The examples, and the tokens of repeated passages: (2,)."""
+        return torch.cat((torch.tensor([float(len(text_rows))]), repeats.answer_tokens()))
+
+    def forward(  # type: ignore[override]
+        self,
+        passages: PassageBatch,
+        text_rows: list[TokenRow],
+        prompts: SlotRows,
+        repeats: SlotRows,
+        num_items_in_batch: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """The loss of a batch.
 
@@ -43,16 +55,24 @@ class DistillationLoss(SlotObjective):
             text_rows: each example with its passages as text, for the teacher.
             prompts: each example with holes for its passages.
             repeats: prompts whose answer is a passage's own text.
+            num_items_in_batch: examples, and tokens of repeated passages, of the whole batch; None: of this one.
         """
-        targets = self._teacher_log_probs(text_rows)
-        loss = torch.zeros((), device=targets.device)
-        for batch in self.compress(passages).values():
-            logits, _ = self.answer_logits(prompts, batch)
-            student = F.log_softmax(logits, dim=-1)
-            loss = loss + F.kl_div(student, targets, reduction="sum", log_target=True) / len(text_rows)
-            if self.reconstruction_weight and repeats.rows:
-                logits, answers = self.answer_logits(repeats, batch)
-                loss = loss + self.reconstruction_weight * F.cross_entropy(logits, answers)
+        if num_items_in_batch is None:
+            num_items_in_batch = self.items(passages, text_rows, prompts, repeats)
+        examples, repeated_tokens = num_items_in_batch
+        targets = self._teacher_log_probs(text_rows).split([int(row.answers.sum()) for row in text_rows])
+        loss = torch.zeros((), device=self.bundle.backbone.device)
+        drawn, repeated_at = self.drawn(len(text_rows)), self.drawn(len(repeats.rows))
+        for ratio, batch in self.compress(passages, drawn | repeated_at).items():
+            if own := drawn.get(ratio):
+                logits, _ = self.answer_logits(prompts.only(own), batch)
+                wanted = torch.cat([targets[row] for row in own])
+                student = F.log_softmax(logits, dim=-1)
+                loss = loss + F.kl_div(student, wanted, reduction="sum", log_target=True) / examples
+            if self.reconstruction_weight and (own := repeated_at.get(ratio)):
+                logits, answers = self.answer_logits(repeats.only(own), batch)
+                repeated = F.cross_entropy(logits, answers, reduction="sum") / repeated_tokens
+                loss = loss + self.reconstruction_weight * repeated
         return {"loss": loss}
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Negative log-likelihood of answers read from slots (paper 000, eq. 10; paper 002, section 3.3)."""
+"""Negative log-likelihood of answers read from slots (ArcAligner, eq. 10; ComprExIT, section 3.3)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,30 @@ from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.methods.base.compressor import PassageBatch
 from ctx_compress_rag.text.prompts import PromptBuilder, SlotRow, draw_template
 from ctx_compress_rag.training.objectives.base import PassageTable, SlotObjective, SlotRows
+from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 
-class LikelihoodLoss(SlotObjective):
-    """Cross-entropy of the answers' tokens given the slots, mean over tokens, summed over the step's ratios.
+class LikelihoodLoss(WholeBatchMean, SlotObjective):
+    """Cross-entropy of the answers' tokens given the slots, mean over the batch's tokens, summed over its ratios.
 
     What the answers are, the collator decides: answers to questions, the passages' own text
     (reconstruction), or the text that follows them (next token).
     """
 
-    def forward(self, passages: PassageBatch, prompts: SlotRows) -> dict[str, Tensor]:  # type: ignore[override]
+    def items(self, passages: PassageBatch, prompts: SlotRows) -> Tensor:  # type: ignore[override]
+        """The answers' tokens: (1,)."""
+        return prompts.answer_tokens()
+
+    def forward(  # type: ignore[override]
+        self, passages: PassageBatch, prompts: SlotRows, num_items_in_batch: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """The loss of a batch: its passages, and prompts with holes for them."""
         loss = torch.zeros((), device=self.bundle.backbone.device)
-        for batch in self.compress(passages).values():
-            loss = loss + F.cross_entropy(*self.answer_logits(prompts, batch))
-        return {"loss": loss}
+        drawn = self.drawn(len(prompts.rows))
+        for ratio, batch in self.compress(passages, drawn).items():
+            loss = loss + F.cross_entropy(*self.answer_logits(prompts.only(drawn[ratio]), batch), reduction="sum")
+        [tokens] = self.items(passages, prompts) if num_items_in_batch is None else num_items_in_batch
+        return {"loss": loss / tokens}
 
 
 class AnswerCollator:

@@ -1,4 +1,4 @@
-"""Next-token prediction from slots: what `LikelihoodLoss` takes in its first phase (paper 002, section 3.3)."""
+"""Next-token prediction from slots: what `LikelihoodLoss` takes in its first phase (ComprExIT, section 3.3)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ctx_compress_rag.training.objectives.base import PassageTable, SlotRows
 
 
 class NextTokenCollator:
-    """Examples -> the arguments of `LikelihoodLoss`: text that goes on after its compressed beginning.
+    """Examples -> the arguments of `LikelihoodLoss`: text that continues after its compressed beginning.
 
     An example's passages are joined to one text; its questions are not used. The beginning of the text is
-    compressed, what follows it is predicted, after the decoder's BOS and the slots (paper 002, appendix A.4:
+    compressed, what follows it is predicted, after the decoder's BOS and the slots (ComprExIT, appendix A.4:
     512 and 128 tokens). A text shorter than both together is cut in the same proportion, a longer one is
     left at their end.
 

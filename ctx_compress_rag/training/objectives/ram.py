@@ -1,4 +1,4 @@
-"""What RAM learns: answers from a context half kept, half skimmed, and which segments to keep (paper 004, eq. 7-9)."""
+"""What RAM learns: answers from a context half kept, half skimmed; which segments to keep (Read As Human, eq. 7-9)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import accumulate, repeat
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ctx_compress_rag.bundle import Bundle
@@ -20,6 +20,7 @@ from ctx_compress_rag.methods.ram.segments import Segments, layout, shown, slots
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, PromptBuilder, draw_template
 from ctx_compress_rag.training.objectives.base import SlotObjective, SlotRows
+from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class RamRow:
     positives: list[bool]
 
 
-class RamLoss(SlotObjective):
-    """L_nll + L_con (eq. 9), mean over questions.
+class RamLoss(WholeBatchMean, SlotObjective):
+    """L_nll + L_con (eq. 9), mean over the batch's questions.
 
     The ratio is drawn for each question from the step's ratios (section 4.1). Prompts are put together as
     `marking.close_reading.close_read` and the decoder do it: kept segments are text, and tokenised with the prompt.
@@ -74,7 +75,13 @@ class RamLoss(SlotObjective):
         """The compressor."""
         return cast(RamCompressor, self.compressor)
 
-    def forward(self, passages: list[Segments], rows: list[RamRow]) -> dict[str, Tensor]:  # type: ignore[override]
+    def items(self, passages: list[Segments], rows: list[RamRow]) -> Tensor:  # type: ignore[override]
+        """The questions: (1,)."""
+        return torch.tensor([float(len(rows))])
+
+    def forward(  # type: ignore[override]
+        self, passages: list[Segments], rows: list[RamRow], num_items_in_batch: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """The loss of a batch: its passages, each once, and the questions about them."""
         ids, mask = padded([ids for passage in passages for ids in passage.ids], self.bundle.backbone.device)
         hidden = self.ram.read(ids, mask)
@@ -97,8 +104,9 @@ class RamLoss(SlotObjective):
             contrast.append(self._contrast(question, means[places], row.positives))
         loss = self._likelihood(prompts, softs)
         if self.contrastive:
-            loss = loss + torch.stack(contrast).mean()
-        return {"loss": loss}
+            loss = loss + torch.stack(contrast).sum()
+        [questions] = self.items(passages, rows) if num_items_in_batch is None else num_items_in_batch
+        return {"loss": loss / questions}
 
     def _questions(self, rows: Sequence[RamRow]) -> Tensor:
         """r_q of each question: (rows, dim)."""
@@ -112,13 +120,11 @@ class RamLoss(SlotObjective):
         return -log_p[positive].sum() / max(1, int(positive.sum()))
 
     def _likelihood(self, prompts: SlotRows, softs: Sequence[SoftContext]) -> Tensor:
-        """L_nll (eq. 7): mean over each answer's tokens, then over questions."""
-        slots = nn.utils.rnn.pad_sequence([soft.slots for soft in softs], batch_first=True)
-        counts = nn.utils.rnn.pad_sequence([soft.token_counts for soft in softs], batch_first=True)
-        logits, targets = self.answer_logits(prompts, SlotBatch(slots, counts))
+        """L_nll (eq. 7): mean over each answer's tokens, sum over questions."""
+        logits, targets = self.answer_logits(prompts, SlotBatch.of(softs))
         lengths = [int(torch.cat(row.answers).sum()) for row in prompts.rows]
         answers = zip(logits.split(lengths), targets.split(lengths), strict=True)
-        return torch.stack([F.cross_entropy(*answer) for answer in answers]).mean()
+        return torch.stack([F.cross_entropy(*answer) for answer in answers]).sum()
 
 
 class RamCollator:

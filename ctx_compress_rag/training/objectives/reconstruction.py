@@ -1,4 +1,4 @@
-"""Passages said again from their slots (paper 000, section 3.5, stage I; xRAG's paraphrase pretraining).
+"""Passages reconstructed from their slots (ArcAligner, section 3.5, stage I; xRAG's paraphrase pretraining).
 
 The loss is `LikelihoodLoss`: here the answers are the passages' own text (eq. 10).
 """
@@ -28,6 +28,6 @@ class ReconstructionCollator(AnswerCollator):
     """
 
     def asked(self, example: Example, texts: Sequence[str]) -> Example:
-        """The shortened passage, to be said again."""
+        """The shortened passage, to be reconstructed."""
         [text] = texts
         return recited(text)

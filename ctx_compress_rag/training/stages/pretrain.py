@@ -12,11 +12,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import AutoTokenizer
 
+from ctx_compress_rag.backbone import load_decoder
 from ctx_compress_rag.data.config import TextData
 from ctx_compress_rag.data.held_out import held_out
 from ctx_compress_rag.data.texts import JSONL_SUFFIXES, documents
 from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.training.config import Guard, PretrainRecipe
+from ctx_compress_rag.training.loop import Job, training_device
+from ctx_compress_rag.training.minilm_decoder import minilm_decoder
+from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.stages.teacher import AnswerLoss, new_decoder, save_decoder
+from ctx_compress_rag.training.tokenizer import train_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -24,32 +32,34 @@ _DOCUMENTS_AT_ONCE = 256
 _TOKENIZER_CHARACTERS = 6_000_000
 
 
-def checked_documents(text: TextData, leave_out: bool, step: int = 1) -> Iterator[str]:
+def checked_documents(text: TextData, guard: Guard, step: int = 1) -> Iterator[str]:
     """Every `step`-th of a text's documents.
 
-    Held-out passages are left out of files of questions if asked, and refused elsewhere.
+    With a guard, passages that English bundles are scored with are left out of files of questions, or refused there,
+    and refused elsewhere.
 
     Raises:
         DataError: see `documents`; or a held-out passage.
     """
-    if leave_out and text.file.name.endswith(JSONL_SUFFIXES):
+    if guard == "leave out" and text.file.name.endswith(JSONL_SUFFIXES):
         drawn = islice(documents(text.file), 0, None, step)
         yield from (document for document in drawn if not held_out().has_passage(document))
         return
     for document in islice(documents(text.file), 0, None, step):
-        held_out().check_text(text.file, [document])
+        if guard:
+            held_out().check_text(text.file, [document])
         yield document
 
 
-def tokenizer_sample(texts: Sequence[TextData], leave_out: bool) -> Iterator[str]:
+def tokenizer_sample(texts: Sequence[TextData], guard: Guard) -> Iterator[str]:
     """Documents spread evenly over each text, about 6 million characters of each."""
     for text in texts:
         characters = sum(map(len, documents(text.file)))
-        yield from checked_documents(text, leave_out, step=max(1, round(characters / _TOKENIZER_CHARACTERS)))
+        yield from checked_documents(text, guard, step=max(1, round(characters / _TOKENIZER_CHARACTERS)))
 
 
 def token_ids(
-    text: TextData, leave_out: bool, tokenizer: Any, cache: Path, cached: bool
+    text: TextData, guard: Guard, tokenizer: Any, cache: Path, cached: bool
 ) -> NDArray[np.uint16 | np.uint32]:
     """A text's token ids, an end token after each document of a file of questions.
 
@@ -61,7 +71,7 @@ def token_ids(
     end = [tokenizer.eos_token_id] if text.file.name.endswith(JSONL_SUFFIXES) else []
     kind = np.uint16 if len(tokenizer) < 2**16 else np.uint32
     parts = []
-    waiting = checked_documents(text, leave_out)
+    waiting = checked_documents(text, guard)
     while batch := list(islice(waiting, _DOCUMENTS_AT_ONCE)):
         encoded = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
         parts += [np.array(ids + end, dtype=kind) for ids in encoded]
@@ -79,7 +89,7 @@ class PackedText(Sequence[Tensor]):
     """Windows of tokens, `count` of them, cut from several texts.
 
     A round over the texts cuts each, as many times as its weight, into windows that follow each other from a
-    place drawn anew each time; then shuffles all windows. A window starts anywhere, in the middle of a word even.
+    place drawn again each time; then shuffles all windows. A window starts anywhere, in the middle of a word even.
 
     Args:
         rows: token ids of each text: (tokens,).
@@ -149,3 +159,46 @@ def collate_windows(windows: Iterable[Tensor]) -> dict[str, Tensor]:
     """Windows -> the arguments of `AnswerLoss`, under which every token counts."""
     ids = torch.stack(list(windows))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "answers": torch.ones_like(ids, dtype=torch.bool)}
+
+
+def start(recipe: PretrainRecipe, resume: bool) -> Job:
+    """A decoder to train on windows of the recipe's texts."""
+    data, guard = recipe.data, recipe.data.guard
+    work = recipe.output / "tokens"  # what is learned and made of the texts before training, kept for a resumed run
+    if recipe.scratch:
+        if resume and (work / "tokenizer.json").exists():
+            tokenizer = AutoTokenizer.from_pretrained(work, trust_remote_code=False)
+        else:
+            sample = tokenizer_sample(data.texts, guard)
+            tokenizer = train_tokenizer(
+                sample, recipe.scratch.vocab_size, recipe.scratch.config["max_position_embeddings"]
+            )
+            tokenizer.save_pretrained(work)
+        decoder = new_decoder(recipe.scratch.config, tokenizer)
+    elif recipe.minilm:
+        decoder, tokenizer = minilm_decoder(recipe.minilm)
+    else:
+        decoder, tokenizer = load_decoder(recipe.decoder or "", recipe.revision, training_device())
+    decoder = decoder.float().requires_grad_(True)
+    work.mkdir(exist_ok=True)
+    rows = [token_ids(text, guard, tokenizer, work / f"{number}.npy", resume) for number, text in enumerate(data.texts)]
+    windows = PackedText(
+        rows,
+        [text.weight for text in data.texts],
+        recipe.window,
+        recipe.optim.steps * recipe.optim.batch_size,
+        recipe.seed,
+    )
+    return Job(
+        AnswerLoss(decoder, 1.0),
+        windows,
+        collate_windows,
+        save=lambda report: save_decoder(decoder, tokenizer, recipe.output),
+        about={
+            "text_tokens": {str(text.file): len(row) for text, row in zip(data.texts, rows, strict=True)},
+            "rounds": round(len(windows) / windows.per_round, 4),
+        },
+    )
+
+
+register(Stage(PretrainRecipe, start))

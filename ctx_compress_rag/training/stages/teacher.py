@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ctx_compress_rag.backbone import load_decoder
 from ctx_compress_rag.data.examples import Example
+from ctx_compress_rag.data.world import tokenizer_texts
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.base.config import lora_config
 from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
+from ctx_compress_rag.training.compiled import compile_layers, round_frozen
+from ctx_compress_rag.training.config import TeacherRecipe
+from ctx_compress_rag.training.examples import load_examples
+from ctx_compress_rag.training.loop import Collate, Job, training_device
+from ctx_compress_rag.training.objectives.packed import collate_packed
+from ctx_compress_rag.training.objectives.packed_text import PackedTextData, PackedTextLoss
+from ctx_compress_rag.training.probe import text_probe
+from ctx_compress_rag.training.stage import Stage, register
 from ctx_compress_rag.training.stages.pointers import Pointers, PointingHeads, pointers_of
+from ctx_compress_rag.training.tokenizer import train_tokenizer
+from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 
-class AnswerLoss(nn.Module):
-    """Next-token loss on answer tokens, and with a small weight on the rest.
+class AnswerLoss(WholeBatchMean, nn.Module):
+    """Next-token loss on answer tokens, and with a small weight on the rest: a weighted mean over the batch.
 
     Args:
         decoder: a causal LM.
@@ -32,33 +46,54 @@ class AnswerLoss(nn.Module):
         self.context_weight = context_weight
         self.pointing = pointing
 
+    def items(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        answers: Tensor,
+        pointers: tuple[Pointers, Pointers] | None = None,
+    ) -> Tensor:
+        """The tokens' weights, and how many pointers there are to names and to copies: (3,)."""
+        pointing = [len(each.rows) for each in pointers] if pointers else [0, 0]
+        weights = self._weights(attention_mask, answers).sum()
+        return torch.stack((weights, *torch.tensor(pointing, dtype=weights.dtype, device=weights.device)))
+
     def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor,
         answers: Tensor,
         pointers: tuple[Pointers, Pointers] | None = None,
+        num_items_in_batch: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """The loss of a right-padded batch; tensors are (batch, length), `pointers` to names and to copies.
 
         The decoder gets no mask: with padding on the right no real token attends to it, and plain
         causal attention is faster.
         """
+        if num_items_in_batch is None:
+            num_items_in_batch = self.items(input_ids, attention_mask, answers, pointers)
+        tokens, *pointing = num_items_in_batch
         if self.pointing is None or pointers is None:
-            return {"loss": self._answer_loss(input_ids, attention_mask, answers)}
+            return {"loss": self._answer_loss(input_ids, attention_mask, answers) / tokens}
         heads, weight = self.pointing
         with heads.watching():
-            loss = self._answer_loss(input_ids, attention_mask, answers)
-            for which, wanted in enumerate(pointers):
-                loss = loss + weight * heads.loss(which, wanted.to(input_ids.device))
+            loss = self._answer_loss(input_ids, attention_mask, answers) / tokens
+            for which, (wanted, count) in enumerate(zip(pointers, pointing, strict=True)):
+                share = len(wanted.rows) / count.clamp(min=1)
+                loss = loss + weight * share * heads.loss(which, wanted.to(input_ids.device))
         return {"loss": loss}
 
+    def _weights(self, attention_mask: Tensor, answers: Tensor) -> Tensor:
+        """The weight of each token that is predicted: (batch, length - 1)."""
+        return torch.where(answers[:, 1:], 1.0, self.context_weight) * attention_mask[:, 1:]
+
     def _answer_loss(self, input_ids: Tensor, attention_mask: Tensor, answers: Tensor) -> Tensor:
+        """The weighted sum of the tokens' losses."""
         logits = self.decoder(input_ids=input_ids, use_cache=False).logits
         targets = input_ids[:, 1:]
-        weights = torch.where(answers[:, 1:], 1.0, self.context_weight) * attention_mask[:, 1:]
         losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="none")
-        return (losses * weights.flatten()).sum() / weights.sum()
+        return (losses * self._weights(attention_mask, answers).flatten()).sum()
 
 
 class TextCollator:
@@ -126,3 +161,71 @@ def save_decoder(decoder: Any, tokenizer: Any, folder: Path, half: bool = True) 
     (decoder.half() if half else decoder).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     decoder.to(dtype)
+
+
+def _started(recipe: TeacherRecipe) -> tuple[Any, Any]:
+    """The decoder to train, and its tokenizer; with LoRA a new adapter, or the one that an earlier stage trained."""
+    from peft import PeftConfig, PeftModel, get_peft_model
+
+    name, revision, device = recipe.decoder or "", recipe.revision, training_device()
+    if isinstance(name, str) and (Path(name) / "adapter_config.json").exists():
+        if recipe.tune.mode != "lora":
+            raise ConfigError(f"{name} is a LoRA adapter: go on with tune.mode: lora, not {recipe.tune.mode}")
+        adapter = PeftConfig.from_pretrained(name)
+        base, tokenizer = load_decoder(adapter.base_model_name_or_path or "", revision or adapter.revision, device)
+        return PeftModel.from_pretrained(base, name, is_trainable=True), tokenizer
+    decoder, tokenizer = load_decoder(name, revision, device)
+    if recipe.tune.mode == "lora":
+        return get_peft_model(decoder, lora_config(recipe.tune), revision=revision), tokenizer
+    if recipe.tune.mode == "full":
+        return decoder.float().requires_grad_(True), tokenizer  # on a GPU it came in bfloat16, which loses small steps
+    return decoder, tokenizer
+
+
+def start(recipe: TeacherRecipe, resume: bool) -> Job:
+    """A decoder to train on the recipe's questions."""
+    examples: Any = load_examples(recipe)
+    if recipe.scratch:
+        tokenizer = train_tokenizer(_texts(recipe, examples), recipe.scratch.vocab_size, recipe.data.max_context_tokens)
+        decoder = new_decoder(recipe.scratch.config, tokenizer)
+    else:
+        decoder, tokenizer = _started(recipe)
+    builder = PromptBuilder(tokenizer, recipe.data.max_answer_tokens)
+    data, point = recipe.data, recipe.pointing
+    model: nn.Module
+    collate: Collate
+    if recipe.packing:
+        examples = PackedTextData(builder, examples, recipe)
+        collate = collate_packed
+        if recipe.optim.bf16:
+            round_frozen(decoder)
+        if recipe.optim.compile == "layers":
+            compile_layers(decoder.get_base_model())
+        model = PackedTextLoss(decoder)
+    else:
+        collate = TextCollator(builder, data.templates, data.max_context_tokens, recipe.seed, point is not None)
+        heads = (PointingHeads(decoder, (point.name_layer, point.copy_layer)), point.weight) if point else None
+        model = AnswerLoss(decoder, recipe.context_loss_weight, heads)
+
+    def save(report: dict[str, Any]) -> None:
+        if recipe.tune.mode == "lora":
+            # A peft adapter folder: the `teacher` of a distillation recipe. Left to itself, peft would ask the hub
+            # whether the embeddings were changed, too.
+            decoder.save_pretrained(recipe.output, save_embedding_layers=False)
+        else:
+            save_decoder(decoder, tokenizer, recipe.output)
+
+    probe = text_probe(decoder, tokenizer, recipe.probe) if recipe.probe else None
+    return Job(model, examples, collate, save, probe=probe, probe_every=recipe.probe.every if recipe.probe else 1)
+
+
+def _texts(recipe: TeacherRecipe, examples: Sequence[Example]) -> Iterator[str]:
+    """What a new tokenizer is made from."""
+    if recipe.data.world:
+        yield from tokenizer_texts()
+    else:
+        yield from (passage for example in examples for passage in example.passages)
+    yield from recipe.data.templates * 200
+
+
+register(Stage(TeacherRecipe, start))

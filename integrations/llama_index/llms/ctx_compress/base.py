@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self, cast
+from typing import Any, Literal, cast
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -27,7 +27,8 @@ from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.types import Model
 
-from ctx_compress_rag.adaptation import Adaptation, Adapted, AdaptiveDecoder, Demonstration, serving
+from ctx_compress_rag.adaptation import Adapted, AdaptiveDecoder, serving
+from ctx_compress_rag.adaptation.llm import DecoderLLM
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling
@@ -35,7 +36,6 @@ from ctx_compress_rag.decoding.generation import given_options
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import OnUnreadable, check_scope
-from ctx_compress_rag.stores.markers import scope as in_scope
 from llama_index.llms.ctx_compress.streams import in_thread
 
 _ROLES = {
@@ -48,13 +48,13 @@ Prompt = str | list[Message]
 Pieces = Generator[str | Generation, None, None]
 
 
-class CompressedContextLLM(LLM):
+class CompressedContextLLM(DecoderLLM, LLM):
     """The decoder of a store's bundle: reads prompts in which markers stand for stored passages.
 
     Where the tokenizer has a chat template this is a chat model, and a completion prompt becomes one user
     message unless it is `formatted`. Where it has none, `messages_to_prompt` and `completion_to_prompt` make
     plain prompts. Prompts without markers are answered by the bundle's full-text decoder. The async methods
-    run in threads: the event loop goes on. A cancelled task, or a stream that is left early, stops the decoder
+    run in threads: the event loop keeps running. A cancelled task, or a stream that is left early, stops the decoder
     after the token in progress.
 
     The sampling fields may also be given to each call: `llm.complete(prompt, max_tokens=10, stop=["END"])`.
@@ -97,7 +97,7 @@ class CompressedContextLLM(LLM):
     scope: str | None = None
     predictor: str | Path | None = None
 
-    _decoder: AdaptiveDecoder = PrivateAttr()
+    _decoder: AdaptiveDecoder | None = PrivateAttr(None)
 
     def __init__(self, **fields: Any) -> None:
         try:
@@ -111,22 +111,12 @@ class CompressedContextLLM(LLM):
         if self.scope is not None:
             check_scope(self.scope)
         self._sampling({})
-        self._decoder = AdaptiveDecoder(
-            self._bundle, self.store, on_missing=self.on_missing, on_unreadable=self.on_unreadable
-        )
+        _ = self.decoder
 
     @classmethod
     def class_name(cls) -> str:
         """The class's name, for serialisation."""
         return "CompressedContextLLM"
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """A copy with settings of its own; what it holds of this process is shared."""
-        return self.model_copy()
-
-    def __getstate__(self) -> NoReturn:
-        """Refuse to be pickled: LlamaIndex would leave the store out, and take it from this object as well."""
-        raise ConfigError(f"{type(self).__name__} holds a model of this process: make it anew in the other one")
 
     @property
     def metadata(self) -> LLMMetadata:
@@ -207,67 +197,13 @@ class CompressedContextLLM(LLM):
         return cast(Model, await super().astructured_predict(output_cls, prompt, wanted, **prompt_args))
 
     @property
-    def decoder(self) -> AdaptiveDecoder:
-        """The decoder that answers."""
-        return self._decoder
-
-    def adapt(
-        self,
-        demonstrations: Sequence[Demonstration],
-        adaptation: Adaptation | str | Path | None = None,
-        ratio: int | None = None,
-    ) -> CompressedContextLLM:
-        """An LLM that answers as the demonstrations do (RAG-GD, paper 003); this one stays as it is.
-
-        All LLMs adapted from one share its weights in memory, and may be used side by side in threads.
-        `ctx_compress_rag.adaptation.generate_together` answers with several of their `decoder`s in one batch.
-
-        Args:
-            demonstrations: solved examples: question, passages, answer.
-            adaptation: a way to adapt, or the folder of an update predictor or a peft adapter; by default the
-                LLM's own `predictor`.
-            ratio: read the demonstrations' passages as soft contexts of the store, so many source tokens to a
-                slot (missing ones are compressed); None reads them as they are, texts or markers.
-
-        Raises:
-            ConfigError: there are no demonstrations, or no adaptation.
-            BundleError: the folder holds nothing for this decoder.
-        """
-        chosen = adaptation or self.predictor
-        if chosen is None:
-            raise ConfigError(f"{type(self).__name__} has no predictor: give predictor=, or an adaptation to adapt")
-        with self._in_scope():
-            return self._with_decoder(serving.adapt(self._decoder, demonstrations, chosen, ratio))
-
-    def with_adapter(self, folder: str | Path) -> CompressedContextLLM:
-        """An LLM with a saved peft adapter of this decoder's Q/K/V projections; this one stays as it is.
-
-        Raises:
-            BundleError: the folder holds no adapter for this decoder.
-        """
-        return self._with_decoder(serving.with_adapter(self._decoder, folder))
-
-    def save_adapter(self, folder: str | Path) -> None:
-        """Write what `adapt` changed as an ordinary peft adapter, which `with_adapter` and other engines load.
-
-        Raises:
-            ConfigError: nothing was changed that an adapter can hold.
-        """
-        serving.save_adapter(self._decoder, folder)
-
-    def _with_decoder(self, decoder: AdaptiveDecoder) -> CompressedContextLLM:
-        other = self.model_copy()
-        other._decoder = decoder
-        return other
-
-    @property
     def _taken(self) -> int:
         """Positions that an adaptation puts before every prompt."""
-        adapted, chat = self._decoder.adapted, [{"role": "user", "content": "?"}]
+        adapted, chat = self.decoder.adapted, [{"role": "user", "content": "?"}]
         if not adapted.shots and adapted.prefix is None:
             return 0
-        plain = self._decoder.with_adapted(Adapted())
-        return serving.prompt_tokens(self._decoder, chat) - serving.prompt_tokens(plain, chat)
+        plain = self.decoder.with_adapted(Adapted())
+        return serving.prompt_tokens(self.decoder, chat) - serving.prompt_tokens(plain, chat)
 
     @property
     def _bundle(self) -> Bundle:
@@ -298,16 +234,13 @@ class CompressedContextLLM(LLM):
     def _sampling(self, given: dict[str, Any]) -> Sampling:
         return Sampling.of(self, given)
 
-    def _in_scope(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.scope is None else in_scope(self.scope)
-
     def _generate(self, prompt: Prompt, given: dict[str, Any]) -> Generation:
         with self._in_scope():
-            return self._decoder.generate([prompt], self._sampling(given))[0]
+            return self.decoder.generate([prompt], self._sampling(given))[0]
 
     def _stream(self, prompt: Prompt, given: dict[str, Any]) -> Pieces:
         with self._in_scope():  # the prompt is read before this returns, none of it during iteration
-            return cast(Pieces, self._decoder.stream(prompt, self._sampling(given)))
+            return cast(Pieces, self.decoder.stream(prompt, self._sampling(given)))
 
     async def _astream(self, prompt: Prompt, given: dict[str, Any]) -> Pieces:
         return await asyncio.to_thread(self._stream, prompt, given)

@@ -12,7 +12,7 @@ _END = object()
 
 
 async def in_thread(blocking: Generator[T, None, None]) -> AsyncGenerator[T, None]:
-    """Iterate over a blocking generator in a thread; the event loop goes on meanwhile.
+    """Iterate over a blocking generator in a thread; the event loop keeps running meanwhile.
 
     One thread for the whole of it, so that a consumer that stops early, or is cancelled while the thread
     waits for the next item, can close the generator after that item.

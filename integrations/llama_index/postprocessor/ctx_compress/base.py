@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NoReturn, Self
 
 from llama_index.core.bridge.pydantic import Field, ValidationError
 from llama_index.core.callbacks import CallbackManager
+from llama_index.core.instrumentation.span import active_span_id
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.marking.mark import Mode, OnMissing, check_size, mark, stored_ids
+from ctx_compress_rag.marking.mark import OnMissing, check_size, mark, settled, stored_ids
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import OnUnreadable, quietly
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text
 from llama_index.postprocessor.ctx_compress.sources import restored
+
+_for_citations: ContextVar[bool] = ContextVar("ctx_compress_for_citations", default=False)
 
 
 class CompressedContextPostprocessor(BaseNodePostprocessor):
@@ -26,14 +32,16 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
     relationships, and by default show the marker to the LLM alone (see `CompressedTextNode`). Nodes with images,
     sound or video, and blank ones, pass through as they are. Works in threads and in an event loop.
 
-    With `mode="close_reading"` (RAM bundles) a node keeps the segments that the question needs as text, and
+    A `CitationQueryEngine` makes sources of plain text: asked by one, markers become the nodes' text.
+
+    With a RAM bundle (close reading) a node keeps the segments that the question needs as text, and
     markers stand for the rest. The LLM must be given the same store.
 
     Args:
         store: where the soft contexts are.
-        ratio: source tokens per slot, a multiple of the bundle's base ratio, which is the default. In close
-            reading, how many times shorter all passages together become, 2 or more; by default the least that
-            the bundle was trained for.
+        ratio: source tokens per slot, a multiple of the bundle's base ratio, which is the default.
+        reduction: in close reading, in place of a ratio: how many times shorter all passages together become, 2 or
+            more; by default the least that the bundle was trained for.
         token_budget: instead of a ratio, the most tokens that all passages of a question may take together,
             slots and text counted alike, as `marker_tokenizer` counts them. The higher a node's score, the finer
             its ratio; the best stay text where there is room, and at least 90% of the budget is used where the
@@ -45,9 +53,9 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
             leave this one as text, with a warning ("warn") or without ("text"); see `mark`.
         scope: tenant or user that the markers belong to; by default the one of
             `ctx_compress_rag.stores.markers.scope`, or else the store's.
-        replace_text: make the marker the node's text, for readers that do not ask for `MetadataMode.LLM`
-            (`CitationQueryEngine`). `restore_sources` then needs the store.
-        mode: "close_reading" for a RAM bundle, "soft" for any other.
+        replace_text: make the marker the node's text, for readers that do not ask for `MetadataMode.LLM`, such as
+            a subclass of `CitationQueryEngine`. `restore_sources` then needs the store.
+        mode: deprecated: each bundle has its own.
         callback_manager: LlamaIndex's own.
 
     Raises:
@@ -61,43 +69,51 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
 
     store: SoftContextStore = Field(exclude=True, repr=False)
     ratio: int | None = None
+    reduction: int | None = None
     token_budget: int | None = None
     on_missing: OnMissing = "compress"
     on_unreadable: OnUnreadable = "warn"
     scope: str | None = None
     replace_text: bool = False
-    mode: Mode = "soft"
 
     def __init__(
         self,
         store: SoftContextStore,
         *,
         ratio: int | None = None,
+        reduction: int | None = None,
         token_budget: int | None = None,
         on_missing: OnMissing = "compress",
         on_unreadable: OnUnreadable = "warn",
         scope: str | None = None,
         replace_text: bool = False,
-        mode: Mode = "soft",
+        mode: str | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
         fields: dict[str, Any] = {
             "store": store,
             "ratio": ratio,
+            "reduction": reduction,
             "token_budget": token_budget,
             "on_missing": on_missing,
             "on_unreadable": on_unreadable,
             "scope": scope,
             "replace_text": replace_text,
-            "mode": mode,
             "callback_manager": callback_manager or CallbackManager([]),
         }
         try:
             super().__init__(**fields)
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
+        self.ratio, self.reduction = settled(self.store, self.ratio, self.reduction, mode)
         check_size(
-            self.store, self.ratio, self.token_budget, self.on_missing, self.mode, self.scope, self.on_unreadable
+            self.store,
+            self.ratio,
+            self.reduction,
+            self.token_budget,
+            self.on_missing,
+            self.scope,
+            self.on_unreadable,
         )
 
     @classmethod
@@ -111,13 +127,27 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: LlamaIndex would leave the store out, and take it from this object as well."""
-        raise ConfigError(f"{type(self).__name__} holds a store of this process: make it anew in the other one")
+        raise ConfigError(f"{type(self).__name__} holds a store of this process: create it in the other one")
+
+    def postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None, query_str: str | None = None
+    ) -> list[NodeWithScore]:
+        """The nodes with markers."""
+        with _asker_known():
+            return super().postprocess_nodes(nodes, query_bundle, query_str)
+
+    async def apostprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None, query_str: str | None = None
+    ) -> list[NodeWithScore]:
+        """The nodes with markers."""
+        with _asker_known():
+            return await super().apostprocess_nodes(nodes, query_bundle, query_str)
 
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         """The nodes with markers. The async form of the base class runs this in a thread."""
-        # A marker from an earlier step is sized anew; what cannot be read, `mark` speaks of.
+        # A marker from an earlier step is sized again; what cannot be read, `mark` speaks of.
         nodes = restored(nodes, self.store, self.scope, quietly(self.on_unreadable))
         read = {place: own_text(scored.node) for place, scored in enumerate(nodes) if is_text(scored.node)}
         texts = list(read.values())
@@ -126,11 +156,11 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
             texts,
             stored_ids(self.store, texts, [nodes[place].node.node_id for place in read], self.scope),
             ratio=self.ratio,
+            reduction=self.reduction,
             token_budget=self.token_budget,
             scores=[nodes[place].score for place in read],
             on_missing=self.on_missing,
             scope=self.scope,
-            mode=self.mode,
             question=query_bundle.query_str if query_bundle else None,
             on_unreadable=self.on_unreadable,
         )
@@ -143,8 +173,22 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         ]
 
     def _with_marker(self, node: BaseNode, marker: str) -> BaseNode:
-        if not self.replace_text:
+        if not (self.replace_text or _for_citations.get()):
             return CompressedTextNode.of(node, marker)
         copied = node.model_copy(update={"metadata": dict(node.metadata)})
         copied.set_content(marker)
         return copied
+
+
+@contextmanager
+def _asker_known() -> Iterator[None]:
+    """Within, `_for_citations` says whether a CitationQueryEngine asks for nodes.
+
+    LlamaIndex names the call that it is in after the engine's class; a postprocessor is told nothing else of who asks,
+    and within `_postprocess_nodes` the name is that of the postprocessor itself.
+    """
+    token = _for_citations.set((active_span_id.get() or "").startswith("CitationQueryEngine."))
+    try:
+        yield
+    finally:
+        _for_citations.reset(token)

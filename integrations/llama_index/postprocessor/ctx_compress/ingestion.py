@@ -52,7 +52,7 @@ class CompressSoftContext(TransformComponent):
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """The same in a thread: the event loop goes on."""
+        """The same in a thread: the event loop keeps running."""
         return await asyncio.to_thread(self, nodes, **kwargs)
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:

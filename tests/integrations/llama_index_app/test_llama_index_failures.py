@@ -17,7 +17,7 @@ from llama_index.core.schema import MetadataMode, TextNode
 
 from ctx_compress_rag.errors import DecoderMemoryError, FingerprintMismatchError, MissingPassageError, StoreError
 from ctx_compress_rag.stores import SoftContextStore
-from helpers.llama_index import MAX_TOKENS, PASSAGES, QUESTION, RATIO, App, Events, index_in, watched
+from helpers.llama_index import MAX_TOKENS, PASSAGES, QUESTION, RATIO, App, index_in
 from helpers.server import chroma_server
 from llama_index.llms.ctx_compress import CompressedContextLLM
 from llama_index.postprocessor.ctx_compress import (
@@ -25,19 +25,6 @@ from llama_index.postprocessor.ctx_compress import (
     CompressSoftContext,
     restore_sources,
 )
-
-
-@pytest.fixture(scope="module")
-def app(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    app = App(make_tiny_bundle, tmp_path_factory.mktemp("chroma"))
-    with app.counting():
-        yield app
-
-
-@pytest.fixture
-def events() -> Iterator[Events]:
-    with watched() as events:
-        yield events
 
 
 def engine_on(store: SoftContextStore, index: Any, **arguments: Any) -> Any:

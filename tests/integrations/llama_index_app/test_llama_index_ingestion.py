@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,6 @@ from llama_index.postprocessor.ctx_compress import (
 )
 
 TEXT = " ".join(PASSAGES)
-
-
-@pytest.fixture(scope="module")
-def app(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    app = App(make_tiny_bundle, tmp_path_factory.mktemp("chroma"))
-    with app.counting():
-        yield app
 
 
 @pytest.fixture

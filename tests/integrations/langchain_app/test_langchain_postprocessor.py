@@ -46,7 +46,7 @@ def test_ratio(app: App, ratio: int | None) -> None:
     ("options", "error", "message"),
     [
         ({"ratio": 8, "token_budget": 20}, ConfigError, "ratio=8 and token_budget=20"),
-        ({"ratio": 6}, RatioError, "ratio=6"),
+        ({"ratio": 6}, RatioError, "ratio 6 cannot be made"),
         ({"ratio": "many"}, ConfigError, "'many'"),
         ({"token_budget": 0}, ConfigError, "token_budget=0"),
         ({"on_missing": "panic"}, ConfigError, "'panic'"),

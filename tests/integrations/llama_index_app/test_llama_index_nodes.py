@@ -28,11 +28,6 @@ from llama_index.postprocessor.ctx_compress import (
 )
 
 
-@pytest.fixture(scope="module")
-def app(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> App:
-    return App(make_tiny_bundle, tmp_path_factory.mktemp("chroma"))
-
-
 @pytest.fixture
 def empty(tmp_path: Path, app: App) -> Iterator[SoftContextStore]:
     with SoftContextStore(tmp_path / "chroma", app.bundle) as store:
@@ -208,7 +203,7 @@ def test_a_budget_may_return_a_marked_node_to_its_text(app: App, nodes: list[Nod
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"ratio": 6}, RatioError, "ratio=6"),
+        ({"ratio": 6}, RatioError, "ratio 6 cannot be made"),
         ({"ratio": 4, "token_budget": 9}, ConfigError, "token_budget=9"),
         ({"token_budget": 0}, ConfigError, "token_budget=0"),
         ({"on_missing": "ignore"}, ConfigError, "on_missing: .*'ignore'"),
@@ -237,7 +232,7 @@ def test_what_is_no_scored_node_is_refused(app: App) -> None:
 def test_nothing_is_sent_to_another_process(app: App) -> None:
     """LlamaIndex's own pickling would take the store out of the object at hand."""
     for thing in (app.postprocessor(), app.llm()):
-        with pytest.raises(ConfigError, match="of this process: make it anew"):
+        with pytest.raises(ConfigError, match="of this process: create it in the other one"):
             pickle.dumps(thing)
         assert thing.store is app.store
     assert copy.copy(app.llm()).complete(QUESTION).text == app.llm().complete(QUESTION).text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from helpers.llama_index import (
     Events,
     HashedWords,
     check_sources,
-    watched,
 )
 from llama_index.postprocessor.ctx_compress import expand_prompt, restore_sources
 
@@ -39,19 +37,6 @@ TEMPLATES = {  # short ones for a window of 1024 tokens; CitationQueryEngine's o
     "citation_qa_template": PromptTemplate("{context_str}\nQuery: {query_str}\nAnswer, with sources: "),
     "citation_refine_template": PromptTemplate("{existing_answer}\n{context_msg}\nQuery: {query_str}\nAnswer: "),
 }
-
-
-@pytest.fixture(scope="module")
-def app(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    app = App(make_tiny_bundle, tmp_path_factory.mktemp("chroma"))
-    with app.counting():
-        yield app
-
-
-@pytest.fixture
-def events() -> Iterator[Events]:
-    with watched() as events:
-        yield events
 
 
 async def ask(engine: Any, way: str, question: str = QUESTION) -> tuple[str, Any]:
@@ -151,17 +136,21 @@ def test_the_answer_depends_on_the_slots(app: App) -> None:
 # Citations and routers
 
 
-@pytest.mark.parametrize("replace_text", [True, False])
+@pytest.mark.parametrize(
+    ("of_postprocessor", "of_engine"),
+    [({}, {}), ({"replace_text": True}, {}), ({}, {"metadata_mode": MetadataMode.LLM})],
+    ids=["as in the README", "replaced text", "the LLM's metadata mode"],
+)
 @pytest.mark.parametrize("way", WAYS)
-async def test_citations(app: App, events: Events, way: str, replace_text: bool) -> None:
-    """Replaced text, or the LLM's metadata mode: either way the engine's headings stand before markers."""
+async def test_citations(app: App, events: Events, way: str, of_postprocessor: Any, of_engine: Any) -> None:
+    """The engine's headings stand before markers, not before text."""
     engine = CitationQueryEngine.from_args(
         app.index,
         llm=app.llm(),
         similarity_top_k=2,
-        node_postprocessors=[app.postprocessor(replace_text=replace_text)],
-        metadata_mode=MetadataMode.NONE if replace_text else MetadataMode.LLM,
+        node_postprocessors=[app.postprocessor(**of_postprocessor)],
         streaming="streamed" in way,
+        **of_engine,
         **TEMPLATES,
     )
     text, response = await ask(engine, way)
@@ -169,12 +158,24 @@ async def test_citations(app: App, events: Events, way: str, replace_text: bool)
     prompt = events.started[0].messages[-1].content or ""
     assert prompt.index("Source 1:\n") < prompt.index("[[ctx:") < prompt.index("Source 2:\n")
     assert len(app.slots(prompt)) == 2
+    assert not any(passage in prompt for passage in PASSAGES)
     # The engine makes nodes of its own, with a heading and the source's score and metadata.
     for number, (node, source) in enumerate(zip(restore_sources(response, app.store), app.nodes(), strict=False), 1):
-        shown = source.node.get_content(MetadataMode.NONE if replace_text else MetadataMode.LLM)
+        shown = source.node.get_content(of_engine.get("metadata_mode", MetadataMode.NONE))
         assert node.text == f"Source {number}:\n{shown}\n"
         assert (node.score, node.metadata) == (source.score, source.metadata)
     assert len(response.source_nodes) == 2
+
+
+def test_after_a_citation_engine_nodes_keep_their_text(app: App) -> None:
+    """One postprocessor serves several engines, and is told anew who asks."""
+    postprocessor = app.postprocessor()
+    for engine in (
+        CitationQueryEngine.from_args(app.index, llm=app.llm(), node_postprocessors=[postprocessor], **TEMPLATES),
+        app.index.as_query_engine(llm=app.llm(), node_postprocessors=[postprocessor], similarity_top_k=TOP_K),
+    ):
+        response = engine.query(QUESTION)
+    check_sources(response.source_nodes, app.nodes())
 
 
 class Both(BaseSelector):

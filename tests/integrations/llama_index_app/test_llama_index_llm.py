@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,13 +20,6 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores.markers import scope
 from helpers.llama_index import MAX_TOKENS, PASSAGES, QUESTION, RATIO, TOP_K, App, watched
 from llama_index.llms.ctx_compress import CompressedContextLLM, marker_tokenizer
-
-
-@pytest.fixture(scope="module")
-def app(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    app = App(make_tiny_bundle, tmp_path_factory.mktemp("chroma"))
-    with app.counting():
-        yield app
 
 
 @pytest.fixture

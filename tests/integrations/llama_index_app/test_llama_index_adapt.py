@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,6 @@ from ctx_compress_rag.stores import SoftContextStore
 from helpers.adaptation import DEMONSTRATIONS, merged_copy, random_adapter
 from helpers.llama_index import MAX_TOKENS, QUESTION, RATIO, App
 from llama_index.llms.ctx_compress import CompressedContextLLM
-
-
-@pytest.fixture(scope="module")
-def app(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    app = App(make_tiny_bundle, tmp_path_factory.mktemp("chroma"))
-    with app.counting():
-        yield app
 
 
 def change(app: App, seed: int) -> BaseAdapter:

@@ -25,6 +25,7 @@ from ctx_compress_rag.adaptation import (
 )
 from ctx_compress_rag.adaptation.methods import PredictorConfig
 from ctx_compress_rag.decoding.generation import Sampling
+from ctx_compress_rag.stores import markers
 from helpers.adaptation import DEMONSTRATIONS, merged_copy, random_adapter
 from helpers.langchain import QUESTION, TOKENS, App, open_app, prefills, rag
 from langchain_ctx_compress import ChatCompressedContext
@@ -147,13 +148,14 @@ def test_demonstrations_are_read_from_the_store(talkative: Any, predictor: Path,
     llm = app.llm(predictor=predictor, scope="anna")
     soft = llm.adapt(DEMONSTRATIONS, ratio=8)
     passages = {passage for demonstration in DEMONSTRATIONS for passage in demonstration.passages}
-    stored = app.store.get_passages(app.store.ids())
+    stored = app.store.get_passages(app.store.ids("anna"), "anna")
     assert {passage.text for passage in stored} == passages  # compressed once, and kept
     assert len(app.store) == len(passages)
     # The update is that of the slots, read in the model's scope.
     decoder = AdaptiveDecoder(app.bundle, app.store)
-    marked = [demonstration.marked(app.store, 8) for demonstration in DEMONSTRATIONS]
-    expected = PredictedUpdate.from_pretrained(predictor, decoder).adapt(decoder, marked).adapter
+    with markers.scope("anna"):
+        marked = [demonstration.marked(app.store, 8) for demonstration in DEMONSTRATIONS]
+        expected = PredictedUpdate.from_pretrained(predictor, decoder).adapt(decoder, marked).adapter
     got = soft.decoder.adapted.adapter
     assert all(torch.equal(got.a[n], expected.a[n]) and torch.equal(got.b[n], expected.b[n]) for n in expected.a)
     text = llm.adapt(DEMONSTRATIONS).decoder.adapted.adapter

@@ -1,4 +1,4 @@
-"""Training the base retrieval adapter, a soft prefix or an update predictor by recipe."""
+"""Stages that train the base retrieval adapter, a soft prefix or an update predictor; the decoder's weights stay."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import random
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import chromadb
@@ -14,6 +14,13 @@ import torch
 from torch import nn
 
 from ctx_compress_rag.adaptation.adapter import Adapter
+from ctx_compress_rag.adaptation.config import (
+    AdaptationRecipe,
+    PromptTuningRecipe,
+    RetrievalAdapterRecipe,
+    SolvedConfig,
+    UpdatePredictorRecipe,
+)
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, text_bundle
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, FileTasks, Tasks, with_slots
 from ctx_compress_rag.adaptation.methods import PredictedUpdate, PredictorConfig, PromptTuning
@@ -29,17 +36,10 @@ from ctx_compress_rag.adaptation.task_families import check_families, families
 from ctx_compress_rag.adaptation.updates import norms, sgd
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import check_held_out, read_jsonl
-from ctx_compress_rag.data.held_out import held_out as never_train_on
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.text.prompts import PromptBuilder
-from ctx_compress_rag.training.loop import Collate, is_main_process, train
-from ctx_compress_rag.training.recipes import (
-    AdaptationRecipe,
-    PromptTuningRecipe,
-    RetrievalAdapterRecipe,
-    SolvedConfig,
-    UpdatePredictorRecipe,
-)
+from ctx_compress_rag.training.loop import Collate, Job, training_device
+from ctx_compress_rag.training.stage import Stage, register
 
 logger = logging.getLogger(__name__)
 
@@ -47,34 +47,9 @@ logger = logging.getLogger(__name__)
 _KEPT, _SOLVED_NOW = 64, 16
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """What a recipe minimises, the examples it does it on, and what writes its result."""
-
-    objective: nn.Module
-    examples: Sequence[Any]
-    collate: Collate
-    save: Callable[[], None]
-
-
-def run_adaptation(recipe: AdaptationRecipe, resume: bool) -> dict[str, Any]:
-    """Train what the recipe says, and write it to `recipe.output`; returns the report.
-
-    The decoder's weights stay as they are.
-    """
-    decoder = open_decoder(recipe)
-    stage = _stage(recipe, decoder)
-    report = train(
-        stage.objective, stage.examples, stage.collate, recipe.optim, recipe.output, recipe.seed, resume=resume
-    )
-    if is_main_process():
-        stage.save()
-    return report | {"fingerprint": decoder.bundle.fingerprint}
-
-
 def open_decoder(recipe: AdaptationRecipe, device: str | torch.device | None = None) -> AdaptiveDecoder:
     """The recipe's decoder; where passages become slots, with a store for them in memory."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or training_device()
     if recipe.decoder is not None:
         return AdaptiveDecoder(text_bundle(recipe.decoder, recipe.revision, device))
     assert recipe.bundle is not None
@@ -104,56 +79,92 @@ def load_tasks(recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> Tasks:
     tasks = FileTasks(data.files, builder, data.max_context_tokens, data.max_answer_tokens)
     held_out = [example for file in data.held_out for example in read_jsonl(file)]
     for examples in tasks.examples.values():
-        never_train_on().check(examples)
         check_held_out(examples, held_out)
     return tasks
 
 
-def _stage(recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> _Stage:
-    name = decoder.bundle.config.decoder_name
-    count = recipe.optim.steps * recipe.optim.batch_size
-    demonstrations = recipe.demonstrations if isinstance(recipe, UpdatePredictorRecipe) else 0
-    episodes = Episodes(load_tasks(recipe, decoder), count, demonstrations, recipe.seed)
+class _Batches:
+    """What feeds the objectives: episodes as rows that the decoder reads."""
 
-    def slots(batch: Sequence[Any]) -> list[Episode]:
-        return [with_slots(episode, decoder.store, recipe.ratio) for episode in batch]
+    def __init__(self, recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> None:
+        self.recipe = recipe
+        self.decoder = decoder
 
-    def collate_examples(batch: Sequence[Any]) -> dict[str, Any]:
-        return {"rows": decoder.rows([episode.query for episode in slots(batch)])}
+    def slots(self, batch: Sequence[Any]) -> list[Episode]:
+        """The episodes, with soft contexts for passages where the recipe says so."""
+        return [with_slots(episode, self.decoder.store, self.recipe.ratio) for episode in batch]
 
-    def collate_contexts(batch: Sequence[Any]) -> dict[str, Any]:
-        whole = slots(batch)
+    def queries(self, batch: Sequence[Any]) -> dict[str, Any]:
+        """Questions with their answers."""
+        return {"rows": self.decoder.rows([episode.query for episode in self.slots(batch)])}
+
+    def contexts(self, batch: Sequence[Any]) -> dict[str, Any]:
+        """Demonstrations, and a question of the same task."""
+        whole = self.slots(batch)
         return {
-            "contexts": [decoder.rows(episode.support) for episode in whole],
-            "queries": [decoder.rows([episode.query]) for episode in whole],
+            "contexts": [self.decoder.rows(episode.support) for episode in whole],
+            "queries": [self.decoder.rows([episode.query]) for episode in whole],
         }
 
-    if isinstance(recipe, RetrievalAdapterRecipe):
-        trained = RetrievalAdapterLoss(decoder, recipe.rank, recipe.alpha)
-        return _Stage(
-            trained, episodes, collate_examples, lambda: trained.adapter().save_pretrained(recipe.output, name)
-        )
-    if isinstance(recipe, PromptTuningRecipe):
-        prefixed = PromptTuningLoss(decoder, recipe.virtual_tokens, recipe.seed)
-        return _Stage(
-            prefixed,
-            episodes,
-            collate_examples,
-            lambda: PromptTuning(prefixed.prefix).save_pretrained(recipe.output, name),
-        )
-    assert isinstance(recipe, UpdatePredictorRecipe)
+
+def _episodes(recipe: AdaptationRecipe, decoder: AdaptiveDecoder, demonstrations: int = 0) -> Episodes:
+    count = recipe.optim.steps * recipe.optim.batch_size
+    return Episodes(load_tasks(recipe, decoder), count, demonstrations, recipe.seed)
+
+
+def _job(
+    decoder: AdaptiveDecoder,
+    objective: nn.Module,
+    examples: Sequence[Any],
+    collate: Collate,
+    save: Callable[[str | None], None],
+) -> Job:
+    """A job whose report names the decoder that it is for. `save` is given its hub id or path."""
+    bundle = decoder.bundle
+    about = {"fingerprint": bundle.fingerprint}
+    return Job(objective, examples, collate, lambda report: save(bundle.config.decoder_name), about)
+
+
+def start_retrieval_adapter(recipe: RetrievalAdapterRecipe, resume: bool) -> Job:
+    """The base retrieval adapter."""
+    decoder = open_decoder(recipe)
+    trained = RetrievalAdapterLoss(decoder, recipe.rank, recipe.alpha)
+    return _job(
+        decoder,
+        trained,
+        _episodes(recipe, decoder),
+        _Batches(recipe, decoder).queries,
+        lambda name: trained.adapter().save_pretrained(recipe.output, name),
+    )
+
+
+def start_prompt_tuning(recipe: PromptTuningRecipe, resume: bool) -> Job:
+    """A soft prefix."""
+    decoder = open_decoder(recipe)
+    trained = PromptTuningLoss(decoder, recipe.virtual_tokens, recipe.seed)
+    return _job(
+        decoder,
+        trained,
+        _episodes(recipe, decoder),
+        _Batches(recipe, decoder).queries,
+        lambda name: PromptTuning(trained.prefix).save_pretrained(recipe.output, name),
+    )
+
+
+def start_update_predictor(recipe: UpdatePredictorRecipe, resume: bool) -> Job:
+    """A predictor of updates."""
+    decoder = open_decoder(recipe)
+    episodes, batches = _episodes(recipe, decoder, recipe.demonstrations), _Batches(recipe, decoder)
     update = _untrained(recipe, decoder)
-
-    def save() -> None:
-        update.save_pretrained(recipe.output, name)
-
+    objective: nn.Module
     if recipe.solved is not None:
-        solved = _solved(recipe, recipe.solved, decoder, update.base, slots)
+        solved = _solved(recipe, recipe.solved, decoder, update.base, batches)
         pooled, change = solved.rows(torch.arange(min(len(solved), _KEPT)))
         update.predictor.calibrate(pooled, norms(change))
         objective = SolvedMatchingObjective(update, solved, recipe.magnitude_weight)
-        return _Stage(objective, _passes(len(solved), count, recipe.seed), _collate_numbers, save)
-    first = [collate_contexts([episode])["contexts"] for episode in episodes[:_SOLVED_NOW]]
+        numbers = _passes(len(solved), len(episodes), recipe.seed)
+        return _job(decoder, objective, numbers, _collate_numbers, partial(update.save_pretrained, recipe.output))
+    first = [batches.contexts([episode])["contexts"] for episode in episodes[:_SOLVED_NOW]]
     pooled = torch.cat([pooled_states(decoder, contexts, update.base, recipe.layer) for contexts in first])
     each = [
         norms(sgd(decoder, contexts, update.base, recipe.inner_steps, recipe.inner_learning_rate).change())
@@ -161,8 +172,10 @@ def _stage(recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> _Stage:
     ]
     update.predictor.calibrate(pooled, {name: torch.cat([sizes[name] for sizes in each]) for name in each[0]})
     if recipe.loss == "matching":
-        return _Stage(MatchingObjective(decoder, update, recipe.magnitude_weight), episodes, collate_contexts, save)
-    return _Stage(TaskObjective(decoder, update), episodes, collate_contexts, save)
+        objective = MatchingObjective(decoder, update, recipe.magnitude_weight)
+    else:
+        objective = TaskObjective(decoder, update)
+    return _job(decoder, objective, episodes, batches.contexts, partial(update.save_pretrained, recipe.output))
 
 
 def _untrained(recipe: UpdatePredictorRecipe, decoder: AdaptiveDecoder) -> PredictedUpdate:
@@ -186,7 +199,7 @@ def _solved(
     config: SolvedConfig,
     decoder: AdaptiveDecoder,
     base: Adapter,
-    slots: Callable[[Sequence[Any]], list[Episode]],
+    batches: _Batches,
 ) -> SolvedContexts:
     """The recipe's contexts with their updates, solved now where they are not yet."""
     episodes = Episodes(load_tasks(recipe, decoder), config.contexts, recipe.demonstrations, recipe.seed)
@@ -197,7 +210,7 @@ def _solved(
         "seed": recipe.seed,
     }
     rate, steps = recipe.inner_learning_rate, config.steps
-    solve(decoder, base, slots(episodes), steps, rate, config.folder, about, recipe.layer)
+    solve(decoder, base, batches.slots(episodes), steps, rate, config.folder, about, recipe.layer)
     return load_solved(config.folder, base, config.contexts, recipe.inner_steps)
 
 
@@ -211,3 +224,8 @@ def _passes(size: int, count: int, seed: int) -> list[int]:
 
 def _collate_numbers(batch: Sequence[Any]) -> dict[str, Any]:
     return {"indices": torch.tensor(batch)}
+
+
+register(Stage(RetrievalAdapterRecipe, start_retrieval_adapter))
+register(Stage(PromptTuningRecipe, start_prompt_tuning))
+register(Stage(UpdatePredictorRecipe, start_update_predictor))

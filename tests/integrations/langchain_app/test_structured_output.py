@@ -159,7 +159,7 @@ def test_a_deep_copy_shares_the_model(app: App, llm: ChatCompressedContext, llam
 def test_pickles_are_refused_and_leave_the_object_whole(app: App, llm: ChatCompressedContext) -> None:
     things: list[Any] = [llm, CompressedContextPostprocessor(store=app.store)]
     for thing in things:
-        with pytest.raises(ConfigError, match="of this process: make it anew"):
+        with pytest.raises(ConfigError, match="of this process: create it in the other one"):
             pickle.dumps(thing)
         assert thing.store is app.store
         assert dumpd(thing)["type"] == "not_implemented"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +34,11 @@ KEY = b"k" * 32
 
 
 @pytest.fixture(scope="module")
-def app(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    app = App(make_tiny_bundle, tmp_path_factory.mktemp("chroma"))
-    with app.counting():
-        yield app
-
-
-@pytest.fixture(scope="module")
 def stranger(app: App) -> Iterator[SoftContextStore]:
     """Another app with the same bundle, passages and ids, and a key of its own."""
     store = SoftContextStore(chromadb.EphemeralClient(), app.bundle, collection="stranger", key=b"s" * 32)
     store.add(PASSAGES, [f"n{i}" for i in range(len(PASSAGES))], progress=False)
     yield store
-
-
-@pytest.fixture
-def events() -> Iterator[Events]:
-    with watched() as events:
-        yield events
 
 
 @st.composite

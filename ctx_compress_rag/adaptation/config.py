@@ -1,0 +1,119 @@
+"""What the recipes of adaptation hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from ctx_compress_rag.gguf import GgufDecoder
+from ctx_compress_rag.training.config import BaseRecipe, Strict
+
+
+class TaskData(Strict):
+    """Where demonstrations come from: JSONL files, each a task, or the invented world's task families."""
+
+    files: list[Path] = Field(default=[])
+    families: Literal["train", "dev"] | None = None
+    held_out: list[Path] = Field(default=[])
+    max_context_tokens: int = Field(default=1024, gt=0)
+    max_answer_tokens: int = Field(default=256, gt=0)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TaskData:
+        if bool(self.files) == bool(self.families):
+            raise ValueError("give either files or families")
+        return self
+
+
+class AdaptationRecipe(BaseRecipe):
+    """A stage of adapting a frozen decoder to demonstrations (In-Context Optimization).
+
+    Attributes:
+        bundle: whose decoder it is; passages are read as text, or with `ratio` as soft contexts.
+        decoder: in place of a bundle, a folder, hub id or GGUF file; it reads text.
+        ratio: source tokens per slot.
+    """
+
+    bundle: str | None = None
+    decoder: str | GgufDecoder | None = None
+    revision: str | None = None
+    ratio: int | None = Field(default=None, gt=0)
+    data: TaskData
+
+    @model_validator(mode="after")
+    def _one_decoder(self) -> AdaptationRecipe:
+        if (self.decoder is None) == (self.bundle is None):
+            raise ValueError("give either decoder (a folder, hub id or GGUF file) or bundle")
+        if self.decoder and self.ratio:
+            raise ValueError("ratio needs a bundle, whose compressor makes the slots")
+        return self
+
+
+class RetrievalAdapterRecipe(AdaptationRecipe):
+    """The base retrieval adapter: Q/K/V LoRA trained on retrieval-formatted examples (appendix G)."""
+
+    stage: Literal["retrieval_adapter"]
+    rank: int = Field(default=16, gt=0)
+    alpha: int = Field(default=32, gt=0)
+
+
+class PromptTuningRecipe(AdaptationRecipe):
+    """Prompt tuning on the same examples: a baseline. The paper does not say how long its prefix is."""
+
+    stage: Literal["prompt_tuning"]
+    virtual_tokens: int = Field(default=20, gt=0)
+
+
+class SolvedConfig(Strict):
+    """Support contexts that gradient descent solves once and a predictor learns from many times.
+
+    The paper draws and solves a new one each time. For decoders small enough that updates can be kept: a
+    context takes contexts x K's x rank x widths of Q/K/V, twice over, in bfloat16.
+
+    Attributes:
+        folder: where they are kept; recipes on one base adapter may share them.
+        contexts: how many.
+        steps: each K that is kept.
+    """
+
+    folder: Path
+    contexts: int = Field(gt=0)
+    steps: list[int] = Field(min_length=1)
+
+
+class UpdatePredictorRecipe(AdaptationRecipe):
+    """The predictor of updates, by the gradient's update (eq. 9; RAG-GD) or by the answers (HyperTuning).
+
+    Attributes:
+        base: the base retrieval adapter's folder.
+        loss: "matching" or "task".
+        inner_steps: K of eq. 8.
+        inner_learning_rate: its eta.
+        magnitude_weight: lambda of eq. 9.
+        demonstrations: N, in each support context.
+        hidden, code: widths of the encoder's layers.
+        layer: after which of the decoder's layers the demonstrations' hidden states are read; None is the last.
+        solved: contexts to keep and come back to; None draws a new one each time.
+    """
+
+    stage: Literal["update_predictor"]
+    base: Path
+    loss: Literal["matching", "task"] = "matching"
+    inner_steps: int = Field(default=5, gt=0)
+    inner_learning_rate: float = Field(default=1e-2, gt=0)
+    magnitude_weight: float = Field(default=0.1, ge=0)
+    demonstrations: int = Field(default=3, gt=0)
+    hidden: int = Field(default=256, gt=0)
+    code: int = Field(default=64, gt=0)
+    layer: int | None = Field(default=None, gt=0)
+    solved: SolvedConfig | None = None
+
+    @model_validator(mode="after")
+    def _solved_for_this(self) -> UpdatePredictorRecipe:
+        if self.solved and self.loss != "matching":
+            raise ValueError("solved contexts are for loss matching: the task loss needs none")
+        if self.solved and self.inner_steps not in self.solved.steps:
+            raise ValueError(f"inner_steps {self.inner_steps} is none of solved.steps {self.solved.steps}")
+        return self

@@ -1,0 +1,103 @@
+"""What the LLM classes of both frameworks share: one decoder, its scope, adapting it, and copies within the process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+
+from ctx_compress_rag.adaptation import serving
+from ctx_compress_rag.adaptation.decoder import Adaptation, AdaptiveDecoder
+from ctx_compress_rag.adaptation.demonstrations import Demonstration
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores.markers import OnUnreadable, scope
+
+
+class DecoderLLM:
+    """Mixed into a pydantic class that has the fields below, before the framework's own base class."""
+
+    if TYPE_CHECKING:  # not seen by pydantic: each framework's class declares its own
+        store: SoftContextStore
+        on_missing: Literal["error", "text"]
+        on_unreadable: OnUnreadable
+        scope: str | None
+        predictor: str | Path | None
+        _decoder: AdaptiveDecoder | None
+
+        def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+            """Pydantic's."""
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse to be pickled: the model and the store belong to this process."""
+        raise ConfigError(f"{type(self).__name__} holds a model of this process: create it in the other one")
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """A copy with options of its own; the model and the store are shared."""
+        return self.model_copy()
+
+    @property
+    def decoder(self) -> AdaptiveDecoder:
+        """The decoder that answers."""
+        if self._decoder is None:
+            bundle = self.store.bundle
+            if not isinstance(bundle, Bundle):
+                raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
+            self._decoder = AdaptiveDecoder(
+                bundle, self.store, on_missing=self.on_missing, on_unreadable=self.on_unreadable
+            )
+        return self._decoder
+
+    def adapt(
+        self,
+        demonstrations: Sequence[Demonstration],
+        adaptation: Adaptation | str | Path | None = None,
+        ratio: int | None = None,
+    ) -> Self:
+        """An LLM that answers as the demonstrations do (RAG-GD); this one stays as it is.
+
+        All LLMs adapted from one share its weights in memory, and may be used side by side in threads.
+        `ctx_compress_rag.adaptation.generate_together` answers with several of their `decoder`s in one batch.
+
+        Args:
+            demonstrations: solved examples: question, passages, answer.
+            adaptation: a way to adapt, or the folder of an update predictor or a peft adapter; by default the
+                LLM's own `predictor`.
+            ratio: read the demonstrations' passages as soft contexts of the store, so many source tokens to a
+                slot (missing ones are compressed); None reads them as they are, texts or markers.
+
+        Raises:
+            ConfigError: there are no demonstrations, or no adaptation.
+            BundleError: the folder holds nothing for this decoder.
+        """
+        chosen = adaptation or self.predictor
+        if chosen is None:
+            raise ConfigError(f"{type(self).__name__} has no predictor: give predictor=, or an adaptation to adapt")
+        with self._in_scope():
+            return self._with_decoder(serving.adapt(self.decoder, demonstrations, chosen, ratio))
+
+    def with_adapter(self, folder: str | Path) -> Self:
+        """An LLM with a saved peft adapter of this decoder's Q/K/V projections; this one stays as it is.
+
+        Raises:
+            BundleError: the folder holds no adapter for this decoder.
+        """
+        return self._with_decoder(serving.with_adapter(self.decoder, folder))
+
+    def save_adapter(self, folder: str | Path) -> None:
+        """Write what `adapt` changed as an ordinary peft adapter, which `with_adapter` and other engines load.
+
+        Raises:
+            ConfigError: nothing was changed that an adapter can hold.
+        """
+        serving.save_adapter(self.decoder, folder)
+
+    def _with_decoder(self, decoder: AdaptiveDecoder) -> Self:
+        other = self.model_copy()
+        other._decoder = decoder
+        return other
+
+    def _in_scope(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.scope is None else scope(self.scope)

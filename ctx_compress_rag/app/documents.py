@@ -1,0 +1,50 @@
+"""The text of files: plain text and Markdown as they are, other documents converted to Markdown by markitdown."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.extras import needs
+
+TEXTS = (".txt", ".md")
+DOCUMENTS = (".pdf", ".docx", ".html", ".htm")
+
+
+def readable() -> tuple[str, ...]:
+    """The suffixes of files that can be read: documents only with the `documents` extra."""
+    return TEXTS + (DOCUMENTS if find_spec("markitdown") else ())
+
+
+def read_file(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        DataError: it cannot be read; the message says why.
+    """
+    try:
+        if path.suffix.lower() in TEXTS:
+            return path.read_text(encoding="utf-8-sig")
+        return str(_converter().convert_local(path).markdown)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"it is not UTF-8 (byte {error.start}); convert it, for instance with iconv -f LATIN1 -t UTF-8"
+        ) from error
+    except OSError as error:
+        raise DataError(f"it cannot be read ({error.strerror})") from error
+    except Exception as error:  # as many kinds as there are formats and parsers
+        raise DataError(f"it is no {path.suffix} file that markitdown can read ({type(error).__name__})") from error
+
+
+@cache
+def _converter() -> Any:
+    with needs("documents"):
+        from markitdown import MarkItDown
+        from markitdown.converters import DocxConverter, HtmlConverter, PdfConverter
+    converter = MarkItDown(enable_builtins=False)  # its converter of plain text would take a broken PDF for text
+    for kind in (DocxConverter, HtmlConverter, PdfConverter):
+        converter.register_converter(kind())
+    return converter

@@ -1,0 +1,100 @@
+"""How a command is registered: its example in the help, `--verbose`, lists of values, and errors as one line."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Annotated, Any, TypeVar
+
+import typer
+from typer.core import TyperCommand
+
+from ctx_compress_rag.errors import CtxCompressError
+
+app = typer.Typer(
+    name="ctx-compress",
+    help="Compress passages into soft contexts, keep them in Chroma, ask a local decoder.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Run = TypeVar("Run", bound=Callable[..., None])
+_VERBOSE = inspect.Parameter(
+    "verbose",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("-v", "--verbose", help="Say what is being done.")],
+)
+
+
+class _Command(TyperCommand):
+    """Takes `--ratios 4 8` as `--ratios 4 --ratios 8`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        lists = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
+        return super().parse_args(ctx, _repeated(args, lists))
+
+
+def _repeated(args: Sequence[str], lists: set[str]) -> list[str]:
+    done: list[str] = []
+    option: str | None = None  # the list that values go to
+    for arg in args:
+        if arg.startswith("-"):
+            option = arg if arg in lists else None
+        elif option and done[-1] != option:
+            done.append(option)
+        done.append(arg)
+    return done
+
+
+def command(name: str, example: str) -> Callable[[Run], Run]:
+    """Register a function as a command.
+
+    Args:
+        name: its name.
+        example: its arguments as one would type them, shown in its help.
+    """
+
+    def register(run: Run) -> Run:
+        @wraps(run)
+        def guarded(*, verbose: bool, **options: Any) -> None:
+            logging.basicConfig(format="%(levelname)s: %(message)s")
+            logging.getLogger("ctx_compress_rag").setLevel(logging.INFO if verbose else logging.WARNING)
+            try:
+                run(**options)
+            except KeyboardInterrupt:
+                _stop("interrupted; the same command resumes where it stopped", 130)
+            except Exception as error:
+                message = _explained(error)
+                if message is None:
+                    raise
+                _stop(f"error: {message}", 2)
+
+        signature = inspect.signature(run, eval_str=True)
+        guarded.__signature__ = signature.replace(parameters=[*signature.parameters.values(), _VERBOSE])  # type: ignore[attr-defined]
+        app.command(name, cls=_Command, epilog=f"Example: ctx-compress {name} {example}")(guarded)
+        return run
+
+    return register
+
+
+def _stop(message: str, code: int) -> None:
+    print(f"ctx-compress: {message}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def _explained(error: Exception) -> str | None:
+    """One line about an error that the user can mend; None for one that is this program's."""
+    if isinstance(error, CtxCompressError):
+        return str(error)
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.errno != errno.EPIPE:  # a closed pipe is no fault
+        return text
+    if type(error).__module__.partition(".")[0] == "chromadb":
+        return f"Chroma cannot use the store: {text}; check that the disk has space and that you may write there"
+    return None

@@ -1,0 +1,61 @@
+"""Results as a reader wants them: rows become a Markdown table, numbers get their errors, a folder its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ctx_compress_rag.evaluation.plots import Curve
+from ctx_compress_rag.metrics import Interval, standard_error
+
+
+def table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Rows of cells by column as a Markdown table; a cell that a row does not have is left empty."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    head, *body = [
+        f"| {' | '.join(cells)} |" for cells in (columns, *([row.get(c, "") for c in columns] for row in rows))
+    ]
+    return "\n".join([head, "|" + "---|" * len(columns), *body])
+
+
+def with_error(mean: float, error: float | None) -> str:
+    """A mean and its standard error, where there is one."""
+    return f"{mean:.3f}" if error is None else f"{mean:.3f} ± {error:.3f}"
+
+
+def mean(values: Sequence[float]) -> str:
+    """The mean of a score for each question, with its standard error unless there is only one question."""
+    return with_error(float(np.mean(values)), standard_error(values) if len(values) > 1 else None)
+
+
+def interval(found: Interval | None, sign: str = "") -> str:
+    """A value and its interval, with `sign` "+" as a difference; "" where there is none."""
+    return "" if found is None else f"{found.value:{sign}.3f} ({found.low:{sign}.3f} to {found.high:{sign}.3f})"
+
+
+def times(ratio: float | None) -> str:
+    """A ratio; "" where there is none."""
+    return "" if ratio is None else f"{ratio:g}x"
+
+
+def curve(label: str, points: Sequence[tuple[float, float, float]]) -> Curve:
+    """A curve of scores from 0 to 1, given as (ratio, mean, margin to either side)."""
+    ratios, means, _ = zip(*points, strict=True)
+    low = [max(0.0, middle - margin) for _, middle, margin in points]
+    high = [min(1.0, middle + margin) for _, middle, margin in points]
+    return Curve(label, ratios, means, low, high)
+
+
+def write(folder: str | Path, name: str, text: str, record: Any = None) -> Path:
+    """Write `name`.md, and `name`.json where there is a record; the folder, which is made."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(f"{text}\n", encoding="utf-8")
+    if record is not None:
+        written = json.dumps(record, indent=1, ensure_ascii=False)
+        (folder / f"{name}.json").write_text(f"{written}\n", encoding="utf-8")
+    return folder

@@ -1,0 +1,69 @@
+"""Next-token loss at chosen positions, without logits for the rest and never with all logits at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_CHUNK = 256  # positions whose logits are in memory together
+
+
+def head_logits(model: Any, hidden: Tensor) -> Tensor:
+    """The logits that a causal LM gives for its trunk's final hidden states, in float32.
+
+    Shape: (positions, dim) -> (positions, vocabulary)
+    """
+    head = model.get_output_embeddings()
+    logits = F.linear(hidden, head.weight, head.bias).float()
+    config = model.config.get_text_config()
+    if scaling := getattr(config, "logits_scaling", None):  # Granite
+        logits = logits / scaling
+    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+class _FrozenHeadLoss(torch.autograd.Function):
+    """Cross-entropies under a frozen head: the gradient of a chunk is taken at once, and its logits are dropped."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, targets: Tensor, weights: Tensor, model: Any) -> tuple[Tensor, Tensor]:
+        gradient = torch.empty_like(hidden)
+        losses = []
+        for start in range(0, len(hidden), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            with torch.enable_grad():
+                chunk = hidden[part].detach().requires_grad_(True)
+                loss = F.cross_entropy(head_logits(model, chunk), targets[part], reduction="none")
+                (gradient[part],) = torch.autograd.grad((loss * weights[part]).sum(), chunk)
+            losses.append(loss.detach())
+        each = torch.cat(losses)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(each)
+        return (each * weights).sum(), each
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_total, None, None, None
+
+
+def weighted_loss(model: Any, hidden: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted sum of cross-entropies at chosen positions, and each of them without a gradient.
+
+    Plain training slices the last positions out of a batch of hidden states; the slice is not contiguous, and the
+    matrix product then copies the whole head for every row. Here positions come as one flat matrix, a few at a time.
+
+    Args:
+        model: a causal LM whose head is frozen.
+        hidden: its trunk's final hidden states: (positions, dim).
+        targets: the tokens to be predicted: (positions,).
+        weights: (positions,).
+
+    Shape: (), (positions,)
+    """
+    total, each = _FrozenHeadLoss.apply(hidden, targets, weights, model)
+    return total, each

@@ -1,0 +1,217 @@
+"""Answers and repeated passages read from slots, in packed rows: training that two CPU cores can carry.
+
+Not from a paper. A decoder that has never seen slots learns to read them many times sooner when it also repeats
+passages from them: each token of a passage is then a target, in place of the few of an answer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
+from ctx_compress_rag.text.prompts import PromptBuilder, SlotRow, draw_template
+from ctx_compress_rag.training.config import RepeatAndAnswerRecipe
+from ctx_compress_rag.training.head import weighted_loss
+from ctx_compress_rag.training.objectives.base import SlotObjective
+from ctx_compress_rag.training.packing import PackedSlots, Packer
+
+ANSWER, REPEAT = 0, 1
+
+REPEAT_TEMPLATES = (
+    "{context}\n\nRepeat the text.",
+    "Repeat the text word for word.\n\n{context}",
+    "{context}\n\nWrite the text above again.",
+)
+
+_MISSES = 10  # sequences that find no room before a batch counts as full
+SHORTEST = 24  # tokens of a passage to repeat
+LONGEST = 192
+_AGAIN = 0.6  # share of repeated passages that are encoded for a question anyway
+
+
+class PackedSlotLoss(SlotObjective):
+    """Cross-entropy of answers and of repeated passages, each kind's mean with half of the weight.
+
+    Each sequence has a ratio of its own, drawn by the data.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        super().__init__(bundle)
+        if not isinstance(bundle.compressor, MeanPoolingCompressor):
+            raise ConfigError(f"stage repeat_and_answer is for mean_pooling, not for {bundle.config.method.name}")
+        self.pooling = bundle.compressor
+
+    def forward(self, batch: PackedSlots) -> dict[str, Tensor]:  # type: ignore[override]
+        """The loss of a batch."""
+        batch = batch.to(self.bundle.backbone.device)
+        passages, prompts = batch.passages, batch.prompts
+        embed = self.bundle.backbone.embeddings
+        dtype = embed.weight.dtype
+        vectors = self.pooling.token_vectors(passages.input_ids, passages.mask(False, dtype), passages.positions)
+        slots, counts = _means(vectors.flatten(0, 1)[batch.sources], batch.slots, len(batch.places))
+        embedded = self.reader(slots, counts).to(dtype)
+        inputs = embed(prompts.input_ids)
+        inputs = inputs.flatten(0, 1).index_copy(0, batch.places, embedded).view_as(inputs)
+        slot_mask = torch.zeros_like(prompts.targets).view(-1).index_fill(0, batch.places, True)
+        with self.reader.decoder(slot_mask.view_as(prompts.targets)) as model:
+            hidden = model.base_model(
+                inputs_embeds=inputs,
+                attention_mask=prompts.mask(True, dtype),
+                position_ids=prompts.positions,
+                use_cache=False,
+            ).last_hidden_state
+            wanted = prompts.targets[:, 1:]
+            kinds = prompts.kinds[:, 1:][wanted]
+            total, _ = weighted_loss(model, hidden[:, :-1][wanted], prompts.input_ids[:, 1:][wanted], _balanced(kinds))
+        return {"loss": total}
+
+
+def _means(vectors: Tensor, slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The mean vector of each slot's tokens, and their number.
+
+    Shape: (tokens, dim), (tokens,) -> (count, dim), (count,)
+    """
+    vectors = vectors.float()
+    sums = vectors.new_zeros(count, vectors.shape[1]).index_add(0, slots, vectors)
+    counts = torch.bincount(slots, minlength=count)
+    return sums / counts.unsqueeze(1), counts
+
+
+def _balanced(kinds: Tensor) -> Tensor:
+    """Weights of targets under which each kind that is there has the same share of a sum of 1: (targets,)."""
+    counts = torch.bincount(kinds)
+    return (1.0 / (counts[kinds] * (counts > 0).sum())).float()
+
+
+class PackedSlotData(Dataset[PackedSlots]):
+    """The batches of a training, each made when it is asked for; the same number gives the same batch.
+
+    Args:
+        builder: renders prompts.
+        examples: questions, in the order they are asked, over and over.
+        texts: passages to repeat, beside those of the questions.
+        recipe: ratios by step, share of repeated passages, rows and length.
+    """
+
+    def __init__(
+        self, builder: PromptBuilder, examples: Sequence[Example], texts: Sequence[str], recipe: RepeatAndAnswerRecipe
+    ) -> None:
+        self.builder = builder
+        self.examples = examples
+        self.texts = texts
+        self.recipe = recipe
+
+    def __len__(self) -> int:
+        return self.recipe.optim.steps * self.recipe.optim.batch_size
+
+    def __getitem__(self, number: int) -> PackedSlots:
+        return _Filling(self, number).batch()
+
+
+class _Filling:
+    """A batch that is being filled."""
+
+    def __init__(self, data: PackedSlotData, number: int) -> None:
+        recipe = data.recipe
+        self.data = data
+        self.rng = random.Random(f"{recipe.seed}:{number}")
+        step = number // recipe.optim.batch_size
+        self.ratios = recipe.ratios_at(step)
+        self.repeat_share = recipe.repeat_share_at(step)
+        first = number * recipe.packing.examples
+        self.waiting = [data.examples[i % len(data.examples)] for i in range(first, first + recipe.packing.examples)]
+        self.passages = Packer(recipe.packing.passage_rows, recipe.packing.length)
+        self.prompts = Packer(recipe.packing.rows, recipe.packing.length)
+        self.encoded: list[tuple[int, Tensor]] = []
+        self.sources: list[Tensor] = []
+        self.slots: list[Tensor] = []
+        self.places: list[Tensor] = []
+        self.slot_count = 0
+
+    def batch(self) -> PackedSlots:
+        misses = 0
+        while misses < _MISSES:
+            placed = self._repeat() if self.rng.random() < self.repeat_share else self._answer()
+            misses += not placed
+        return PackedSlots(
+            self.passages.packed(),
+            self.prompts.packed(),
+            torch.cat(self.sources),
+            torch.cat(self.slots),
+            torch.cat(self.places),
+        )
+
+    def _answer(self) -> bool:
+        if not self.waiting:
+            return False
+        example = self.waiting.pop()
+        template = draw_template(self.data.recipe.data.templates, example, self.data.recipe.seed)
+        ids = [self.data.builder.passage_ids(passage) for passage in example.passages]
+        ratio = self.rng.choice(self.ratios)
+        turns = example.turns
+        while turns:  # as many of its questions as fit into a row
+            row = self.data.builder.slot_row(Example(example.passages, turns), template)
+            if self._place(row, ids, ratio, ANSWER):
+                return True
+            turns = turns[:-1] if self._length(row, ids, ratio) > self.prompts.length else ()
+        return False
+
+    def _repeat(self) -> bool:
+        ratio = self.rng.choice(self.ratios)
+        start: int | None = None
+        if self.encoded and self.rng.random() < _AGAIN:
+            start, ids = self.encoded.pop(self.rng.randrange(len(self.encoded)))
+        else:
+            ids = self.data.builder.passage_ids(self.rng.choice(self.data.texts))
+        length = min(len(ids), self.rng.randint(SHORTEST, LONGEST))
+        cut = self.rng.randint(0, len(ids) - length) // ratio * ratio
+        ids = ids[cut : cut + length]
+        text = self.data.builder.tokenizer.decode(ids)
+        row = self.data.builder.slot_row(Example((text,), (Turn("", (text,)),)), self.rng.choice(REPEAT_TEMPLATES))
+        return self._place(row, [ids], ratio, REPEAT, None if start is None else start + cut)
+
+    def _length(self, row: SlotRow, passages: Sequence[Tensor], ratio: int) -> int:
+        return sum(map(len, row.ids)) + sum(-(-len(ids) // ratio) for ids in passages)
+
+    def _place(
+        self, row: SlotRow, passages: Sequence[Tensor], ratio: int, kind: int, encoded_at: int | None = None
+    ) -> bool:
+        """Place a prompt and its passages (or the one encoded already); False where they have no room."""
+        room = encoded_at is not None or self.passages.fits(*map(len, passages))
+        if not room or not self.prompts.fits(self._length(row, passages, ratio)):
+            return False
+        counts = [-(-len(ids) // ratio) for ids in passages]
+        ids, targets = [row.ids[0]], [row.answers[0]]
+        holes: list[Tensor] = []
+        length = len(row.ids[0])
+        for count, piece, answers in zip(counts, row.ids[1:], row.answers[1:], strict=True):
+            holes.append(length + torch.arange(count))
+            ids += [torch.zeros(count, dtype=torch.long), piece]
+            targets += [torch.zeros(count, dtype=torch.bool), answers]
+            length += count + len(piece)
+        start = self.prompts.add(torch.cat(ids), torch.cat(targets), kind)
+        for passage, count, hole in zip(passages, counts, holes, strict=True):
+            first = self.passages.add(passage) if encoded_at is None else encoded_at
+            if kind == ANSWER:
+                self.encoded.append((first, passage))
+            tokens = torch.arange(len(passage))
+            self.sources.append(first + tokens)
+            self.slots.append(self.slot_count + tokens // ratio)
+            self.places.append(start + hole)
+            self.slot_count += count
+        return True
+
+
+def collate_packed(items: Sequence[Any]) -> dict[str, Any]:
+    """A batch is made whole by the data: micro-batches hold one."""
+    (batch,) = items
+    return {"batch": batch}

@@ -1,0 +1,78 @@
+"""Answers from full text, in packed rows: the teacher's loss at the speed of `objectives.packed`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from ctx_compress_rag.data.examples import Example
+from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
+from ctx_compress_rag.training.config import TeacherRecipe
+from ctx_compress_rag.training.head import weighted_loss
+from ctx_compress_rag.training.packing import PackedRows, Packer
+
+
+class PackedTextLoss(nn.Module):
+    """Mean cross-entropy of the answers' tokens.
+
+    Args:
+        decoder: a causal LM whose head is frozen, with an adapter to be trained.
+    """
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, batch: PackedRows) -> dict[str, Tensor]:
+        """The loss of a batch."""
+        model = self.decoder.get_base_model()
+        batch = batch.to(model.device)
+        hidden = model.base_model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.mask(True, model.dtype),
+            position_ids=batch.positions,
+            use_cache=False,
+        ).last_hidden_state
+        wanted = batch.targets[:, 1:]
+        targets = batch.input_ids[:, 1:][wanted]
+        weights = torch.full(targets.shape, 1 / max(1, len(targets)), device=targets.device)
+        total, _ = weighted_loss(model, hidden[:, :-1][wanted], targets, weights)
+        return {"loss": total}
+
+
+class PackedTextData(Dataset[PackedRows]):
+    """The batches of a training, each made when it is asked for; the same number gives the same batch.
+
+    Args:
+        builder: renders prompts.
+        examples: questions, in the order they are asked, over and over.
+        recipe: rows and length.
+    """
+
+    def __init__(self, builder: PromptBuilder, examples: Sequence[Example], recipe: TeacherRecipe) -> None:
+        assert recipe.packing is not None
+        self.builder = builder
+        self.examples = examples
+        self.recipe = recipe
+        self.packing = recipe.packing
+
+    def __len__(self) -> int:
+        return self.recipe.optim.steps * self.recipe.optim.batch_size
+
+    def __getitem__(self, number: int) -> PackedRows:
+        packer = Packer(self.packing.rows, self.packing.length)
+        first = number * self.packing.examples
+        numbers = list(range(first, first + self.packing.examples))
+        random.Random(f"{self.recipe.seed}:{number}").shuffle(numbers)
+        data = self.recipe.data
+        for place in numbers:
+            example = self.examples[place % len(self.examples)]
+            row = self.builder.text_row(example, draw_template(data.templates, example, self.recipe.seed))
+            if packer.fits(len(row.ids)):
+                packer.add(row.ids, row.answers)
+        return packer.packed()

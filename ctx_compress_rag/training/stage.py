@@ -1,0 +1,34 @@
+"""Stages of training: what each makes of a recipe, and the table that they enter themselves in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from ctx_compress_rag.training.config import BaseRecipe
+from ctx_compress_rag.training.loop import Job
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A kind of recipe.
+
+    Attributes:
+        recipe: the class of its recipes, whose literal `stage` is the stage's name.
+        start: makes what is trained, what feeds it and what saves it, from a recipe and whether to resume.
+    """
+
+    recipe: type[BaseRecipe]
+    start: Callable[[Any, bool], Job]
+
+
+STAGES: dict[str, Stage] = {}
+"""The registered stages by name."""
+
+
+def register(stage: Stage) -> str:
+    """Make a stage known by its recipe's literal `stage`; returns that name."""
+    [name] = get_args(stage.recipe.model_fields["stage"].annotation)
+    STAGES[name] = stage
+    return str(name)

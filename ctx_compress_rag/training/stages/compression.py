@@ -1,0 +1,171 @@
+"""Training a compressor and its reader: where it starts, what the stages minimise, and what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ctx_compress_rag.backbone import Backbone, load_decoder
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.config import BundleConfig
+from ctx_compress_rag.data.examples import Example
+from ctx_compress_rag.text.prompts import PromptBuilder
+from ctx_compress_rag.training.config import (
+    AnswerRecipe,
+    CompressionRecipe,
+    DistillationRecipe,
+    NextTokenRecipe,
+    RamRecipe,
+    ReconstructionRecipe,
+)
+from ctx_compress_rag.training.examples import load_examples
+from ctx_compress_rag.training.loop import Collate, Job, training_device
+from ctx_compress_rag.training.objectives.base import SlotObjective
+from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
+from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
+from ctx_compress_rag.training.objectives.next_token import NextTokenCollator
+from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
+from ctx_compress_rag.training.objectives.reconstruction import ReconstructionCollator, passages_of
+from ctx_compress_rag.training.probe import soft_probe
+from ctx_compress_rag.training.stage import Stage, register
+
+Objective = Callable[[Any, Bundle], tuple[SlotObjective, Collate]]
+"""From a recipe and what it trains to the loss and what feeds it."""
+
+OBJECTIVES: dict[str, Objective] = {}
+"""What each stage minimises."""
+
+
+def register_objective(recipe: type[CompressionRecipe], objective: Objective) -> None:
+    """Make a stage that trains a bundle known by its recipe's literal `stage`."""
+    OBJECTIVES[register(Stage(recipe, start))] = objective
+
+
+def start(recipe: CompressionRecipe, resume: bool) -> Job:
+    """A bundle to train on the recipe's examples."""
+    examples = load_examples(recipe)
+    if recipe.recites:
+        examples = passages_of(examples)
+    bundle = start_bundle(recipe, examples)
+    earlier = {"earlier": bundle.report} if bundle.report else {}
+    objective, collate = OBJECTIVES[recipe.stage](recipe, bundle)
+
+    def choose_ratios(step: int) -> None:
+        part = recipe.curriculum_at(step)
+        objective.ratios = recipe.ratios_at(step)
+        objective.sample = part.sample if part.each == "example" else None
+
+    def save(report: dict[str, Any]) -> None:
+        bundle.report = report
+        bundle.save_pretrained(recipe.output / "bundle", int8=recipe.int8)
+
+    return Job(
+        objective,
+        examples,
+        collate,
+        save,
+        about=earlier,
+        on_step=choose_ratios,
+        probe=soft_probe(bundle, recipe.probe) if recipe.probe else None,
+        probe_every=recipe.probe.every if recipe.probe else 1,
+    )
+
+
+def start_bundle(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
+    """The bundle that training starts from."""
+    settings: dict[str, Any] = {
+        "name": recipe.name,
+        "base_ratio": recipe.base_ratio,
+        "ratios": recipe.ratios,
+        "max_tokens": recipe.window,
+        "reads": recipe.reads,
+    }
+    if recipe.method is not None:
+        settings["method"] = recipe.method
+    if recipe.bundle is not None:
+        return Bundle.from_pretrained(recipe.bundle, device=training_device(), changes=settings)
+    assert recipe.decoder is not None
+    model, tokenizer = load_decoder(recipe.decoder, recipe.revision, training_device())
+    shipped = isinstance(recipe.decoder, str) and Path(recipe.decoder).is_dir()
+    decoder = None if shipped else recipe.decoder
+    config = BundleConfig(decoder=decoder, revision=None if shipped else recipe.revision, **settings)
+    bundle = Bundle.build(config, Backbone(model, tokenizer), teacher=recipe.teacher)
+    if recipe.reader_from_teacher:
+        bundle.reader_from_teacher()
+    if recipe.fit_passages:
+        _fit_reader(bundle, examples, recipe.fit_passages)
+    else:
+        bundle.reader.initialise(_slot_rms(bundle, examples))
+    return bundle
+
+
+def _fit_reader(bundle: Bundle, examples: list[Example], passages: int) -> None:
+    """Start the reader so that it reads a slot for one token as that token's embedding.
+
+    Where a method makes no slots so small, the target is the mean embedding of a slot's tokens.
+    """
+    texts = [text for e in passages_of(examples)[:passages] for text in e.passages]
+    softs = bundle.compress(texts, ratio=1)
+    embed = bundle.backbone.embeddings
+    targets: list[torch.Tensor] = []
+    with torch.no_grad():
+        for text, soft in zip(texts, softs, strict=True):
+            ids = bundle.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            tokens = embed(torch.tensor(ids, device=bundle.backbone.device)).float()
+            targets += [part.mean(0) for part in tokens.split(soft.token_counts.tolist())]
+    slots = torch.cat([soft.slots for soft in softs]).to(bundle.backbone.device)
+    bundle.reader.fit(slots, torch.stack(targets))
+
+
+def _slot_rms(bundle: Bundle, examples: list[Example]) -> float:
+    """Root mean square of slot entries at the base ratio, over a few passages."""
+    slots = [soft.slots for soft in bundle.compress([p for e in examples[:8] for p in e.passages])]
+    return float(torch.cat(slots).pow(2).mean().sqrt())
+
+
+def _builder(recipe: CompressionRecipe, bundle: Bundle) -> PromptBuilder:
+    return PromptBuilder(bundle.tokenizer, recipe.data.max_answer_tokens)
+
+
+def _distillation(recipe: DistillationRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:
+    data, repeat = recipe.data, recipe.repeat_per_batch if recipe.reconstruction_weight else 0
+    builder = _builder(recipe, bundle)
+    return (
+        DistillationLoss(bundle, recipe.reconstruction_weight),
+        DistillationCollator(builder, data.templates, data.max_context_tokens, repeat, recipe.seed),
+    )
+
+
+def _next_token(recipe: NextTokenRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:
+    data = recipe.data
+    return LikelihoodLoss(bundle), NextTokenCollator(bundle.tokenizer, data.max_context_tokens, data.max_answer_tokens)
+
+
+def _reconstruction(recipe: ReconstructionRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:
+    longest = recipe.data.max_context_tokens
+    whole = PromptBuilder(bundle.tokenizer, longest + 1)  # and the end token
+    return LikelihoodLoss(bundle), ReconstructionCollator(whole, recipe.paraphrases, longest, recipe.seed)
+
+
+def _answer(recipe: AnswerRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:
+    data = recipe.data
+    builder = _builder(recipe, bundle)
+    return LikelihoodLoss(bundle), AnswerCollator(builder, data.templates, data.max_context_tokens, recipe.seed)
+
+
+def _ram(recipe: RamRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:
+    data, builder = recipe.data, _builder(recipe, bundle)
+    return (
+        RamLoss(bundle, builder, recipe.temperature, recipe.contrastive),
+        RamCollator(builder, bundle.config.base_ratio, data.templates, data.max_context_tokens, recipe.seed),
+    )
+
+
+register_objective(DistillationRecipe, _distillation)
+register_objective(NextTokenRecipe, _next_token)
+register_objective(ReconstructionRecipe, _reconstruction)
+register_objective(AnswerRecipe, _answer)
+register_objective(RamRecipe, _ram)

@@ -1,0 +1,62 @@
+"""Stage repeat_and_answer: a compressor and its reader trained on packed rows."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from ctx_compress_rag.data.examples import Example
+from ctx_compress_rag.data.held_out import held_out
+from ctx_compress_rag.data.texts import text_examples
+from ctx_compress_rag.text.prompts import PromptBuilder
+from ctx_compress_rag.training.compiled import compile_layers, round_frozen
+from ctx_compress_rag.training.config import RepeatAndAnswerRecipe
+from ctx_compress_rag.training.examples import load_examples
+from ctx_compress_rag.training.loop import Job
+from ctx_compress_rag.training.objectives.packed import LONGEST, PackedSlotData, PackedSlotLoss, collate_packed
+from ctx_compress_rag.training.probe import soft_probe
+from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.stages.compression import start_bundle
+
+
+def start(recipe: RepeatAndAnswerRecipe, resume: bool) -> Job:
+    """A bundle to train on the recipe's questions, on their passages and on its texts."""
+    questions = recipe.data.model_copy(update={"texts": []})
+    examples = load_examples(recipe.model_copy(update={"data": questions}))
+    texts = _texts(recipe, examples)
+    bundle = start_bundle(recipe, examples)
+    loss = PackedSlotLoss(bundle)
+    if recipe.optim.bf16 and bundle.config.decoder is not None:  # a decoder in the bundle is saved with it
+        round_frozen(bundle.backbone.model)
+    if recipe.optim.compile == "layers":
+        compile_layers(bundle.backbone.model)
+    builder = PromptBuilder(bundle.tokenizer, max(recipe.data.max_answer_tokens, LONGEST + 1))
+    earlier = {"earlier": bundle.report} if bundle.report else {}
+
+    def save(report: dict[str, Any]) -> None:
+        bundle.report = report
+        bundle.save_pretrained(recipe.output / "bundle", int8=recipe.int8)
+
+    return Job(
+        loss,
+        PackedSlotData(builder, examples, texts, recipe),
+        collate_packed,
+        save,
+        about=earlier,
+        probe=soft_probe(bundle, recipe.probe) if recipe.probe else None,
+        probe_every=recipe.probe.every if recipe.probe else 1,
+    )
+
+
+def _texts(recipe: RepeatAndAnswerRecipe, examples: list[Example]) -> list[str]:
+    """What may be repeated: the questions' passages and the rows of the texts, none of them held out."""
+    passages = list(dict.fromkeys(passage for example in examples for passage in example.passages))
+    for text in recipe.data.texts:
+        rows = text_examples(text.file, text.words)
+        held_out().check(rows)
+        passages += [row.passages[0] for row in rows] * text.weight
+    random.Random(recipe.seed).shuffle(passages)
+    return passages
+
+
+register(Stage(RepeatAndAnswerRecipe, start))

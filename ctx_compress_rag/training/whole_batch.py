@@ -1,0 +1,33 @@
+"""Losses that are means over a whole batch, however it is cut into micro-batches and shared by processes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+
+class WholeBatchMean(ABC):
+    """A loss whose `forward` takes `num_items_in_batch`, what it divides its sums by; None is its own batch's.
+
+    The mean over a micro-batch would make a short answer's tokens count for more than a long one's, and the more so,
+    the smaller the micro-batches.
+    """
+
+    accepts_loss_kwargs: ClassVar[bool] = True
+    """Tells the Trainer to pass `num_items_in_batch`, and not to divide by the number of micro-batches."""
+
+    @abstractmethod
+    def items(self, **batch: Any) -> Tensor:
+        """What a micro-batch has of the things that the loss is a mean over: float (kinds of means,)."""
+
+
+def items_of(loss: WholeBatchMean, batches: Sequence[Mapping[str, Any]]) -> Tensor:
+    """The sum of the micro-batches' items: float (kinds of means,)."""
+    items = [loss.items(**batch) for batch in batches]
+    total = items[0]
+    for each in items[1:]:
+        total = total + each
+    return total

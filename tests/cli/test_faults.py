@@ -1,0 +1,175 @@
+"""What a user can mend ends a command with one line and code 2, before any work where it can be seen before."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.cli import main
+from ctx_compress_rag.cli.command import app
+from ctx_compress_rag.data.examples import world_examples, write_jsonl
+from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
+
+COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+
+# Help
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_an_example_that_is_right(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    _, example = " ".join(capsys.readouterr().out.split()).split("Example: ctx-compress ")
+    given, *args = shlex.split(example)
+    assert given == name
+    assert COMMANDS[name].make_context(name, args).params
+
+
+def test_a_list_is_several_values_after_one_flag_or_several_flags() -> None:
+    for args in (["--ratios", "4", "8", "--k", "3"], ["--k", "3", "--ratios", "4", "--ratios", "8"]):
+        given = COMMANDS["agree"].make_context("agree", ["a.txt", "--store", "s", *args]).params
+        assert (given["ratios"], given["k"], given["questions"]) == ([4, 8], 3, "a.txt")
+
+
+# Files
+
+
+def test_bench_names_a_text_that_it_cannot_use(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)))
+    for file, message in (
+        ("empty.txt", "holds no text"),
+        ("binary.txt", "can't decode byte 0x80"),
+        ("missing.txt", "No such file"),
+        (".", "Is a directory"),
+    ):
+        said = run.fails("bench", tmp_path / file)
+        assert message in said and str(tmp_path / file) in said
+    (tmp_path / "good.txt").write_text("Some text.")
+    assert "0 passages" in run.fails("bench", tmp_path / "good.txt", "--passages", 0)
+    assert "0 tokens are too short" in run.fails("bench", tmp_path / "good.txt", "--tokens", 0)
+
+
+FULL = """
+import resource, sys
+from ctx_compress_rag.app import passage_index
+from ctx_compress_rag.cli import main
+
+real = passage_index.passage_vectors
+
+def then_full(*args):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # no file grows further: a disk error
+    return real(*args)
+
+passage_index.passage_vectors = then_full
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_full_disk_is_one_line_and_the_same_command_resumes(
+    run: Any,
+    python: Callable[..., subprocess.CompletedProcess[str]],
+    bundle_folder: Path,
+    docs: Path,
+    tmp_path: Path,
+) -> None:
+    command = ["index", docs, "--bundle", bundle_folder, "--store", tmp_path / "chroma"]
+    done = python("-c", FULL, *command)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ctx-compress: error: ") and str(tmp_path / "chroma") in last and "disk I/O error" in last
+    assert run(*command) == 0
+    assert " 0 unchanged" in run.out
+
+
+def test_a_store_that_cannot_be_written_is_one_line(
+    run: Any,
+    python: Callable[..., subprocess.CompletedProcess[str]],
+    bundle_folder: Path,
+    docs: Path,
+    tmp_path: Path,
+) -> None:
+    under: tuple[str, ...] = ()
+    if os.geteuid() == 0:  # root may write anywhere, unless it gives that up
+        if not shutil.which("setpriv"):
+            pytest.skip("needs setpriv, or another user than root")
+        under = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+    store = tmp_path / "chroma"
+    assert run("index", docs, "--bundle", bundle_folder, "--store", store) == 0
+    (docs_of_more := tmp_path / "more").mkdir()
+    (docs_of_more / "new.txt").write_text("A passage that is new.")
+    for path in (store / "ctx-compress.lock", store / "chroma.sqlite3", store):
+        mode = path.stat().st_mode
+        path.chmod(mode & ~0o222)
+        try:
+            done = python("-m", "ctx_compress_rag.cli", "index", docs_of_more, "--store", store, under=under)
+        finally:
+            path.chmod(mode)
+        assert done.returncode == 2, (path, done.stderr)
+        assert "Traceback" not in done.stderr
+        assert done.stderr.splitlines()[-1].startswith("ctx-compress: error: ") and str(store) in done.stderr
+
+
+# Arguments
+
+
+@pytest.fixture
+def no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever answers a question has begun to work."""
+    from ctx_compress_rag.decoding.decoder import TransformersDecoder
+
+    monkeypatch.setattr(TransformersDecoder, "generate", lambda *_, **__: pytest.fail("a question was answered"))
+
+
+@pytest.mark.usefixtures("no_answers")
+def test_eval_refuses_before_it_answers(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
+    one = tmp_path / "one.jsonl"
+    write_jsonl(one, world_examples("test", 0, 1, max_turns=1, passages=(1,)))
+    evaluate = ["eval", "--bundle", bundle_folder, "--no-extraction", "--output", tmp_path / "out"]
+    for given, message in (
+        (["--questions", 0], "0 questions have no standard error: give 2 or more"),
+        (["--questions", 1], "1 questions have no standard error"),
+        (["--data", one], "one: 1 questions have an answer"),
+        (["--questions", 2, "--passages", 1, "--ratios", 4, 5], "ratio 5 cannot be made from slots stored at 4"),
+        (["--data", tmp_path / "missing.jsonl"], "missing.jsonl"),
+    ):
+        assert message in run.fails(*evaluate, *given), given
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_answers")
+def test_ratios_are_checked_by_what_a_method_can_do(make_tiny_bundle: Any) -> None:
+    from ctx_compress_rag.errors import RatioError
+    from ctx_compress_rag.evaluation.harness import Question, answer
+
+    questions = [Question(("text",), "what?", ("text",))] * 2
+    for method, base, ratio in (("mean_pooling", None, 6), ("compression_tokens", None, 5), ("ram", 50, 1)):
+        settings = {"segment_tokens": 4} if base else {}
+        bundle: Bundle = make_tiny_bundle(name=method, **settings)
+        with pytest.raises(RatioError, match=f"{ratio}"):
+            answer(bundle, questions, [8, ratio], ("soft context",))
+
+
+# Recipes
+
+
+def test_a_recipe_is_found_with_and_without_its_suffix() -> None:
+    assert load_recipe("demo/teacher.yaml") == load_recipe("demo/teacher")
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "name: mine\n"])
+def test_a_recipe_without_a_stage_is_told_which_there_are(run: Any, tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    said = run.fails("train", tmp_path / "mine.yaml")
+    assert "mine.yaml has no stage" in said
+    stages = {yaml.safe_load(file.read_text())["stage"] for file in SHIPPED.rglob("*.yaml")}
+    assert all(stage in said for stage in stages)

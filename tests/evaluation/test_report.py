@@ -1,0 +1,62 @@
+"""What every table and picture of scores is written by."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import mean, stdev
+
+from ctx_compress_rag.evaluation import report
+from ctx_compress_rag.evaluation.speed import FirstToken, IndexingSpeed, speed_table
+from ctx_compress_rag.metrics import Interval
+
+
+def test_a_table_has_the_columns_of_all_rows() -> None:
+    assert report.table([{"a": "1", "b": "2"}, {"a": "3", "c": "4"}]).splitlines() == [
+        "| a | b | c |",
+        "|---|---|---|",
+        "| 1 | 2 |  |",
+        "| 3 |  | 4 |",
+    ]
+
+
+def test_numbers_have_their_errors() -> None:
+    values = [0.0, 0.5, 1.0, 1.0]
+    assert report.mean(values) == f"{mean(values):.3f} ± {stdev(values) / 2:.3f}"
+    assert report.mean([0.25]) == "0.250"
+    found = Interval(0.1, -0.05, 0.25)
+    assert report.interval(found) == "0.100 (-0.050 to 0.250)"
+    assert report.interval(found, "+") == "+0.100 (-0.050 to +0.250)"
+    assert report.interval(None) == report.times(None) == ""
+    assert (report.times(16), report.times(6.4)) == ("16x", "6.4x")
+
+
+def test_error_bars_of_scores_stay_between_0_and_1() -> None:
+    curve = report.curve("soft", [(4, 0.9, 0.2), (8, 0.5, 0.1), (16, 0.1, 0.2)])
+    assert (curve.ratios, curve.scores) == ((4, 8, 16), (0.9, 0.5, 0.1))
+    assert (curve.low, curve.high) == ([0.9 - 0.2, 0.4, 0.0], [1.0, 0.6, 0.1 + 0.2])
+
+
+def test_a_folder_gets_text_and_record(tmp_path: Path) -> None:
+    folder = report.write(tmp_path / "new", "scores", "| é |", {"é": [1.5]})
+    assert (folder / "scores.md").read_text(encoding="utf-8") == "| é |\n"
+    assert json.loads((folder / "scores.json").read_text(encoding="utf-8")) == {"é": [1.5]}
+    assert sorted(file.name for file in report.write(tmp_path / "other", "all", "x").iterdir()) == ["all.md"]
+
+
+def test_speed_is_a_table() -> None:
+    speed = IndexingSpeed(10, 2560, 78.42, 98.21, 1.312, disk_bytes=302, payload_bytes=100)
+    first = FirstToken(0.0123, 0.0804, 0.1532, soft_tokens=83, text_tokens=1007, parameters=110_000_000)
+    text = speed_table(speed, first, 16)
+    for cells in (
+        "10 (2,560) |",
+        "| 78.4 |",
+        "| 98.2 |",
+        "| 1.31 |",
+        "| 3.02 |",
+        "| 12, 80 |",
+        "| 0.153 |",
+        "| 110 M |",
+    ):
+        assert cells in text
+    assert "soft at 16x and full text | 83, 1,007 |" in text

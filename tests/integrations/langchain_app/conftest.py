@@ -1,0 +1,15 @@
+"""The LangChain app that most tests ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from helpers.langchain import App, open_app
+
+
+@pytest.fixture(scope="session")
+def app(talkative: Any, tmp_path_factory: pytest.TempPathFactory) -> App:
+    """Shared by tests that leave its store as it is."""
+    return open_app(tmp_path_factory.mktemp("app"), talkative)

@@ -1,0 +1,181 @@
+"""Packed rows, the head's loss on chosen positions, and stage repeat_and_answer, against plain computations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
+from ctx_compress_rag.text.prompts import PromptBuilder
+from ctx_compress_rag.training.config import RepeatAndAnswerRecipe
+from ctx_compress_rag.training.head import head_logits, weighted_loss
+from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
+from ctx_compress_rag.training.objectives.packed import PackedSlotData, PackedSlotLoss
+from ctx_compress_rag.training.packing import PADDING, Packer
+from ctx_compress_rag.training.recipes import parse_recipe
+from ctx_compress_rag.training.run import run_recipe
+from ctx_compress_rag.training.stages.compression import start_bundle
+from helpers.architectures import NAMES, model, random_ids
+from helpers.models import tiny_llama
+
+
+@given(st.lists(st.integers(1, 12), max_size=20), st.integers(1, 4))
+@settings(deadline=None)
+def test_every_sequence_that_fits_stands_whole_in_one_row(lengths: list[int], rows: int) -> None:
+    packer = Packer(rows, 16)
+    placed: dict[int, torch.Tensor] = {}
+    for number, length in enumerate(lengths, 1):
+        if packer.fits(length):
+            ids = torch.arange(length) + 100 * number
+            placed[packer.add(ids)] = ids
+        else:
+            with pytest.raises(ValueError, match="no room"):
+                packer.add(torch.zeros(length, dtype=torch.long))
+    packed = packer.packed()
+    assert packed.filled == sum(map(len, placed.values()))
+    for number, (start, ids) in enumerate(placed.items()):
+        place = slice(start, start + len(ids))
+        assert torch.equal(packed.input_ids.flatten()[place], ids)
+        assert (packed.segments.flatten()[place] == number).all()
+        assert start // 16 == (start + len(ids) - 1) // 16
+        assert torch.equal(packed.positions.flatten()[place], torch.arange(len(ids)))
+    assert int((packed.segments == PADDING).sum()) == rows * 16 - packed.filled
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_sequences_are_read_as_if_alone(name: str) -> None:
+    decoder = model(name)
+    rows = random_ids(name, (5, 8, 3, 7))
+    packer = Packer(2, 13)
+    places = [packer.add(row) for row in rows]
+    packed = packer.packed()
+    with torch.no_grad():
+        hidden = decoder.base_model(
+            inputs_embeds=decoder.get_input_embeddings()(packed.input_ids),
+            attention_mask=packed.mask(True, torch.float32),
+            position_ids=packed.positions,
+            use_cache=False,
+        ).last_hidden_state.flatten(0, 1)
+        for row, place in zip(rows, places, strict=True):
+            alone = decoder(input_ids=row[None], use_cache=False).logits[0]
+            torch.testing.assert_close(
+                head_logits(decoder, hidden[place : place + len(row)]), alone.float(), atol=2e-5, rtol=1e-4
+            )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_gradient_are_those_of_plain_cross_entropy(name: str) -> None:
+    decoder = model(name)
+    generator = torch.Generator().manual_seed(1)
+    dim = decoder.get_input_embeddings().weight.shape[1]
+    hidden = torch.randn(300, dim, generator=generator)  # more than a chunk
+    targets = torch.randint(0, 60, (300,), generator=generator)
+    weights = torch.rand(300, generator=generator)
+    mine, plain = hidden.clone().requires_grad_(True), hidden.clone().requires_grad_(True)
+    total, each = weighted_loss(decoder, mine, targets, weights)
+    (3 * total).backward()
+    expected = F.cross_entropy(head_logits(decoder, plain), targets, reduction="none")
+    (3 * (expected * weights).sum()).backward()
+    torch.testing.assert_close(each, expected.detach())
+    torch.testing.assert_close(mine.grad, plain.grad)
+
+
+EXAMPLES = [
+    Example(("Orla Reedwen keeps a goat. She lives in Kormoor.",), (Turn("Where does Orla live?", ("Kormoor",)),)),
+    Example(
+        ("Kormoor lies on the river Halen.", "Pell trades in salt."), (Turn("What does Pell trade in?", ("salt",)),)
+    ),
+]
+
+
+def recipe(tmp_path: Path, tokenizer: Any, **changes: Any) -> RepeatAndAnswerRecipe:
+    folder = tmp_path / "decoder"
+    if not folder.exists():
+        torch.manual_seed(0)
+        tiny_llama(tokenizer).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        write_jsonl(tmp_path / "questions.jsonl", EXAMPLES)
+    settings = {
+        "stage": "repeat_and_answer",
+        "name": "tiny",
+        "output": str(tmp_path / "run"),
+        "decoder": str(folder),
+        "method": {"name": "mean_pooling", "embedding_skip": True, "hidden_map": True, "positions": 4, "layers": 1},
+        "base_ratio": 4,
+        "ratios": [4, 8],
+        "window": 256,
+        "packing": {"rows": 2, "passage_rows": 2, "length": 256, "examples": 2},
+        "data": {"files": [str(tmp_path / "questions.jsonl")]},
+        "optim": {"steps": 3, "batch_size": 1, "learning_rate": 1e-3, "final_learning_rate": 1e-4, "log_every": 1},
+    }
+    made = parse_recipe(settings | changes, "test")
+    assert isinstance(made, RepeatAndAnswerRecipe)
+    return made
+
+
+def test_loss_of_one_prompt_is_the_plain_likelihood(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    made = recipe(
+        tmp_path,
+        tiny_tokenizer,
+        ratios=[4],
+        repeat=[{"step": 0, "share": 0.0}],
+        packing={"rows": 1, "passage_rows": 1, "length": 256, "examples": 1},
+    )
+    bundle = start_bundle(made, EXAMPLES)
+    assert isinstance(bundle.compressor, MeanPoolingCompressor) and bundle.compressor.hidden_map is not None
+    torch.nn.init.normal_(bundle.compressor.hidden_map.weight, std=0.1)
+    builder = PromptBuilder(bundle.tokenizer)
+    batch = PackedSlotData(builder, EXAMPLES[1:], ["salt"], made)[0]
+    plain = LikelihoodLoss(bundle)
+    plain.ratios = [4]
+    collated = AnswerCollator(builder, made.data.templates, 256, made.seed)(EXAMPLES[1:])
+    torch.testing.assert_close(PackedSlotLoss(bundle)(batch)["loss"], plain(**collated)["loss"], atol=1e-5, rtol=1e-5)
+
+
+def test_batches_hold_what_was_asked_for(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    made = recipe(tmp_path, tiny_tokenizer)
+    data = PackedSlotData(PromptBuilder(tiny_tokenizer), EXAMPLES, ["A goat lives in Kormoor."], made)
+    for number in range(8):
+        batch, again = data[number], data[number]
+        assert torch.equal(batch.prompts.input_ids, again.prompts.input_ids)
+        # Every slot has a place, one to eight tokens, and tokens of one passage.
+        counts = torch.bincount(batch.slots)
+        assert len(counts) == len(batch.places) and counts.min() >= 1 and counts.max() <= 8
+        segments = batch.passages.segments.flatten()[batch.sources]
+        for slot in range(len(counts)):
+            assert len(set(segments[batch.slots == slot].tolist())) == 1
+        assert not batch.prompts.targets.flatten()[batch.places].any()
+
+
+def test_training_resumes_and_learns_to_repeat(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    made = recipe(tmp_path, tiny_tokenizer)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(made.model_dump(mode="json")))
+    output = run_recipe(file)
+    losses = [row["loss"] for row in json.loads((output / "loss.json").read_text())]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    bundle = Bundle.from_pretrained(output / "bundle", device="cpu")
+    assert bundle.compress(["Orla Reedwen keeps a goat."])[0].n_slots >= 1
+    longer = made.model_copy(update={"optim": made.optim.model_copy(update={"steps": 5})})
+    file.write_text(yaml.safe_dump(longer.model_dump(mode="json")))
+    report = json.loads((run_recipe(file) / "training_report.json").read_text())
+    assert report["resumed"] and report["steps"] == 5
+
+
+def test_impossible_recipes_are_refused(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"window 128 must be packing\.length, 256"):
+        recipe(tmp_path, tiny_tokenizer, window=128)
+    made = recipe(tmp_path, tiny_tokenizer, method={"name": "compression_tokens"})
+    with pytest.raises(ConfigError, match="is for mean_pooling, not for compression_tokens"):
+        PackedSlotLoss(start_bundle(made, EXAMPLES))

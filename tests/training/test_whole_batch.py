@@ -1,0 +1,76 @@
+"""A batch's loss and gradient are the same in whatever micro-batches, and by however many processes, it is made."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.training.run import run_recipe
+from helpers.models import tiny_llama
+
+EXAMPLES = [
+    Example(("Orla Reedwen keeps a goat.",), (Turn("Which pet?", ("a goat",)),)),
+    Example(("Kormoor lies on the river Halen.",), (Turn("Where is it?", ("on the river Halen, near the sea " * 4,)),)),
+    Example(("Pell trades in salt.",), (Turn("What?", ("salt",)), Turn("Who?", ("Pell, the town of salt and tin",)))),
+    Example(("The ferry leaves at dawn.",), (Turn("When?", ("at dawn, every day but on Sundays, if at all",)),)),
+]
+STAGES = {
+    "teacher": {"tune": {"mode": "full"}, "context_loss_weight": 0.2},
+    "answer": {"name": "tiny", "method": {"name": "mean_pooling"}, "ratios": [4, 8], "window": 64},
+}
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+    folder = tmp_path_factory.mktemp("decoder")
+    torch.manual_seed(0)
+    tiny_llama(tiny_tokenizer).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    write_jsonl(folder / "data.jsonl", EXAMPLES)
+    return folder
+
+
+def _recipe(decoder: Path, stage: str, folder: Path, micro: int) -> Path:
+    recipe = {
+        "stage": stage,
+        "output": str(folder),
+        "decoder": str(decoder),
+        "data": {"files": [str(decoder / "data.jsonl")], "max_turns": 2},
+        "optim": {"steps": 1, "batch_size": 4, "micro_batch_size": micro, "log_every": 1, "warmup_ratio": 0.0},
+        **STAGES[stage],
+    }
+    path = folder.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def _step(folder: Path) -> list[float]:
+    """Loss and gradient norm of the only step."""
+    [row] = json.loads((folder / "loss.json").read_text())
+    return [row["loss"], row["grad_norm"]]
+
+
+@pytest.mark.parametrize("stage", ["teacher", "answer"])
+def test_micro_batches_change_nothing(decoder: Path, tmp_path: Path, stage: str) -> None:
+    steps = [_step(run_recipe(_recipe(decoder, stage, tmp_path / str(micro), micro))) for micro in (4, 1)]
+    assert steps[1] == pytest.approx(steps[0], rel=1e-3)
+
+
+def test_processes_change_nothing(decoder: Path, tmp_path: Path) -> None:
+    """By torchrun, as several GPUs train."""
+    alone = _step(run_recipe(_recipe(decoder, "answer", tmp_path / "alone", 4)))
+    shared = _recipe(decoder, "answer", tmp_path / "shared", 1)
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ctx_compress_rag.cli"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "train", str(shared)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert _step(tmp_path / "shared") == pytest.approx(alone, rel=1e-3)
