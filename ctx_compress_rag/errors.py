@@ -44,6 +44,10 @@ class MissingPassageError(CtxCompressError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+class UnreadableMarkerError(CtxCompressError, ValueError):
+    """A text has a marker's form and cannot be read: of another key or scope, or changed since it was written."""
+
+
 class DecoderMemoryError(CtxCompressError, MemoryError):
     """The decoder ran out of memory while it read a prompt or answered it."""
 

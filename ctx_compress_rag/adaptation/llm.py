@@ -16,7 +16,7 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.serving.client import open_decoder
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import scope
+from ctx_compress_rag.stores.markers import OnUnreadable, scope
 
 
 class DecoderLLM:
@@ -25,6 +25,7 @@ class DecoderLLM:
     if TYPE_CHECKING:  # not seen by pydantic: each framework's class declares its own
         store: SoftContextStore
         on_missing: Literal["error", "text"]
+        on_unreadable: OnUnreadable
         scope: str | None
         predictor: str | Path | None
         server: str | None
@@ -55,6 +56,7 @@ class DecoderLLM:
                 bundle,
                 self.store,
                 on_missing=self.on_missing,
+                on_unreadable=self.on_unreadable,
                 server=self.server,
                 api_key=None if self.api_key is None else self.api_key.get_secret_value(),
                 timeout=self.timeout,

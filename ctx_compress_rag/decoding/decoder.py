@@ -31,7 +31,7 @@ from ctx_compress_rag.errors import (
 )
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import Marker
+from ctx_compress_rag.stores.markers import Marker, OnUnreadable, check_on_unreadable
 from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
 from ctx_compress_rag.text.tokenising import check_characters
 
@@ -73,7 +73,10 @@ class TransformersDecoder:
         bundle: the bundle.
         store: where markers' passages are; without one, markers are literal text.
         on_missing: what to do where a marker's slots cannot be read: "error", or "text" for the
-            passage's own text. A passage that is not in the store at all has none, and is an error.
+            passage's own text. A passage that is not in the store at all has none: see `on_unreadable`.
+        on_unreadable: what to do with a marker that has neither slots nor text to be read: of another key or scope,
+            changed, or of a passage that is gone. Raise an "error", or read it as it stands there, with a warning
+            ("warn") or without one ("text"). Of a damaged record the last two read the passage's text.
         batch_size: most prompts in one forward pass.
         max_prompt_tokens: longest prompt, in tokens and slots; None for what the decoder's window allows.
 
@@ -88,11 +91,13 @@ class TransformersDecoder:
         store: SoftContextStore | None = None,
         *,
         on_missing: Literal["error", "text"] = "error",
+        on_unreadable: OnUnreadable = "error",
         batch_size: int = 8,
         max_prompt_tokens: int | None = None,
     ) -> None:
         if on_missing not in ("error", "text"):
             raise ConfigError(f"on_missing={on_missing!r}: choose 'error' or 'text'")
+        check_on_unreadable(on_unreadable)
         batch_size = whole("batch_size", batch_size)
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: give 1 or more")
@@ -106,6 +111,7 @@ class TransformersDecoder:
         self.bundle = bundle
         self.store = store
         self.on_missing = on_missing
+        self.on_unreadable = on_unreadable
         self.batch_size = batch_size
         self.max_prompt_tokens = max_prompt_tokens
         self._tokenizer = PromptTokenizer(bundle.tokenizer)
@@ -121,7 +127,8 @@ class TransformersDecoder:
 
         Raises:
             ConfigError: a prompt is empty, malformed, or longer than the model's window.
-            MissingPassageError: a marker's passage is not in the store.
+            UnreadableMarkerError: a marker is of another key or scope, and `on_unreadable` is "error".
+            MissingPassageError: a marker's passage is not in the store, and `on_unreadable` is "error".
             PayloadError: a stored record is damaged (and `on_missing` is not "text").
             DecoderMemoryError: the device has not enough memory; the decoder can be asked again.
         """
@@ -210,7 +217,7 @@ class TransformersDecoder:
         if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
             raise ConfigError(f"prompts is one {type(prompts).__name__}: give a list of prompts")
         contents = [self._contents(index, prompt) for index, prompt in enumerate(prompts)]
-        split = [[self._split(text) for text in texts] for texts in contents]
+        split = [[self._split(text, self.on_unreadable) for text in texts] for texts in contents]
         named = (p for texts in split for parts in texts for p in parts if isinstance(p, Marker))
         contexts = self._contexts(list(dict.fromkeys(named)))
         embedded = {m: self._embed(c) for m, c in contexts.items() if isinstance(c, SoftContext)}
@@ -271,10 +278,10 @@ class TransformersDecoder:
         whole = [{"role": message["role"], "content": text} for message, text in zip(chat, contents, strict=True)]
         return self._tokenizer.encode(chat_text(self.bundle.tokenizer, whole).split(hole))
 
-    def _split(self, text: str) -> list[str | Marker]:
+    def _split(self, text: str, on_unreadable: OnUnreadable = "warn") -> list[str | Marker]:
         if not isinstance(text, str):
             raise ConfigError(f"a {type(text).__name__} is no text: give a string")
-        return [text] if self.store is None else self.store.split(text)
+        return [text] if self.store is None else self.store.split(text, None, on_unreadable)
 
     def _contexts(self, markers: Sequence[Marker]) -> dict[Marker, SoftContext | str]:
         """What each marker stands for: one call to the store, unless something is missing."""
@@ -283,17 +290,22 @@ class TransformersDecoder:
         try:
             return dict(zip(markers, self.store.fetch(markers), strict=True))
         except (MissingPassageError, PayloadError) as error:
-            if self.on_missing == "error":
+            if self.on_missing == self.on_unreadable == "error":
                 raise
-            logger.warning("some slots cannot be read, their passages' texts are used: %s", error)
+            if self.on_unreadable != "text":
+                logger.warning("some slots cannot be read, texts are used where there are any: %s", error)
         return {marker: self._context_or_text(self.store, marker) for marker in markers}
 
-    @staticmethod
-    def _context_or_text(store: SoftContextStore, marker: Marker) -> SoftContext | str:
+    def _context_or_text(self, store: SoftContextStore, marker: Marker) -> SoftContext | str:
         try:
-            return store.fetch([marker])[0]
-        except PayloadError:
-            return store.text_of([marker])[0]
+            try:
+                return store.fetch([marker])[0]
+            except PayloadError:
+                return store.text_of([marker])[0]
+        except (MissingPassageError, PayloadError):
+            if self.on_unreadable == "error":
+                raise
+            return marker.text
 
     def _embed(self, soft: SoftContext) -> Tensor:
         return self.bundle.embed(soft).to(self.bundle.backbone.embeddings.weight.dtype)

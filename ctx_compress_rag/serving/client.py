@@ -23,6 +23,7 @@ from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import ConfigError, ServerError
 from ctx_compress_rag.serving.export import dtype_name, served
 from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores.markers import OnUnreadable
 
 if TYPE_CHECKING:
     from ctx_compress_rag.decoding.decoder import _Prepared
@@ -48,6 +49,7 @@ class ServerDecoder(AdaptiveDecoder):
         max_retries: how often a request is sent again where the server is not reached or too busy; never
             after the first piece of an answer.
         on_missing: as in TransformersDecoder.
+        on_unreadable: as in TransformersDecoder.
 
     Raises:
         ConfigError: an argument has an impossible value, or the bundle's method changes the decoder's layers.
@@ -64,8 +66,9 @@ class ServerDecoder(AdaptiveDecoder):
         timeout: float = 120.0,
         max_retries: int = 2,
         on_missing: Literal["error", "text"] = "error",
+        on_unreadable: OnUnreadable = "error",
     ) -> None:
-        super().__init__(bundle, store, on_missing=on_missing)
+        super().__init__(bundle, store, on_missing=on_missing, on_unreadable=on_unreadable)
         if not server.startswith(("http://", "https://")):
             raise ConfigError(f"server={server!r}: give an address that begins with http:// or https://")
         if timeout <= 0:
@@ -259,6 +262,7 @@ def open_decoder(
     store: SoftContextStore,
     *,
     on_missing: Literal["error", "text"],
+    on_unreadable: OnUnreadable,
     server: str | None,
     api_key: str | None,
     timeout: float,
@@ -266,7 +270,7 @@ def open_decoder(
 ) -> AdaptiveDecoder:
     """The decoder of a framework's LLM class: in this process, or, with a `server`, there."""
     if server is None:
-        return AdaptiveDecoder(bundle, store, on_missing=on_missing)
+        return AdaptiveDecoder(bundle, store, on_missing=on_missing, on_unreadable=on_unreadable)
     return ServerDecoder(
         bundle,
         store,
@@ -275,6 +279,7 @@ def open_decoder(
         timeout=timeout,
         max_retries=max_retries,
         on_missing=on_missing,
+        on_unreadable=on_unreadable,
     )
 
 

@@ -25,9 +25,11 @@ from ctx_compress_rag.stores.markers import (
     MAX_FACTOR,
     Marker,
     MarkerCodec,
+    OnUnreadable,
     check_scope,
     current_scope,
 )
+from ctx_compress_rag.stores.names import Names
 from ctx_compress_rag.stores.passages import (
     AddReport,
     Compresses,
@@ -95,6 +97,7 @@ class SoftContextStore:
         self.bundle = bundle
         self.scope = check_scope(scope)
         self._companion = Companion(connect(location, collection), bundle, codec, ratio, lock_timeout)
+        self._names = Names(self._companion)
         self._markers = None if key is None else MarkerCodec(key, self.fingerprint)
         if self._companion.connection.remote:
             self._signer()  # without a key, refused here and not at the first marker
@@ -311,6 +314,7 @@ class SoftContextStore:
         if missing:
             raise MissingPassageError(f"passage {missing[0]!r} is not stored ({len(missing)} are not): add it first")
         signer = self._signer()
+        self._names.learn(found.values())
         written = []
         for id in ids:
             slots = found[id][1]["slots"]
@@ -346,9 +350,13 @@ class SoftContextStore:
             written.append(signer.write_skimmed(name, part.soft.n_slots, scope))
         return written
 
-    def split(self, text: str, scope: str | None = None) -> list[str | Marker]:
-        """Text parts and markers of a prompt, in order; a marker of another key or scope stays text."""
-        return self._signer().split(text, self._scope(scope))
+    def split(self, text: str, scope: str | None = None, on_unreadable: OnUnreadable = "warn") -> list[str | Marker]:
+        """Text parts and markers of a prompt, in order.
+
+        Raises:
+            UnreadableMarkerError: a marker is of another key or scope, and on_unreadable is "error"; else text.
+        """
+        return self._signer().split(text, self._scope(scope), on_unreadable)
 
     def fetch(self, markers: Sequence[Marker]) -> list[SoftContext]:
         """The soft contexts that markers stand for, at the markers' ratios, in order.
@@ -457,9 +465,7 @@ class SoftContextStore:
             for marker in markers
             if not marker.skimmed
         }
-        stored = self._companion.read_by("marker", [name for each in names.values() for name in each])
-        by_name = {str(record["marker"]): (key, record) for key, record in stored.items()}
-        found = {marker: by_name[name] for marker, each in names.items() for name in reversed(each) if name in by_name}
+        found: dict[Marker, tuple[str, Stored]] = self._names.find(names)
         missing = [marker for marker in names if marker not in found]
         if missing:
             raise MissingPassageError(

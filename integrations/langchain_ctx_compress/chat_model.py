@@ -26,7 +26,7 @@ from ctx_compress_rag.decoding.decoder import Generation, Sampling
 from ctx_compress_rag.decoding.generation import OPTIONS, given_options
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import check_scope, current_scope
+from ctx_compress_rag.stores.markers import OnUnreadable, check_scope, current_scope
 from langchain_ctx_compress.messages import parsed, to_chat
 
 # LangChain's own code gives these to any chat model; without a server they mean nothing.
@@ -53,6 +53,9 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         seed: of sampling; None for a new one each time.
         on_missing: what to do where a passage's slots cannot be read: raise an "error", or read its "text".
             A passage that is no longer stored has neither, and is an error.
+        on_unreadable: what to do with a marker that has neither slots nor text to be read (of another key or scope,
+            changed, or of a passage that is gone): raise an "error", or take it for literal text, with a warning
+            ("warn") or without ("text").
         scope: tenant or user whose markers are read; None takes the one of `stores.markers.scope`, or else the store's.
         streaming: make `invoke` stream inside, so that callbacks see every piece.
         predictor: folder of the update predictor that `adapt` uses.
@@ -65,6 +68,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
 
     Raises:
         ConfigError: an argument is unknown or has an impossible value.
+        UnreadableMarkerError: at a call, a marker is of another key or scope, or was changed.
         MissingPassageError: at a call, a marker's passage is no longer stored.
         StoreError: at a call, the store cannot be reached.
         DecoderMemoryError: at a call, the device has not enough memory for the prompt.
@@ -81,6 +85,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     stop: list[str] | None = None
     seed: int | None = None
     on_missing: Literal["error", "text"] = "error"
+    on_unreadable: OnUnreadable = "error"
     scope: str | None = None
     streaming: bool = False
     predictor: str | Path | None = None
@@ -128,6 +133,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
             "fingerprint": self.store.fingerprint,
             "scope": self.scope or current_scope() or self.store.scope,
             "on_missing": self.on_missing,
+            "on_unreadable": self.on_unreadable,
             "adapted": self._adapted,
             **{name: getattr(self, name) for name in OPTIONS},
         }

@@ -35,7 +35,7 @@ from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling
 from ctx_compress_rag.decoding.generation import given_options
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import check_scope
+from ctx_compress_rag.stores.markers import OnUnreadable, check_scope
 from llama_index.llms.ctx_compress.streams import in_thread
 
 _ROLES = {
@@ -68,6 +68,9 @@ class CompressedContextLLM(DecoderLLM, LLM):
         stop: an answer ends before any of these strings.
         seed: makes sampling repeatable.
         on_missing: where a marker's slots cannot be read: raise an "error", or read the passage's "text".
+        on_unreadable: what to do with a marker that has neither slots nor text to be read (of another key or scope,
+            changed, or of a passage that is gone): raise an "error", or take it for literal text, with a warning
+            ("warn") or without ("text").
         scope: tenant or user whose markers are read; by default the one of `ctx_compress_rag.stores.markers.scope`, or
             else the store's.
         predictor: folder of the update predictor that `adapt` uses.
@@ -78,6 +81,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
 
     Raises:
         ConfigError: a call has an unknown argument, or a message holds something other than text.
+        UnreadableMarkerError: at a call, a marker is of another key or scope, or was changed.
         MissingPassageError: at a call, a marker's passage was deleted or its text changed.
         StoreError: at a call, the store cannot be reached.
         DecoderMemoryError: at a call, the device has not enough memory for the prompt.
@@ -94,6 +98,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
     stop: list[str] = Field(default_factory=list)
     seed: int | None = None
     on_missing: Literal["error", "text"] = "error"
+    on_unreadable: OnUnreadable = "error"
     scope: str | None = None
     predictor: str | Path | None = None
     server: str | None = None
