@@ -82,6 +82,8 @@ class Bundle:
         device: str | torch.device | None = None,
         revision: str | None = None,
         changes: Mapping[str, Any] | None = None,
+        dtype: str | torch.dtype | None = None,
+        attn_implementation: str | None = None,
     ) -> Bundle:
         """Load a bundle from a folder, by shipped name (`demo`), or from the hub.
 
@@ -91,6 +93,9 @@ class Bundle:
             revision: a hub revision.
             changes: settings to use in place of the stored config's, for a further stage of training;
                 the stored weights must fit them.
+            dtype: of the decoder's weights, such as "bfloat16"; None takes what suits the device. The fingerprint
+                stays the same.
+            attn_implementation: the decoder's attention, as transformers calls it ("sdpa", "eager", ...).
 
         Raises:
             BundleError: it is not there, or damaged; the message names the file.
@@ -102,7 +107,11 @@ class Bundle:
             config = BundleConfig(**{**dict(config), **changes})
         shipped = folder / DECODER_FOLDER
         model, tokenizer = load_decoder(
-            shipped if config.decoder is None else config.decoder, config.revision, device=device
+            shipped if config.decoder is None else config.decoder,
+            config.revision,
+            device=device,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
         )
         teacher = folder / TEACHER
         bundle = cls.build(config, Backbone(model, tokenizer), teacher if teacher.exists() else None)
@@ -194,7 +203,7 @@ class Bundle:
 
     def _digest(self, states: Mapping[str, Mapping[str, Tensor]]) -> str:
         digest = hashlib.sha256()
-        settings = self.config.model_dump(mode="json", exclude={"name", "reads"})
+        settings = self.config.model_dump(mode="json", exclude={"name", "reads", "template", "answer_tokens"})
         if isinstance(self.config.decoder, GgufDecoder):
             # The file's content is what counts, wherever it lies.
             settings |= {"decoder": self.config.decoder.sha256, "revision": None}

@@ -52,6 +52,10 @@ class DecoderMemoryError(CtxCompressError, MemoryError):
     """The decoder ran out of memory while it read a prompt or answered it."""
 
 
+class ServerError(CtxCompressError):
+    """The server that runs the decoder cannot be reached, refuses a request, or ends in the middle of an answer."""
+
+
 class RatioError(ConfigError):
     """The ratio asked for cannot be made from what is stored."""
 

@@ -205,7 +205,7 @@ def test_an_error_while_streaming_reaches_the_consumer(
     decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = decoder.stream(QUESTION)
-    monkeypatch.setattr(decoder.bundle.backbone.model, "generate", lambda **_: 1 / 0)
+    monkeypatch.setattr(decoder.bundle.backbone.model, "forward", lambda **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         in_thread(lambda: next(stream))
     monkeypatch.undo()

@@ -1,239 +1,340 @@
-"""RAM's training (Read As Human, section 3.2): what it reaches, its rows and positives, its recipe and bundles."""
+"""Bundles: what is saved is what is loaded, and what is damaged is refused by name."""
 
 from __future__ import annotations
 
 import json
-import re
-from itertools import pairwise
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
-import yaml
+from safetensors.torch import load_file, save_file
 
+from ctx_compress_rag import backbone as backbone_module
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
-from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_jsonl
-from ctx_compress_rag.errors import ConfigError, DataError
-from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
-from ctx_compress_rag.methods.ram.config import RamConfig
-from ctx_compress_rag.text.prompts import PromptBuilder
-from ctx_compress_rag.training.config import RamRecipe
-from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
-from ctx_compress_rag.training.recipes import load_recipe
-from ctx_compress_rag.training.run import run_recipe
-from helpers.ram import EXAMPLES, FROZEN, PLAIN, collator, move, objective, plain_ids, plain_segments, ram_bundle
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.methods.base.config import TuneConfig
+
+TEXTS = ["Orla Drumwell was born in Pellmouth, where she kept bees.", "Pellmouth is a town."]
+PROMPT = torch.arange(20, 50).unsqueeze(0)
+MODES = {
+    "lora": {},
+    "full": {"encoder": TuneConfig(mode="full"), "decoder": TuneConfig(mode="full")},
+    "frozen": {"encoder": TuneConfig(mode="frozen"), "decoder": TuneConfig(mode="frozen"), "linear": False},
+}
+
+
+def widen(bundle: Any) -> Any:
+    """Draw every matrix anew, so that each adapter and copy matters."""
+    torch.manual_seed(5)
+    for module in (bundle.backbone.model, bundle.compressor, bundle.reader):
+        for name, parameter in module.named_parameters():
+            if parameter.ndim == 2:
+                torch.nn.init.normal_(parameter, std=0.3 if "lora_" in name else 0.5)
+    return bundle
+
+
+def logits(bundle: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The decoder's logits as it reads text and as it reads soft contexts."""
+    found = []
+    for decoder in (bundle.text_decoder(), bundle.soft_decoder(torch.zeros(1, 1, dtype=torch.bool))):
+        with torch.no_grad(), decoder as model:
+            found.append(model(input_ids=PROMPT).logits)
+    return found[0], found[1]
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_tokenizer: Any) -> Bundle:
-    return ram_bundle(tiny_tokenizer)
+def made(make_tiny_bundle: Callable[..., Any]) -> Any:
+    return widen(make_tiny_bundle(seed=6))
 
 
-@pytest.mark.parametrize("encoder", ["lora", "full", "frozen"])
-@pytest.mark.parametrize("decoder", ["lora", "full", "frozen"])
-def test_gradients_reach_what_is_trained_and_nothing_else(tiny_tokenizer: Any, encoder: str, decoder: str) -> None:
-    """One optimiser step moves every trained parameter and leaves every other bit as it was."""
-    made = ram_bundle(tiny_tokenizer, encoder={"mode": encoder}, decoder={"mode": decoder})
-    loss = objective(made)
-    base = {n: p.detach().clone() for n, p in made.backbone.own_state().items()}
-    trained = {n: p for n, p in loss.named_parameters() if p.requires_grad}
-    move(made)  # LoRA's B starts at zero, which leaves A without a gradient in the first step
-    before = {n: p.detach().clone() for n, p in trained.items()}
-    loss(**collator(made)(EXAMPLES))["loss"].backward()
-    torch.optim.SGD(trained.values(), lr=1.0).step()
-    assert any("projection" in name for name in trained)
-    assert not [n for n, p in trained.items() if torch.equal(p, before[n])]
-    assert all(torch.equal(p, base[n]) for n, p in made.backbone.own_state().items())
+@pytest.fixture(scope="module")
+def saved(made: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundle")
+    made.report = {"steps": 3, "loss": 0.5}
+    made.save_pretrained(folder)
+    return Path(folder)
 
 
-def test_the_choice_itself_passes_no_gradient(tiny_tokenizer: Any) -> None:
-    """Without skimmed vectors the encoder learns from the contrastive loss alone."""
-    made = ram_bundle(tiny_tokenizer, skimming="none", decoder={"mode": "full"})
-    assert made.reader.projection is None
-    for contrastive in (False, True):
-        loss = objective(made, contrastive=contrastive)
-        loss(**collator(made)(EXAMPLES))["loss"].backward()
-        grads = [p.grad for p in made.compressor.parameters() if p.requires_grad]
-        assert grads and any(g is not None and bool(g.any()) for g in grads) == contrastive
-        assert any(p.grad is not None and bool(p.grad.any()) for p in made.reader.parameters())
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the saved bundle, to be damaged."""
+    return Path(shutil.copytree(saved, tmp_path / "bundle"))
 
 
-def test_a_ratio_is_drawn_for_each_question(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[int] = []
-    choose = bundle.compressor.choose
-    monkeypatch.setattr(bundle.compressor, "choose", lambda *args: drawn.append(args[3]) or choose(*args))
-    loss = objective(bundle)
-    loss.ratios = [2, 4, 8]
-    batch = collator(bundle)(EXAMPLES * 6)
-    with torch.no_grad():
-        for _ in range(2):
-            torch.manual_seed(7)
-            loss(**batch)
-    assert set(drawn) == {2, 4, 8}
-    assert drawn[: len(drawn) // 2] == drawn[len(drawn) // 2 :]
+# Round trips
 
 
-def test_each_question_is_a_prompt_and_each_passage_read_once(bundle: Bundle) -> None:
-    batch = collator(bundle)(EXAMPLES)
-    assert [p.text for p in batch["passages"]] == list(EXAMPLES[0].passages)
-    assert [row.passages for row in batch["rows"]] == [[0, 1], [1], [1]]
-    assert [row.example.turns for row in batch["rows"]] == [(t,) for e in EXAMPLES for t in e.turns]
-    assert [any(row.positives) for row in batch["rows"]] == [True, True, False]
-    with pytest.raises(DataError, match="no tokens"):
-        collator(bundle)([Example(("text",), (Turn("", ("text",)),))])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_saved_bundle_loads_with_the_same_bits(
+    make_tiny_bundle: Callable[..., Any], tmp_path: Path, mode: str
+) -> None:
+    first = widen(make_tiny_bundle(**MODES[mode]))
+    first.save_pretrained(tmp_path / "a")
+    second = Bundle.from_pretrained(tmp_path / "a", device="cpu")
+    assert second.fingerprint == first.fingerprint and len(first.fingerprint) == 64
+    assert second.config == first.config
+    for a, b in zip(first.compress(TEXTS), second.compress(TEXTS), strict=True):
+        assert torch.equal(a.slots, b.slots) and torch.equal(a.token_counts, b.token_counts)
+        assert torch.equal(first.embed(a), second.embed(b))
+    text, soft = logits(first)
+    assert all(torch.equal(a, b) for a, b in zip((text, soft), logits(second), strict=True))
+    assert torch.equal(text, soft) == (mode == "frozen")
+    assert second.tokenizer("Orla kept bees.")["input_ids"] == first.tokenizer("Orla kept bees.")["input_ids"]
+    assert second.tokenizer.chat_template == first.tokenizer.chat_template
+    assert not any(parameter.requires_grad for parameter in second.backbone.model.parameters())
+
+    second.save_pretrained(tmp_path / "b")
+    files = {path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*")}
+    assert files == {path.relative_to(tmp_path / "b") for path in (tmp_path / "b").rglob("*")}
+    for name in files:
+        if name.suffix == ".safetensors":
+            assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
 
 
-def test_a_long_context_is_cut(bundle: Bundle) -> None:
-    builder = PromptBuilder(bundle.tokenizer)
-    long = Example(("Kormoor lies on the river Halen. " * 40, "Dun."), (Turn("Which river?", ("Halen",)),))
-    batch = RamCollator(builder, 4, [PLAIN], 64, seed=0)([long])
-    short = len(plain_ids(bundle, "Dun."))
-    assert [sum(p.token_counts) for p in batch["passages"]] == [64 - short, short]
+def test_report_and_card_are_kept(saved: Path) -> None:
+    assert Bundle.from_pretrained(saved, device="cpu").report == {"steps": 3, "loss": 0.5}
+    assert "mean_pooling" in (saved / "README.md").read_text()
+    assert not [path for path in saved.rglob("*") if path.suffix in (".bin", ".pt", ".pth", ".pkl")]
 
 
-def test_the_stage_and_the_method_belong_together(make_tiny_bundle: Any) -> None:
-    other = make_tiny_bundle()
-    with pytest.raises(ConfigError, match="stage ram trains method ram, not mean_pooling"):
-        RamLoss(other, PromptBuilder(other.tokenizer))
+@pytest.mark.parametrize("part", ["compressor", "reader"])
+def test_adapters_are_ordinary_peft_adapters(made: Any, saved: Path, part: str) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(saved / "decoder", dtype=torch.float32).eval()
+    tuned = PeftModel.from_pretrained(plain, saved / part).eval()
+    with torch.no_grad(), made.backbone.use(part) as model:
+        expected = model(input_ids=PROMPT).logits
+        torch.testing.assert_close(tuned(input_ids=PROMPT).logits, expected, atol=1e-4, rtol=1e-4)
+        with tuned.disable_adapter():
+            assert (tuned(input_ids=PROMPT).logits - expected).abs().max() > 0.1
 
 
-def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="leave nothing to read"):
-        RamConfig(close_reading=False, skimming="none")
-    shape = {"name": "x", "method": RamConfig(), "max_tokens": 1000}
-    assert BundleConfig(**shape, base_ratio=50, ratios=[2, 3, 32]).ratios == [2, 3, 32]
-    with pytest.raises(ValueError, match="segment_tokens, 50"):
-        BundleConfig(**shape, base_ratio=4, ratios=[2])
-    with pytest.raises(ValueError, match="ratios begin at 2"):
-        BundleConfig(**shape, base_ratio=50, ratios=[1, 2])
-    with pytest.raises(ValueError, match="no multiple"):
-        BundleConfig(**{**shape, "method": MeanPoolingConfig()}, base_ratio=4, ratios=[6])
+def test_a_teacher_adapter_reads_text(made: Any, saved: Path, folder: Path) -> None:
+    """A peft adapter under teacher/ makes the decoder the teacher, for text alone, and is saved again."""
+    shutil.copytree(saved / "compressor", folder / "teacher")
+    (folder / "teacher" / "model.safetensors").unlink()
+    taught = Bundle.from_pretrained(folder, device="cpu")
+    text, soft = logits(taught)
+    with torch.no_grad(), made.backbone.use("compressor") as model:
+        assert torch.equal(text, model(input_ids=PROMPT).logits)
+    assert torch.equal(soft, logits(made)[1])
+    taught.save_pretrained(folder.parent / "again")
+    assert torch.equal(logits(Bundle.from_pretrained(folder.parent / "again", device="cpu"))[0], text)
 
 
-def test_the_shipped_recipe_has_the_papers_numbers() -> None:
-    recipe = load_recipe("ram/ram")
-    assert isinstance(recipe, RamRecipe) and isinstance(recipe.method, RamConfig)
-    assert (recipe.ratios, recipe.temperature, recipe.contrastive) == ([2, 4, 8, 16, 32], 0.1, True)
-    assert (recipe.method.segment_tokens, recipe.base_ratio, recipe.data.max_context_tokens) == (50, 50, 20_000)
-    assert recipe.data.max_answer_tokens >= 2048  # MultiNews' summaries keep their end
-    assert (recipe.method.encoder.mode, recipe.method.decoder.mode) == ("full", "full")
-    assert (recipe.optim.batch_size, recipe.optim.learning_rate, recipe.optim.final_learning_rate) == (32, 1e-5, 0)
-    assert recipe.optim.schedule == "linear"
-    assert recipe.optim.steps == 5 * 20_000 // 32  # one pass over the paper's examples
+# The fingerprint
 
 
-def recipe_file(folder: Path, decoder: Path, data: Path, steps: int) -> Path:
-    folder.mkdir(exist_ok=True)
-    recipe = {
-        "stage": "ram",
-        "name": "tiny",
-        "output": str(folder / "run"),
-        "decoder": str(decoder),
-        "method": {"name": "ram", "segment_tokens": 4, "encoder": {"mode": "lora"}, "decoder": FROZEN},
-        "base_ratio": 4,
-        "ratios": [2, 4],
-        "window": 64,
-        "data": {"files": [str(data)], "max_turns": 2, "max_context_tokens": 128},
-        "optim": {"steps": steps, "batch_size": 2, "learning_rate": 1e-3, "save_every": 2, "log_every": 1},
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return folder / "recipe.yaml"
+def test_the_fingerprint_covers_every_weight(made: Any) -> None:
+    def fingerprint() -> str:
+        return Bundle(made.config, made.backbone, made.compressor, made.reader).fingerprint
+
+    original = fingerprint()
+    parameters = {**dict(made.backbone.model.named_parameters()), **dict(made.reader.named_parameters())}
+    seen = {original}
+    for parameter in parameters.values():
+        kept = parameter.flatten()[0].clone()
+        with torch.no_grad():
+            parameter.view(-1)[0] += 1
+            seen.add(fingerprint())
+            parameter.view(-1)[0] = kept
+    assert len(seen) == len(parameters) + 1
+    assert fingerprint() == original
 
 
-def test_a_recipe_makes_a_bundle_and_resumes(bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ratios are drawn again at each step, and yet a run that was cut off ends like one that was not."""
-    bundle.backbone.model.save_pretrained(tmp_path / "decoder")
-    bundle.tokenizer.save_pretrained(tmp_path / "decoder")
-    write_jsonl(tmp_path / "data.jsonl", EXAMPLES * 4)
-    whole = run_recipe(recipe_file(tmp_path / "whole", tmp_path / "decoder", tmp_path / "data.jsonl", 4))
-    cut = recipe_file(tmp_path / "cut", tmp_path / "decoder", tmp_path / "data.jsonl", 4)
-    with monkeypatch.context() as patch:
-        from transformers import Trainer
+def test_the_fingerprint_covers_the_config_but_not_names(made: Any) -> None:
+    def fingerprint(**changes: Any) -> str:
+        settings = {**made.config.model_dump(), **changes}
+        return Bundle(BundleConfig(**settings), made.backbone, made.compressor, made.reader).fingerprint
 
-        real = Trainer.training_step
+    original = fingerprint()
+    assert fingerprint(name="other", reads="recipes") == original
+    method = made.config.method.model_dump()
+    changes: list[dict[str, Any]] = [
+        {"base_ratio": 8, "ratios": [8, 16]},
+        {"ratios": [4, 8]},
+        {"max_tokens": 128},
+        {"decoder": "someone/model"},
+        {"decoder": "someone/model", "revision": "v2"},
+        {"method": {**method, "embedding_skip": True}},
+        {"method": {**method, "linear": False}},
+        {"method": {**method, "encoder": {"rank": 8}}},
+    ]
+    assert len({original, *(fingerprint(**change) for change in changes)}) == len(changes) + 1
 
-        def dies(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.state.global_step == 3:
-                raise KeyboardInterrupt
-            return real(self, *args, **kwargs)
 
-        patch.setattr(Trainer, "training_step", dies)
-        with pytest.raises(KeyboardInterrupt):
-            run_recipe(cut)
-    run_recipe(cut)
+def test_the_fingerprint_is_the_same_in_another_precision(
+    made: Any, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU computes in bfloat16, which rounds the stored weights to other bits."""
+    monkeypatch.setattr(backbone_module, "choose_device", lambda _: (torch.device("cpu"), torch.bfloat16))
+    rounded = Bundle.from_pretrained(saved)
+    assert rounded.backbone.model.dtype == torch.bfloat16
+    assert rounded.fingerprint == made.fingerprint
 
-    def losses(folder: Path) -> list[float]:
-        return [row["loss"] for row in json.loads((folder / "loss.json").read_text())]
 
-    assert losses(tmp_path / "cut" / "run") == pytest.approx(losses(whole), rel=1e-4)
-    assert json.loads((tmp_path / "cut" / "run" / "training_report.json").read_text())["resumed"] is True
-    made = Bundle.from_pretrained(whole / "bundle")
-    assert isinstance(made.config.method, RamConfig) and made.report["steps"] == 4
+# Damage
 
 
 @pytest.mark.parametrize(
-    "change", [{}, {"encoder": {"mode": "lora"}, "decoder": {"mode": "lora"}}, {"skimming": "none"}]
+    "name",
+    [
+        "config.json",
+        "compressor/model.safetensors",
+        "compressor/adapter_model.safetensors",
+        "reader/model.safetensors",
+        "reader/adapter_model.safetensors",
+        "decoder/model.safetensors",
+    ],
 )
-def test_a_saved_bundle_has_the_same_bits(tiny_tokenizer: Any, tmp_path: Path, change: dict[str, Any]) -> None:
-    made = ram_bundle(tiny_tokenizer, **change)
-    move(made)
-    made.save_pretrained(tmp_path)
-    loaded = Bundle.from_pretrained(tmp_path)
-    assert loaded.fingerprint == made.fingerprint and loaded.config == made.config
-    texts = list(EXAMPLES[0].passages)
-    for a, b in zip(made.compress(texts), loaded.compress(texts), strict=True):
-        assert torch.equal(a.slots, b.slots) and torch.equal(a.token_counts, b.token_counts)
-    question = plain_ids(made, "Which pet?")
-    segments = plain_segments(made, texts[0])
-    one, two = (b.compressor.skim(segments, b.compressor.question(question), 64) for b in (made, loaded))
-    assert torch.equal(one, two) and len(one) == (0 if change.get("skimming") == "none" else len(segments))
+@pytest.mark.parametrize("damage", ["missing", "truncated", "pickled"])
+def test_missing_and_damaged_files_are_named(folder: Path, name: str, damage: str) -> None:
+    path = folder / name
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-9])
+    elif damage == "pickled" and path.suffix == ".safetensors":
+        # A pickle in place of safetensors, under the name that other libraries load it from.
+        torch.save(load_file(path), path.with_name(path.name.replace("model.safetensors", "pytorch_model.bin")))
+        path.unlink()
+    else:
+        path.unlink()
+    with pytest.raises((BundleError, ConfigError)) as caught:
+        Bundle.from_pretrained(folder, device="cpu")
+    named = "decoder" if name.startswith("decoder") else path.name
+    assert named in str(caught.value) and str(folder) in str(caught.value)
 
 
-def test_yes_and_no_are_found_nowhere(tiny_tokenizer: Any) -> None:
-    """The word 'no' stands in many a text that does not answer with it."""
-    text = "There is no doubt about it. Ada said yes."
-    collate = RamCollator(PromptBuilder(tiny_tokenizer), 4, ["{context} {question}"], 512, seed=0)
-    rows = collate([Example((text,), (Turn("Was it so?", ("No",)), Turn("Who said it?", ("Ada",))))])["rows"]
-    assert not any(rows[0].positives)
-    assert any(rows[1].positives)
+def test_an_empty_folder_is_no_bundle(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"is no bundle: it has no config\.json"):
+        Bundle.from_pretrained(tmp_path)
 
 
-def test_evidence_makes_positives(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """Marked parts of a passage, to the letter, in place of the answer, which stands elsewhere, too, or nowhere."""
-    passage = "Ada was there. Bo said that Ada won the cup. Ada left, and ada is no name."
-    rows = [
-        {"question": "Who won?", "answers": ["Ada"], "context": ["No part.", passage], "evidence": ["that Ada won"]},
-        {"question": "Did she?", "answers": ["yes"], "context": ["No part.", passage], "evidence": ["won the cup."]},
-        {"question": "Who won?", "answers": ["Ada"], "context": ["No part.", passage]},
-    ]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(json.dumps(row) for row in rows))
-    examples = read_jsonl(file, max_turns=3)
-    assert write_jsonl(tmp_path / "again.jsonl", examples) == 3
-    assert read_jsonl(tmp_path / "again.jsonl", max_turns=3) == examples
-    collate = RamCollator(PromptBuilder(tiny_tokenizer), 2, ["{context} {question}"], 512, seed=0)
-    batch = collate(examples)
-    bounds = [(p.text, a, b) for p in batch["passages"] for a, b in pairwise(p.bounds)]
-    start = passage.index("that Ada won")
-    said = [[(start, start + 12)], [(start + 9, start + 21)], [m.span() for m in re.finditer("Ada|ada", passage)]]
-    for row, spans in zip(batch["rows"], said, strict=True):
-        touched = [text == passage and any(a < end and b > begin for begin, end in spans) for text, a, b in bounds]
-        assert row.positives == touched and 0 < sum(touched) < len(touched)
-    for wrong, fault in (("that Ada won", "a list of strings"), ([" "], "blank"), (["ada won"], "'ada won'")):
-        rows[0]["evidence"] = wrong
-        file.write_text(json.dumps(rows[0]))
-        with pytest.raises(DataError, match=f"rows.jsonl:1: .*{fault}"):
-            read_jsonl(file)
+def test_weights_that_do_not_fit_are_refused(folder: Path) -> None:
+    path = folder / "reader" / "model.safetensors"
+    original = load_file(path)
+    save_file({"projection.weight": torch.zeros(3, 3)}, path)
+    with pytest.raises(BundleError, match=r"projection.weight has shape \(3, 3\), its config needs \(32, 32\)"):
+        Bundle.from_pretrained(folder, device="cpu")
+    save_file({**original, "extra": torch.zeros(1)}, path)
+    with pytest.raises(BundleError, match="1 names differ, for example extra"):
+        Bundle.from_pretrained(folder, device="cpu")
+    save_file(original, path)
+
+    path = folder / "compressor" / "adapter_model.safetensors"
+    adapter = load_file(path)
+    name = next(iter(adapter))
+    save_file({key: value for key, value in adapter.items() if key != name}, path)
+    with pytest.raises(BundleError, match="1 keys differ") as caught:
+        Bundle.from_pretrained(folder, device="cpu")
+    assert name in str(caught.value)
+    save_file({**adapter, name: torch.zeros(2, 2)}, path)
+    with pytest.raises(BundleError, match=r"has shape \(2, 2\)"):
+        Bundle.from_pretrained(folder, device="cpu")
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_full_tuning_leaves_the_embeddings_and_a_head_tied_to_them(tiny_tokenizer: Any, tied: bool) -> None:
-    made = ram_bundle(tiny_tokenizer, decoder={"mode": "full"}, tied=tied)
-    own = made.reader.own
-    trained = {id(p) for p in made.reader.trained_parameters()}
-    frozen = {name for name, p in own.named_parameters() if id(p) not in trained}
-    assert frozen == {"model.embed_tokens.weight"}
-    assert (own.lm_head.weight is made.backbone.embeddings.weight) == tied
-    assert (id(own.lm_head.weight) in trained) != tied
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"unknown": 1}, r"unknown: Extra inputs are not permitted"),
+        ({"method": {"name": "mean_pooling", "pooling": "max"}}, r"method.mean_pooling.pooling: Extra inputs"),
+        ({"method": {"name": "max_pooling"}}, r"method: .*'max_pooling'"),
+        ({"method": {"name": "mean_pooling", "encoder": {"rank": 0}}}, r"method.mean_pooling.encoder.rank: .*got '0'"),
+        ({"base_ratio": 0}, r"base_ratio: .*got '0'"),
+        ({"base_ratio": "four"}, r"base_ratio: .*got 'four'"),
+        ({"ratios": []}, "ratios: "),
+        ({"ratios": [4, 6]}, "ratio 6 cannot be made from slots stored at 4"),
+        ({"ratios": [2]}, "ratio 2 cannot be made from slots stored at 4"),
+        ({"max_tokens": 62}, "max_tokens 62 is no multiple of base_ratio 4"),
+        ({"format": 2}, r"format: .*got '2'"),
+        ({"name": ""}, "name: "),
+    ],
+)
+def test_unknown_and_impossible_values_are_refused_by_name(folder: Path, change: dict[str, Any], message: str) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ConfigError, match=message) as caught:
+        Bundle.from_pretrained(folder, device="cpu")
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe{}"])
+def test_a_config_that_is_no_json_object_is_refused(folder: Path, content: bytes) -> None:
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        Bundle.from_pretrained(folder, device="cpu")
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", '"steps"'])
+def test_a_report_that_is_no_object_is_named(folder: Path, content: str) -> None:
+    (folder / "training_report.json").write_text(content)
+    with pytest.raises(BundleError, match=r"training_report\.json holds a \w+, no JSON object"):
+        Bundle.from_pretrained(folder, device="cpu")
+
+
+def test_a_damaged_report_is_named(folder: Path) -> None:
+    (folder / "training_report.json").write_text("{")
+    with pytest.raises(BundleError, match=r"training_report\.json is damaged"):
+        Bundle.from_pretrained(folder, device="cpu")
+
+
+# Names and the hub
+
+
+@pytest.mark.parametrize("name", ["no-such-bundle", "./nowhere", "/no/where", "a/b/c", "~/bundle"])
+def test_unknown_names_are_refused(name: str) -> None:
+    with pytest.raises(BundleError, match=r"give a folder, one of \['demo', 'smollm2-135m'\], or a hub id") as caught:
+        Bundle.from_pretrained(name)
+    assert repr(name) in str(caught.value)
+
+
+def test_an_unreachable_hub_is_a_bundle_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(BundleError, match="cannot fetch the bundle 'someone/nothing' from the hub"):
+        Bundle.from_pretrained("someone/nothing")
+
+
+def test_pushing_uploads_a_folder_that_loads(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    class Hub:
+        """Keeps what HfApi would upload."""
+
+        def __init__(self, token: str | None = None) -> None:
+            calls.append(("token", {"token": token}))
+
+        def create_repo(self, repo_id: str, **settings: Any) -> None:
+            calls.append((repo_id, settings))
+
+        def upload_folder(self, *, repo_id: str, folder_path: str) -> str:
+            shutil.copytree(folder_path, tmp_path / repo_id)
+            return f"https://hub/{repo_id}/commit/1"
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    assert made.push_to_hub("someone/bundle", private=True, token="t") == "https://hub/someone/bundle/commit/1"
+    assert calls == [("token", {"token": "t"}), ("someone/bundle", {"private": True, "exist_ok": True})]
+
+    asked: dict[str, Any] = {}
+
+    def download(repo_id: str, **settings: Any) -> str:
+        asked.update(settings)
+        return str(tmp_path / repo_id)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path / "someone")  # a folder of that name is not in the way
+    loaded = Bundle.from_pretrained("someone/bundle", device="cpu", revision="v1")
+    assert loaded.fingerprint == made.fingerprint
+    assert asked["revision"] == "v1"
+    # All that was uploaded for loading is asked for; pickles never are.
+    from huggingface_hub.utils import filter_repo_objects
+
+    uploaded = [p.relative_to(tmp_path / "someone/bundle").as_posix() for p in (tmp_path / "someone").rglob("*.*")]
+    wanted = set(filter_repo_objects([*uploaded, "pytorch_model.bin"], allow_patterns=asked["allow_patterns"]))
+    assert set(uploaded) - wanted == {"README.md"} and "pytorch_model.bin" not in wanted

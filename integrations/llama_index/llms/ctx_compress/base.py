@@ -20,7 +20,7 @@ from llama_index.core.base.llms.types import (
     MessageRole,
     TextBlock,
 )
-from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, ValidationError
+from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM
@@ -74,6 +74,10 @@ class CompressedContextLLM(DecoderLLM, LLM):
         scope: tenant or user whose markers are read; by default the one of `ctx_compress_rag.stores.markers.scope`, or
             else the store's.
         predictor: folder of the update predictor that `adapt` uses.
+        server: address of a vLLM server that runs the decoder (see `ctx-compress export`); None runs it here.
+        api_key: the server's key.
+        timeout: seconds that the server may take to answer, and then from one token to the next.
+        max_retries: how often a request is sent again where the server is not reached or too busy.
 
     Raises:
         ConfigError: a call has an unknown argument, or a message holds something other than text.
@@ -81,6 +85,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
         MissingPassageError: at a call, a marker's passage was deleted or its text changed.
         StoreError: at a call, the store cannot be reached.
         DecoderMemoryError: at a call, the device has not enough memory for the prompt.
+        ServerError: at a call, the server cannot be reached, or refuses.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -96,6 +101,10 @@ class CompressedContextLLM(DecoderLLM, LLM):
     on_unreadable: OnUnreadable = "error"
     scope: str | None = None
     predictor: str | Path | None = None
+    server: str | None = None
+    api_key: SecretStr | None = Field(default=None, exclude=True)
+    timeout: float = 120.0
+    max_retries: int = 2
 
     _decoder: AdaptiveDecoder | None = PrivateAttr(None)
 

@@ -1,0 +1,55 @@
+"""From a chain that keeps the best passage of a reranker to one that sends all that were retrieved, compressed.
+
+`python -m migration.reranker` in the folder `examples` measures both, the second at three ratios.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from langchain_classic.retrievers import ContextualCompressionRetriever
+from langchain_core.callbacks import Callbacks
+from langchain_core.documents import BaseDocumentCompressor, Document
+
+from ctx_compress_rag.evaluation.baselines import rank_sentences
+from ctx_compress_rag.text.minilm import load_minilm
+from langchain_ctx_compress import CompressedContextPostprocessor
+from migration.app import App, answering, compare, make_app
+
+K, TOP_N = 4, 1
+
+
+class Reranker(BaseDocumentCompressor):
+    """Ranks passages by their sentence nearest to the question: stands for a cross-encoder.
+
+    Attributes:
+        top_n: how many stay.
+    """
+
+    top_n: int
+
+    def compress_documents(
+        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
+    ) -> list[Document]:
+        """The best documents, best first."""
+        ranked = rank_sentences([document.page_content for document in documents], query, load_minilm())
+        order = list(dict.fromkeys(sentence.passage for sentence in ranked))
+        return [documents[place] for place in order[: self.top_n]]
+
+
+def before(app: App) -> Any:
+    """The chain that reads one passage."""
+    retriever = ContextualCompressionRetriever(base_compressor=Reranker(top_n=TOP_N), base_retriever=app.retriever(K))
+    return answering(retriever, app.llm)
+
+
+def after(app: App, ratio: int) -> Any:
+    """The chain that reads all of them for fewer tokens."""
+    compressor = CompressedContextPostprocessor(store=app.store, ratio=ratio)
+    retriever = ContextualCompressionRetriever(base_compressor=compressor, base_retriever=app.retriever(K))
+    return answering(retriever, app.llm)
+
+
+if __name__ == "__main__":
+    print(compare(make_app(), before, after))  # noqa: T201

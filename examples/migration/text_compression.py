@@ -1,0 +1,59 @@
+"""From a chain that shortens retrieved text (LLMLingua and the like) to soft contexts.
+
+`python -m migration.text_compression` in the folder `examples` measures both, the second at three ratios.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from langchain_classic.retrievers import ContextualCompressionRetriever
+from langchain_core.callbacks import Callbacks
+from langchain_core.documents import BaseDocumentCompressor, Document
+
+from ctx_compress_rag.evaluation.baselines import extract
+from ctx_compress_rag.text.minilm import load_minilm
+from langchain_ctx_compress import CompressedContextPostprocessor
+from migration.app import App, answering, compare, make_app
+
+K, RATE = 4, 0.25
+
+
+class TextCompressor(BaseDocumentCompressor):
+    """Keeps the sentences nearest to the question: stands for LLMLingua, whose own models are larger than the demo's.
+
+    Attributes:
+        tokenizer: what counts the tokens.
+        rate: share of the tokens that stay.
+    """
+
+    tokenizer: Any
+    rate: float
+
+    def compress_documents(
+        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
+    ) -> list[Document]:
+        """The documents with less text; those of which nothing is left are dropped."""
+        texts = [document.page_content for document in documents]
+        budget = int(self.rate * sum(len(self.tokenizer.tokenize(text)) for text in texts))
+        kept = extract(texts, query, self.tokenizer, budget, load_minilm())
+        return [d.model_copy(update={"page_content": text}) for d, text in zip(documents, kept, strict=True) if text]
+
+
+def before(app: App) -> Any:
+    """The chain with shorter text."""
+    compressor = TextCompressor(tokenizer=app.bundle.tokenizer, rate=RATE)
+    retriever = ContextualCompressionRetriever(base_compressor=compressor, base_retriever=app.retriever(K))
+    return answering(retriever, app.llm)
+
+
+def after(app: App, ratio: int) -> Any:
+    """The same place in the chain, another compressor."""
+    compressor = CompressedContextPostprocessor(store=app.store, ratio=ratio)
+    retriever = ContextualCompressionRetriever(base_compressor=compressor, base_retriever=app.retriever(K))
+    return answering(retriever, app.llm)
+
+
+if __name__ == "__main__":
+    print(compare(make_app(), before, after))  # noqa: T201
