@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from ctx_compress_rag.backbone import INT8_FILE, Backbone, load_decoder
 from ctx_compress_rag.config import BundleConfig, explain, whole
 from ctx_compress_rag.decoder_identity import decoder_digest, digest_in_memory, folder_digest, write_decoder
-from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
 from ctx_compress_rag.gguf import GgufDecoder, pinned
 from ctx_compress_rag.methods.base.compressor import Compressor, Tokenized
 from ctx_compress_rag.methods.base.reader import Reader
@@ -282,6 +282,15 @@ class Bundle:
             self.save_pretrained(folder)
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
+    def check_ratio(self, ratio: int) -> None:
+        """RatioError where the compressor cannot make this ratio."""
+        check_window(ratio, self.config.max_tokens)
+        if self.compressor.question_aware and ratio != self.config.base_ratio:
+            raise RatioError(
+                f"ratio {ratio}: bundle {self.config.name!r} reads closely (ram) and stores one vector for each "
+                f"segment of {self.config.base_ratio} tokens: leave it out"
+            )
+
     def compress(self, texts: Sequence[str], ratio: int | None = None, progress: bool = False) -> list[SoftContext]:
         """Compress passages.
 
@@ -297,7 +306,7 @@ class Bundle:
             RatioError: the compressor cannot make this ratio.
         """
         ratio = self.config.base_ratio if ratio is None else whole("ratio", ratio)
-        check_window(ratio, self.config.max_tokens)
+        self.check_ratio(ratio)
         if isinstance(texts, str):
             raise ConfigError("texts is one string: give a list of passages")
         passages = [self._tokenized(text, index) for index, text in enumerate(texts)]

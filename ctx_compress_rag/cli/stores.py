@@ -132,10 +132,18 @@ def ask(
 
 
 @command("info", "--store ./chroma")
-def info(store: Store) -> None:
+def info(
+    store: Store,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="First delete soft contexts whose passage is not in the index.")
+    ] = False,
+) -> None:
     """Say what is in an index."""
     from ctx_compress_rag.app.passage_index import inspect_index
+    from ctx_compress_rag.app.passage_index import prune as prune_index
 
+    if prune:
+        print(f"deleted soft contexts without a passage: {len(prune_index(store))}")
     found = inspect_index(store)
     kept = found.store
     rows = {
@@ -150,6 +158,8 @@ def info(store: Store) -> None:
         "bytes on disk": f"{kept.disk_bytes:,}, with texts, retrieval vectors and Chroma's own",
         "payload share": f"{kept.payload_share or 0:.0%}",
     }
+    if found.orphans:
+        rows["orphans"] = f"{len(found.orphans):,} soft contexts without a passage (--prune deletes them)"
     for name, value in rows.items():
         print(f"{name:<14} {value}")
 
