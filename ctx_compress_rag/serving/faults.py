@@ -12,6 +12,7 @@ from ctx_compress_rag.errors import (
     ServerError,
     StoreLockedError,
     StoreWriteError,
+    UnreadableMarkerError,
 )
 from ctx_compress_rag.serving.replies import fault
 
@@ -42,7 +43,7 @@ def as_fault(error: BaseException) -> tuple[int, dict[str, Any]]:
         case MissingPassageError():
             message = "a marker's passage was deleted or its text changed: retrieve or compress again"
             return 404, fault(message, "invalid_request_error", code="passage_not_found")
-        case ConfigError():
+        case ConfigError() | UnreadableMarkerError():
             return 400, fault(str(error), "invalid_request_error")
         case DecoderMemoryError():
             return 503, fault(str(error), "server_error", code="out_of_memory")
