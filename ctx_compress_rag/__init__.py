@@ -18,6 +18,7 @@ from ctx_compress_rag.errors import (
     MissingPassageError,
     PayloadError,
     RatioError,
+    ServerError,
     StoreError,
     StoreLockedError,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "Passage",
     "PayloadError",
     "RatioError",
+    "ServerError",
     "SoftContext",
     "SoftContextStore",
     "StoreError",

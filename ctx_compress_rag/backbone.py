@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError
 from ctx_compress_rag.gguf import GgufDecoder, gguf_file, load_gguf
 from ctx_compress_rag.quantization import from_int8
+from ctx_compress_rag.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -35,23 +35,39 @@ def choose_device(device: str | torch.device | None = None) -> tuple[torch.devic
 
 
 def load_decoder(
-    name: str | Path | GgufDecoder, revision: str | None = None, device: str | torch.device | None = None
+    name: str | Path | GgufDecoder,
+    revision: str | None = None,
+    device: str | torch.device | None = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    attn_implementation: str | None = None,
 ) -> tuple[Any, Any]:
     """Load a causal LM and its tokenizer from a folder or the hub; safetensors or GGUF only, never pickle, and no code.
+
+    Args:
+        name: a folder, a hub id or a GGUF file.
+        revision: a hub revision.
+        device: see `choose_device`.
+        dtype: of the weights, such as "bfloat16"; None takes what suits the device.
+        attn_implementation: as transformers calls it, such as "sdpa" or "eager"; None leaves it the choice.
 
     Returns: the model in eval mode with frozen parameters, and the tokenizer, padding on the left.
 
     Raises:
+        ConfigError: the dtype is none that weights can have.
         BundleError: it cannot be loaded; the message names what was asked for.
         MissingExtraError: it is a GGUF file, and a package that reads those is not installed.
     """
-    chosen, dtype = choose_device(device)
+    chosen, suited = choose_device(device)
+    weights = suited if dtype is None else _dtype(dtype)
     try:
         if isinstance(name, GgufDecoder):
             model, tokenizer = load_gguf(gguf_file(name, revision))
-            _weights_as(model, dtype)
+            _weights_as(model, weights)
         else:
-            model, tokenizer = _from_folder(name, revision, dtype)
+            model, tokenizer = _from_folder(name, revision, weights)
+        if attn_implementation is not None:
+            model.set_attn_implementation(attn_implementation)
     except CtxCompressError:
         raise
     except Exception as error:  # transformers raises many kinds: OSError, ValueError, SafetensorError, ...
@@ -59,8 +75,15 @@ def load_decoder(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
-    logger.info("decoder %s on %s in %s", name, chosen, dtype)
+    logger.info("decoder %s on %s in %s", name, chosen, weights)
     return model.to(chosen).eval().requires_grad_(False), tokenizer
+
+
+def _dtype(name: str | torch.dtype) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else name
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+        raise ConfigError(f"dtype={name!r}: choose float32, bfloat16 or float16")
+    return found
 
 
 def _from_folder(name: str | Path, revision: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -108,11 +131,10 @@ class Backbone:
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model = model.requires_grad_(False)
         self.tokenizer = tokenizer
-        self.lock = threading.RLock()
+        self.lock = Turns()
         self._adapters: set[str] = set()
         self._trained: list[nn.Parameter] = []
         self._active: str | None = None
-        self._holder: int | None = None
 
     @property
     def device(self) -> torch.device:
@@ -177,19 +199,17 @@ class Backbone:
         if adapter is not None and adapter not in self._adapters:
             raise ConfigError(f"no adapter {adapter!r}: there are {sorted(self._adapters)}")
         with self.lock:
-            previous, outer = self._active, self._holder
-            self._holder = threading.get_ident()
+            previous = self._active
             self._activate(adapter)
             try:
                 yield self.model
             finally:
                 self._activate(previous)
-                self._holder = outer
 
     @property
     def held(self) -> bool:
         """Whether the calling thread is inside `use`; a worker it waits for would then never get the model."""
-        return self._holder == threading.get_ident()
+        return self.lock.held
 
     def _activate(self, adapter: str | None) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer

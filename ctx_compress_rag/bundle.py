@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from ctx_compress_rag.backbone import INT8_FILE, Backbone, load_decoder
 from ctx_compress_rag.config import BundleConfig, explain, whole
 from ctx_compress_rag.decoder_identity import decoder_digest, digest_in_memory, folder_digest, write_decoder
-from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
 from ctx_compress_rag.gguf import GgufDecoder, pinned
 from ctx_compress_rag.methods.base.compressor import Compressor, Tokenized
 from ctx_compress_rag.methods.base.reader import Reader
@@ -82,6 +82,8 @@ class Bundle:
         device: str | torch.device | None = None,
         revision: str | None = None,
         changes: Mapping[str, Any] | None = None,
+        dtype: str | torch.dtype | None = None,
+        attn_implementation: str | None = None,
     ) -> Bundle:
         """Load a bundle from a folder, by shipped name (`demo`), or from the hub.
 
@@ -91,6 +93,9 @@ class Bundle:
             revision: a hub revision.
             changes: settings to use in place of the stored config's, for a further stage of training;
                 the stored weights must fit them.
+            dtype: of the decoder's weights, such as "bfloat16"; None takes what suits the device. The fingerprint
+                stays the same.
+            attn_implementation: the decoder's attention, as transformers calls it ("sdpa", "eager", ...).
 
         Raises:
             BundleError: it is not there, or damaged; the message names the file.
@@ -102,7 +107,11 @@ class Bundle:
             config = BundleConfig(**{**dict(config), **changes})
         shipped = folder / DECODER_FOLDER
         model, tokenizer = load_decoder(
-            shipped if config.decoder is None else config.decoder, config.revision, device=device
+            shipped if config.decoder is None else config.decoder,
+            config.revision,
+            device=device,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
         )
         teacher = folder / TEACHER
         bundle = cls.build(config, Backbone(model, tokenizer), teacher if teacher.exists() else None)
@@ -194,7 +203,7 @@ class Bundle:
 
     def _digest(self, states: Mapping[str, Mapping[str, Tensor]]) -> str:
         digest = hashlib.sha256()
-        settings = self.config.model_dump(mode="json", exclude={"name", "reads"})
+        settings = self.config.model_dump(mode="json", exclude={"name", "reads", "template", "answer_tokens"})
         if isinstance(self.config.decoder, GgufDecoder):
             # The file's content is what counts, wherever it lies.
             settings |= {"decoder": self.config.decoder.sha256, "revision": None}
@@ -273,6 +282,15 @@ class Bundle:
             self.save_pretrained(folder)
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
+    def check_ratio(self, ratio: int) -> None:
+        """RatioError where the compressor cannot make this ratio."""
+        check_window(ratio, self.config.max_tokens)
+        if self.compressor.question_aware and ratio != self.config.base_ratio:
+            raise RatioError(
+                f"ratio {ratio}: bundle {self.config.name!r} reads closely (ram) and stores one vector for each "
+                f"segment of {self.config.base_ratio} tokens: leave it out"
+            )
+
     def compress(self, texts: Sequence[str], ratio: int | None = None, progress: bool = False) -> list[SoftContext]:
         """Compress passages.
 
@@ -288,7 +306,7 @@ class Bundle:
             RatioError: the compressor cannot make this ratio.
         """
         ratio = self.config.base_ratio if ratio is None else whole("ratio", ratio)
-        check_window(ratio, self.config.max_tokens)
+        self.check_ratio(ratio)
         if isinstance(texts, str):
             raise ConfigError("texts is one string: give a list of passages")
         passages = [self._tokenized(text, index) for index, text in enumerate(texts)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
@@ -10,6 +10,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.methods.base.config import Strict
 from ctx_compress_rag.methods.registry import AnyMethodConfig
+from ctx_compress_rag.text.prompts import TEMPLATES
 
 T = TypeVar("T")
 _WHOLE = TypeAdapter(int)
@@ -28,7 +29,11 @@ class BundleConfig(Strict):
         ratios: the ratios it was trained for.
         max_tokens: the encoder's window; longer passages are compressed window by window.
         reads: one line on what text it is meant for.
+        template: the prompt that it was trained to answer, see `text.prompts`; None where nobody recorded it.
+        answer_tokens: the longest answer that it was trained on; None where nobody recorded it.
     """
+
+    left_out: ClassVar[frozenset[str]] = frozenset({"template", "answer_tokens"})
 
     format: Literal[1] = 1
     name: str = Field(min_length=1)
@@ -39,6 +44,13 @@ class BundleConfig(Strict):
     ratios: list[int] = Field(min_length=1)
     max_tokens: int = Field(gt=0)
     reads: str = "general text"
+    template: str | None = None
+    answer_tokens: int | None = Field(default=None, gt=0)
+
+    @property
+    def asked_by(self) -> str:
+        """The template that questions are asked by, unless the caller has another."""
+        return self.template or TEMPLATES[0]
 
     @property
     def decoder_name(self) -> str | None:

@@ -44,8 +44,16 @@ class MissingPassageError(CtxCompressError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+class UnreadableMarkerError(CtxCompressError, ValueError):
+    """A text has a marker's form and cannot be read: of another key or scope, or changed since it was written."""
+
+
 class DecoderMemoryError(CtxCompressError, MemoryError):
     """The decoder ran out of memory while it read a prompt or answered it."""
+
+
+class ServerError(CtxCompressError):
+    """The server that runs the decoder cannot be reached, refuses a request, or ends in the middle of an answer."""
 
 
 class RatioError(ConfigError):

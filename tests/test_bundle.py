@@ -289,7 +289,7 @@ def test_a_damaged_report_is_named(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["no-such-bundle", "./nowhere", "/no/where", "a/b/c", "~/bundle"])
 def test_unknown_names_are_refused(name: str) -> None:
-    with pytest.raises(BundleError, match=r"give a folder, one of \['demo'\], or a hub id") as caught:
+    with pytest.raises(BundleError, match=r"give a folder, one of \['demo', 'smollm2-135m'\], or a hub id") as caught:
         Bundle.from_pretrained(name)
     assert repr(name) in str(caught.value)
 

@@ -161,6 +161,10 @@ class AdaptiveDecoder(TransformersDecoder):
                 prepared[index] = longer
         return prepared
 
+    def _as_changed(self) -> tuple[Bundle, object]:
+        adapter = self.adapted.adapter
+        return (self.bundle, None) if adapter is None else (_AdaptedBundle(self.bundle, adapter), id(adapter))
+
     def _run(
         self,
         prompts: Sequence[_Prepared],

@@ -7,13 +7,16 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
+from pydantic import SecretStr
+
 from ctx_compress_rag.adaptation import serving
 from ctx_compress_rag.adaptation.decoder import Adaptation, AdaptiveDecoder
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.serving.client import open_decoder
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import scope
+from ctx_compress_rag.stores.markers import OnUnreadable, scope
 
 
 class DecoderLLM:
@@ -22,8 +25,13 @@ class DecoderLLM:
     if TYPE_CHECKING:  # not seen by pydantic: each framework's class declares its own
         store: SoftContextStore
         on_missing: Literal["error", "text"]
+        on_unreadable: OnUnreadable
         scope: str | None
         predictor: str | Path | None
+        server: str | None
+        api_key: SecretStr | None
+        timeout: float
+        max_retries: int
         _decoder: AdaptiveDecoder | None
 
         def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -44,7 +52,16 @@ class DecoderLLM:
             bundle = self.store.bundle
             if not isinstance(bundle, Bundle):
                 raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
-            self._decoder = AdaptiveDecoder(bundle, self.store, on_missing=self.on_missing)
+            self._decoder = open_decoder(
+                bundle,
+                self.store,
+                on_missing=self.on_missing,
+                on_unreadable=self.on_unreadable,
+                server=self.server,
+                api_key=None if self.api_key is None else self.api_key.get_secret_value(),
+                timeout=self.timeout,
+                max_retries=self.max_retries,
+            )
         return self._decoder
 
     def adapt(

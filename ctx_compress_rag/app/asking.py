@@ -11,7 +11,7 @@ from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
 
 
 def question_prompt(
-    store: SoftContextStore, question: str, hits: Sequence[Hit], ratio: int | None
+    store: SoftContextStore, question: str, hits: Sequence[Hit], ratio: int | None, template: str = TEMPLATES[0]
 ) -> list[dict[str, str]]:
     """The chat messages that ask a question about passages, in the form that decoders are trained on.
 
@@ -22,6 +22,7 @@ def question_prompt(
         question: the question.
         hits: the passages; none asks without context.
         ratio: source tokens per slot, or the reduction of close reading; None puts the passages in as text.
+        template: the prompt, see `text.prompts`; a bundle says by which it was trained (`config.asked_by`).
 
     Raises:
         RatioError: the ratio cannot be made from what is stored.
@@ -30,4 +31,4 @@ def question_prompt(
     if ratio is not None:
         ids = [hit.id for hit in hits]
         texts = mark(store, texts, ids, question=question, **size(store.bundle, ratio))
-    return messages(TEMPLATES[0], PASSAGE_SEPARATOR.join(texts), question)
+    return messages(template, PASSAGE_SEPARATOR.join(texts), question)

@@ -24,6 +24,7 @@ from ctx_compress_rag.stores import AddReport, Passage, SoftContextStore, StoreI
 from ctx_compress_rag.stores.companion import column, explained
 from ctx_compress_rag.stores.connect import Connection, connect
 from ctx_compress_rag.stores.lock import DEFAULT_TIMEOUT
+from ctx_compress_rag.stores.markers import DEFAULT_SCOPE
 from ctx_compress_rag.stores.sqlite import DATABASE, SqliteCollection
 from ctx_compress_rag.text.minilm import PACKAGED, load_embedder
 
@@ -232,12 +233,17 @@ def open_index(
 
 @dataclass(frozen=True)
 class IndexInfo:
-    """What is in an index: the store's own account, the addresses of bundle and embedder, how many sources."""
+    """What is in an index: the store's own account, the addresses of bundle and embedder, how many sources.
+
+    `orphans` are ids of soft contexts whose passage is not in the index: it was removed by another program, or the
+    store compressed a text that a postprocessor was given under an id of its own.
+    """
 
     store: StoreInfo
     bundle_name: str
     embedder: str
     sources: int
+    orphans: list[str]
 
 
 def inspect_index(folder: str | Path) -> IndexInfo:
@@ -255,9 +261,18 @@ def inspect_index(folder: str | Path) -> IndexInfo:
         with recorded_store(folder, COLLECTION) as store:
             found = len({(roots.get(id), source) for id, source in sources.items()})
             name, embedder = _made_with(passages)
-            return IndexInfo(store.info(), name or store.bundle.config.name, embedder, found)
+            orphans = [] if passages is None else sorted(set(store.ids(DEFAULT_SCOPE)) - sources.keys())
+            return IndexInfo(store.info(), name or store.bundle.config.name, embedder, found, orphans)
     finally:
         connection.close()
+
+
+def prune(folder: str | Path) -> list[str]:
+    """Delete the orphans of an index; their ids. Raises as `inspect_index` does, and StoreWriteError."""
+    orphans = inspect_index(folder).orphans
+    with recorded_store(folder, COLLECTION) as store:
+        store.delete(orphans, DEFAULT_SCOPE)
+    return orphans
 
 
 def recorded_store(folder: str | Path, collection: str) -> SoftContextStore:
@@ -288,6 +303,9 @@ class _Recorded:
 
     def made(self, fingerprint: str) -> bool:
         return fingerprint == self.fingerprint
+
+    def check_ratio(self, ratio: int) -> None:
+        pass
 
     def compress(self, texts: Sequence[str], ratio: int | None = None) -> list[SoftContext]:
         raise StoreError(f"the store was opened without its bundle: cannot compress {len(texts)} passages")

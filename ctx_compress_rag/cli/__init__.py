@@ -12,6 +12,7 @@ from ctx_compress_rag.cli.command import app
 
 # Each registers its commands, which the help lists in this order.
 from ctx_compress_rag.cli import stores  # isort: skip # noqa: F401
+from ctx_compress_rag.cli import serving  # isort: skip # noqa: F401
 from ctx_compress_rag.cli import maintenance  # isort: skip # noqa: F401
 from ctx_compress_rag.cli import training  # isort: skip # noqa: F401
 from ctx_compress_rag.cli import evaluation  # isort: skip # noqa: F401

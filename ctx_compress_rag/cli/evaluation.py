@@ -8,13 +8,17 @@ from typing import Annotated, Literal
 import typer
 
 from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.serving import time_callers
 from ctx_compress_rag.cli.shared import (
     DEMO,
+    AnswerTokens,
     AnyBundle,
     Output,
     OwnBundle,
     Ratios,
     Store,
+    Template,
+    check_template,
     note_what_it_reads,
     quiet_models,
     read_text,
@@ -45,6 +49,8 @@ def eval_(
     perplexity: Annotated[
         bool, typer.Option("--perplexity", help="Also score how well passages are reconstructed from their slots.")
     ] = False,
+    template: Template = None,
+    answer_tokens: AnswerTokens = None,
     output: Output = "ctx-compress-eval",
 ) -> None:
     """Score a bundle beside its baselines.
@@ -60,6 +66,7 @@ def eval_(
 
     if questions < 2:
         raise ConfigError(f"{questions} questions have no standard error: give 2 or more")
+    check_template(template)
     quiet_models()
     sets = question_sets(data or (), questions)
     if not sets:
@@ -74,6 +81,8 @@ def eval_(
         encoder=None if no_extraction else load_minilm(),
         codec=codec,
         perplexity=perplexity,
+        template=template,
+        max_new_tokens=answer_tokens,
     )
     print(f"{text}; also in {output}")
 
@@ -231,6 +240,7 @@ def bench(
     passages: Annotated[int, typer.Option(metavar="N", help="At most this many.")] = 2000,
     tokens: Annotated[int, typer.Option(metavar="N", help="Most per passage.")] = 256,
     ratio: Annotated[int, typer.Option(metavar="R", help="For the first token.")] = 16,
+    concurrency: Annotated[int | None, typer.Option(metavar="N", help="Time N callers at a time instead.")] = None,
     output: Output = "ctx-compress-bench",
 ) -> None:
     """Time indexing and the first token.
@@ -254,6 +264,9 @@ def bench(
     quiet_models()
     opened = Bundle.from_pretrained(bundle)
     chunks = list(dict.fromkeys(chunk(given, opened.tokenizer, tokens)))[:passages]
+    if concurrency is not None:
+        time_callers(opened, chunks, concurrency, ratio)
+        return
     with tempfile.TemporaryDirectory() as folder:
         speed = indexing_speed(opened, chunks, folder)
     longest = sorted(chunks, key=len)[-4:]

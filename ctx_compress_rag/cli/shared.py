@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
@@ -27,6 +27,23 @@ Embedder = Annotated[
         metavar="NAME", help="A sentence-transformers model for retrieval.  [default: the store's own, else MiniLM]"
     ),
 ]
+Template = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help="The prompt, with {context} and {question}, and ||| after a system part.  [default: the bundle's]",
+    ),
+]
+AnswerTokens = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Most tokens of an answer.  [default: the bundle's]")
+]
+Server = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="A vLLM server that runs the decoder, in place of this process; see export."),
+]
+ServerKey = Annotated[
+    str | None, typer.Option(metavar="KEY", envvar="CTX_COMPRESS_SERVER_KEY", help="The server's API key.")
+]
 Output = Annotated[str, typer.Option(metavar="DIR", help="Where tables and pictures go.")]
 Ratios = Annotated[list[int] | None, typer.Option(metavar="R...", help="Source tokens per slot.")]
 
@@ -44,6 +61,16 @@ def read_text(file: str, what: str = "text") -> str:
     if not text.strip():
         raise DataError(f"{file!r} holds no {what}: write some into it")
     return text
+
+
+def check_template(template: str | None) -> None:
+    """Refuse a prompt that has no place for the passages or the question.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if template is not None and not ("{context}" in template and "{question}" in template):
+        raise ConfigError(f"template lacks {{context}} or {{question}}: {template!r}")
 
 
 def note_what_it_reads(bundle: Bundle) -> None:

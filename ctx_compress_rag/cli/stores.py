@@ -9,7 +9,18 @@ from typing import Annotated
 import typer
 
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import Embedder, OwnBundle, Store, note_what_it_reads, quiet_models
+from ctx_compress_rag.cli.shared import (
+    AnswerTokens,
+    Embedder,
+    OwnBundle,
+    Server,
+    ServerKey,
+    Store,
+    Template,
+    check_template,
+    note_what_it_reads,
+    quiet_models,
+)
 
 _ANSWER_TOKENS = 256
 
@@ -75,7 +86,11 @@ def ask(
     ] = 16,
     k: Annotated[int, typer.Option("--k", metavar="N", help="Passages to retrieve.")] = 4,
     text: Annotated[bool, typer.Option("--text", help="Give the decoder the passages' text, for comparison.")] = False,
+    template: Template = None,
+    answer_tokens: AnswerTokens = None,
     embedder: Embedder = None,
+    server: Server = None,
+    server_key: ServerKey = None,
 ) -> None:
     """Answer a question from an index.
 
@@ -87,16 +102,25 @@ def ask(
 
     if not question.strip():
         raise ConfigError("the question is empty: ask something")
+    check_template(template)
     quiet_models()
     with open_index(store, bundle, embedder=embedder) as opened:
         from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+        from ctx_compress_rag.serving.client import ServerDecoder
 
         note_what_it_reads(opened.bundle)
         [hits] = opened.search([question], k)
-        prompt = question_prompt(opened.store, question, hits, None if text else ratio)
-        decoder = TransformersDecoder(opened.bundle, opened.store)
+        config = opened.bundle.config
+        asked_by = template or config.asked_by
+        prompt = question_prompt(opened.store, question, hits, None if text else ratio, asked_by)
+        decoder = (
+            TransformersDecoder(opened.bundle, opened.store)
+            if server is None
+            else ServerDecoder(opened.bundle, opened.store, server=server, api_key=server_key)
+        )
+        longest = answer_tokens or config.answer_tokens or _ANSWER_TOKENS
         begun = False
-        for piece in decoder.stream(prompt, Sampling(max_new_tokens=_ANSWER_TOKENS)):
+        for piece in decoder.stream(prompt, Sampling(max_new_tokens=longest)):
             if isinstance(piece, str):
                 # Some tokenizers start an answer with a space.
                 print(piece if begun else piece.lstrip(), end="", flush=True)
@@ -108,10 +132,18 @@ def ask(
 
 
 @command("info", "--store ./chroma")
-def info(store: Store) -> None:
+def info(
+    store: Store,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="First delete soft contexts whose passage is not in the index.")
+    ] = False,
+) -> None:
     """Say what is in an index."""
     from ctx_compress_rag.app.passage_index import inspect_index
+    from ctx_compress_rag.app.passage_index import prune as prune_index
 
+    if prune:
+        print(f"deleted soft contexts without a passage: {len(prune_index(store))}")
     found = inspect_index(store)
     kept = found.store
     rows = {
@@ -126,6 +158,8 @@ def info(store: Store) -> None:
         "bytes on disk": f"{kept.disk_bytes:,}, with texts, retrieval vectors and Chroma's own",
         "payload share": f"{kept.payload_share or 0:.0%}",
     }
+    if found.orphans:
+        rows["orphans"] = f"{len(found.orphans):,} soft contexts without a passage (--prune deletes them)"
     for name, value in rows.items():
         print(f"{name:<14} {value}")
 

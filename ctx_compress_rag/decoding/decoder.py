@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,19 +18,20 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import whole
 from ctx_compress_rag.decoding.generation import Generation, Sampling, TextWatch, sampler
+from ctx_compress_rag.decoding.rows import Row, can_share
+from ctx_compress_rag.decoding.sharing import Sharing, memory_error, out_of_memory
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.decoding.structured import JsonProcessor
 from ctx_compress_rag.errors import (
     ConfigError,
     CtxCompressError,
-    DecoderMemoryError,
     FingerprintMismatchError,
     MissingPassageError,
     PayloadError,
 )
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import Marker
+from ctx_compress_rag.stores.markers import Marker, OnUnreadable, check_on_unreadable
 from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
 from ctx_compress_rag.text.tokenising import check_characters
 
@@ -42,6 +43,9 @@ Message = Mapping[str, str]
 """A chat message: `role` ("system", "user" or "assistant") and `content`, which may hold markers."""
 
 Prompt = str | Sequence[Message]
+
+Put = Callable[[str | Generation | BaseException], object]
+"""Is given pieces of text, then the whole Generation, or the error that ended it."""
 
 _GREEDY = Sampling()
 
@@ -63,14 +67,18 @@ class TransformersDecoder:
     """Answers prompts with a bundle's decoder, reading stored slots where the prompt has markers.
 
     A prompt with markers is read by the decoder as the bundle's reader tuned it; one without by the
-    decoder for plain text. May be called from several threads; the model serves one at a time.
+    decoder for plain text. May be called from several threads: concurrent calls share forward passes.
 
     Args:
         bundle: the bundle.
         store: where markers' passages are; without one, markers are literal text.
         on_missing: what to do where a marker's slots cannot be read: "error", or "text" for the
-            passage's own text. A passage that is not in the store at all has none, and is an error.
+            passage's own text. A passage that is not in the store at all has none: see `on_unreadable`.
+        on_unreadable: what to do with a marker that has neither slots nor text to be read: of another key or scope,
+            changed, or of a passage that is gone. Raise an "error", or read it as it stands there, with a warning
+            ("warn") or without one ("text"). Of a damaged record the last two read the passage's text.
         batch_size: most prompts in one forward pass.
+        max_prompt_tokens: longest prompt, in tokens and slots; None for what the decoder's window allows.
 
     Raises:
         FingerprintMismatchError: the store was made with another bundle.
@@ -83,13 +91,18 @@ class TransformersDecoder:
         store: SoftContextStore | None = None,
         *,
         on_missing: Literal["error", "text"] = "error",
+        on_unreadable: OnUnreadable = "error",
         batch_size: int = 8,
+        max_prompt_tokens: int | None = None,
     ) -> None:
         if on_missing not in ("error", "text"):
             raise ConfigError(f"on_missing={on_missing!r}: choose 'error' or 'text'")
+        check_on_unreadable(on_unreadable)
         batch_size = whole("batch_size", batch_size)
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: give 1 or more")
+        if max_prompt_tokens is not None and max_prompt_tokens < 1:
+            raise ConfigError(f"max_prompt_tokens={max_prompt_tokens}: give 1 or more")
         if store is not None and not bundle.made(store.fingerprint):
             raise FingerprintMismatchError(
                 f"the store holds slots of bundle {store.fingerprint[:12]}, this decoder is of bundle "
@@ -98,7 +111,9 @@ class TransformersDecoder:
         self.bundle = bundle
         self.store = store
         self.on_missing = on_missing
+        self.on_unreadable = on_unreadable
         self.batch_size = batch_size
+        self.max_prompt_tokens = max_prompt_tokens
         self._tokenizer = PromptTokenizer(bundle.tokenizer)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling = _GREEDY) -> list[Generation]:
@@ -112,10 +127,13 @@ class TransformersDecoder:
 
         Raises:
             ConfigError: a prompt is empty, malformed, or longer than the model's window.
-            MissingPassageError: a marker's passage is not in the store.
+            UnreadableMarkerError: a marker is of another key or scope, and `on_unreadable` is "error".
+            MissingPassageError: a marker's passage is not in the store, and `on_unreadable` is "error".
             PayloadError: a stored record is damaged (and `on_missing` is not "text").
             DecoderMemoryError: the device has not enough memory; the decoder can be asked again.
         """
+        if can_share(self.bundle.backbone.model) and not self.bundle.backbone.held:
+            return self._shared(prompts, sampling)
         prepared = self._prepare(prompts)
         done: dict[int, Generation] = {}
         for soft in (False, True):
@@ -126,6 +144,10 @@ class TransformersDecoder:
                 batch = group[start : start + self.batch_size]
                 done.update(zip(batch, self._run([prepared[i] for i in batch], sampling), strict=True))
         return [done[i] for i in range(len(prepared))]
+
+    def generate_apart(self, prompt: Prompt, sampling: Sampling = _GREEDY) -> Generation:
+        """Answer one prompt by transformers' own `generate`, in passes that nobody shares; raises as `generate`."""
+        return self._run(self._prepare([prompt]), sampling)[0]
 
     def stream(self, prompt: Prompt, sampling: Sampling = _GREEDY) -> Iterator[str | Generation]:
         """Answer one prompt piece by piece, then give the whole Generation.
@@ -140,8 +162,28 @@ class TransformersDecoder:
             DecoderMemoryError: at iteration, as `generate`.
             CtxCompressError: at iteration, when this thread holds the decoder itself.
         """
-        [prepared] = self._prepare([prompt])
+        with Sharing.of(self.bundle.backbone).reading():
+            [prepared] = self._prepare([prompt])
         return self._pieces(prepared, sampling)
+
+    def start(self, prompt: Prompt, sampling: Sampling, put: Put) -> Callable[[], None]:
+        """Answer one prompt in the background, for callers that cannot wait in a thread, such as a server.
+
+        The prompt is checked and its passages are fetched before this returns.
+
+        Args:
+            prompt: as `stream` takes it.
+            sampling: how tokens are chosen and when to end.
+            put: is given each piece of text, then the Generation, or the error that ended it; from another
+                thread, which it must not keep waiting.
+
+        Returns: what ends the generation after the token in progress; nothing more is put then.
+
+        Raises: as `stream` at the call.
+        """
+        with Sharing.of(self.bundle.backbone).reading():
+            [prepared] = self._prepare([prompt])
+            return self._start(prepared, sampling, put)
 
     def pieces(self, prompts: Sequence[Prompt]) -> list[list[Tensor]]:
         """What the model is given for prompts: token ids (int64) and slots (float, in its embedding space), in order.
@@ -175,7 +217,7 @@ class TransformersDecoder:
         if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
             raise ConfigError(f"prompts is one {type(prompts).__name__}: give a list of prompts")
         contents = [self._contents(index, prompt) for index, prompt in enumerate(prompts)]
-        split = [[self._split(text) for text in texts] for texts in contents]
+        split = [[self._split(text, self.on_unreadable) for text in texts] for texts in contents]
         named = (p for texts in split for parts in texts for p in parts if isinstance(p, Marker))
         contexts = self._contexts(list(dict.fromkeys(named)))
         embedded = {m: self._embed(c) for m, c in contexts.items() if isinstance(c, SoftContext)}
@@ -236,10 +278,10 @@ class TransformersDecoder:
         whole = [{"role": message["role"], "content": text} for message, text in zip(chat, contents, strict=True)]
         return self._tokenizer.encode(chat_text(self.bundle.tokenizer, whole).split(hole))
 
-    def _split(self, text: str) -> list[str | Marker]:
+    def _split(self, text: str, on_unreadable: OnUnreadable = "warn") -> list[str | Marker]:
         if not isinstance(text, str):
             raise ConfigError(f"a {type(text).__name__} is no text: give a string")
-        return [text] if self.store is None else self.store.split(text)
+        return [text] if self.store is None else self.store.split(text, None, on_unreadable)
 
     def _contexts(self, markers: Sequence[Marker]) -> dict[Marker, SoftContext | str]:
         """What each marker stands for: one call to the store, unless something is missing."""
@@ -248,17 +290,22 @@ class TransformersDecoder:
         try:
             return dict(zip(markers, self.store.fetch(markers), strict=True))
         except (MissingPassageError, PayloadError) as error:
-            if self.on_missing == "error":
+            if self.on_missing == self.on_unreadable == "error":
                 raise
-            logger.warning("some slots cannot be read, their passages' texts are used: %s", error)
+            if self.on_unreadable != "text":
+                logger.warning("some slots cannot be read, texts are used where there are any: %s", error)
         return {marker: self._context_or_text(self.store, marker) for marker in markers}
 
-    @staticmethod
-    def _context_or_text(store: SoftContextStore, marker: Marker) -> SoftContext | str:
+    def _context_or_text(self, store: SoftContextStore, marker: Marker) -> SoftContext | str:
         try:
-            return store.fetch([marker])[0]
-        except PayloadError:
-            return store.text_of([marker])[0]
+            try:
+                return store.fetch([marker])[0]
+            except PayloadError:
+                return store.text_of([marker])[0]
+        except (MissingPassageError, PayloadError):
+            if self.on_unreadable == "error":
+                raise
+            return marker.text
 
     def _embed(self, soft: SoftContext) -> Tensor:
         return self.bundle.embed(soft).to(self.bundle.backbone.embeddings.weight.dtype)
@@ -268,6 +315,11 @@ class TransformersDecoder:
         return self.bundle.backbone.window
 
     def _check_length(self, index: int, prompt: _Prepared) -> None:
+        if self.max_prompt_tokens is not None and prompt.length > self.max_prompt_tokens:
+            raise ConfigError(
+                f"prompt {index} has {prompt.length} tokens ({prompt.slots} of them slots) and "
+                f"{self.max_prompt_tokens} are allowed here: use a coarser ratio, fewer passages or a shorter prompt"
+            )
         if self._window is not None and prompt.length >= self._window:
             raise ConfigError(
                 f"prompt {index} has {prompt.length} tokens ({prompt.slots} of them slots) and the model's window of "
@@ -287,15 +339,11 @@ class TransformersDecoder:
         try:
             return self._generated(prompts, sampling, on_text, cancelled)
         except (RuntimeError, MemoryError) as error:
-            if not _out_of_memory(error):
+            if not out_of_memory(error):
                 raise
-            said = str(error).partition("\n")[0]
+            said = str(error)
         # Raised out here: as its cause, the error would keep the frames and with them the memory they hold.
-        raise DecoderMemoryError(
-            f"not enough memory for a batch of {len(prompts)} prompts, the longest of {max(p.length for p in prompts)} "
-            f"tokens, and {sampling.max_new_tokens} more ({said}): use a coarser ratio, fewer passages, a shorter "
-            "answer or a smaller batch_size"
-        )
+        raise memory_error(prompts, said)
 
     def _generated(
         self,
@@ -341,33 +389,88 @@ class TransformersDecoder:
         special = tokenizer.get_added_vocab()
         return {i for i in ids if i is not None} | {special[s] for s in stop if s in special}
 
-    def _pieces(self, prompt: _Prepared, sampling: Sampling) -> Iterator[str | Generation]:
+    def _as_changed(self) -> tuple[Bundle, object]:
+        """The bundle as this decoder changes it, and what tells it from others of the same model."""
+        return self.bundle, None
+
+    def _row(self, prompt: _Prepared, sampling: Sampling, put: Put, bundle: Bundle, stream: bool = False) -> Row:
+        limit = min(sampling.max_new_tokens, (self._window or 1 << 62) - prompt.length)
+        end_ids = partial(self._end_ids, stop=sampling.stop)
+        return Row(
+            bundle, prompt.pieces, prompt.length, prompt.slots, prompt.soft, sampling, limit, end_ids, put, stream
+        )
+
+    def _add(self, rows: Sequence[Row], change: object) -> None:
+        sharing = Sharing.of(self.bundle.backbone)
+        for soft in (False, True):
+            if group := [row for row in rows if row.soft is soft]:
+                sharing.add(group, (self.bundle.reader, change, soft), self.batch_size)
+
+    def _shared(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
+        """`generate` in the passes that all callers share."""
+        queue: SimpleQueue[tuple[int, str | Generation | BaseException]] = SimpleQueue()
+        bundle, change = self._as_changed()
+        with Sharing.of(self.bundle.backbone).reading():
+            rows = [
+                self._row(prompt, sampling, partial(_put_at, queue, index), bundle)
+                for index, prompt in enumerate(self._prepare(prompts))
+            ]
+            self._add(sorted(rows, key=lambda row: row.length), change)
+        done: dict[int, Generation] = {}
+        try:
+            while len(done) < len(rows):
+                index, answer = queue.get()
+                if isinstance(answer, BaseException):
+                    raise answer
+                assert isinstance(answer, Generation)
+                done[index] = answer
+        finally:
+            for row in rows:
+                row.cancelled = True
+        return [done[index] for index in range(len(rows))]
+
+    def _start(self, prompt: _Prepared, sampling: Sampling, put: Put) -> Callable[[], None]:
         # The lock belongs to the thread that takes it, and a consumer may pause for ever or come from
         # another thread each time: so a worker runs the model, and never waits for the consumer.
+        bundle, change = self._as_changed()
+        row = self._row(prompt, sampling, put, bundle, stream=True)
+
+        def cancel() -> None:
+            row.cancelled = True
+
+        if can_share(bundle.backbone.model):
+            self._add([row], change)
+            return cancel
+
+        def run() -> None:
+            try:
+                for generation in self._run([prompt], sampling, put, lambda: row.cancelled):
+                    put(generation)
+            except BaseException as error:
+                put(error)
+
+        threading.Thread(target=run, name="ctx-compress-stream").start()
+        return cancel
+
+    def _pieces(self, prompt: _Prepared, sampling: Sampling) -> Iterator[str | Generation]:
         if self.bundle.backbone.held:
             raise CtxCompressError(
                 "this thread holds the decoder, inside soft_decoder() or the like: stream outside it"
             )
-        queue: SimpleQueue[str | Future[list[Generation]]] = SimpleQueue()
-        cancelled = threading.Event()
-        worker = ThreadPoolExecutor(1, thread_name_prefix="ctx-compress-stream")
-        future = worker.submit(self._run, [prompt], sampling, queue.put, cancelled.is_set)
-        future.add_done_callback(queue.put)
-        worker.shutdown(wait=False)  # its thread ends with its one task
+        queue: SimpleQueue[str | Generation | BaseException] = SimpleQueue()
+        cancel = self._start(prompt, sampling, queue.put)
         try:
             while isinstance(piece := queue.get(), str):
                 yield piece
-            yield piece.result()[0]
+            if isinstance(piece, BaseException):
+                raise piece
+            yield piece
         finally:
-            cancelled.set()
+            cancel()
 
 
-def _out_of_memory(error: Exception) -> bool:
-    # torch's CPU allocator and MPS raise a plain RuntimeError.
-    said = str(error)
-    return (
-        isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in said or "out of memory" in said
-    )
+def _put_at(queue: SimpleQueue[Any], index: int, answer: str | Generation | BaseException) -> None:
+    queue.put((index, answer))
 
 
 def _around_markers(

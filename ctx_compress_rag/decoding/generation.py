@@ -61,7 +61,7 @@ class Sampling:
         ConfigError: a value is impossible.
     """
 
-    max_new_tokens: Annotated[int, Field(ge=1)] = 64
+    max_new_tokens: Annotated[int, Field(ge=1)] = 512
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
@@ -212,10 +212,11 @@ class TextWatch(StoppingCriteria):
             return torch.ones(generated.shape[0], dtype=torch.bool, device=generated.device)
         for row, ids in enumerate(generated.tolist()):
             if self.done[row] is None:
-                self._look(row, ids)
+                self.look(row, ids)
         return torch.tensor([row is not None for row in self.done], device=generated.device)
 
-    def _look(self, row: int, ids: list[int]) -> None:
+    def look(self, row: int, ids: Sequence[int]) -> None:
+        """Follow one row, whose new tokens so far these are."""
         ended, full = ids[-1] in self._end_ids, len(ids) >= self._limits[row]
         if not (ended or full or self._stop or self._on_text):
             return

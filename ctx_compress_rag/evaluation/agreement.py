@@ -16,12 +16,11 @@ from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling, Tra
 from ctx_compress_rag.decoding.splice import Piece, splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.evaluation.harness import FULL, NONE, SOFT, prompt_of
+from ctx_compress_rag.evaluation.harness import ANSWER_TOKENS, FULL, NONE, SOFT, prompt_of
 from ctx_compress_rag.evaluation.plots import plot_scores
 from ctx_compress_rag.marking.mark import mark, size
 from ctx_compress_rag.metrics import normalize_answer, standard_error, token_f1
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.text.prompts import TEMPLATES
 from ctx_compress_rag.training.objectives.base import predict
 
 
@@ -75,8 +74,8 @@ def agreement(
     asked: Sequence[Asked],
     ratios: Sequence[int] | None = None,
     *,
-    template: str = TEMPLATES[0],
-    max_new_tokens: int = 32,
+    template: str | None = None,
+    max_new_tokens: int | None = None,
     batch_size: int = 8,
     progress: bool = True,
 ) -> list[Agreement]:
@@ -93,8 +92,8 @@ def agreement(
         store: where the soft contexts are; its bundle answers.
         asked: the questions.
         ratios: source tokens per slot; None takes all that the bundle was trained for and the store can serve.
-        template: the prompt, see `text.prompts`.
-        max_new_tokens: longest answer.
+        template: the prompt, see `text.prompts`; None takes the bundle's.
+        max_new_tokens: longest answer; None takes the bundle's, or 32.
         batch_size: questions per forward pass.
         progress: show a progress bar.
 
@@ -108,7 +107,8 @@ def agreement(
     if not isinstance(bundle, Bundle):
         raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
     decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
-    sampling = Sampling(max_new_tokens=max_new_tokens)
+    template = template or bundle.config.asked_by
+    sampling = Sampling(max_new_tokens=max_new_tokens or bundle.config.answer_tokens or ANSWER_TOKENS)
     wanted = [*(_served(bundle, store.base_ratio) if ratios is None else ratios), None]
     found: dict[int | None, list[Agreement]] = {ratio: [] for ratio in wanted}
     with tqdm(total=len(asked), desc="comparing answers", unit="question", disable=not progress) as bar:

@@ -31,7 +31,7 @@ from ctx_compress_rag.metrics import (
 )
 from ctx_compress_rag.ratios import check_window
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
+from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, messages
 
 RATIOS = (4, 8, 16, 32, 64, 128)
 FULL, NONE, SOFT, TRUNCATED, EXTRACTED = "full text", "no context", "soft context", "truncation", "extraction"
@@ -39,6 +39,8 @@ FULL, NONE, SOFT, TRUNCATED, EXTRACTED = "full text", "no context", "soft contex
 KEPT = {"full text": 1.0, "no context": 0.0}
 KEPT_LABEL = "teacher-normalised F1"
 
+ANSWER_TOKENS = 32
+"""The longest answer where neither caller nor bundle says it."""
 _AT_ONCE = 64  # questions: the slots that close reading makes for a question must stay until they are read
 _SKIMMED = _AT_ONCE * 1024
 
@@ -120,8 +122,8 @@ def evaluate(
     *,
     encoder: Any | None = None,
     codec: str | None = None,
-    template: str = TEMPLATES[0],
-    max_new_tokens: int = 32,
+    template: str | None = None,
+    max_new_tokens: int | None = None,
     batch_size: int = 16,
     progress: bool = True,
 ) -> list[Score]:
@@ -137,8 +139,8 @@ def evaluate(
         ratios: multiples of the bundle's base ratio; for RAM, 2 or more.
         encoder: a sentence-transformers model for extraction; None leaves extraction out.
         codec: how slots are stored; None takes the store's default.
-        template: the prompt, see `text.prompts`.
-        max_new_tokens: longest answer.
+        template: the prompt, see `text.prompts`; None takes the bundle's.
+        max_new_tokens: longest answer; None takes the bundle's, or 32.
         batch_size: questions per forward pass.
         progress: show a progress bar.
     """
@@ -180,8 +182,8 @@ def answer(
     *,
     encoder: Any | None = None,
     codec: str | None = None,
-    template: str = TEMPLATES[0],
-    max_new_tokens: int = 32,
+    template: str | None = None,
+    max_new_tokens: int | None = None,
     batch_size: int = 16,
     progress: bool = True,
 ) -> SystemAnswers:
@@ -196,6 +198,8 @@ def answer(
     check_ratios(bundle, ratios)
     if EXTRACTED in systems and encoder is None:
         raise ConfigError("extraction needs a sentence encoder: give one, or leave it out")
+    template = template or bundle.config.asked_by
+    max_new_tokens = max_new_tokens or bundle.config.answer_tokens or ANSWER_TOKENS
     answers: SystemAnswers = {}
     # One store serves all ratios of a nestable method, and of one that decides when it is asked; of another
     # each ratio needs its own.

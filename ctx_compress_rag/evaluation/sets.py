@@ -13,6 +13,7 @@ from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.harness import (
+    ANSWER_TOKENS,
     KEPT,
     KEPT_LABEL,
     Question,
@@ -27,9 +28,6 @@ from ctx_compress_rag.evaluation.harness import (
 )
 from ctx_compress_rag.evaluation.perplexity import perplexity_table, reconstruction_perplexity
 from ctx_compress_rag.evaluation.plots import plot_panels
-from ctx_compress_rag.text.prompts import TEMPLATES
-
-_ANSWER_TOKENS = 32
 
 
 def question_sets(files: Sequence[str], limit: int) -> dict[str, list[Question]]:
@@ -56,6 +54,8 @@ def evaluate_sets(
     encoder: Any | None = None,
     codec: str | None = None,
     perplexity: bool = False,
+    template: str | None = None,
+    max_new_tokens: int | None = None,
 ) -> str:
     """Score each set; write scores and pictures, and those of several sets together, too.
 
@@ -70,6 +70,8 @@ def evaluate_sets(
         encoder: see `evaluate`.
         codec: see `evaluate`.
         perplexity: also score how well passages are reconstructed from their slots.
+        template: see `evaluate`.
+        max_new_tokens: see `evaluate`.
 
     Returns: the tables.
 
@@ -78,7 +80,7 @@ def evaluate_sets(
         RatioError: a ratio cannot be made.
     """
     check_ratios(bundle, ratios)
-    fit = {name: fitting(bundle, asked) for name, asked in sets.items()}
+    fit = {name: fitting(bundle, asked, template, max_new_tokens) for name, asked in sets.items()}
     for name, questions in fit.items():
         answered = sum(bool(q.answers) for q in questions)
         if answered < 2:
@@ -101,7 +103,9 @@ def evaluate_sets(
             passages = list(dict.fromkeys(passage for question in questions for passage in question.passages))
             perplexities = reconstruction_perplexity(bundle, passages, ratios)
             about["reconstruction_perplexity"] = [asdict(each) for each in perplexities]
-        scores = results[name] = evaluate(bundle, questions, ratios, encoder=encoder, codec=codec)
+        scores = results[name] = evaluate(
+            bundle, questions, ratios, encoder=encoder, codec=codec, template=template, max_new_tokens=max_new_tokens
+        )
         save(scores, Path(output, name) if len(sets) > 1 else output, about)
         texts.append(table(scores))
         if perplexities:
@@ -128,12 +132,16 @@ def spread(questions: Sequence[Question], limit: int) -> list[Question]:
     return [questions[i * len(questions) // limit] for i in range(limit)] if len(questions) > limit else list(questions)
 
 
-def fitting(bundle: Bundle, questions: Sequence[Question], max_new_tokens: int = _ANSWER_TOKENS) -> list[Question]:
+def fitting(
+    bundle: Bundle, questions: Sequence[Question], template: str | None = None, max_new_tokens: int | None = None
+) -> list[Question]:
     """The questions whose full text fits into the decoder's window with an answer."""
     decoder = TransformersDecoder(bundle)
     window = bundle.backbone.window
+    template = template or bundle.config.asked_by
+    max_new_tokens = max_new_tokens or bundle.config.answer_tokens or ANSWER_TOKENS
 
     def length(q: Question) -> int:
-        return decoder.count_chat_tokens(prompt_of(TEMPLATES[0], q.passages, q.question))
+        return decoder.count_chat_tokens(prompt_of(template, q.passages, q.question))
 
     return [q for q in questions if window is None or length(q) + max_new_tokens <= window]

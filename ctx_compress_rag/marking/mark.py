@@ -9,10 +9,11 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal, TypedDict, cast, get_args
 
 from ctx_compress_rag.config import whole
-from ctx_compress_rag.errors import ConfigError, MissingPassageError, StoreWriteError
+from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadError, StoreWriteError
 from ctx_compress_rag.marking.budget import TEXT, Relevance, allot
 from ctx_compress_rag.ratios import check_reduction, merge_factor
 from ctx_compress_rag.stores import markers as marking
+from ctx_compress_rag.stores.markers import Marker, OnUnreadable, check_on_unreadable, defused
 from ctx_compress_rag.text.tokenising import text_ids
 
 if TYPE_CHECKING:
@@ -68,14 +69,16 @@ def check_size(
     token_budget: int | None,
     on_missing: str,
     scope: str | None = None,
+    on_unreadable: str = "warn",
 ) -> None:
     """Refuse arguments that `mark` could never serve with this store.
 
     Raises:
         ConfigError: more than one size is given, one that the store's bundle has no use for, a budget is below 1, the
-            scope is blank, or `on_missing` is unknown.
+            scope is blank, or `on_missing` or `on_unreadable` is unknown.
         RatioError: the ratio cannot be made from the store's base ratio, or the reduction is below 2.
     """
+    check_on_unreadable(on_unreadable)
     if scope is not None:
         marking.check_scope(scope)
     if on_missing not in get_args(OnMissing):
@@ -110,6 +113,7 @@ def mark(
     on_missing: OnMissing = "compress",
     scope: str | None = None,
     question: str | None = None,
+    on_unreadable: OnUnreadable = "warn",
 ) -> list[str]:
     """For each retrieved text the marker that stands for it, or the text itself.
 
@@ -135,12 +139,17 @@ def mark(
         on_missing: see `OnMissing`.
         scope: tenant or user; by default the one of `stores.markers.scope`, or else the store's.
         question: what is asked; needed for close reading, and not used otherwise.
+        on_unreadable: what to do with a text that holds a marker of a passage that is gone: raise an "error", or leave
+            this one text as it is, with a warning ("warn") or without ("text"). With "error", a marker of another key
+            or scope raises too; else it is text like any other. A marker in what stays text loses a bracket, so
+            that no LLM takes it for its own.
 
     Raises:
         ConfigError: an argument has an impossible value, an id came with two texts, or close reading has no
             question.
         RatioError: the ratio cannot be made, or the passages do not fit into the budget at any ratio.
         MissingPassageError: with on_missing="error", a passage is not stored with this text.
+        UnreadableMarkerError, MissingPassageError, PayloadError: with on_unreadable="error", see there.
     """
     from ctx_compress_rag.stores.passages import content_id
 
@@ -148,7 +157,7 @@ def mark(
     token_budget = None if token_budget is None else whole("token_budget", token_budget)
     closely = store.bundle.compressor.question_aware
     ratio, reduction = settled(store, ratio, None if reduction is None else whole("reduction", reduction))
-    check_size(store, ratio, reduction, token_budget, on_missing, scope)
+    check_size(store, ratio, reduction, token_budget, on_missing, scope, on_unreadable)
     if closely and not (question and question.strip()):
         raise ConfigError(
             "close reading needs the question: give it to compress_documents (LangChain; a "
@@ -158,9 +167,10 @@ def mark(
         raise ConfigError(f"{len(ids)} ids for {len(texts)} texts: give one id per text")
     if scores is not None and len(scores) != len(texts):
         raise ConfigError(f"{len(scores)} scores for {len(texts)} texts: give one score, or None, per text")
-    texts = [expand(store, text, scope) for text in texts]
+    opened = [try_expand(store, text, scope, on_unreadable) for text in texts]
+    texts = [defused(old) if new is None else new for old, new in zip(texts, opened, strict=True)]
     names = [content_id(text) for text in texts] if ids is None else list(ids)
-    wanted = [i for i, text in enumerate(texts) if text.strip()]
+    wanted = [i for i, text in enumerate(opened) if text and text.strip()]
     stored: Sequence[bool] | None = None
     if on_missing == "compress":
         try:
@@ -211,7 +221,7 @@ def _shown(
     else:
         return _within(store, texts, dict(zip(wanted, ids, strict=True)), token_budget, scores, scope)
     by_place = dict(zip(wanted, markers, strict=True))
-    return [by_place.get(i, text) for i, text in enumerate(texts)]
+    return [_safe(store, by_place.get(i, text), scope) for i, text in enumerate(texts)]
 
 
 def stored_ids(
@@ -278,6 +288,35 @@ def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
     return "".join(part if isinstance(part, str) else next(originals) for part in parts)
 
 
+def try_expand(
+    store: SoftContextStore, text: str, scope: str | None = None, on_unreadable: OnUnreadable = "warn"
+) -> str | None:
+    """As `expand`; None where a marker's passage cannot be read, unless that is to be an error.
+
+    Raises:
+        UnreadableMarkerError, MissingPassageError, PayloadError: on_unreadable is "error", and a marker cannot be read.
+    """
+    parts = store.split(text, scope, on_unreadable)
+    markers = [part for part in parts if isinstance(part, Marker)]
+    if not markers:
+        return text
+    try:
+        originals = iter(store.text_of(markers))
+    except (MissingPassageError, PayloadError) as error:
+        if on_unreadable == "error":
+            raise
+        if on_unreadable == "warn":
+            logger.warning("left as text, since a marker in it cannot be read: %.80r (%s)", text, error)
+        return None
+    return "".join(next(originals) if isinstance(part, Marker) else part for part in parts)
+
+
+def _safe(store: SoftContextStore, text: str, scope: str | None) -> str:
+    """A text in which only markers that can be read look like markers."""
+    parts = store.split(text, scope, "text")
+    return "".join(part.text if isinstance(part, Marker) else defused(part) for part in parts)
+
+
 def _within(
     store: SoftContextStore,
     texts: Sequence[str],
@@ -291,15 +330,16 @@ def _within(
     slots = [0] * len(texts)
     for place, passage in zip(stored_as, passages, strict=True):
         slots[place] = 0 if passage is None else passage.n_slots
+    safe = [_safe(store, text, scope) for text in texts]
     factors = allot(
-        _token_counts(store, texts, scope),
+        _token_counts(store, safe, scope),
         slots,
         budget,
         base_ratio=store.base_ratio,
         scores=scores,
         nestable=store.bundle.compressor.nestable,
     )
-    shown = list(texts)
+    shown = safe
     for factor in set(factors) - {TEXT}:
         places = [i for i, each in enumerate(factors) if each == factor]
         written = store.markers(

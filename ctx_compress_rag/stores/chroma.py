@@ -10,12 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import chromadb
 from tqdm.auto import tqdm
 
+from ctx_compress_rag.config import whole
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
 from ctx_compress_rag.ratios import merge_factor
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import audit, records
+from ctx_compress_rag.stores.collections import as_documents, passages_in
 from ctx_compress_rag.stores.companion import WRITE_RECORDS, Companion, Found
 from ctx_compress_rag.stores.connect import Location, connect
 from ctx_compress_rag.stores.keys import KEY_FILE, find_key, key_from_file
@@ -25,15 +28,18 @@ from ctx_compress_rag.stores.markers import (
     MAX_FACTOR,
     Marker,
     MarkerCodec,
+    OnUnreadable,
     check_scope,
     current_scope,
 )
+from ctx_compress_rag.stores.names import Names
 from ctx_compress_rag.stores.passages import (
     AddReport,
     Compresses,
     Passage,
     StoredPassage,
     StoreInfo,
+    SyncReport,
     content_id,
     in_batches,
     to_passages,
@@ -74,6 +80,7 @@ class SoftContextStore:
     Raises:
         FingerprintMismatchError: the store was made with another bundle.
         StoreError: it cannot be opened, is of another format, or has another codec or ratio than asked for.
+        RatioError: the bundle cannot make this ratio.
         ConfigError: an argument has an impossible value.
     """
 
@@ -94,12 +101,16 @@ class SoftContextStore:
             raise ConfigError(f"bundle={bundle!r} is a name: give Bundle.from_pretrained({str(bundle)!r})")
         self.bundle = bundle
         self.scope = check_scope(scope)
+        if ratio is not None:
+            ratio = whole("ratio", ratio)
+            bundle.check_ratio(ratio)
         self._companion = Companion(connect(location, collection), bundle, codec, ratio, lock_timeout)
+        self._names = Names(self._companion)
         self._markers = None if key is None else MarkerCodec(key, self.fingerprint)
         if self._companion.connection.remote:
             self._signer()  # without a key, refused here and not at the first marker
         self._folder_markers: list[MarkerCodec] | None = None
-        self._skimmed_limit = skimmed_slots
+        self._skimmed_limit = whole("skimmed_slots", skimmed_slots)
         self._skimmed: dict[str, SkimmedSlots] = {}
         self._writing = threading.RLock()
 
@@ -123,7 +134,8 @@ class SoftContextStore:
         norm, in a quarter to two thirds of records.
 
         Args:
-            documents: strings, Passages, LangChain Documents or LlamaIndex nodes.
+            documents: strings, Passages, LangChain Documents or LlamaIndex nodes; a Chroma collection, or what its
+                `get` returned.
             ids: one per document; by default the document's own id, or else a hash of its text.
             progress: show a progress bar.
             scope: tenant or user whose passages they are; by default the one of `markers.scope`, or else the
@@ -136,7 +148,8 @@ class SoftContextStore:
             StoreWriteError: the folder is read-only, or its disk is full.
         """
         scope = self._scope(scope)
-        passages = {record_id(id, scope): passage for id, passage in to_passages(documents, ids).items()}
+        checked = to_passages(as_documents(documents), ids)
+        passages = {record_id(id, scope): passage for id, passage in checked.items()}
         with self._writing:
             same = self._matching("full_hash", records.full_hash, passages)
             todo = {key: passage for key, passage in passages.items() if key not in same}
@@ -145,6 +158,21 @@ class SoftContextStore:
             self._companion.update({key: records.labels(self.fingerprint, key, todo[key]) for key in relabel})
             self._compress({key: passage for key, passage in todo.items() if key not in relabel}, scope, progress)
         return AddReport(len(todo) - len(present), len(present), len(same))
+
+    def sync(self, collection: chromadb.Collection, progress: bool = True, scope: str | None = None) -> SyncReport:
+        """Make the scope's passages those of the app's collection: compress what is new or changed, delete the rest.
+
+        Records without a text are left out. Raises as `add` does.
+
+        Args:
+            collection: the app's collection.
+            progress: show a progress bar.
+            scope: tenant or user whose passages the collection holds; by default as in `add`.
+        """
+        passages = passages_in(collection)
+        report = self.add(passages, progress=progress, scope=scope)
+        gone = sorted(set(self.ids(scope)) - {str(passage.id) for passage in passages})
+        return SyncReport(report.added, report.updated, report.unchanged, self.delete(gone, scope))
 
     def ensure(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[str]:
         """Compress and store the texts that are missing or stale under their ids; the id of each text, in order.
@@ -311,6 +339,7 @@ class SoftContextStore:
         if missing:
             raise MissingPassageError(f"passage {missing[0]!r} is not stored ({len(missing)} are not): add it first")
         signer = self._signer()
+        self._names.learn(found.values())
         written = []
         for id in ids:
             slots = found[id][1]["slots"]
@@ -346,9 +375,13 @@ class SoftContextStore:
             written.append(signer.write_skimmed(name, part.soft.n_slots, scope))
         return written
 
-    def split(self, text: str, scope: str | None = None) -> list[str | Marker]:
-        """Text parts and markers of a prompt, in order; a marker of another key or scope stays text."""
-        return self._signer().split(text, self._scope(scope))
+    def split(self, text: str, scope: str | None = None, on_unreadable: OnUnreadable = "warn") -> list[str | Marker]:
+        """Text parts and markers of a prompt, in order.
+
+        Raises:
+            UnreadableMarkerError: a marker is of another key or scope, and on_unreadable is "error"; else text.
+        """
+        return self._signer().split(text, self._scope(scope), on_unreadable)
 
     def fetch(self, markers: Sequence[Marker]) -> list[SoftContext]:
         """The soft contexts that markers stand for, at the markers' ratios, in order.
@@ -457,9 +490,7 @@ class SoftContextStore:
             for marker in markers
             if not marker.skimmed
         }
-        stored = self._companion.read_by("marker", [name for each in names.values() for name in each])
-        by_name = {str(record["marker"]): (key, record) for key, record in stored.items()}
-        found = {marker: by_name[name] for marker, each in names.items() for name in reversed(each) if name in by_name}
+        found: dict[Marker, tuple[str, Stored]] = self._names.find(names)
         missing = [marker for marker in names if marker not in found]
         if missing:
             raise MissingPassageError(
@@ -473,6 +504,7 @@ class SoftContextStore:
         return self._skimmed.setdefault(scope, SkimmedSlots(self._skimmed_limit))
 
     def _factor(self, ratio: int) -> int:
+        ratio = whole("ratio", ratio)
         base = self.base_ratio
         bundle = self.bundle
         factor = merge_factor(ratio, base, nestable=bundle.compressor.nestable, name=f"bundle {bundle.config.name!r}")

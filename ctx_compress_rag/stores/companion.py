@@ -318,13 +318,18 @@ class Companion:
             raise FingerprintMismatchError(
                 f"the soft contexts in {collection.name!r} ({where}) were made by bundle {metadata['bundle']!r}, "
                 f"fingerprint {metadata['fingerprint'][:12]}, and {bundle.config.name!r}, fingerprint "
-                f"{bundle.fingerprint[:12]}, cannot read them: open the store with that bundle, or index again under "
-                f"another collection name, or after client.delete_collection({collection.name!r})"
+                f"{bundle.fingerprint[:12]}, cannot read them: open the store with that bundle, or index again "
+                f"under another collection name, or after client.delete_collection({collection.name!r})"
             )
         if self._codec_asked not in (None, metadata["codec"]):
             raise StoreError(
                 f"the store in {where} has codec {metadata['codec']!r}, not {self._codec_asked!r}: leave codec out, or "
                 "index again under another collection name"
+            )
+        if type(metadata["base_ratio"]) is not int or metadata["base_ratio"] < 1:
+            raise StoreError(
+                f"the store in {where} was made with the impossible ratio {metadata['base_ratio']!r}: index again "
+                f"under another collection name, or after client.delete_collection({collection.name!r})"
             )
         if self._ratio_asked not in (None, metadata["base_ratio"]):
             raise StoreError(

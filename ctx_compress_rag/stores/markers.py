@@ -25,8 +25,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-from ctx_compress_rag.errors import ConfigError, RatioError
+from ctx_compress_rag.errors import ConfigError, RatioError, UnreadableMarkerError
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,9 @@ _ONE = "a" * _FACTOR_LETTERS  # factor 1
 _HEX_TO_LETTERS = str.maketrans("0123456789abcdef", "abcdefghijklmnop")
 _LETTERS_TO_HEX = str.maketrans("abcdefghijklmnop", "0123456789abcdef")
 
+OnUnreadable = Literal["error", "warn", "text"]
+"""A marker that cannot be read: raise, or take it for literal text, with a warning ("warn") or without one ("text")."""
+
 _scope: ContextVar[str | None] = ContextVar("ctx_compress_scope", default=None)
 
 
@@ -50,6 +54,22 @@ def check_scope(name: str) -> str:
     if not isinstance(name, str) or not name.strip():
         raise ConfigError(f"scope={name!r}: a scope needs a name, the tenant's or user's id as a str")
     return name
+
+
+def check_on_unreadable(policy: str) -> None:
+    """ConfigError unless it is one of `OnUnreadable`."""
+    if policy not in get_args(OnUnreadable):
+        raise ConfigError(f"on_unreadable={policy!r}: choose one of {', '.join(get_args(OnUnreadable))}")
+
+
+def quietly(policy: OnUnreadable) -> OnUnreadable:
+    """The policy without its warning."""
+    return "error" if policy == "error" else "text"
+
+
+def defused(text: str) -> str:
+    """The text without one bracket of each marker in it: none of them can be taken for a marker any more."""
+    return _MARKER.sub(lambda match: match[0][1:], text)
 
 
 @contextmanager
@@ -79,12 +99,14 @@ class Marker:
         slots: how many places it takes in the prompt.
         skimmed: whether it stands for a part of a passage as one question needed it, not for a stored passage.
         scope: whose it is: the tenant or user that its tag was made for.
+        text: the whole marker, as it was found.
     """
 
     id: str
     slots: int
     skimmed: bool = False
     scope: str = field(default=DEFAULT_SCOPE, compare=False)
+    text: str = field(default="", compare=False)
 
     @property
     def passage(self) -> str:
@@ -109,7 +131,9 @@ class MarkerCodec:
         if not isinstance(key, bytes):
             raise ConfigError(f"a marker key is bytes, got {type(key).__name__}: give secrets.token_bytes(32), kept")
         if len(key) < MIN_KEY_BYTES or not key.strip():
-            raise ConfigError(f"a marker key needs at least {MIN_KEY_BYTES} bytes, not all blank, got {len(key)}")
+            raise ConfigError(
+                f"a marker key needs at least {MIN_KEY_BYTES} bytes, got {len(key)}{'' if key.strip() else ' blanks'}"
+            )
         self._key = key
         self._fingerprint = fingerprint
 
@@ -141,27 +165,36 @@ class MarkerCodec:
         """32 letters that nobody without the key can make for these fields, such as those of a stored record."""
         return self._letters(_SEAL_LETTERS, "record", self._fingerprint, *fields)
 
-    def split(self, text: str, scope: str) -> list[str | Marker]:
+    def split(self, text: str, scope: str, on_unreadable: OnUnreadable = "warn") -> list[str | Marker]:
         """Text parts and this scope's markers, in order; nothing else is taken out, no part is empty.
 
-        A marker with a bad tag, or cut by something that packs prompts, stays in its text part, with one warning
-        for all of them.
+        A marker with a bad tag stays in its text part, or is an error, as the caller chose. One that something cut
+        which packs prompts stays in its part. There is one warning for all of them.
+
+        Raises:
+            UnreadableMarkerError: a marker has a bad tag, and on_unreadable is "error".
         """
         parts: list[str | Marker] = []
         start = 0
         for match in _MARKER.finditer(text):
             id, slots, tag = match.groups()
             kinds = [kind for kind in _KINDS if hmac.compare_digest(tag, self._tag(kind, scope, id, slots))]
+            if not kinds and on_unreadable == "error":
+                raise UnreadableMarkerError(
+                    f"{match[0]} was not made with this key for scope {scope!r}, or was changed: give the key it was "
+                    "made with (CTX_COMPRESS_KEY) and its scope, retrieve again, or choose on_unreadable='warn' to "
+                    "take such markers for text"
+                )
             if not kinds:
                 continue
             if match.start() > start:
                 parts.append(text[start : match.start()])
-            parts.append(Marker(id, int(slots), kinds == [_SKIMMED], scope))
+            parts.append(Marker(id, int(slots), kinds == [_SKIMMED], scope, match[0]))
             start = match.end()
         if start < len(text):
             parts.append(text[start:])
         refused = text.count(_OPENING) - sum(isinstance(part, Marker) for part in parts)
-        if refused:
+        if refused and on_unreadable != "text":
             logger.warning(
                 "%d marker(s) in the text were not made with this key for scope %r, or were cut: left as literal text",
                 refused,

@@ -17,6 +17,8 @@ _BATCH_CHARACTERS = 65_536
 Nothing here looks at the clock: what stands together in a batch decides the last bits of its slots.
 """
 
+MAX_CHARACTERS = 1_000_000
+"""A longer passage is refused: its slots alone would fill every decoder's window, and compressing it takes minutes."""
 Scalar = str | int | float | bool | None
 
 
@@ -44,6 +46,7 @@ class Compresses(Protocol):
     @property
     def fingerprint(self) -> str: ...
     def made(self, fingerprint: str) -> bool: ...
+    def check_ratio(self, ratio: int) -> None: ...
     def compress(self, texts: Sequence[str], ratio: int | None = None) -> list[SoftContext]: ...
 
 
@@ -74,6 +77,13 @@ class AddReport:
     added: int
     updated: int
     unchanged: int
+
+
+@dataclass(frozen=True)
+class SyncReport(AddReport):
+    """As AddReport, and how many passages `sync` deleted."""
+
+    deleted: int
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,7 @@ def to_passage(document: object, id: str | None = None) -> Passage:
     values and NaN stay with the app's own collection.
 
     Raises:
-        ConfigError: it is none of these, its text is blank or not text, or its id is empty.
+        ConfigError: it is none of these, its text is blank, too long or not text, or its id is empty.
     """
     node: Any = getattr(document, "node", document)
     own: object = None
@@ -138,6 +148,11 @@ def to_passage(document: object, id: str | None = None) -> Passage:
         raise ConfigError(f"{label} has a text of type {type(text).__name__}, not str")
     if not text.strip():
         raise ConfigError(f"{label} has no text: leave blank passages out")
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(
+            f"{label} has {len(text):,} characters, and a passage {MAX_CHARACTERS:,} at most: cut it into passages of "
+            "a few hundred words first, with the text splitter of your framework"
+        )
     _utf8(text, label)
     if name is None:
         name = content_id(text)

@@ -46,7 +46,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         return (each * weights).sum(), each
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * grad_total, None, None, None
 
@@ -65,5 +65,5 @@ def weighted_loss(model: Any, hidden: Tensor, targets: Tensor, weights: Tensor) 
 
     Shape: (), (positions,)
     """
-    total, each = _FrozenHeadLoss.apply(hidden, targets, weights, model)
+    total, each = _FrozenHeadLoss.apply(hidden, targets, weights, model)  # type: ignore[no-untyped-call]
     return total, each

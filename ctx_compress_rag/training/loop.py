@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -36,6 +36,14 @@ Probe = Callable[[], dict[str, Any]]
 """Scores of what is being trained, by name."""
 
 
+class Examples(Protocol):
+    """A sequence, or a dataset that makes each example when it is asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Job:
     """What is trained, what feeds it, and what becomes of it.
@@ -52,7 +60,7 @@ class Job:
     """
 
     model: nn.Module
-    examples: Sequence[Any]
+    examples: Examples
     collate: Collate
     save: Callable[[dict[str, Any]], None]
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -64,7 +72,7 @@ class Job:
 class ExampleDataset(Dataset[Any]):
     """A list of examples, or of whatever the collator takes, as the Trainer wants it."""
 
-    def __init__(self, examples: Sequence[Any]) -> None:
+    def __init__(self, examples: Examples) -> None:
         self.examples = examples
 
     def __len__(self) -> int:

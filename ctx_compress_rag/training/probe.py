@@ -16,7 +16,7 @@ from ctx_compress_rag.data.examples import Example, read_jsonl
 from ctx_compress_rag.decoding.splice import Piece, splice
 from ctx_compress_rag.metrics import exact_match, standard_error, token_f1
 from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
-from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, PromptBuilder, messages
+from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, PromptBuilder, messages
 from ctx_compress_rag.training.loop import Probe
 
 _ANSWER_TOKENS = 24
@@ -26,13 +26,13 @@ Reading = Callable[[Tensor], AbstractContextManager[Any]]
 """From where slots are (batch, length) to the decoder that reads them."""
 
 
-def text_probe(decoder: Any, tokenizer: Any, config: ProbeConfig) -> Probe:
+def text_probe(decoder: Any, tokenizer: Any, config: ProbeConfig, template: str) -> Probe:
     """EM and F1 of a decoder that reads full text, and with no context."""
     questions = _questions(config)
     prompts = PromptTokenizer(tokenizer)
 
     def asked(context: str, example: Example) -> list[Piece]:
-        chat = messages(TEMPLATES[0], prompts.as_text(context), prompts.as_text(example.turns[0].question))
+        chat = messages(template, prompts.as_text(context), prompts.as_text(example.turns[0].question))
         return prompts.encode([chat_text(tokenizer, chat)])
 
     def probe() -> dict[str, Any]:
@@ -56,7 +56,7 @@ def soft_probe(bundle: Bundle, config: ProbeConfig) -> Probe:
 
     def row(example: Example, ratio: int) -> list[Piece]:
         context = PASSAGE_SEPARATOR.join(PromptBuilder.HOLE for _ in example.passages)
-        chat = messages(TEMPLATES[0], context, prompts.as_text(example.turns[0].question))
+        chat = messages(bundle.config.asked_by, context, prompts.as_text(example.turns[0].question))
         first, *texts = prompts.encode(chat_text(bundle.tokenizer, chat).split(PromptBuilder.HOLE))
         slots = [bundle.embed(soft) for soft in bundle.compress(example.passages, ratio)]
         dtype = bundle.backbone.embeddings.weight.dtype

@@ -17,7 +17,7 @@ from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, model_validator
 
 from ctx_compress_rag.adaptation import AdaptiveDecoder, serving
 from ctx_compress_rag.adaptation.llm import DecoderLLM
@@ -26,10 +26,10 @@ from ctx_compress_rag.decoding.decoder import Generation, Sampling
 from ctx_compress_rag.decoding.generation import OPTIONS, given_options
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import check_scope, current_scope
+from ctx_compress_rag.stores.markers import OnUnreadable, check_scope, current_scope
 from langchain_ctx_compress.messages import parsed, to_chat
 
-# LangChain's own code gives these to any chat model; for one in this process they mean nothing.
+# LangChain's own code gives these to any chat model; without a server they mean nothing.
 _OF_REMOTE_MODELS = {"timeout", "max_retries", "api_key"}
 
 
@@ -53,17 +53,26 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         seed: of sampling; None for a new one each time.
         on_missing: what to do where a passage's slots cannot be read: raise an "error", or read its "text".
             A passage that is no longer stored has neither, and is an error.
+        on_unreadable: what to do with a marker that has neither slots nor text to be read (of another key or scope,
+            changed, or of a passage that is gone): raise an "error", or take it for literal text, with a warning
+            ("warn") or without ("text").
         scope: tenant or user whose markers are read; None takes the one of `stores.markers.scope`, or else the store's.
         streaming: make `invoke` stream inside, so that callbacks see every piece.
         predictor: folder of the update predictor that `adapt` uses.
+        server: address of a vLLM server that runs the decoder (see `ctx-compress export`); None runs it here.
+        api_key: the server's key.
+        timeout: seconds that the server may take to answer, and then from one token to the next.
+        max_retries: how often a request is sent again where the server is not reached or too busy.
 
     Each sampling argument can also be given per call: `model.bind(temperature=0.7)`, `model.invoke(x, top_k=5)`.
 
     Raises:
         ConfigError: an argument is unknown or has an impossible value.
+        UnreadableMarkerError: at a call, a marker is of another key or scope, or was changed.
         MissingPassageError: at a call, a marker's passage is no longer stored.
         StoreError: at a call, the store cannot be reached.
         DecoderMemoryError: at a call, the device has not enough memory for the prompt.
+        ServerError: at a call, the server cannot be reached, or refuses.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -76,9 +85,14 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     stop: list[str] | None = None
     seed: int | None = None
     on_missing: Literal["error", "text"] = "error"
+    on_unreadable: OnUnreadable = "error"
     scope: str | None = None
     streaming: bool = False
     predictor: str | Path | None = None
+    server: str | None = None
+    api_key: SecretStr | None = None
+    timeout: float = 120.0
+    max_retries: int = 2
 
     _decoder: AdaptiveDecoder | None = PrivateAttr(None)
     _adapted: str | None = PrivateAttr(None)
@@ -98,6 +112,8 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         if not isinstance(values, dict):
             return values
         values = given_options(values)
+        if values.get("server") is not None:
+            return {name: value for name, value in values.items() if value is not None or name not in _OF_REMOTE_MODELS}
         return {name: value for name, value in values.items() if name not in _OF_REMOTE_MODELS}
 
     @property
@@ -117,6 +133,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
             "fingerprint": self.store.fingerprint,
             "scope": self.scope or current_scope() or self.store.scope,
             "on_missing": self.on_missing,
+            "on_unreadable": self.on_unreadable,
             "adapted": self._adapted,
             **{name: getattr(self, name) for name in OPTIONS},
         }

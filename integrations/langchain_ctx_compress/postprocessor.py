@@ -13,9 +13,10 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.marking.mark import OnMissing, check_size, mark, settled, stored_ids
+from ctx_compress_rag.marking.mark import OnMissing, check_size, mark, settled, stored_ids, try_expand
 from ctx_compress_rag.stores import SoftContextStore
-from langchain_ctx_compress.sources import restore_sources
+from ctx_compress_rag.stores.markers import OnUnreadable, quietly
+from langchain_ctx_compress.sources import checked, restore_sources
 
 
 class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializable[Sequence[Document], list[Document]]):
@@ -48,6 +49,8 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
             one, they are in order, best first, as retrievers return them.
         on_missing: what to do with a document that is not in the store: "compress" and store it, raise an
             "error", or leave it as "text".
+        on_unreadable: what to do with a document that holds a marker of a passage that is gone: raise an "error", or
+            leave this one as text, with a warning ("warn") or without ("text"); see `mark`.
         scope: tenant or user the markers belong to; None takes the one of `stores.markers.scope`, or else the store's.
         mode: deprecated: each bundle has its own.
 
@@ -64,6 +67,7 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
     token_budget: int | None = None
     score_key: str = "relevance_score"
     on_missing: OnMissing = "compress"
+    on_unreadable: OnUnreadable = "warn"
     scope: str | None = None
 
     def __init__(self, *, mode: str | None = None, **kwargs: Any) -> None:
@@ -72,7 +76,15 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
         self.ratio, self.reduction = settled(self.store, self.ratio, self.reduction, mode)
-        check_size(self.store, self.ratio, self.reduction, self.token_budget, self.on_missing, self.scope)
+        check_size(
+            self.store,
+            self.ratio,
+            self.reduction,
+            self.token_budget,
+            self.on_missing,
+            self.scope,
+            self.on_unreadable,
+        )
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: the store belongs to this process."""
@@ -97,7 +109,10 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
             MissingPassageError: a document is not stored and `on_missing` is "error".
             RatioError: the documents do not fit into `token_budget` at any ratio.
         """
-        done = self.restore_sources(documents)  # a marker from an earlier step is sized again
+        done = [document.model_copy(deep=True) for document in checked(documents)]
+        for document in done:  # a marker from an earlier step is sized again; what cannot be read, `mark` speaks of
+            text = try_expand(self.store, document.page_content, self.scope, quietly(self.on_unreadable))
+            document.page_content = document.page_content if text is None else text
         texts = [document.page_content for document in done]
         markers = mark(
             self.store,
@@ -110,6 +125,7 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
             on_missing=self.on_missing,
             scope=self.scope,
             question=query,
+            on_unreadable=self.on_unreadable,
         )
         for document, marker in zip(done, markers, strict=True):
             document.page_content = marker

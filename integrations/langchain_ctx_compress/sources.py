@@ -33,7 +33,7 @@ def restore_sources(documents: Sequence[Document], store: SoftContextStore, scop
         MissingPassageError: a passage was deleted since, or, after close reading, the store has since kept so
             many slots for other questions that those of this one are gone.
     """
-    copies = [document.model_copy(deep=True) for document in _checked(documents)]
+    copies = [document.model_copy(deep=True) for document in checked(documents)]
     split = [store.split(document.page_content, scope) for document in copies]
     markers = [part for parts in split for part in parts if isinstance(part, Marker)]
     texts = iter(store.text_of(markers) if markers else [])
@@ -42,7 +42,8 @@ def restore_sources(documents: Sequence[Document], store: SoftContextStore, scop
     return copies
 
 
-def _checked(documents: Sequence[Document]) -> Sequence[Document]:
+def checked(documents: Sequence[Document]) -> Sequence[Document]:
+    """The documents; ConfigError where they are none."""
     several = isinstance(documents, Sequence) and not isinstance(documents, str)
     wrong = [each for each in documents if not isinstance(each, Document)] if several else [documents]
     if wrong:

@@ -24,6 +24,7 @@ from ctx_compress_rag.errors import (
     FingerprintMismatchError,
     MissingPassageError,
     PayloadError,
+    UnreadableMarkerError,
 )
 from ctx_compress_rag.stores import SoftContextStore
 
@@ -204,7 +205,7 @@ def test_an_error_while_streaming_reaches_the_consumer(
     decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = decoder.stream(QUESTION)
-    monkeypatch.setattr(decoder.bundle.backbone.model, "generate", lambda **_: 1 / 0)
+    monkeypatch.setattr(decoder.bundle.backbone.model, "forward", lambda **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         in_thread(lambda: next(stream))
     monkeypatch.undo()
@@ -526,6 +527,14 @@ def test_missing_passages(bundle: Any, store: SoftContextStore, caplog: pytest.L
     assert "texts are used" in caplog.text
 
     store.delete(["d"])
+    caplog.clear()
+    literal = TransformersDecoder(bundle).generate([f"{d} {QUESTION}"], sampling)
+    for policy in ("warn", "text"):  # a prompt whose passage is gone does not fail the others
+        others = TransformersDecoder(bundle, store, on_unreadable=policy)
+        gone, kept = others.generate([f"{d} {QUESTION}", f"{b} {QUESTION}"], sampling)
+        assert [gone] == literal and kept.slots == strict.count_tokens(b)
+        assert ("cannot be read" in caplog.text) == (policy == "warn")
+        caplog.clear()
     for decoder in (strict, lenient):
         with pytest.raises(MissingPassageError, match="retrieve again"):
             decoder.generate([prompt], sampling)
@@ -537,6 +546,10 @@ def test_markers_of_others_stay_text(
     decoder: TransformersDecoder, store: SoftContextStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     foreign = store.marker("a", 4, scope="someone else")
+    with pytest.raises(UnreadableMarkerError, match="not made with this key for scope 'default'"):
+        decoder.generate([f"{foreign} {QUESTION}"], Sampling(max_new_tokens=4))
+    assert not caplog.records
+    decoder = TransformersDecoder(decoder.bundle, store, on_unreadable="warn")
     [answer] = decoder.generate([f"{foreign} {QUESTION}"], Sampling(max_new_tokens=4))
     tokenizer = decoder.bundle.tokenizer
     assert (answer.slots, answer.prompt_tokens) == (0, len(tokenizer(f"{foreign} {QUESTION}")["input_ids"]))
@@ -552,6 +565,8 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="on_missing='skip'"):
         TransformersDecoder(bundle, store, on_missing="skip")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="on_unreadable='skip'"):
+        TransformersDecoder(bundle, store, on_unreadable="skip")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="batch_size=0"):
         TransformersDecoder(bundle, store, batch_size=0)
     with pytest.raises(FingerprintMismatchError, match=bundle.fingerprint[:12]):

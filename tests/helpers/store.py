@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from ctx_compress_rag.ratios import check_window
 from ctx_compress_rag.soft_context import SoftContext, pool
 from ctx_compress_rag.stores import AddReport, SoftContextStore
 
@@ -43,6 +44,9 @@ class WordBundle:
 
     def made(self, fingerprint: str) -> bool:
         return fingerprint == self.fingerprint
+
+    def check_ratio(self, ratio: int) -> None:
+        check_window(ratio, 4096)
 
     def compress(self, texts: Sequence[str], ratio: int | None = None) -> list[SoftContext]:
         self.calls.append(list(texts))

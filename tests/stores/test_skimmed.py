@@ -139,3 +139,18 @@ def test_threads_ask_at_once(store: SoftContextStore) -> None:
 
     with ThreadPoolExecutor(3) as pool:
         assert all(pool.map(work, range(9), timeout=60))
+
+
+def test_one_scope_s_questions_evict_no_other_scope_s_slots(bundle: Bundle, tmp_path: Path) -> None:
+    with SoftContextStore(tmp_path, bundle, key=KEY, skimmed_slots=4) as store:
+        [theirs] = store.skimmed_markers([part(0, 3)], "anna")
+        mine = [store.skimmed_markers([part(n, 3)], "ben")[0] for n in range(1, 4)]
+        [kept] = store.split(theirs, "anna")
+        assert store.text_of([kept]) == ["pass"]  # type: ignore[list-item]
+        *evicted, last = (store.split(each, "ben")[0] for each in mine)
+        assert store.fetch([last])[0].n_slots == 3  # type: ignore[list-item]
+        for each in evicted:
+            with pytest.raises(MissingPassageError, match="last 4 of a scope"):
+                store.fetch([each])  # type: ignore[list-item]
+        with pytest.raises(ConfigError, match="skimmed_slots="):
+            SoftContextStore(tmp_path, bundle, key=KEY, skimmed_slots="many")  # type: ignore[arg-type]

@@ -175,3 +175,20 @@ def test_a_damaged_or_open_key_file_is_refused(tmp_path: Path, bundle: WordBundl
     path.chmod(mode)
     with pytest.raises(StoreError, match="chmod 600" if mode == 0o644 else "damaged"):
         add(SoftContextStore(tmp_path, bundle), 1)
+
+
+def test_markers_written_here_are_read_by_id_and_others_by_name(tmp_path: Path) -> None:
+    bundle = WordBundle()
+    with SoftContextStore(tmp_path, bundle, key=b"k" * 16) as store:
+        add(store, 3)
+        written = store.markers(["p0", "p1"], 4)
+        [first, second] = [store.split(each)[0] for each in written]
+        assert_same(store.fetch([first])[0], bundle.at(passage(0), 4))
+        store.add([passage(0)], ["copy"], progress=False)
+        store.delete(["p0"])  # where it was is no longer where it is
+        assert_same(store.fetch([first, second])[0], bundle.at(passage(0), 4))
+        store.add([passage(7)], ["p1"], progress=False)  # another text under the id
+        with pytest.raises(MissingPassageError):
+            store.fetch([second])
+    with SoftContextStore(tmp_path, bundle, key=b"k" * 16) as reader:
+        assert_same(reader.fetch([first])[0], bundle.at(passage(0), 4))

@@ -326,15 +326,16 @@ def test_loops_are_drawn_for_a_text(stages: Path, tmp_path: Path) -> None:
 
 
 def test_loops_are_those_of_the_prompt_it_was_trained_with(stages: Path, tmp_path: Path) -> None:
-    """What stands before the slots is the beginning of the recipe's first template, as the report has it."""
+    """What stands before the slots is the beginning of the recipe's first template, as the config has it."""
     bundle = opened(stages)
     seen: list[Tensor] = []
     with bundle.reader.decoder(torch.zeros(1, 1, dtype=torch.bool)) as model:
         model.register_forward_pre_hook(lambda _, __, kwargs: seen.append(kwargs["inputs_embeds"][0]), with_kwargs=True)
-    assert bundle.report["recipe"]["data"]["templates"][0].startswith("{context}")
+    assert bundle.config.template == bundle.report["recipe"]["data"]["templates"][0]
+    assert bundle.config.template.startswith("{context}")
     other = "Refer to the background document: {context}\n{question}"
     for template, before in (("{context}\n\nQuestion: {question}", ""), (other, "Refer to the background document: ")):
-        bundle.report["recipe"]["data"]["templates"] = [template, "{question} {context}"]
+        bundle.config = bundle.config.model_copy(update={"template": template})
         inspect(bundle, "Orla keeps a goat. Orla is old.", tmp_path)
         ids = bundle.tokenizer(f"<|user|>{before}", add_special_tokens=False)["input_ids"]
         assert len(seen[-1]) == len(ids) + 2  # and the slots

@@ -137,6 +137,13 @@ def test_loss_of_one_prompt_is_the_plain_likelihood(tmp_path: Path, tiny_tokeniz
     torch.nn.init.normal_(bundle.compressor.hidden_map.weight, std=0.1)
     builder = PromptBuilder(bundle.tokenizer)
     batch = PackedSlotData(builder, EXAMPLES[1:], ["salt"], made)[0]
+    before = bundle.backbone.own_state()
+    loss = PackedSlotLoss(bundle)
+    loss(batch)["loss"].backward()
+    torch.optim.SGD([p for p in loss.parameters() if p.requires_grad], lr=0.0).step()
+    after = bundle.backbone.own_state()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert all(p.grad is None for n, p in bundle.backbone.model.named_parameters() if "lora_" not in n)
     plain = LikelihoodLoss(bundle)
     plain.ratios = [4]
     collated = AnswerCollator(builder, made.data.templates, 256, made.seed)(EXAMPLES[1:])

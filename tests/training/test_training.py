@@ -425,6 +425,42 @@ def test_a_lora_teacher_reads_full_text_in_the_bundle(tmp_path: Path) -> None:
         Bundle.build(bundle.config, bundle.backbone, teacher=tmp_path / "run")
 
 
+def test_a_bundle_knows_how_it_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its template and longest answer are what it is scored with; they are no part of its fingerprint."""
+    from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.decoding.decoder import TransformersDecoder
+    from ctx_compress_rag.evaluation.harness import Question, evaluate
+
+    teacher, student = _tiny_recipes(tmp_path / "run", steps=1)
+    run_recipe(teacher)
+    settings = yaml.safe_load(student.read_text())
+    settings["data"] |= {"templates": ["Refer to {context}. {question}", TEMPLATES[0]], "max_answer_tokens": 7}
+    student.write_text(yaml.safe_dump(settings))
+    bundle = Bundle.from_pretrained(run_recipe(student) / "bundle")
+    assert (bundle.config.template, bundle.config.answer_tokens) == (settings["data"]["templates"][0], 7)
+    asked: list[tuple[str, int]] = []
+    generate = TransformersDecoder.generate
+
+    def noted(self: Any, prompts: Any, sampling: Any, **rest: Any) -> Any:
+        asked.extend((chat[-1]["content"], sampling.max_new_tokens) for chat in prompts)
+        return generate(self, prompts, sampling, **rest)
+
+    monkeypatch.setattr(TransformersDecoder, "generate", noted)
+    questions = [Question(("Orla keeps a goat.",), "Which pet?", ("a goat",))] * 2
+    evaluate(bundle, questions, (4,), progress=False)
+    assert ("Refer to Orla keeps a goat.. Which pet?", 7) in asked and {longest for _, longest in asked} == {7}
+    asked.clear()
+    evaluate(bundle, questions, (4,), template="{context} {question}", max_new_tokens=3, progress=False)
+    assert ("Orla keeps a goat. Which pet?", 3) in asked and {longest for _, longest in asked} == {3}
+    changed = bundle.config.model_copy(update={"template": None, "answer_tokens": None})
+    assert "template" not in changed.model_dump()
+    assert Bundle(changed, bundle.backbone, bundle.compressor, bundle.reader).fingerprint == _built(bundle).fingerprint
+
+
+def _built(bundle: Any) -> Any:
+    return type(bundle)(bundle.config, bundle.backbone, bundle.compressor, bundle.reader)
+
+
 def test_a_lora_teacher_is_trained_on(tmp_path: Path) -> None:
     """From its adapter, which a step of no size leaves as it is; its folder has no tokenizer and no weights."""
     from safetensors.torch import load_file

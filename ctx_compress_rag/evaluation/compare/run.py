@@ -36,6 +36,7 @@ from ctx_compress_rag.data.world import PASSAGES_PER_WORLD
 from ctx_compress_rag.errors import ConfigError, CtxCompressError
 from ctx_compress_rag.evaluation.compare.config import Budget, Comparison, stage_recipes
 from ctx_compress_rag.evaluation.harness import (
+    ANSWER_TOKENS,
     EXTRACTED,
     FULL,
     NONE,
@@ -276,7 +277,7 @@ def _entry_result(
     job: Job, bundle: Bundle, reports: Sequence[Mapping[str, Any]], questions: Sequence[Question]
 ) -> dict[str, Any]:
     compress_seconds = _compress_seconds(bundle, questions)  # before the store is filled: encoders may cache
-    answers = answer(bundle, questions, job.recipes[-1].ratios, (SOFT,))
+    answers = answer(bundle, questions, job.recipes[-1].ratios, (SOFT,), max_new_tokens=ANSWER_TOKENS)
     return {
         "name": job.name,
         "method": bundle.config.method.model_dump(mode="json"),

@@ -14,7 +14,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.figures import heat_map, new_figure, width_of
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
 from ctx_compress_rag.methods.sentence_slots.compressor import SentenceSlotsCompressor
-from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
+from ctx_compress_rag.text.prompts import PromptBuilder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,7 +26,7 @@ def refinement(bundle: Bundle, text: str, ratio: int) -> dict[str, Any]:
     """How many loops ArcAligner's gates give each slot at each layer (its paper's figures 5 and 8 to 10).
 
     A slot is refined by what it sees, which is what stands before it in the prompt: the beginning of the first
-    template that the bundle was trained with, as its report has it. No question after the text could change
+    template that the bundle was trained with, as its config has it. No question after the text could change
     these numbers.
 
     Returns: `loops.json` and `loops.png`.
@@ -40,7 +40,7 @@ def refinement(bundle: Bundle, text: str, ratio: int) -> dict[str, Any]:
     builder = PromptBuilder(bundle.tokenizer)
     [(text, _)] = builder.shortened([text], bundle.config.max_tokens)
     [soft] = bundle.compress([text], ratio)
-    template = bundle.report.get("recipe", {}).get("data", {}).get("templates", TEMPLATES)[0]
+    template = bundle.config.asked_by
     before = builder.slot_row(Example((text,), (Turn("", ("",)),)), template).ids[0]
     batch = splice(bundle.backbone.embeddings, [[before, bundle.embed(soft)]])
     with torch.no_grad(), reader.record_loops() as record, bundle.soft_decoder(batch.slot_mask) as model:

@@ -19,6 +19,7 @@ from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
 from ctx_compress_rag.text.prompts import PromptBuilder, SlotRow, draw_template
+from ctx_compress_rag.text.tokenising import bos_id
 from ctx_compress_rag.training.config import RepeatAndAnswerRecipe
 from ctx_compress_rag.training.head import weighted_loss
 from ctx_compress_rag.training.objectives.base import SlotObjective
@@ -48,6 +49,8 @@ class PackedSlotLoss(SlotObjective):
         super().__init__(bundle)
         if not isinstance(bundle.compressor, MeanPoolingCompressor):
             raise ConfigError(f"stage repeat_and_answer is for mean_pooling, not for {bundle.config.method.name}")
+        if bos_id(bundle.tokenizer) is not None:
+            raise ConfigError("stage repeat_and_answer packs passages without a BOS, and this decoder's have one")
         self.pooling = bundle.compressor
 
     def forward(self, batch: PackedSlots) -> dict[str, Tensor]:  # type: ignore[override]

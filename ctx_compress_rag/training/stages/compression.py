@@ -83,6 +83,8 @@ def start_bundle(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
         "max_tokens": recipe.window,
         "reads": recipe.reads,
     }
+    if recipe.asks:
+        settings |= {"template": recipe.data.templates[0], "answer_tokens": recipe.data.max_answer_tokens}
     if recipe.method is not None:
         settings["method"] = recipe.method
     if recipe.bundle is not None:

@@ -215,7 +215,7 @@ def start(recipe: TeacherRecipe, resume: bool) -> Job:
         else:
             save_decoder(decoder, tokenizer, recipe.output)
 
-    probe = text_probe(decoder, tokenizer, recipe.probe) if recipe.probe else None
+    probe = text_probe(decoder, tokenizer, recipe.probe, data.templates[0]) if recipe.probe else None
     return Job(model, examples, collate, save, probe=probe, probe_every=recipe.probe.every if recipe.probe else 1)
 
 

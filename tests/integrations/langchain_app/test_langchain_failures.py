@@ -159,7 +159,8 @@ async def test_whoever_stops_listening_gives_the_decoder_back(app: App, way: str
 
 def test_threads_on_one_model_answer_as_one_after_another(app: App) -> None:
     """Prompts with and without slots, called and streamed, with their own scopes and settings."""
-    llms = [app.llm(), app.llm(max_tokens=5), app.llm(scope="anna"), app.llm(temperature=1.0, seed=3)]
+    settings = [{}, {"max_tokens": 5}, {"scope": "anna"}, {"temperature": 1.0, "seed": 3}]
+    llms = [app.llm(on_unreadable="text", **each) for each in settings]
     prompts = [
         [HumanMessage(f"{app.store.marker(name, 8, scope)} {number}?")]
         for number, (name, scope) in enumerate(

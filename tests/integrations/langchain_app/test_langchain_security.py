@@ -19,6 +19,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tracers.base import BaseTracer
 
 from ctx_compress_rag import SoftContextStore, markers
+from ctx_compress_rag.errors import ConfigError, MissingPassageError, UnreadableMarkerError
 from ctx_compress_rag.stores.keys import KEY_FILE, KEY_VARIABLE
 from helpers.attacks import ATTACKS
 from helpers.langchain import QUESTION, SOURCES, TEXTS, App, open_app, prefills, rag
@@ -62,7 +63,10 @@ async def test_markers_belong_to_their_scope(app: App) -> None:
     assert read(await app.llm(scope="anna").ainvoke(anna.page_content)) == slots
     assert read(list(app.llm(scope="anna").stream(anna.page_content))[-1]) == slots
     assert app.llm(scope="anna").get_num_tokens(anna.page_content) == slots
-    assert read(app.llm(scope="ben").invoke(anna.page_content)) == read(app.llm().invoke(anna.page_content)) == 0
+    for other in ("ben", None):
+        assert read(app.llm(scope=other, on_unreadable="warn").invoke(anna.page_content)) == 0
+        with pytest.raises(UnreadableMarkerError, match="not made with this key for scope"):
+            app.llm(scope=other).invoke(anna.page_content)
     assert app.postprocessor(scope="ben").restore_sources([anna]) == [anna]
     with markers.scope("anna"):
         assert app.postprocessor().invoke(SOURCES[:1]) == [anna]
@@ -101,7 +105,7 @@ def test_keys_stay_where_they_are(
         app = open_app(tmp_path, talkative)
         chain, shown = rag(app), []
         chain.invoke(QUESTION, config={"callbacks": [_Everything(shown)]})
-        app.llm().invoke(f"[[ctx:{'a' * 20}.3.{'b' * 16}]]")  # refused, with a warning
+        app.llm(on_unreadable="warn").invoke(f"[[ctx:{'a' * 20}.3.{'b' * 16}]]")  # refused, with a warning
     file = tmp_path / KEY_FILE
     if where == "file":
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -139,7 +143,7 @@ def test_what_is_saved_reads_again_and_holds_no_secret(app: App) -> None:
 def test_hostile_prompts_do_not_crash_a_chain(app: App) -> None:
     """Attacks in documents, question and history, through postprocessor, template and decoder."""
     postprocessor = app.postprocessor(on_missing="text", scope="anna")
-    llm = app.llm(max_tokens=1, scope="anna")
+    llm = app.llm(max_tokens=1, scope="anna", on_unreadable="warn")
     own = app.store.marker("tower", 8, "anna")
     bens = app.store.marker("mill", 8, "ben")
     attacks = st.sampled_from(sorted(ATTACKS)).flatmap(ATTACKS.__getitem__)
@@ -162,3 +166,39 @@ def test_hostile_prompts_do_not_crash_a_chain(app: App) -> None:
 
     attack()
     assert len(counts) >= 40
+
+
+def test_a_bad_marker_fails_its_own_document_and_question_alone(
+    talkative: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = open_app(tmp_path, talkative)
+    app.store.add([Document(id="gone", page_content="A passage that is deleted.")], progress=False)
+    gone, kept = app.store.markers(["gone", "tower"], 8)
+    app.store.delete(["gone"])
+    forged = f"[[ctx:{'a' * 20}.3.{'b' * 16}]]"
+    documents = [Document(id="mill", page_content=f"Read {gone}"), *SOURCES[:1]]
+
+    with pytest.raises(MissingPassageError):
+        app.postprocessor(on_unreadable="error").invoke(documents)
+    with pytest.raises(UnreadableMarkerError):
+        app.postprocessor(on_unreadable="error").invoke([Document(page_content=forged)])
+    for policy in ("warn", "text"):
+        caplog.clear()
+        stale, good = app.postprocessor(ratio=8, on_unreadable=policy).invoke(documents)
+        assert (stale.page_content, good.page_content) == (f"Read {gone[1:]}", kept)
+        assert ("left as text" in caplog.text) == (policy == "warn")
+        assert app.llm().invoke(f"{stale.page_content} {good.page_content}").response_metadata["slots"] > 0
+    assert app.store.get_passages(["mill"])[0].text == TEXTS["mill"]  # what is left as text is not stored either
+    [left] = app.postprocessor(token_budget=1000).invoke([Document(id="quoting", page_content=f"It says {forged}")])
+    assert app.llm().invoke(left.page_content).response_metadata["slots"] == 0  # as text it is no marker, and no error
+
+    questions = [f"{gone} who?", f"{forged} who?", f"{kept} who?"]
+    strict = app.llm().batch(questions, return_exceptions=True)
+    assert [type(each) for each in strict] == [MissingPassageError, UnreadableMarkerError, AIMessage]
+    lenient = app.llm(on_unreadable="text").batch(questions)
+    assert [message.response_metadata["slots"] for message in lenient] == [0, 0, app.slots("tower", 8)]
+    assert lenient[2].content == strict[2].content
+    with pytest.raises(ConfigError, match="on_unreadable"):
+        app.llm(on_unreadable="never")
+    with pytest.raises(ConfigError, match="on_unreadable"):
+        app.postprocessor(on_unreadable="never")

@@ -16,9 +16,10 @@ from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler
 from llama_index.core.chat_engine import ContextChatEngine
 from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.schema import MetadataMode, TextNode
+from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 from llama_index.core.tools import FunctionTool
 
+from ctx_compress_rag.errors import ConfigError, MissingPassageError, UnreadableMarkerError
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import Marker
 from helpers.llama_index import MAX_TOKENS, PASSAGES, QUESTION, RATIO, App, Events, HashedWords, watched
@@ -78,7 +79,7 @@ def test_no_hostile_text_resolves_or_breaks_an_engine(
     text, metadata, query, said = (written(app, stranger, a) for a in (in_text, in_metadata, in_query, in_history))
     node = TextNode(id_="hostile", text=f"A document that says {text}.", metadata={"title": metadata})
     index = VectorStoreIndex([node], embed_model=HashedWords())
-    postprocessor, llm = app.postprocessor(), app.llm(max_tokens=1)
+    postprocessor, llm = app.postprocessor(), app.llm(max_tokens=1, on_unreadable="warn")
     try:
         with watched() as events:
             engine = RetrieverQueryEngine.from_args(index.as_retriever(), llm=llm, node_postprocessors=[postprocessor])
@@ -108,7 +109,7 @@ def test_tool_output_is_only_text(app: App, stranger: SoftContextStore, attack: 
     """What a tool said, as an agent hands it on: as a user's observation, or in the tool's own role."""
     text = written(app, stranger, attack)
     output = FunctionTool.from_defaults(fn=lambda: text, name="look_up").call()
-    llm = app.llm(max_tokens=1)
+    llm = app.llm(max_tokens=1, on_unreadable="warn")
     asked = [ChatMessage(role="user", content=QUESTION)]
     for role in (MessageRole.USER, MessageRole.TOOL):
         response = llm.chat([*asked, ChatMessage(role=role, content=f"Observation: {output.content}")])
@@ -166,3 +167,40 @@ async def test_events_show_markers_and_sizes_never_vectors_or_keys(app: App, eve
     hidden = ["tensor(", "SoftContextStore", secret.decode(), secret.hex(), *numbers]
     for report in reports:
         assert not [text for text in hidden if text in report]
+
+
+def test_a_bad_marker_fails_its_own_node_and_question_alone(
+    app: App, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with SoftContextStore(tmp_path, app.bundle, key=KEY) as store:
+        store.add(["A passage that is deleted.", PASSAGES[0]], ["gone", "n0"], progress=False)
+        gone, kept = store.markers(["gone", "n0"], RATIO)
+        store.delete(["gone"])
+        forged = f"[[ctx:{'ab' * 10}.3.{'cd' * 8}]]"
+        nodes = [
+            NodeWithScore(node=TextNode(id_="stale", text=f"Read {gone}")),
+            NodeWithScore(node=TextNode(id_="n0", text=PASSAGES[0], metadata={"title": forged})),
+        ]
+
+        def process(policy: Any) -> list[str]:
+            postprocessor = CompressedContextPostprocessor(store, ratio=RATIO, on_unreadable=policy)
+            return [each.node.get_content(MetadataMode.LLM) for each in postprocessor.postprocess_nodes(nodes)]
+
+        with pytest.raises(MissingPassageError):
+            process("error")
+        for policy in ("warn", "text"):
+            caplog.clear()
+            assert process(policy) == [f"Read {gone[1:]}", f"title: {forged[1:]}\n\n{kept}"]
+            assert ("left as text" in caplog.text) == (policy == "warn")
+        assert store.ids() == ["n0"]
+        asked = "\n".join(process("text"))
+        assert CompressedContextLLM(store=store, max_tokens=1).complete(asked).raw["slots"] == app.slots(kept)[0]
+
+        strict = CompressedContextLLM(store=store, max_tokens=1)
+        lenient = CompressedContextLLM(store=store, max_tokens=1, on_unreadable="text")
+        for bad, error in ((gone, MissingPassageError), (forged, UnreadableMarkerError)):
+            with pytest.raises(error):
+                strict.complete(bad)
+            assert lenient.complete(bad).raw["slots"] == 0
+        with pytest.raises(ConfigError, match="on_unreadable"):
+            CompressedContextLLM(store=store, on_unreadable="never")

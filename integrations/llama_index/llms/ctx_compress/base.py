@@ -20,7 +20,7 @@ from llama_index.core.base.llms.types import (
     MessageRole,
     TextBlock,
 )
-from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, ValidationError
+from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM
@@ -35,7 +35,7 @@ from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling
 from ctx_compress_rag.decoding.generation import given_options
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import check_scope
+from ctx_compress_rag.stores.markers import OnUnreadable, check_scope
 from llama_index.llms.ctx_compress.streams import in_thread
 
 _ROLES = {
@@ -68,15 +68,24 @@ class CompressedContextLLM(DecoderLLM, LLM):
         stop: an answer ends before any of these strings.
         seed: makes sampling repeatable.
         on_missing: where a marker's slots cannot be read: raise an "error", or read the passage's "text".
+        on_unreadable: what to do with a marker that has neither slots nor text to be read (of another key or scope,
+            changed, or of a passage that is gone): raise an "error", or take it for literal text, with a warning
+            ("warn") or without ("text").
         scope: tenant or user whose markers are read; by default the one of `ctx_compress_rag.stores.markers.scope`, or
             else the store's.
         predictor: folder of the update predictor that `adapt` uses.
+        server: address of a vLLM server that runs the decoder (see `ctx-compress export`); None runs it here.
+        api_key: the server's key.
+        timeout: seconds that the server may take to answer, and then from one token to the next.
+        max_retries: how often a request is sent again where the server is not reached or too busy.
 
     Raises:
         ConfigError: a call has an unknown argument, or a message holds something other than text.
+        UnreadableMarkerError: at a call, a marker is of another key or scope, or was changed.
         MissingPassageError: at a call, a marker's passage was deleted or its text changed.
         StoreError: at a call, the store cannot be reached.
         DecoderMemoryError: at a call, the device has not enough memory for the prompt.
+        ServerError: at a call, the server cannot be reached, or refuses.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -89,8 +98,13 @@ class CompressedContextLLM(DecoderLLM, LLM):
     stop: list[str] = Field(default_factory=list)
     seed: int | None = None
     on_missing: Literal["error", "text"] = "error"
+    on_unreadable: OnUnreadable = "error"
     scope: str | None = None
     predictor: str | Path | None = None
+    server: str | None = None
+    api_key: SecretStr | None = Field(default=None, exclude=True)
+    timeout: float = 120.0
+    max_retries: int = 2
 
     _decoder: AdaptiveDecoder | None = PrivateAttr(None)
 

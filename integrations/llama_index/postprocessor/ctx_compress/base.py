@@ -17,8 +17,9 @@ from ctx_compress_rag.config import explain
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import OnMissing, check_size, mark, settled, stored_ids
 from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores.markers import OnUnreadable, quietly
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text
-from llama_index.postprocessor.ctx_compress.sources import restore_sources
+from llama_index.postprocessor.ctx_compress.sources import restored
 
 _for_citations: ContextVar[bool] = ContextVar("ctx_compress_for_citations", default=False)
 
@@ -48,6 +49,8 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
             has one, they are in order, best first. Metadata, template and question come on top.
         on_missing: what to do with a passage that the store does not have: "compress" and store it, raise
             an "error", or send its "text".
+        on_unreadable: what to do with a node that holds a marker of a passage that is gone: raise an "error", or
+            leave this one as text, with a warning ("warn") or without ("text"); see `mark`.
         scope: tenant or user that the markers belong to; by default the one of
             `ctx_compress_rag.stores.markers.scope`, or else the store's.
         replace_text: make the marker the node's text, for readers that do not ask for `MetadataMode.LLM`, such as
@@ -69,6 +72,7 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
     reduction: int | None = None
     token_budget: int | None = None
     on_missing: OnMissing = "compress"
+    on_unreadable: OnUnreadable = "warn"
     scope: str | None = None
     replace_text: bool = False
 
@@ -80,6 +84,7 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         reduction: int | None = None,
         token_budget: int | None = None,
         on_missing: OnMissing = "compress",
+        on_unreadable: OnUnreadable = "warn",
         scope: str | None = None,
         replace_text: bool = False,
         mode: str | None = None,
@@ -91,6 +96,7 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
             "reduction": reduction,
             "token_budget": token_budget,
             "on_missing": on_missing,
+            "on_unreadable": on_unreadable,
             "scope": scope,
             "replace_text": replace_text,
             "callback_manager": callback_manager or CallbackManager([]),
@@ -100,7 +106,15 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
         self.ratio, self.reduction = settled(self.store, self.ratio, self.reduction, mode)
-        check_size(self.store, self.ratio, self.reduction, self.token_budget, self.on_missing, self.scope)
+        check_size(
+            self.store,
+            self.ratio,
+            self.reduction,
+            self.token_budget,
+            self.on_missing,
+            self.scope,
+            self.on_unreadable,
+        )
 
     @classmethod
     def class_name(cls) -> str:
@@ -133,7 +147,8 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         """The nodes with markers. The async form of the base class runs this in a thread."""
-        nodes = restore_sources(nodes, self.store, self.scope)  # a marker from an earlier step is sized again
+        # A marker from an earlier step is sized again; what cannot be read, `mark` speaks of.
+        nodes = restored(nodes, self.store, self.scope, quietly(self.on_unreadable))
         read = {place: own_text(scored.node) for place, scored in enumerate(nodes) if is_text(scored.node)}
         texts = list(read.values())
         marked = mark(
@@ -147,6 +162,7 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
             on_missing=self.on_missing,
             scope=self.scope,
             question=query_bundle.query_str if query_bundle else None,
+            on_unreadable=self.on_unreadable,
         )
         changed = {place: new for (place, old), new in zip(read.items(), marked, strict=True) if new != old}
         return [

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, Node, TextNode
 
+from ctx_compress_rag.stores.markers import defused
+
 if TYPE_CHECKING:
     from llama_index.core.base.llms.types import BaseContentBlock
 
@@ -53,7 +55,9 @@ class CompressedTextNode(TextNode):
         if self.text != own_text(self.original):
             return None
         fields = {name: getattr(self, name) for name in TextNode.model_fields}
-        return TextNode(**{**fields, "text": self.marker})
+        # Metadata are the document's author's: no LLM is to take a marker in them for one that it cannot read.
+        metadata = {name: defused(value) if isinstance(value, str) else value for name, value in self.metadata.items()}
+        return TextNode(**{**fields, "text": self.marker, "metadata": metadata})
 
 
 def own_text(node: BaseNode) -> str:

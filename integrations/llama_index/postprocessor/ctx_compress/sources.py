@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from llama_index.core.schema import BaseNode, NodeWithScore
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.marking.mark import expand
+from ctx_compress_rag.marking.mark import expand, try_expand
 from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores.markers import OnUnreadable
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, own_text
 
 
@@ -35,14 +36,25 @@ def restore_sources(
         ConfigError: there is something other than scored nodes.
         MissingPassageError: a replaced text's passage was deleted from the store, or its text changed.
     """
-    nodes = source if isinstance(source, Sequence) else getattr(source, "source_nodes", [source])
+    nodes = _checked(source if isinstance(source, Sequence) else getattr(source, "source_nodes", [source]))
+    return [_restored(each, lambda text: text if store is None else expand(store, text, scope)) for each in nodes]
+
+
+def restored(
+    nodes: Sequence[NodeWithScore], store: SoftContextStore, scope: str | None, on_unreadable: OnUnreadable
+) -> list[NodeWithScore]:
+    """As `restore_sources`; a node whose marker cannot be read stays as it is, unless that is to be an error."""
+    return [_restored(each, lambda text: try_expand(store, text, scope, on_unreadable)) for each in _checked(nodes)]
+
+
+def _checked(nodes: Sequence[NodeWithScore]) -> Sequence[NodeWithScore]:
     wrong = [node for node in nodes if not isinstance(node, NodeWithScore)]
     if wrong:
         raise ConfigError(
             f"a response or a list of NodeWithScore is needed, got {type(wrong[0]).__name__}: give what a retriever "
             "or an engine returned"
         )
-    return [NodeWithScore(node=_restored(scored.node, store, scope), score=scored.score) for scored in nodes]
+    return nodes
 
 
 def expand_prompt(text: str, store: SoftContextStore, scope: str | None = None) -> str:
@@ -61,11 +73,12 @@ def expand_prompt(text: str, store: SoftContextStore, scope: str | None = None) 
     return expand(store, text, scope)
 
 
-def _restored(node: BaseNode, store: SoftContextStore | None, scope: str | None) -> BaseNode:
+def _restored(scored: NodeWithScore, expanded: Callable[[str], str | None]) -> NodeWithScore:
+    """The node as it was; with its text expanded, where it does not carry that with it and can be."""
+    node: BaseNode = scored.node
     if isinstance(node, CompressedTextNode):
-        return node.original
-    if store is None or (expanded := expand(store, own_text(node), scope)) == own_text(node):
-        return node
-    copied = node.model_copy(update={"metadata": dict(node.metadata)})
-    copied.set_content(expanded)
-    return copied
+        node = node.original
+    elif (text := expanded(own_text(node))) is not None and text != own_text(node):
+        node = node.model_copy(update={"metadata": dict(node.metadata)})
+        node.set_content(text)
+    return NodeWithScore(node=node, score=scored.score)

@@ -1,0 +1,41 @@
+"""Open what `ctx-compress serve` serves: an index, or the soft contexts beside an app's own collection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ctx_compress_rag.app.passage_index import open_index
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.stores import SoftContextStore
+
+
+@contextmanager
+def open_store(
+    folder: str | Path, bundle: str | None, collection: str | None = None
+) -> Iterator[tuple[Bundle, SoftContextStore]]:
+    """The bundle and the store to serve.
+
+    Args:
+        folder: a Chroma folder.
+        bundle: a bundle's folder, shipped name or hub id; None takes the one that an index was made with.
+        collection: the app's own collection beside which the soft contexts are; None for an index.
+
+    Raises:
+        ConfigError: a collection is given and no bundle.
+        StoreError: there is no store, or it cannot be opened.
+        BundleError, FingerprintMismatchError: see `Bundle.from_pretrained` and `SoftContextStore`.
+    """
+    if collection is None:
+        with open_index(folder, bundle) as index:
+            yield index.bundle, index.store
+        return
+    if bundle is None:
+        raise ConfigError(
+            f"--collection {collection} does not say which bundle its soft contexts are of: give --bundle"
+        )
+    loaded = Bundle.from_pretrained(bundle)
+    with SoftContextStore(folder, loaded, collection=collection) as store:
+        yield loaded, store

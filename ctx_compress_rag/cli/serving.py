@@ -1,0 +1,127 @@
+"""The commands that serve, serve and export, and the part of bench that times callers at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.shared import OwnBundle, Server, ServerKey, Store, note_what_it_reads, quiet_models
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.bundle import Bundle
+
+
+@command("export", "runs/mine/bundle ./for-vllm")
+def export(
+    bundle: Annotated[
+        str, typer.Argument(metavar="BUNDLE", help="A bundle's folder or hub id, or a shipped one's name.")
+    ],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Where to write.")],
+) -> None:
+    """Write a bundle's decoder for vLLM.
+
+    With its LoRA adapters; prints the command that serves them.
+    """
+    from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.serving import export as exporting
+
+    quiet_models()
+    print(exporting.shown(exporting.export(Bundle.from_pretrained(bundle), folder)))
+
+
+@command("serve", "--store ./chroma --port 8000")
+def serve(
+    store: Store,
+    bundle: OwnBundle = None,
+    server: Server = None,
+    server_key: ServerKey = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="To listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", help="0 takes a free one.")] = 8000,
+    api_keys: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Each line an API key and the scope it opens.  [default: the variable CTX_COMPRESS_API_KEYS]",
+        ),
+    ] = None,
+    collection: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Serve the soft contexts beside this collection of an app, in place of an index (needs --bundle).",
+        ),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(metavar="N", help="Most prompts in a forward pass.")] = 8,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer if not said.")] = 512,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Longest prompt.  [default: the decoder's window]")
+    ] = None,
+    max_body: Annotated[int, typer.Option(metavar="BYTES", help="Longest request.")] = 4 << 20,
+    max_requests: Annotated[int, typer.Option(metavar="N", help="Most requests at a time.")] = 256,
+    grace: Annotated[int, typer.Option(metavar="S", help="Seconds that answers get at the end.")] = 30,
+) -> None:
+    """Serve an index to OpenAI clients.
+
+    They send markers to chat completions and completions; `POST /v1/compress` stores what is missing, and there are
+    metrics. Markers belong to the scope of the request's API key; without keys the server answers this machine only,
+    in the store's own scope.
+    """
+    from ctx_compress_rag.app.served import open_store
+    from ctx_compress_rag.decoding.decoder import TransformersDecoder
+    from ctx_compress_rag.serving import run
+    from ctx_compress_rag.serving.app import Limits, create_app
+    from ctx_compress_rag.serving.client import ServerDecoder
+    from ctx_compress_rag.serving.keys import find_keys
+
+    keys = find_keys(api_keys)
+    run.check_exposure(host, keys is not None)
+    limits = Limits(max_body, max_requests, max_tokens)
+    quiet_models()
+    with open_store(store, bundle, collection) as (served, opened):
+        note_what_it_reads(served)
+        decoder: TransformersDecoder
+        if server is not None:
+            decoder = ServerDecoder(served, opened, server=server, api_key=server_key)
+            decoder.max_prompt_tokens = max_prompt_tokens
+        else:
+            decoder = TransformersDecoder(served, opened, batch_size=batch_size, max_prompt_tokens=max_prompt_tokens)
+        run.serve(
+            create_app(decoder, keys, limits),
+            host,
+            port,
+            grace=grace,
+            started=lambda url: print(f"serving {served.config.name!r} at {url}", flush=True),
+        )
+
+
+def time_callers(bundle: Bundle, passages: Sequence[str], callers: int, ratio: int) -> None:
+    """Print what callers at a time get, each with four of the passages as soft contexts."""
+    import tempfile
+
+    from ctx_compress_rag.errors import ConfigError
+    from ctx_compress_rag.evaluation.concurrency import EndlessDecoder, concurrency
+    from ctx_compress_rag.marking.mark import mark
+    from ctx_compress_rag.stores import SoftContextStore
+    from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
+
+    if callers < 2:
+        raise ConfigError(f"--concurrency {callers}: give 2 or more callers")
+    if not passages:
+        raise ConfigError("the text has no passages: give a longer one")
+    with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, bundle) as store:
+        chats = []
+        for caller in range(callers):
+            own = [passages[(4 * caller + place) % len(passages)] for place in range(4)]
+            text = PASSAGE_SEPARATOR.join(mark(store, own, ratio=ratio))
+            chats.append(messages(TEMPLATES[0], text, "What is it about?"))
+        found = concurrency(EndlessDecoder(bundle, store, batch_size=callers), chats)
+    print(f"{callers} callers, 4 passages each at {ratio}x, 64 tokens of the bundle's own decoder")
+    print(f"tokens/s one after the other {found.turns_rate:.0f}")
+    print(f"tokens/s in one batch {found.batch_rate:.0f}")
+    print(f"tokens/s as streams at a time {found.stream_rate:.0f}, over the batch {found.share:.2f}")
+    first = f"first piece after {found.first_seconds * 1e3:.0f} ms"
+    print(f"{first}; the last stream's over the first's {found.last_first:.2f}")
+    print(f"one caller's time over that of transformers' generate {found.alone:.3f}")

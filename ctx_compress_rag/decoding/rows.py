@@ -1,0 +1,203 @@
+"""Answers in the making: rows that share forward passes, join while others run, and leave when they end."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.decoding.generation import Generation, Sampling, TextWatch, sampler
+from ctx_compress_rag.decoding.splice import Piece, splice
+from ctx_compress_rag.decoding.structured import JsonProcessor
+
+_KEPT_BY_POSITION = {"full_attention", "sliding_attention"}
+
+
+@dataclass(eq=False)
+class Row:
+    """A prompt and its answer so far.
+
+    Attributes:
+        bundle: the model, as the caller's decoder changes it.
+        pieces: the prompt, token ids and slots.
+        length: positions of the prompt.
+        slots: how many of them are slots.
+        soft: whether the reader's decoder is to read it.
+        sampling: how tokens are chosen and when to end.
+        limit: most new tokens.
+        end_ids: tokens that end it, given the model's own.
+        put: is given pieces of text, then the Generation or the error that ended it.
+        stream: whether pieces are wanted.
+        cancelled: whether nobody waits for it any more.
+    """
+
+    bundle: Bundle
+    pieces: Sequence[Piece]
+    length: int
+    slots: int
+    soft: bool
+    sampling: Sampling
+    limit: int
+    end_ids: Callable[[Any], set[int]]
+    put: Callable[[str | Generation | BaseException], object]
+    stream: bool = False
+    cancelled: bool = False
+    ids: list[int] = field(default_factory=list)
+    _watch: TextWatch | None = None
+    _processors: LogitsProcessorList | None = None
+
+    def prepare(self, model: Any) -> None:
+        """Make what chooses its tokens.
+
+        Raises:
+            ConfigError: its JSON schema cannot be enforced.
+        """
+        tokenizer, config = self.bundle.tokenizer, model.generation_config
+        end_ids = self.end_ids(config.eos_token_id)
+        processors = sampler(self.sampling, 1)
+        if (config.repetition_penalty or 1.0) != 1.0:  # a decoder of the hub may ask for it, as Qwen2.5 does
+            processors.insert(0, RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
+        if self.sampling.json_schema is not None:
+            processors.insert(0, JsonProcessor(self.sampling.json_schema, tokenizer, end_ids, 1))
+        self._processors = processors
+        on_text = self.put if self.stream else None
+        self._watch = TextWatch(tokenizer, self.sampling.stop, end_ids, [self.limit], on_text)
+
+    def take(self, scores: Tensor, likeliest: int) -> Generation | None:
+        """Take the next token; the answer, if it has ended with it.
+
+        Args:
+            scores: (vocabulary,).
+            likeliest: its argmax.
+        """
+        assert self._watch is not None and self._processors is not None
+        if self._processors:
+            so_far: Any = torch.tensor([self.ids], dtype=torch.long, device=scores.device)
+            own: Any = scores.float().unsqueeze(0)
+            likeliest = int(self._processors(so_far, own)[0].argmax())
+        self.ids.append(likeliest)
+        self._watch.look(0, self.ids)
+        done = self._watch.done[0]
+        return None if done is None else Generation(done[0], self.length, self.slots, *done[1:])
+
+    def model(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
+        """The transformers model as this row's decoder reads it, held for this thread."""
+        return self.bundle.soft_decoder(slot_mask) if self.soft else self.bundle.text_decoder()
+
+
+def can_share(model: Any) -> bool:
+    """Whether a model's cache is keys and values by position, so that rows can come and go."""
+    config = model.config.get_text_config()
+    types = set(getattr(config, "layer_types", None) or ())
+    shared = getattr(config, "num_kv_shared_layers", None)
+    return types <= _KEPT_BY_POSITION and not shared and not getattr(model, "_is_stateful", False)
+
+
+class Rows:
+    """Rows of one decoder, with one cache: every pass gives each of them a token."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self._ended: list[tuple[Row, Generation]] = []
+        self._cache: Any = None
+        self._mask = torch.zeros(0, 0, dtype=torch.long)
+
+    def join(self, new: Sequence[Row]) -> None:
+        """Read prompts and give each its first token; those that have not ended go on with the others.
+
+        Raises: what the model raises; no row has joined then, and none of `new` was told.
+        """
+        with torch.no_grad():
+            batch = splice(new[0].bundle.backbone.embeddings, [row.pieces for row in new])
+            with new[0].model(batch.slot_mask) as model:
+                for row in new:
+                    row.prepare(model)
+                # Without a config all layers keep all positions: those of a sliding window could not be merged.
+                # The mask leaves out what a window does not see.
+                cache: Any = DynamicCache()
+                last = {"logits_to_keep": 1} if _keeps(model) else {}
+                out = model(**batch.model_inputs(), past_key_values=cache, use_cache=True, **last)
+            self._merge(cache, batch.attention_mask)
+            self.rows += new
+            self._take(out.logits[:, -1], len(self.rows) - len(new))
+
+    def step(self, model: Any) -> None:
+        """One pass: a token for each row. Those that have ended, or that nobody waits for, leave."""
+        self._keep([not row.cancelled for row in self.rows], 0)
+        if not self.rows:
+            return
+        with torch.no_grad():
+            device = self._mask.device
+            ids = torch.tensor([[row.ids[-1]] for row in self.rows], device=device)
+            places = torch.tensor([[row.length + len(row.ids) - 1] for row in self.rows], device=device)
+            self._mask = torch.cat([self._mask, self._mask.new_ones(len(self.rows), 1)], dim=1)
+            out = model(
+                input_ids=ids,
+                attention_mask=self._mask,
+                position_ids=places,
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+            self._take(out.logits[:, -1], 0)
+
+    def hand_out(self) -> None:
+        """Give those that have ended their answers."""
+        ended, self._ended = self._ended, []
+        for row, answer in ended:
+            row.put(answer)
+
+    def _take(self, scores: Tensor, first: int) -> None:
+        going = []
+        for row, own, likeliest in zip(self.rows[first:], scores, scores.argmax(-1).tolist(), strict=True):
+            answer = None if row.cancelled else row.take(own, likeliest)
+            if answer is not None:
+                self._ended.append((row, answer))
+            going.append(answer is None and not row.cancelled)
+        self._keep(going, first)
+
+    def _keep(self, going: Sequence[bool], first: int) -> None:
+        """Keep these of the rows from `first` on, and all before."""
+        if all(going):
+            return
+        kept = [*range(first), *(first + place for place, stays in enumerate(going) if stays)]
+        self.rows = [self.rows[place] for place in kept]
+        if not kept:
+            self._cache, self._mask = None, self._mask[:0, :0]
+            return
+        rows = torch.tensor(kept, device=self._mask.device)
+        mask = self._mask[rows]
+        unused = int(mask.argmax(1).min())  # padding that the longest of those who left had made necessary
+        self._mask = mask[:, unused:]
+        for layer in self._cache.layers:
+            layer.keys, layer.values = layer.keys[rows, :, unused:], layer.values[rows, :, unused:]
+
+    def _merge(self, cache: Any, mask: Tensor) -> None:
+        if not self.rows:
+            self._cache, self._mask = cache, mask
+            return
+        length = max(mask.shape[1], self._mask.shape[1])
+        self._mask = torch.cat([_padded(self._mask, length, 1), _padded(mask, length, 1)])
+        for mine, new in zip(self._cache.layers, cache.layers, strict=True):
+            mine.keys = torch.cat([_padded(mine.keys, length, 2), _padded(new.keys, length, 2)])
+            mine.values = torch.cat([_padded(mine.values, length, 2), _padded(new.values, length, 2)])
+
+
+def _padded(x: Tensor, length: int, dim: int) -> Tensor:
+    """`x` with zeros before it along `dim`."""
+    missing = length - x.shape[dim]
+    if not missing:
+        return x
+    shape = [*x.shape]
+    shape[dim] = missing
+    return torch.cat([x.new_zeros(shape), x], dim)
+
+
+def _keeps(model: Any) -> bool:
+    return "logits_to_keep" in inspect.signature(model.forward).parameters

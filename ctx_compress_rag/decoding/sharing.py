@@ -1,0 +1,188 @@
+"""Concurrent calls share forward passes: one thread runs the model for all who wait for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.decoding.rows import Row, Rows
+from ctx_compress_rag.errors import DecoderMemoryError
+
+_TOGETHER_SECONDS = 0.05  # the longest that a first caller waits for others whose prompts are being read
+_STEPS = 8  # passes of one group before the next has its turn
+_PADDING = 1.5  # prompts are read together while that takes at most so many times their own positions
+
+
+@dataclass
+class _Group:
+    """Rows that one model answers, and what comes next."""
+
+    rows: Rows = field(default_factory=Rows)
+    waiting: deque[tuple[Row, int]] = field(default_factory=deque)
+
+
+class Sharing:
+    """The calls of one backbone, whichever decoder, framework or thread they come from.
+
+    A thread runs the model while there is something to answer, and ends then. It takes in new prompts between
+    two passes, and gives the model to whoever else waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._groups: dict[Any, _Group] = {}
+        self._reading = 0
+        self._running = False
+
+    @classmethod
+    def of(cls, backbone: Backbone) -> Sharing:
+        """The one of a backbone."""
+        with _MAKING:
+            return _OF.setdefault(backbone, cls())
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Prompts are being read: whoever is there already waits a moment, to start together."""
+        with self._changed:
+            self._reading += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._reading -= 1
+                self._changed.notify_all()
+
+    def add(self, rows: Sequence[Row], key: Any, most: int) -> None:
+        """Answer rows; each is told by its `put`.
+
+        Args:
+            rows: what to answer.
+            key: rows with the same key are read by the same model.
+            most: most rows in one pass.
+        """
+        with self._changed:
+            self._groups.setdefault(key, _Group()).waiting.extend((row, most) for row in rows)
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, name="ctx-compress-stream", daemon=True).start()
+
+    def _run(self) -> None:
+        until = time.monotonic() + _TOGETHER_SECONDS
+        with self._changed:
+            while self._reading and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+        while True:
+            with self._changed:
+                self._groups = {key: group for key, group in self._groups.items() if group.waiting or group.rows.rows}
+                groups = list(self._groups.values())
+                if not groups:
+                    self._running = False
+                    return
+            for group in groups:
+                try:
+                    self._admit(group)
+                    self._advance(group, alone=len(groups) == 1)
+                    # Not before the model is as it was: whoever has the last answer may look at it.
+                    group.rows.hand_out()
+                except BaseException as error:
+                    group.rows.hand_out()
+                    rows, group.rows = group.rows.rows, Rows()
+                    _tell(rows, error)
+
+    def _admit(self, group: _Group) -> None:
+        new: list[Row] = []
+        with self._changed:
+            while group.waiting and len(group.rows.rows) + len(new) < group.waiting[0][1]:
+                row, _ = group.waiting.popleft()
+                if not row.cancelled:
+                    new.append(row)
+        for batch in _alike(new):
+            try:
+                group.rows.join(batch)
+            except Exception as error:
+                if len(batch) == 1:
+                    _tell(batch, error)
+                    continue
+                del error
+                for row in batch:  # one of them is at fault, or all are too much together
+                    row.ids.clear()
+                    try:
+                        group.rows.join([row])
+                    except Exception as own:
+                        _tell([row], own)
+
+    def _advance(self, group: _Group, alone: bool) -> None:
+        """Passes until the group's rows have ended, or someone else wants the model."""
+        if not group.rows.rows:
+            return
+        first = group.rows.rows[0]
+        with first.model(torch.zeros(1, 1, dtype=torch.bool)) as model:
+            steps = 0
+            while group.rows.rows:
+                group.rows.hand_out()
+                group.rows.step(model)
+                steps += 1
+                if not alone and steps >= _STEPS:
+                    return
+                if first.bundle.backbone.lock.wanted or self._others(group):
+                    return
+
+    def _others(self, group: _Group) -> bool:
+        """Whether someone has come who could be answered now."""
+        with self._changed:
+            if group.waiting and len(group.rows.rows) < group.waiting[0][1]:
+                return True
+            return any(other.waiting and not other.rows.rows for other in self._groups.values() if other is not group)
+
+
+_OF: WeakKeyDictionary[Backbone, Sharing] = WeakKeyDictionary()
+_MAKING = threading.Lock()
+
+
+def _alike(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Rows in batches of like length."""
+    batch: list[Row] = []
+    for row in sorted(rows, key=lambda row: row.length):
+        own = sum(each.length for each in batch) + row.length
+        if batch and row.length * (len(batch) + 1) > _PADDING * own:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def _tell(rows: Sequence[Row], error: BaseException) -> None:
+    for row in rows:
+        row.put(memory_error(rows, str(error)) if out_of_memory(error) else error)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is not enough memory: torch's CPU allocator and MPS raise a RuntimeError."""
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and ("allocate memory" in said or "out of memory" in said)
+    )
+
+
+def memory_error(rows: Sequence[Any], said: str) -> DecoderMemoryError:
+    """The error to show. As its cause, the other would keep the frames and with them the memory they hold.
+
+    Args:
+        rows: what was to be answered, each with a `length`.
+        said: what the allocator said.
+    """
+    longest = max(row.length for row in rows)
+    return DecoderMemoryError(
+        f"not enough memory for a batch of {len(rows)} prompts, the longest of {longest} tokens "
+        f"({said.partition(chr(10))[0]}): use a coarser ratio, fewer passages, a shorter answer or a smaller batch_size"
+    )

@@ -1,0 +1,97 @@
+"""What callers at a time get: shared passes beside one batch, and one caller beside transformers' own `generate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from statistics import median
+
+from ctx_compress_rag.decoding.decoder import Generation, Prompt, Sampling, TransformersDecoder
+
+_PAIRS = 3
+
+
+@dataclass(frozen=True)
+class Concurrency:
+    """Medians over rounds; within a round everything runs in turn, so that a busy machine slows all alike.
+
+    Attributes:
+        callers: how many ask at a time.
+        share: tokens/s of so many streams, over those of one batch of all prompts.
+        batch_rate: tokens/s of the batch.
+        stream_rate: tokens/s of the streams.
+        turns_rate: tokens/s where the callers come one after the other.
+        last_first: the last stream's first piece, over the first stream's.
+        first_seconds: the first stream's first piece.
+        alone: time of one caller over that of transformers' `generate` with the same prompt.
+    """
+
+    callers: int
+    share: float
+    batch_rate: float
+    stream_rate: float
+    turns_rate: float
+    last_first: float
+    first_seconds: float
+    alone: float
+
+
+class EndlessDecoder(TransformersDecoder):
+    """A decoder whose answers are all of the length that was asked for, to be timed."""
+
+    def _end_ids(self, model_ids: int | list[int] | None, stop: Sequence[str]) -> set[int]:
+        return {-1}
+
+
+def concurrency(
+    decoder: TransformersDecoder, prompts: Sequence[Prompt], new_tokens: int = 64, rounds: int = 3
+) -> Concurrency:
+    """Time callers at a time, each with one of the prompts.
+
+    Args:
+        decoder: what answers; its batch size is to be at least the number of prompts.
+        prompts: one for each caller.
+        new_tokens: most of each answer.
+        rounds: how often all is timed, after one round to warm up.
+    """
+    sampling = Sampling(max_new_tokens=new_tokens)
+    found = [_round(decoder, prompts, sampling) for _ in range(rounds + 1)][1:]
+    shares, batch, streams, turns, last, first, alone = (median(column) for column in zip(*found, strict=True))
+    return Concurrency(len(prompts), shares, batch, streams, turns, last, first, alone)
+
+
+def _round(decoder: TransformersDecoder, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[float, ...]:
+    began = time.perf_counter()
+    tokens = sum(answer.completion_tokens for answer in decoder.generate(prompts, sampling))
+    batch = tokens / (time.perf_counter() - began)
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        began = time.perf_counter()
+        streams = list(pool.map(lambda prompt: _stream(decoder, prompt, sampling, began), prompts))
+    shared = sum(answer.completion_tokens for _, answer in streams) / (time.perf_counter() - began)
+    firsts = sorted(first for first, _ in streams)
+
+    pairs = [_alone(decoder, prompts[0], sampling) for _ in range(_PAIRS)]
+    rate = streams[0][1].completion_tokens / median(own for own, _ in pairs)
+    alone = median(own / apart for own, apart in pairs)
+    return shared / batch, batch, shared, rate, firsts[-1] / firsts[0], firsts[0], alone
+
+
+def _alone(decoder: TransformersDecoder, prompt: Prompt, sampling: Sampling) -> tuple[float, float]:
+    """Seconds of one caller, and of transformers' own `generate`."""
+    began = time.perf_counter()
+    decoder.generate([prompt], sampling)
+    between = time.perf_counter()
+    decoder.generate_apart(prompt, sampling)
+    return between - began, time.perf_counter() - between
+
+
+def _stream(decoder: TransformersDecoder, prompt: Prompt, sampling: Sampling, began: float) -> tuple[float, Generation]:
+    pieces = decoder.stream(prompt, sampling)
+    piece = next(pieces)
+    first = time.perf_counter() - began
+    *_, last = [piece, *pieces]
+    assert isinstance(last, Generation)
+    return first, last

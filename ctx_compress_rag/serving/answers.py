@@ -1,0 +1,87 @@
+"""The decoder's answers in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import Executor
+from contextlib import nullcontext, suppress
+from typing import Any, TypeVar
+
+from ctx_compress_rag.decoding.decoder import Generation, Prompt, Sampling, TransformersDecoder
+from ctx_compress_rag.stores.markers import scope as in_scope
+
+T = TypeVar("T")
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection."""
+
+
+async def answer(
+    decoder: TransformersDecoder, prompt: Prompt, sampling: Sampling, scope: str | None, threads: Executor
+) -> AsyncGenerator[str | Generation, None]:
+    """One prompt's answer, piece by piece, then the whole Generation.
+
+    Left early or cancelled, it stops the generation after the token in progress.
+
+    Args:
+        decoder: what answers.
+        prompt: what to answer.
+        sampling: how.
+        scope: whose markers are read; None for the store's own.
+        threads: where the prompt is read.
+    """
+    loop = asyncio.get_running_loop()
+    pieces: asyncio.Queue[str | Generation | BaseException] = asyncio.Queue()
+
+    def put(piece: str | Generation | BaseException) -> None:
+        with suppress(RuntimeError):  # the loop has ended, and with it whoever waits
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+    def begin() -> Callable[[], None]:
+        with nullcontext() if scope is None else in_scope(scope):
+            return decoder.start(prompt, sampling, put)
+
+    begun = loop.run_in_executor(threads, begin)
+    try:
+        await asyncio.shield(begun)
+        while isinstance(piece := await pieces.get(), str):
+            yield piece
+        if isinstance(piece, BaseException):
+            raise piece
+        yield piece
+    finally:
+        begun.add_done_callback(_cancel)
+
+
+async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[T]) -> T:
+    """What `work` gives; it is cancelled where the client goes first.
+
+    Args:
+        receive: ASGI's, after the body was read: what comes next is that the client has gone.
+        work: what the client waits for.
+
+    Raises:
+        ClientGoneError: the client has gone.
+    """
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    watch, task = asyncio.ensure_future(gone()), asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({watch, task}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        for each in (watch, task):
+            each.cancel()
+        await asyncio.gather(watch, task, return_exceptions=True)
+
+
+def _cancel(begun: asyncio.Future[Callable[[], None]]) -> None:
+    if not begun.cancelled() and begun.exception() is None:
+        begun.result()()

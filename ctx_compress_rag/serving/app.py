@@ -1,0 +1,274 @@
+"""The app: OpenAI's routes, `compress`, health and metrics, on one decoder and its store."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from ctx_compress_rag.decoding.decoder import Generation, Prompt, Sampling, TransformersDecoder
+from ctx_compress_rag.errors import ConfigError, CtxCompressError
+from ctx_compress_rag.extras import needs
+from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.serving import replies
+from ctx_compress_rag.serving.answers import ClientGoneError, answer, unless_gone
+from ctx_compress_rag.serving.door import Door
+from ctx_compress_rag.serving.faults import RequestError, as_fault
+from ctx_compress_rag.serving.keys import ApiKeys
+from ctx_compress_rag.serving.limits import BodyLimit
+from ctx_compress_rag.serving.metrics import Metrics
+from ctx_compress_rag.serving.requests import ChatCompletion, Completion, Compress, Generate
+from ctx_compress_rag.stores import SoftContextStore
+
+with needs("serve"):
+    from fastapi import Depends, FastAPI, Request
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+    from starlette.exceptions import HTTPException
+
+_THREADS = 4  # they read prompts; writing passages and the model have threads of their own
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one client may ask of the server.
+
+    Attributes:
+        body_bytes: the longest body of a request.
+        requests: most requests at a time; what comes beyond is told to try again.
+        answer_tokens: the longest answer where the client does not say.
+    """
+
+    body_bytes: int = 4 << 20
+    requests: int = 256
+    answer_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ConfigError(f"{name}={value}: give 1 or more")
+
+
+def create_app(decoder: TransformersDecoder, keys: ApiKeys | None = None, limits: Limits | None = None) -> FastAPI:
+    """An ASGI app that answers with a decoder and compresses into its store.
+
+    Args:
+        decoder: what answers; its store's markers are resolved, each request's in the scope of its API key.
+        keys: which key opens which scope; None lets everyone in, in the store's own scope.
+        limits: what one client may ask for.
+
+    Raises:
+        ConfigError: the decoder has no store.
+        MissingExtraError: FastAPI is not installed.
+    """
+    if decoder.store is None:
+        raise ConfigError("the server's decoder has no store: give it the one whose markers clients send")
+    limits = limits or Limits()
+    metrics = Metrics()
+    service = _Service(decoder, decoder.store, metrics, limits)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        for threads in (service.threads, service.writer):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def open_scope(request: Request) -> str | None:
+        if keys is None:
+            return None
+        scope = keys.scope_of(request.headers.get("authorization"))
+        if scope is None:
+            raise RequestError(401, "no valid API key: send `Authorization: Bearer KEY`", "invalid_api_key")
+        return scope
+
+    app = FastAPI(title="ctx-compress", docs_url=None, redoc_url=None, lifespan=lifespan)
+    opened = Depends(open_scope)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatCompletion, request: Request, scope: str | None = opened) -> Response:
+        return await service.generate("chat", body, [body.prompt()], request, scope)
+
+    @app.post("/v1/completions")
+    async def complete(body: Completion, request: Request, scope: str | None = opened) -> Response:
+        return await service.generate("text", body, body.prompts(), request, scope)
+
+    @app.post("/v1/compress")
+    async def compress(body: Compress, request: Request, scope: str | None = opened) -> dict[str, Any]:
+        return await service.compress(body, scope)
+
+    @app.get("/v1/models", dependencies=[opened])
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [service.model()]}
+
+    @app.get("/v1/models/{name:path}", dependencies=[opened])
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return service.model()
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def measured() -> Response:
+        return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        status, body = as_fault(_explained(error))
+        return JSONResponse(body, status, {"WWW-Authenticate": "Bearer"} if status == 401 else None)
+
+    for kind in (Exception, CtxCompressError, RequestError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, refuse)
+    app.add_middleware(BodyLimit, most=limits.body_bytes)
+    app.add_middleware(Door, metrics=metrics, most=limits.requests)
+    return app
+
+
+class _Service:
+    """What the routes do."""
+
+    def __init__(self, decoder: TransformersDecoder, store: SoftContextStore, metrics: Metrics, limits: Limits) -> None:
+        self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="ctx-compress-serve")
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="ctx-compress-write")
+        self._decoder = decoder
+        self._store = store
+        self._metrics = metrics
+        self._limits = limits
+        self._name = store.bundle.config.name
+        self._started = int(time.time())
+
+    def model(self) -> dict[str, Any]:
+        return {"id": self._name, "object": "model", "created": self._started, "owned_by": "ctx-compress"}
+
+    def check_model(self, name: str) -> None:
+        if name != self._name:
+            raise RequestError(404, f"no model {name!r}: this server has {self._name!r}", "model_not_found", "model")
+
+    async def generate(
+        self, kind: replies.Kind, body: Generate, prompts: Sequence[Prompt], request: Request, scope: str | None
+    ) -> Response:
+        self.check_model(body.model)
+        sampling = body.sampling(self._limits.answer_tokens)
+        head = {
+            "id": f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": self._name,
+        }
+        if body.stream:
+            if len(prompts) > 1:
+                raise RequestError(400, f"{len(prompts)} prompts cannot be streamed: send one", param="prompt")
+            return await self._stream(kind, head, prompts[0], sampling, scope, body.usage_in_stream)
+        whole = self._whole(prompts, sampling, scope)
+        try:
+            answers = await unless_gone(request.receive, whole)
+        except ClientGoneError:
+            return Response(status_code=499)  # nobody reads it; nginx's word, for the metrics
+        return JSONResponse(replies.whole(kind, head, answers))
+
+    async def _whole(self, prompts: Sequence[Prompt], sampling: Sampling, scope: str | None) -> list[Generation]:
+        async def one(prompt: Prompt) -> Generation:
+            async with aclosing(self._answer(prompt, sampling, scope)) as pieces:
+                *_, done = [piece async for piece in pieces]
+            assert isinstance(done, Generation)
+            return done
+
+        tasks = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:  # one has failed, or the client has gone
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _stream(
+        self,
+        kind: replies.Kind,
+        head: dict[str, Any],
+        prompt: Prompt,
+        sampling: Sampling,
+        scope: str | None,
+        count: bool,
+    ) -> Response:
+        pieces = self._answer(prompt, sampling, scope)
+        # The first piece is waited for here, so that a prompt that is refused has a status of its own.
+        first = await anext(pieces)
+
+        async def events() -> AsyncIterator[str]:
+            async with aclosing(pieces):
+                try:
+                    yield replies.chunk(kind, head, first if isinstance(first, str) else "", first=True)
+                    done = first
+                    async for piece in pieces:
+                        done = piece
+                        if isinstance(piece, str):
+                            yield replies.chunk(kind, head, piece)
+                    assert isinstance(done, Generation)
+                    yield replies.chunk(kind, head, "", done.finish_reason)
+                    if count:
+                        yield replies.last_chunk(kind, head, done)
+                    yield replies.DONE
+                except Exception as error:
+                    yield replies.event(as_fault(error)[1])
+
+        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def _answer(self, prompt: Prompt, sampling: Sampling, scope: str | None) -> Any:
+        began, first = time.perf_counter(), True
+        async with aclosing(answer(self._decoder, prompt, sampling, scope, self.threads)) as pieces:
+            async for piece in pieces:
+                if first:
+                    self._metrics.first_token.observe(time.perf_counter() - began)
+                    first = False
+                if isinstance(piece, Generation):
+                    self._metrics.count(piece)
+                yield piece
+
+    async def compress(self, body: Compress, scope: str | None) -> dict[str, Any]:
+        """Markers for texts. A passage's id is a hash of its text: no client can change or name another's."""
+        if body.model is not None:
+            self.check_model(body.model)
+        texts = body.texts()
+        work: Callable[[], list[str]] = partial(
+            mark,
+            self._store,
+            texts,
+            ratio=body.ratio,
+            reduction=body.reduction,
+            token_budget=body.token_budget,
+            scope=scope,
+            question=body.question,
+        )
+        shown = await asyncio.get_running_loop().run_in_executor(self.writer, work)
+        self._metrics.passages.inc(len(texts))
+        data = [{"object": "marker", "index": index, "text": text} for index, text in enumerate(shown)]
+        return {"object": "list", "model": self._name, "data": data}
+
+
+class _Validated(Protocol):
+    def errors(self) -> Sequence[Any]: ...
+
+
+def _explained(error: Exception) -> Exception:
+    """FastAPI's and Starlette's own errors as this server's."""
+    if isinstance(error, RequestValidationError):
+        return _malformed(error)
+    if isinstance(error, HTTPException):
+        return RequestError(error.status_code, str(error.detail))
+    return error
+
+
+def _malformed(error: _Validated) -> RequestError:
+    """The first fault of a body; of a union's, all that begin at the same field are one."""
+    found = error.errors()[0]
+    places = [str(place) for place in found["loc"] if place != "body"]
+    field = places[0] if places else None
+    what = f"{'.'.join(places) or 'body'}: {found['msg']}"
+    if found["type"] == "extra_forbidden":
+        what = f"{'.'.join(places)} is not supported here: leave it out"
+    return RequestError(400, what, param=field)

@@ -1,0 +1,111 @@
+"""A bundle's decoder and adapters as vLLM wants them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from ctx_compress_rag.bundle import ADAPTER_FILE, DECODER_FOLDER, TEACHER, WEIGHTS_FILE, Bundle
+from ctx_compress_rag.decoder_identity import write_decoder
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.base.mapped_reader import MappedReader
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as its largest
+
+
+@dataclass(frozen=True)
+class Served:
+    """The names by which a server knows a bundle's decoder.
+
+    Attributes:
+        base: the decoder's own weights.
+        text: what reads prompts without slots.
+        soft: what reads prompts with slots.
+        adapters: the backbone's adapter of each name that is one.
+    """
+
+    base: str
+    text: str
+    soft: str
+    adapters: Mapping[str, str]
+
+
+def served(bundle: Bundle) -> Served:
+    """Under which names a server has a bundle's decoder, as `export` prints them.
+
+    Raises:
+        ConfigError: the method changes the decoder in a way that no engine but this library knows.
+    """
+    reader, name = bundle.reader, bundle.config.name
+    method = bundle.config.method.name
+    if type(reader) is not MappedReader:
+        raise ConfigError(
+            f"bundle {name!r}: {method} changes the decoder's layers as it reads, which a server cannot: "
+            "leave server= out and let this process answer"
+        )
+    if reader.tune.mode == "full":
+        raise ConfigError(
+            f"bundle {name!r}: its reader is a decoder of its own, beside the one that reads text, and a server "
+            "has one: train it with LoRA, or leave server= out"
+        )
+    adapters = {}
+    text = soft = name
+    if reader.tune.mode == "lora":
+        soft = f"{name}-{reader.side}"
+        adapters[soft] = reader.side
+    if TEACHER in bundle.backbone.adapters:
+        text = f"{name}-{TEACHER}"
+        adapters[text] = TEACHER
+    return Served(name, text, soft, adapters)
+
+
+def export(bundle: Bundle, folder: str | Path) -> list[str]:
+    """Write decoder and adapters for vLLM; the command that serves them.
+
+    Args:
+        bundle: the bundle.
+        folder: where to; the decoder goes into `decoder`, each adapter into a folder of its name.
+
+    Raises:
+        ConfigError: the method changes the decoder in a way that no engine but this library knows.
+    """
+    names, backbone, folder = served(bundle), bundle.backbone, Path(folder)
+    decoder = folder / DECODER_FOLDER
+    decoder.mkdir(parents=True, exist_ok=True)
+    write_decoder(backbone.model, bundle.tokenizer, decoder)
+    backbone.model.generation_config.save_pretrained(decoder)
+    save_file(backbone.own_state(), decoder / WEIGHTS_FILE, metadata={"format": "pt"})
+    command = ["vllm", "serve", str(decoder), "--served-model-name", names.base, "--enable-prompt-embeds"]
+    command += ["--dtype", dtype_name(backbone.model.dtype)]
+    if backbone.window is not None:
+        command += ["--max-model-len", str(backbone.window)]
+    if names.adapters:
+        targets: set[str] = set()
+        rank = 0
+        for adapter in names.adapters.values():
+            (folder / adapter).mkdir(exist_ok=True)
+            state = backbone.adapter_state(adapter)
+            save_file(state, folder / adapter / ADAPTER_FILE)
+            backbone.save_adapter_config(adapter, folder / adapter)
+            targets |= {key.split(".lora_")[0].rpartition(".")[2] for key in state}
+            rank = max(rank, *(len(value) for key, value in state.items() if ".lora_A." in key))
+        # With its default targets, prompt embeddings and LoRA together end vLLM's engine.
+        command += ["--enable-lora", "--max-lora-rank", str(min(each for each in _RANKS if each >= rank))]
+        command += ["--max-loras", str(len(names.adapters)), "--lora-target-modules", *sorted(targets)]
+        command += ["--lora-modules", *(f"{name}={folder / each}" for name, each in names.adapters.items())]
+    return command
+
+
+def shown(command: list[str]) -> str:
+    """A command as one types it."""
+    return shlex.join(command)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as vLLM calls it."""
+    return str(dtype).removeprefix("torch.")

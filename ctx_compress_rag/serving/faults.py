@@ -1,0 +1,56 @@
+"""Errors as a client sees them: what it can mend is said, what only the operator can is left to the log."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ctx_compress_rag.errors import (
+    ConfigError,
+    DecoderMemoryError,
+    MissingPassageError,
+    ServerError,
+    StoreLockedError,
+    StoreWriteError,
+)
+from ctx_compress_rag.serving.replies import fault
+
+logger = logging.getLogger(__name__)
+
+
+class RequestError(Exception):
+    """A request that is refused.
+
+    Args:
+        status: the HTTP status.
+        message: what is wrong and what to do.
+        code: OpenAI's short word for it.
+        param: the field at fault.
+    """
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = fault(message, "invalid_request_error", param=param, code=code)
+
+
+def as_fault(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """Status and body for an error. Paths and other tenants' names stay here."""
+    match error:
+        case RequestError():
+            return error.status, error.body
+        case MissingPassageError():
+            message = "a marker's passage was deleted or its text changed: retrieve or compress again"
+            return 404, fault(message, "invalid_request_error", code="passage_not_found")
+        case ConfigError():
+            return 400, fault(str(error), "invalid_request_error")
+        case DecoderMemoryError():
+            return 503, fault(str(error), "server_error", code="out_of_memory")
+        case ServerError():
+            logger.error("the decoder's server: %s", error)
+            return 502, fault("the server that runs the decoder failed to answer: try again", "server_error")
+        case StoreLockedError() | StoreWriteError():
+            logger.error("the store cannot be written: %s", error)
+            return 503, fault("the store cannot be written to now: try again later", "server_error")
+    logger.error("a request failed", exc_info=error)
+    return 500, fault("the server failed to answer: its log says why", "server_error")

@@ -1,0 +1,81 @@
+"""API keys. A key decides the scope, and with it whose markers a request may read and write."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from ctx_compress_rag.errors import ConfigError
+
+KEYS_VARIABLE = "CTX_COMPRESS_API_KEYS"
+_MIN_LENGTH = 16
+
+
+class ApiKeys:
+    """Which scope each API key opens.
+
+    Args:
+        scopes: the scope (tenant or user) of each key. Several keys may open one scope.
+
+    Raises:
+        ConfigError: a key is short, or a scope has no name.
+    """
+
+    def __init__(self, scopes: Mapping[str, str]) -> None:
+        for key, scope in scopes.items():
+            if len(key) < _MIN_LENGTH or not key.isascii() or not key.isprintable():
+                raise ConfigError(
+                    f"the API key of scope {scope!r} needs {_MIN_LENGTH} or more ASCII characters: make one with "
+                    '`python -c "import secrets; print(secrets.token_urlsafe(32))"`'
+                )
+            if not scope:
+                raise ConfigError("an API key has no scope: give the tenant's or user's id after it")
+        # Looked up by digest: how long a look-up takes says nothing about the keys.
+        self._scopes = {_digest(key): scope for key, scope in scopes.items()}
+
+    def scope_of(self, authorization: str | None) -> str | None:
+        """The scope that an `Authorization` header opens; None for a key that is not known, or none."""
+        kind, _, key = (authorization or "").partition(" ")
+        return self._scopes.get(_digest(key.strip())) if kind.lower() == "bearer" else None
+
+
+def find_keys(file: str | Path | None = None) -> ApiKeys | None:
+    """The keys of a file, else of the environment variable `CTX_COMPRESS_API_KEYS`; None where neither is given.
+
+    Each line holds a key and its scope with a space between; a line that begins with # is a comment. In the variable a
+    comma may stand for the end of a line.
+
+    Raises:
+        ConfigError: the file cannot be read, a line is malformed, a key stands twice, or there is none.
+    """
+    if file is not None:
+        try:
+            return _parse(Path(file).read_text(encoding="utf-8"), str(file))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the API keys {str(file)!r}: {error}") from error
+    given = os.environ.get(KEYS_VARIABLE)
+    return None if given is None else _parse(given.replace(",", "\n"), KEYS_VARIABLE)
+
+
+def _parse(text: str, where: str) -> ApiKeys:
+    scopes: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        fields = re.split(r"\s+", line.strip())
+        if len(fields) != 2:  # the line itself may be a key: it is not shown
+            raise ConfigError(f"{where}, line {number}: write a key and its scope, with a space between")
+        key, scope = fields
+        if key in scopes:
+            raise ConfigError(f"{where}, line {number}: the key of scope {scopes[key]!r} stands here again")
+        scopes[key] = scope
+    if not scopes:
+        raise ConfigError(f"{where} holds no API key: write a key and its scope on each line")
+    return ApiKeys(scopes)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

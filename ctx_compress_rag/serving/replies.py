@@ -1,0 +1,64 @@
+"""What clients get, in OpenAI's forms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from ctx_compress_rag.decoding.decoder import Generation
+
+Kind = Literal["chat", "text"]
+
+DONE = "data: [DONE]\n\n"
+_CHUNK = {"chat": "chat.completion.chunk", "text": "text_completion"}
+_WHOLE = {"chat": "chat.completion", "text": "text_completion"}
+
+
+def usage(answers: Sequence[Generation]) -> dict[str, int]:
+    """Tokens of prompts and answers. A slot counts as one; `slots` says how many of the prompt's they are."""
+    prompt = sum(answer.prompt_tokens for answer in answers)
+    completion = sum(answer.completion_tokens for answer in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "slots": sum(answer.slots for answer in answers),
+    }
+
+
+def whole(kind: Kind, head: dict[str, Any], answers: Sequence[Generation]) -> dict[str, Any]:
+    """A reply with all of the answers; `head` has id, model and time."""
+    choices = [
+        {"index": index, **_text(kind, answer.text, "message"), "finish_reason": answer.finish_reason, "logprobs": None}
+        for index, answer in enumerate(answers)
+    ]
+    return {**head, "object": _WHOLE[kind], "choices": choices, "usage": usage(answers)}
+
+
+def chunk(kind: Kind, head: dict[str, Any], text: str, finish_reason: str | None = None, first: bool = False) -> str:
+    """A server-sent event with a piece of the answer, or with the reason of its end."""
+    shown = {"delta": {}} if kind == "chat" and finish_reason else _text(kind, text, "delta")
+    if kind == "chat" and not first:
+        shown["delta"].pop("role", None)
+    choice = {"index": 0, **shown, "finish_reason": finish_reason, "logprobs": None}
+    return event({**head, "object": _CHUNK[kind], "choices": [choice]})
+
+
+def last_chunk(kind: Kind, head: dict[str, Any], answer: Generation) -> str:
+    """The server-sent event with the counts of tokens."""
+    return event({**head, "object": _CHUNK[kind], "choices": [], "usage": usage([answer])})
+
+
+def event(body: dict[str, Any]) -> str:
+    """A server-sent event."""
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+def fault(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's form."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _text(kind: Kind, text: str, part: str) -> dict[str, Any]:
+    return {part: {"role": "assistant", "content": text}} if kind == "chat" else {"text": text}

@@ -1,0 +1,169 @@
+"""What clients send: OpenAI's chat completions and completions as far as a local decoder serves them, and compress.
+
+What would change the answer and is not served is refused by name; what a client only tells about itself is taken
+and not used.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from ctx_compress_rag.decoding.decoder import Message, Sampling
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair is no character: decode the text anew") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
+Zero = Annotated[float, Field(ge=0, le=0)]
+
+_ROLES = {"developer": "system"}
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class TextPart(_Request):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(_Request):
+    """A message; its text may hold markers."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[TextPart]
+    name: str | None = None
+
+    def as_message(self) -> Message:
+        """As the decoder takes it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": _ROLES.get(self.role, self.role), "content": content}
+
+
+class StreamOptions(_Request):
+    """What a stream holds besides text."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class TextFormat(_Request):
+    """The only response format: text as it comes."""
+
+    type: Literal["text"]
+
+
+class Generate(_Request):
+    """What chat completions and completions have in common."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # not OpenAI's; -1 is vLLM's word for all tokens
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Literal[1] | None = None
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    def sampling(self, most: int) -> Sampling:
+        """How to answer; `most` is the longest answer, in tokens, where the client does not say."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return Sampling(
+            max_new_tokens=self.longest or most,
+            temperature=self.temperature or 0.0,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            stop=stop,
+            seed=self.seed,
+        )
+
+    @property
+    def longest(self) -> int | None:
+        """The longest answer that the client wants."""
+        return self.max_tokens
+
+    @property
+    def usage_in_stream(self) -> bool:
+        """Whether a stream is to end with the counts of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatCompletion(Generate):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    response_format: TextFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    logprobs: Literal[False] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def longest(self) -> int | None:
+        """The longest answer that the client wants."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def prompt(self) -> list[Message]:
+        """The chat."""
+        return [message.as_message() for message in self.messages]
+
+
+class Completion(Generate):
+    """`POST /v1/completions`: raw prompts, no chat template."""
+
+    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=128)]
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    logprobs: Literal[0] | None = None
+    suffix: Literal[""] | None = None
+
+    def prompts(self) -> list[str]:
+        """The prompts, one choice each."""
+        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+
+
+class Compress(_Request):
+    """`POST /v1/compress`: markers for texts, which are compressed where they are missing.
+
+    Attributes:
+        input: a text or several.
+        ratio: source tokens per slot; the store's own by default.
+        reduction: how many times shorter all texts become; RAM bundles take it in place of a ratio.
+        token_budget: instead of a ratio, the most tokens that all texts may take together.
+        question: what is asked, for RAM bundles.
+    """
+
+    input: Text | Annotated[list[Text], Field(min_length=1, max_length=2048)]
+    model: str | None = None
+    ratio: Annotated[int, Field(ge=1)] | None = None
+    reduction: Annotated[int, Field(ge=1)] | None = None
+    token_budget: Annotated[int, Field(ge=1)] | None = None
+    question: Text | None = None
+
+    def texts(self) -> list[str]:
+        """The texts."""
+        return [self.input] if isinstance(self.input, str) else self.input

@@ -1,0 +1,57 @@
+"""The app's own Chroma collection as passages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import chromadb
+
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.stores.passages import Passage
+
+_PAGE = 250  # Chroma fails with tens of thousands of ids in one query
+
+
+def as_documents(documents: Iterable[object]) -> Iterable[object]:
+    """The passages of a collection, or of what its `get` returned; any other list as it is.
+
+    Raises:
+        ConfigError: it is another mapping, or has no documents.
+    """
+    if isinstance(documents, chromadb.Collection):
+        return passages_in(documents)
+    return _of_result(documents) if isinstance(documents, Mapping) else documents
+
+
+def passages_in(collection: chromadb.Collection) -> list[Passage]:
+    """All passages of a collection; records without a text, or with a blank one, are left out.
+
+    Raises:
+        ConfigError: it is no collection.
+    """
+    if not isinstance(collection, chromadb.Collection):
+        raise ConfigError(f"a {type(collection).__name__} is no Chroma collection: give client.get_collection(...)")
+    ids = collection.get(include=[])["ids"]
+    found: list[Passage] = []
+    for start in range(0, len(ids), _PAGE):
+        part: Any = collection.get(ids=ids[start : start + _PAGE], include=["documents", "metadatas"])
+        rows = zip(part["ids"], part["documents"], part["metadatas"], strict=True)
+        found += [Passage(text, id, data or {}) for id, text, data in rows if text and text.strip()]
+    return found
+
+
+def _of_result(result: Mapping[Any, Any]) -> list[Passage]:
+    ids: Any = result.get("ids")
+    texts: Any = result.get("documents")
+    if not _is_list(ids) or not _is_list(texts) or any(map(_is_list, ids)):
+        raise ConfigError(
+            "a mapping is no list of documents: give a list of them, a Chroma collection, or what its "
+            "get(include=['documents', 'metadatas']) returned"
+        )
+    data = result.get("metadatas") or [{}] * len(ids)
+    return [Passage(text, id, row or {}) for id, text, row in zip(ids, texts, data, strict=True)]
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)

@@ -1,0 +1,53 @@
+"""A lock that threads get in the order in which they asked."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from types import TracebackType
+
+
+class Turns:
+    """A reentrant lock without favourites.
+
+    Whoever holds an ordinary lock again and again, as a decoder does that always has someone to answer, gets it back
+    before anyone who waits. Here it comes after them, and it can ask whether anyone waits.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+        self._owner: int | None = None
+        self._depth = 0
+
+    @property
+    def held(self) -> bool:
+        """Whether the calling thread has it."""
+        return self._owner == threading.get_ident()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a thread waits for it."""
+        return bool(self._waiting)
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if not self.held:
+                turn = object()
+                self._waiting.append(turn)
+                try:
+                    self._changed.wait_for(lambda: self._owner is None and self._waiting[0] is turn)
+                finally:  # also where the wait is interrupted: the next in line must not wait for this one
+                    self._waiting.remove(turn)
+                    self._changed.notify_all()
+                self._owner = threading.get_ident()
+            self._depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._changed:
+            self._depth -= 1
+            if not self._depth:
+                self._owner = None
+                self._changed.notify_all()

@@ -1,0 +1,255 @@
+"""Concurrent calls share forward passes, and each gets what it gets alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import chromadb
+import pytest
+import torch
+
+from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.config import BundleConfig
+from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
+from ctx_compress_rag.errors import ConfigError, DecoderMemoryError
+from ctx_compress_rag.methods.base.config import TuneConfig
+from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
+from ctx_compress_rag.stores import SoftContextStore
+from helpers import architectures
+from helpers.langchain import TEXTS
+
+WAIT = 120
+QUESTIONS = [f"What about {name}, and what else? {'Say more. ' * length}" for length, name in enumerate(TEXTS)]
+
+
+@pytest.fixture(scope="module")
+def decoder(talkative: Any) -> TransformersDecoder:
+    store = SoftContextStore(chromadb.EphemeralClient(), talkative, collection="sharing", key=b"k" * 16)
+    store.add(list(TEXTS.values()), list(TEXTS), progress=False)
+    return TransformersDecoder(talkative, store)
+
+
+@pytest.fixture(scope="module")
+def prompts(decoder: TransformersDecoder) -> list[Any]:
+    """Of several lengths, with and without slots, raw and chat."""
+    assert decoder.store is not None
+    markers = decoder.store.markers(list(TEXTS), 4)
+    chats = [[{"role": "user", "content": f"{marker} {text}"}] for marker, text in zip(markers, QUESTIONS, strict=True)]
+    return [*chats, *QUESTIONS]
+
+
+@contextmanager
+def passes(decoder: TransformersDecoder) -> Iterator[list[int]]:
+    """The number of rows of each forward pass."""
+    seen: list[int] = []
+
+    def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        given = kwargs.get("inputs_embeds")
+        seen.append(len(kwargs["input_ids"] if given is None else given))
+
+    handle = decoder.bundle.backbone.model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def by_generate(decoder: TransformersDecoder, prompt: Any, sampling: Sampling) -> Generation:
+    """What transformers' own `generate` makes of a prompt alone."""
+    return decoder.generate_apart(prompt, sampling)
+
+
+@contextmanager
+def held(decoder: TransformersDecoder) -> Iterator[None]:
+    """Nobody is answered within the context: all who ask meanwhile start together."""
+    taken, let_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with decoder.bundle.backbone.use(None):
+            taken.set()
+            let_go.wait(WAIT)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait(WAIT)
+    try:
+        yield
+    finally:
+        let_go.set()
+        thread.join(WAIT)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def test_callers_with_settings_of_their_own_get_what_they_get_alone(
+    decoder: TransformersDecoder, prompts: list[Any]
+) -> None:
+    free = by_generate(decoder, prompts[0], Sampling(24)).text
+    settings = [
+        Sampling(24),
+        Sampling(5),
+        Sampling(30, temperature=1.3, seed=1),
+        Sampling(24, stop=(free[6:9],)),
+        Sampling(17, temperature=0.7, top_k=5, seed=2),
+        Sampling(24, temperature=2.0, top_p=0.8, seed=3),
+        Sampling(1),
+        Sampling(40, stop=("never",)),
+    ]
+    cases = [(prompt, settings[(place + turn) % 8]) for turn in range(3) for place, prompt in enumerate(prompts)]
+    alone = [by_generate(decoder, *case) for case in cases]
+
+    def ask(number: int) -> Generation:
+        prompt, sampling = cases[number]
+        if number % 3:
+            return decoder.generate([prompt], sampling)[0]
+        *pieces, last = decoder.stream(prompt, sampling)
+        assert isinstance(last, Generation) and "".join(map(str, pieces)) == last.text
+        return last
+
+    with passes(decoder) as seen, ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(ask, range(len(cases)), timeout=WAIT))
+    assert together == alone
+    assert max(seen) > 2 and len(seen) < sum(answer.completion_tokens for answer in alone) / 2
+
+
+def test_eight_streams_take_the_passes_of_one(decoder: TransformersDecoder) -> None:
+    order: list[int] = []
+    with ThreadPoolExecutor(8) as pool, passes(decoder) as seen:
+
+        def read(number: int) -> str:
+            text = ""
+            for piece in decoder.stream(QUESTIONS[0], Sampling(40)):
+                if isinstance(piece, str):
+                    text += piece
+                    order.append(number)
+            return text
+
+        with held(decoder):
+            futures = [pool.submit(read, number) for number in range(8)]
+            wait_for(lambda: decoder.bundle.backbone.lock.wanted)
+            time.sleep(0.3)
+        texts = {future.result(WAIT) for future in futures}
+    assert len(texts) == 1
+    assert len(seen) <= 44 and sum(seen) == 8 * 40
+    # They advance together: half way, none is far before another.
+    half = order[: len(order) // 2]
+    assert max(half.count(n) for n in range(8)) - min(half.count(n) for n in range(8)) <= 8
+
+
+def test_a_prompt_joins_while_others_are_answered(decoder: TransformersDecoder, prompts: list[Any]) -> None:
+    expected = by_generate(decoder, prompts[3], Sampling(400)).text
+    long = decoder.stream(prompts[3], Sampling(400))
+    begun = str(next(long))
+    for prompt in prompts[:3]:
+        assert decoder.generate([prompt], Sampling(6)) == [by_generate(decoder, prompt, Sampling(6))]
+    assert decoder.generate(prompts[5:], Sampling(6)) == [by_generate(decoder, p, Sampling(6)) for p in prompts[5:]]
+    *rest, last = long
+    assert begun + "".join(map(str, rest)) == last.text == expected  # type: ignore[union-attr]
+
+
+def test_short_answers_do_not_wait_for_long_ones(decoder: TransformersDecoder) -> None:
+    ended: list[str] = []
+    long = threading.Thread(target=lambda: ended.extend([decoder.generate(["Tell all."], Sampling(700))[0].text]))
+    with passes(decoder) as seen:
+        long.start()
+        wait_for(lambda: len(seen) > 20)
+        decoder.generate([QUESTIONS[0]], Sampling(4))
+        assert not ended
+    long.join(WAIT)
+    assert ended
+
+
+def test_cancelling_one_leaves_the_others(decoder: TransformersDecoder, prompts: list[Any]) -> None:
+    alone = [by_generate(decoder, prompt, Sampling(60)) for prompt in prompts[:3]]
+    with passes(decoder) as seen:
+        streams = [decoder.stream(prompt, Sampling(60)) for prompt in prompts[:3]]
+        first = [str(next(stream)) for stream in streams]
+        streams[1].close()  # type: ignore[attr-defined]
+        for number in (0, 2):
+            *pieces, last = streams[number]
+            assert last == alone[number] and first[number] + "".join(map(str, pieces)) == alone[number].text
+    assert sum(seen) < 3 * 60 - 10
+
+
+def test_what_fails_alone_fails_alone(decoder: TransformersDecoder, prompts: list[Any]) -> None:
+    """A prompt for which there is no memory, and a schema that cannot be enforced, among others."""
+    longest = max(decoder.count_tokens(prompt) for prompt in QUESTIONS) + 20
+
+    def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        given = kwargs.get("inputs_embeds")
+        if given is not None and given.shape[1] > longest:
+            torch.empty(1 << 50)
+
+    handle = decoder.bundle.backbone.model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            with held(decoder):
+                good = [pool.submit(decoder.generate, [prompt], Sampling(9)) for prompt in QUESTIONS]
+                bad = pool.submit(decoder.generate, ["more " * longest], Sampling(9))
+                schema = Sampling(9, json_schema='{"type": "object", "unevaluatedItems": {"$ref": "x"}}')
+                odd = pool.submit(decoder.generate, [QUESTIONS[0]], schema)
+                time.sleep(0.3)
+            with pytest.raises(DecoderMemoryError, match="use a coarser ratio"):
+                bad.result(WAIT)
+            with pytest.raises(ConfigError, match="json_schema"):
+                odd.result(WAIT)
+            answers = [each.result(WAIT)[0] for each in good]
+    finally:
+        handle.remove()
+    assert answers == [by_generate(decoder, prompt, Sampling(9)) for prompt in QUESTIONS]
+
+
+def test_who_needs_the_model_for_something_else_has_a_turn(decoder: TransformersDecoder) -> None:
+    """A passage is compressed while answers are written, not after them."""
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            decoder.generate([QUESTIONS[0]], Sampling(300))
+
+    askers = [threading.Thread(target=ask) for _ in range(3)]
+    with passes(decoder) as seen:
+        for asker in askers:
+            asker.start()
+        wait_for(lambda: len(seen) > 5)
+        before = len(seen)
+        with decoder.bundle.backbone.use(None):
+            assert len(seen) - before < 20
+        stop.set()
+        for asker in askers:
+            asker.join(WAIT)
+
+
+def test_the_batch_size_holds(talkative: Any, decoder: TransformersDecoder, prompts: list[Any]) -> None:
+    narrow = TransformersDecoder(talkative, decoder.store, batch_size=3)
+    with passes(decoder) as seen:
+        answers = narrow.generate(prompts, Sampling(6))
+    assert answers == [by_generate(decoder, prompt, Sampling(6)) for prompt in prompts]
+    assert max(seen) == 3
+
+
+@pytest.mark.parametrize("name", architectures.NAMES)
+def test_rows_come_and_go_on_every_architecture(name: str) -> None:
+    """Two at a time, each prompt joining where one has left, against transformers' generate on each alone."""
+    frozen = TuneConfig(mode="frozen")
+    backbone = Backbone(architectures.model(name), architectures.tokenizer(name))
+    method = MeanPoolingConfig(encoder=frozen, decoder=frozen, linear=False)
+    config = BundleConfig(name=name, method=method, base_ratio=1, ratios=[1], max_tokens=16)
+    decoder = TransformersDecoder(Bundle.build(config, backbone), batch_size=2)
+    asked = [text * (1 + place % 3) for place, text in enumerate(architectures.TEXTS * 2) if text.strip()][:6]
+    with passes(decoder) as seen:
+        together = decoder.generate(asked, Sampling(max_new_tokens=14))
+    assert set(seen) <= {1, 2} and 2 in seen
+    for prompt, answer in zip(asked, together, strict=True):
+        assert answer == by_generate(decoder, prompt, Sampling(max_new_tokens=14))

@@ -1,0 +1,91 @@
+"""A stand-in for vLLM's server: keeps what it is sent, answers it with the bundle's own model by transformers."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from typing import Any
+
+import torch
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+
+KEY = "vllm-key"
+
+
+class FakeVllm:
+    """`faults` are given out before any answer: a status, or "cut" to end in the middle, or an event to send."""
+
+    def __init__(self, bundle: Any, window: int = 256) -> None:
+        self.bundle = bundle
+        self.window = window
+        self.bodies: list[dict[str, Any]] = []
+        self.clients: set[Any] = set()
+        self.faults: list[Any] = []
+        self.names = [bundle.config.name, f"{bundle.config.name}-reader"]
+        self.app = FastAPI()
+        self.app.get("/v1/models")(self._models)
+        self.app.post("/v1/completions")(self._complete)
+
+    async def _models(self, request: Request) -> Any:
+        if request.headers.get("authorization") != f"Bearer {KEY}":
+            return JSONResponse({"error": {"message": "Unauthorized"}}, 401)
+        data = [
+            {"id": name, "max_model_len": self.window if place == 0 else None} for place, name in enumerate(self.names)
+        ]
+        return {"object": "list", "data": data}
+
+    async def _complete(self, request: Request) -> Any:
+        assert request.headers.get("authorization") == f"Bearer {KEY}"
+        assert request.client is not None
+        self.clients.add(request.client.port)
+        body = await request.json()
+        self.bodies.append(body)
+        fault = self.faults.pop(0) if self.faults else None
+        if isinstance(fault, int):
+            return JSONResponse({"error": {"message": "not now"}}, fault)
+        return StreamingResponse(self._events(body, fault), media_type="text/event-stream")
+
+    def _events(self, body: dict[str, Any], fault: Any) -> Any:
+        ids, reason = self.answer(body)
+        shown = ""
+        for number in range(1, len(ids) + 1):
+            text = self.bundle.tokenizer.decode(ids[:number], skip_special_tokens=True)
+            text = text if number == len(ids) else text.rstrip("\ufffd")
+            yield event({"choices": [{"index": 0, "text": text[len(shown) :], "finish_reason": None}]})
+            shown = text
+            if fault is not None:
+                if fault != "cut":
+                    yield fault
+                return
+        yield event({"choices": [{"index": 0, "text": "", "finish_reason": reason}]})
+        yield event({"choices": [], "usage": {"prompt_tokens": 0, "completion_tokens": len(ids)}})
+        yield "data: [DONE]\n\n"
+
+    def answer(self, body: dict[str, Any]) -> tuple[list[int], str]:
+        """Greedy, by whole passes."""
+        backbone = self.bundle.backbone
+        if "prompt_embeds" in body:
+            embeds = vectors(body).unsqueeze(0)
+        else:
+            embeds = backbone.embeddings(torch.tensor([body["prompt"]]))
+        ids: list[int] = []
+        with torch.no_grad(), backbone.use("reader" if body["model"].endswith("-reader") else None) as model:
+            while len(ids) < body["max_tokens"]:
+                ids.append(int(model(inputs_embeds=embeds, use_cache=False).logits[0, -1].argmax()))
+                if ids[-1] == self.bundle.tokenizer.eos_token_id:
+                    return ids, "stop"
+                embeds = torch.cat([embeds, backbone.embeddings(torch.tensor([ids[-1:]]))], dim=1)
+        return ids, "length"
+
+
+def vectors(body: dict[str, Any]) -> torch.Tensor:
+    """The prompt that a request holds."""
+    loaded = torch.load(io.BytesIO(base64.b64decode(body["prompt_embeds"])), weights_only=True)
+    assert isinstance(loaded, torch.Tensor)
+    return loaded
+
+
+def event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"

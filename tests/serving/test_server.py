@@ -1,0 +1,474 @@
+"""The server, asked by the clients that people use: the openai package, LangChain's ChatOpenAI, and plain HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import chromadb
+import httpx
+import openai
+import pytest
+from langchain_openai import ChatOpenAI
+
+from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.serving.app import Limits, create_app
+from ctx_compress_rag.serving.keys import ApiKeys
+from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores.markers import scope as in_scope
+from helpers.langchain import TEXTS
+from helpers.serving import WAIT, listening
+
+ANNA, BERT = "anna-" + "x" * 20, "bert-" + "y" * 20
+QUESTION = "Who built the old tower?"
+
+
+@pytest.fixture(scope="module")
+def store(talkative: Any) -> SoftContextStore:
+    made = SoftContextStore(chromadb.EphemeralClient(), talkative, collection="served", key=b"k" * 16)
+    made.add(list(TEXTS.values()), progress=False)
+    return made
+
+
+@pytest.fixture(scope="module")
+def decoder(talkative: Any, store: SoftContextStore) -> TransformersDecoder:
+    return TransformersDecoder(talkative, store)
+
+
+@pytest.fixture(scope="module")
+def url(decoder: TransformersDecoder) -> Iterator[str]:
+    app = create_app(decoder, ApiKeys({ANNA: "anna", BERT: "bert"}), Limits(body_bytes=100_000, answer_tokens=12))
+    with listening(app) as address:
+        yield address
+
+
+def client(url: str, key: str = ANNA, **options: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=WAIT, **options)
+
+
+def marker(store: SoftContextStore, name: str, scope: str = "anna") -> str:
+    return store.marker(store.ensure([TEXTS[name]])[0], 8, scope)
+
+
+def directly(decoder: TransformersDecoder, prompt: Any, scope: str = "anna", **sampling: Any) -> Any:
+    with in_scope(scope):
+        return decoder.generate([prompt], Sampling(**{"max_new_tokens": 12, **sampling}))[0]
+
+
+def chat(store: SoftContextStore, name: str = "tower") -> list[Any]:
+    return [{"role": "user", "content": f"{marker(store, name)}\n\n{QUESTION}"}]
+
+
+def test_a_chat_completion_is_the_decoders_own_answer(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder
+) -> None:
+    expected = directly(decoder, chat(store))
+    assert expected.slots > 0
+    reply = client(url).chat.completions.create(model="tiny", messages=chat(store))
+    assert reply.object == "chat.completion" and reply.model == "tiny"
+    [choice] = reply.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert choice.finish_reason == expected.finish_reason == "length"
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == expected.prompt_tokens
+    assert reply.usage.completion_tokens == expected.completion_tokens == 12
+    assert reply.usage.total_tokens == expected.prompt_tokens + 12
+    assert reply.usage.model_extra == {"slots": expected.slots}
+
+
+def test_options_reach_the_decoder(url: str, store: SoftContextStore, decoder: TransformersDecoder) -> None:
+    free = directly(decoder, chat(store)).text
+    stop = free[4:7]
+    options = {"max_tokens": 20, "temperature": 1.5, "top_p": 0.9, "seed": 3}
+    for given, sampling in (
+        ({"stop": stop}, {"stop": (stop,)}),
+        ({"stop": ["nothing", stop]}, {"stop": ("nothing", stop)}),
+        ({"max_completion_tokens": 3, "max_tokens": 5}, {"max_new_tokens": 3}),
+        (
+            {**options, "extra_body": {"top_k": 7}},
+            {"max_new_tokens": 20, "temperature": 1.5, "top_p": 0.9, "seed": 3, "top_k": 7},
+        ),
+    ):
+        reply = client(url).chat.completions.create(model="tiny", messages=chat(store), **given)  # type: ignore[call-overload]
+        expected = directly(decoder, chat(store), **sampling)
+        assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (
+            expected.text,
+            expected.finish_reason,
+        )
+
+
+def test_content_parts_and_roles(url: str, store: SoftContextStore, decoder: TransformersDecoder) -> None:
+    parts = [{"type": "text", "text": marker(store, "mill")}, {"type": "text", "text": " Who?"}]
+    messages: list[Any] = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    same = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": marker(store, "mill") + " Who?"}]
+    reply = client(url).chat.completions.create(model="tiny", messages=messages)
+    assert reply.choices[0].message.content == directly(decoder, same).text
+
+
+def test_completions_take_raw_prompts_one_or_several(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder
+) -> None:
+    prompts = [f"{marker(store, 'ferry')} When?", "Who kept bees?"]
+    reply = client(url).completions.create(model="tiny", prompt=prompts)
+    expected = [directly(decoder, prompt) for prompt in prompts]
+    assert [choice.text for choice in reply.choices] == [answer.text for answer in expected]
+    assert [choice.index for choice in reply.choices] == [0, 1]
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == sum(answer.prompt_tokens for answer in expected)
+    [one] = client(url).completions.create(model="tiny", prompt=prompts[1]).choices
+    assert one.text == expected[1].text
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_streams_give_the_answer_in_pieces(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder, kind: str
+) -> None:
+    if kind == "chat":
+        expected = directly(decoder, chat(store))
+        with client(url).chat.completions.create(
+            model="tiny", messages=chat(store), stream=True, stream_options={"include_usage": True}
+        ) as stream:
+            chunks: list[Any] = list(stream)
+        assert chunks[0].choices[0].delta.role == "assistant"
+        texts = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+    else:
+        expected = directly(decoder, "Who kept bees?")
+        with client(url).completions.create(
+            model="tiny", prompt="Who kept bees?", stream=True, stream_options={"include_usage": True}
+        ) as stream:
+            chunks = list(stream)
+        texts = [c.choices[0].text for c in chunks if c.choices]
+    assert "".join(texts) == expected.text and len([text for text in texts if text]) > 3
+    assert [c.choices[0].finish_reason for c in chunks if c.choices] == [None] * (len(texts) - 1) + ["length"]
+    assert chunks[-1].usage.prompt_tokens == expected.prompt_tokens
+    assert len({c.id for c in chunks}) == 1
+
+
+def test_langchains_client(url: str, store: SoftContextStore, decoder: TransformersDecoder) -> None:
+    llm = ChatOpenAI(model="tiny", base_url=f"{url}/v1", api_key=ANNA, max_retries=0, temperature=0)  # type: ignore[arg-type]
+    text = f"{marker(store, 'tower')}\n\n{QUESTION}"
+    expected = directly(decoder, [{"role": "user", "content": text}])
+    answer = llm.invoke(text)
+    assert answer.content == expected.text
+    assert answer.usage_metadata is not None and answer.usage_metadata["input_tokens"] == expected.prompt_tokens
+    assert "".join(str(chunk.content) for chunk in llm.stream(text)) == expected.text
+    assert [each.content for each in llm.batch([text, text])] == [expected.text] * 2
+
+
+async def test_asynchronous_clients(url: str, store: SoftContextStore, decoder: TransformersDecoder) -> None:
+    expected = directly(decoder, chat(store)).text
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=ANNA, max_retries=0) as asked:
+        stream = await asked.chat.completions.create(model="tiny", messages=chat(store), stream=True)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == expected
+
+
+# Tenants
+
+
+def test_a_key_reads_its_own_scopes_markers_only(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder
+) -> None:
+    """Another tenant's marker is literal text: as many tokens as its letters, no slots, nothing of the passage."""
+    asked = chat(store)
+    own = client(url).chat.completions.create(model="tiny", messages=asked)
+    foreign = client(url, BERT).chat.completions.create(model="tiny", messages=asked)
+    assert own.usage is not None and foreign.usage is not None
+    assert own.usage.model_extra != {"slots": 0} and foreign.usage.model_extra == {"slots": 0}
+    assert (
+        foreign.choices[0].message.content
+        == TransformersDecoder(decoder.bundle).generate([asked], Sampling(max_new_tokens=12))[0].text
+    )
+    # Nor does the store's own scope, that of markers written without a server, belong to a key.
+    default = [{"role": "user", "content": store.marker(store.ids()[0], 8)}]
+    unread = client(url).chat.completions.create(model="tiny", messages=default)  # type: ignore[arg-type]
+    assert unread.usage is not None and unread.usage.model_extra == {"slots": 0}
+
+
+def test_scopes_hold_while_tenants_ask_at_once(url: str, store: SoftContextStore) -> None:
+    def slots(number: int) -> tuple[bool, int]:
+        owner, key = (("anna", ANNA), ("bert", BERT))[number % 2]
+        asker = (ANNA, BERT)[number // 2 % 2]
+        content: list[Any] = [{"role": "user", "content": f"{marker(store, 'tower', owner)} {number}"}]
+        reply = client(url, asker).chat.completions.create(model="tiny", messages=content, max_tokens=2)
+        assert reply.usage is not None and reply.usage.model_extra is not None
+        return asker == key, reply.usage.model_extra["slots"]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(slots, range(24)))
+    assert all((count > 0) is own for own, count in found)
+
+
+def test_compress_writes_markers_of_the_keys_scope(url: str, store: SoftContextStore) -> None:
+    text = "The Harrow Institute was founded in 1911, and it moved to Stavely after the flood."
+    before = len(store)
+    found = {}
+    for key, scope in ((ANNA, "anna"), (BERT, "bert")):
+        reply = httpx.post(
+            f"{url}/v1/compress",
+            json={"input": [text, TEXTS["mill"]], "ratio": 8},
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=WAIT,
+        )
+        assert reply.status_code == 200, reply.text
+        shown = [item["text"] for item in reply.json()["data"]]
+        assert shown == store.markers(store.ensure([text, TEXTS["mill"]], scope=scope), 8, scope)
+        found[scope] = shown
+        assert len(store.ids(scope)) == 1  # the other text is everyone's
+    assert len(store) == before + 2
+    assert not set(found["anna"]) & set(found["bert"])
+    for size, said in (({"ratio": 3}, "ratio 3 cannot be made"), ({"reduction": 4}, "reduction=4: bundle 'tiny'")):
+        reply = httpx.post(
+            f"{url}/v1/compress", json={"input": text, **size}, headers={"Authorization": f"Bearer {ANNA}"}
+        )
+        assert reply.status_code == 400 and said in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong", f"Basic {ANNA}", f"Bearer {ANNA}x", "Bearer é"])
+def test_nobody_gets_in_without_a_key(url: str, header: str | None) -> None:
+    headers = {} if header is None else {"Authorization": header.encode()}
+    for method, path in (
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/compress"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/tiny"),
+    ):
+        body = {"model": "tiny", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x"}
+        reply = httpx.request(method, url + path, headers=headers, json=body if method == "POST" else None)
+        assert reply.status_code == 401, path
+        assert reply.headers["WWW-Authenticate"] == "Bearer"
+        assert reply.json()["error"]["code"] == "invalid_api_key"
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"messages": []}, 400, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "messages.0"),
+        ({"messages": [{"role": "user", "content": " "}]}, 400, "empty"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "bees " * 3000}]}, 400, "window of 1024"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"max_tokens": "many"}, 400, "max_tokens"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"temperature": "Infinity"}, 400, "temperature"),
+        ({"top_p": 0}, 400, "top_p"),
+        ({"stop": [""]}, 400, "stop"),
+        ({"n": 2}, 400, "n:"),
+        ({"logprobs": True}, 400, "logprobs"),
+        ({"tools": [{"type": "function"}]}, 400, "tools"),
+        ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"best": 1}, 400, "best is not supported here"),
+        ({"model": "gpt-4o"}, 404, "no model 'gpt-4o'"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(url: str, body: dict[str, Any], status: int, message: str) -> None:
+    whole = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **body}
+    for stream in (False, True):
+        reply = httpx.post(
+            f"{url}/v1/chat/completions",
+            content=json.dumps({**whole, "stream": stream}),
+            headers={"Authorization": f"Bearer {ANNA}", "Content-Type": "application/json"},
+            timeout=WAIT,
+        )
+        assert reply.status_code == status, reply.text
+        assert message in reply.json()["error"]["message"]
+        assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_bodies_that_are_no_request(url: str) -> None:
+    headers = {"Authorization": f"Bearer {ANNA}", "Content-Type": "application/json"}
+    for content in (b"", b"{", b"[" * 50_000, b"\xff\xfe", b'"text"', b"null"):
+        reply = httpx.post(f"{url}/v1/chat/completions", content=content, headers=headers)
+        assert reply.status_code == 400, (content[:10], reply.text)
+        assert reply.json()["error"]["message"]
+    assert httpx.get(f"{url}/v1/nothing", headers=headers).status_code == 404
+    assert httpx.get(f"{url}/v1/completions", headers=headers).status_code == 405
+
+
+def test_a_long_body_is_refused_before_it_is_read(url: str) -> None:
+    sent = 0
+
+    def endless() -> Iterator[bytes]:
+        nonlocal sent
+        while sent < 50_000_000:
+            sent += 65536
+            yield b" " * 65536
+
+    for content in (b" " * 200_000, endless()):
+        try:
+            reply = httpx.post(f"{url}/v1/compress", content=content, headers={"Authorization": f"Bearer {ANNA}"})
+        except httpx.WriteError:
+            continue  # the server had answered and closed
+        assert reply.status_code == 413
+        assert "longer than 100000 bytes" in reply.json()["error"]["message"]
+    assert sent < 50_000_000
+
+
+def test_a_deleted_passage_is_said_and_no_path_is_shown(url: str, store: SoftContextStore) -> None:
+    text = "Stavely lies on the river Ash."
+    [id] = store.ensure([text])
+    gone = store.marker(id, 4, "anna")
+    store.delete([id])
+    for stream in (False, True):
+        with pytest.raises(openai.NotFoundError, match="compress again") as caught:
+            client(url).chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": gone}], stream=stream
+            )
+        assert caught.value.code == "passage_not_found"
+
+
+def test_faults_of_the_server_are_not_explained_to_clients(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("/secret/path")
+
+    handle = decoder.bundle.backbone.model.register_forward_pre_hook(fail)
+    try:
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="its log says why") as caught:
+                client(url).chat.completions.create(model="tiny", messages=chat(store), stream=stream)
+            assert "secret" not in str(caught.value)
+    finally:
+        handle.remove()
+    assert client(url).chat.completions.create(model="tiny", messages=chat(store)).choices
+
+
+def test_an_error_in_the_middle_of_a_stream_reaches_the_client(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder
+) -> None:
+    passes: list[int] = []
+
+    def fail(*_: Any, **__: Any) -> None:
+        passes.append(1)
+        if len(passes) > 6:
+            raise RuntimeError("broken")
+
+    handle = decoder.bundle.backbone.model.register_forward_pre_hook(fail)
+    try:
+        stream = client(url).chat.completions.create(model="tiny", messages=chat(store), stream=True)
+        with pytest.raises(openai.APIError, match="failed to answer"):
+            list(stream)
+    finally:
+        handle.remove()
+
+
+# Under load
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_stops_the_decoder(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder, stream: bool
+) -> None:
+    passes: list[int] = []
+    handle = decoder.bundle.backbone.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    body = {"model": "tiny", "messages": chat(store), "max_tokens": 900, "stream": stream}
+    headers = {"Authorization": f"Bearer {ANNA}"}
+    try:
+        with httpx.Client(timeout=httpx.Timeout(WAIT, read=WAIT if stream else 0.4)) as http:
+            if stream:
+                with http.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers) as reply:
+                    next(reply.iter_lines())
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    http.post(f"{url}/v1/chat/completions", json=body, headers=headers)
+        client(url).chat.completions.create(model="tiny", messages=chat(store), max_tokens=1)
+        settled = len(passes)
+        time.sleep(0.3)
+        assert len(passes) == settled < 850
+    finally:
+        handle.remove()
+
+
+def test_what_is_too_much_is_told_to_come_again(decoder: TransformersDecoder, store: SoftContextStore) -> None:
+    taken, let_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with decoder.bundle.backbone.use(None):
+            taken.set()
+            let_go.wait(WAIT)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    taken.wait(WAIT)
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    try:
+        with listening(create_app(decoder, limits=Limits(requests=2, answer_tokens=2))) as url:
+            with ThreadPoolExecutor(2) as pool:
+                waiting = [
+                    pool.submit(client(url).chat.completions.create, model="tiny", messages=messages) for _ in range(2)
+                ]
+                until = time.monotonic() + WAIT
+                while "ctx_compress_requests_running 2.0" not in httpx.get(f"{url}/metrics").text:
+                    assert time.monotonic() < until
+                    time.sleep(0.02)
+                with pytest.raises(openai.RateLimitError, match="try again"):
+                    client(url).chat.completions.create(model="tiny", messages=messages)
+                assert httpx.get(f"{url}/health").status_code == 200
+                let_go.set()
+                assert all(each.result(WAIT).choices for each in waiting)
+            assert client(url).chat.completions.create(model="tiny", messages=messages).choices
+    finally:
+        let_go.set()
+        holder.join()
+
+
+def test_stopping_lets_running_answers_end(decoder: TransformersDecoder, store: SoftContextStore) -> None:
+    with listening(create_app(decoder)) as url:
+        messages: list[Any] = [{"role": "user", "content": QUESTION}]
+        stream = client(url).chat.completions.create(model="tiny", messages=messages, max_tokens=200, stream=True)
+        pieces = [next(iter(stream))]
+        # The context's end asks the server to stop while the answer runs.
+        reader = threading.Thread(target=lambda: pieces.extend(stream))
+        reader.start()
+    reader.join(WAIT)
+    assert pieces[-1].choices[0].finish_reason == "length"
+
+
+def test_metrics_say_what_was_done(decoder: TransformersDecoder, store: SoftContextStore) -> None:
+    with listening(create_app(decoder, limits=Limits(answer_tokens=5))) as url:
+        asked = [{"role": "user", "content": f"{store.marker(store.ids()[0], 8)} {QUESTION}"}]
+        expected = decoder.generate([asked], Sampling(max_new_tokens=5))[0]
+        client(url).chat.completions.create(model="tiny", messages=asked)  # type: ignore[arg-type]
+        with pytest.raises(openai.BadRequestError):
+            client(url).chat.completions.create(model="tiny", messages=[])
+        httpx.post(f"{url}/v1/compress", json={"input": [TEXTS["mill"]]}, timeout=WAIT)
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+    for line in (
+        'ctx_compress_requests_total{route="/v1/chat/completions",status="200"} 1.0',
+        'ctx_compress_requests_total{route="/v1/chat/completions",status="400"} 1.0',
+        'ctx_compress_requests_total{route="/v1/compress",status="200"} 1.0',
+        f'ctx_compress_tokens_total{{kind="prompt"}} {float(expected.prompt_tokens)}',
+        f'ctx_compress_tokens_total{{kind="slot"}} {float(expected.slots)}',
+        'ctx_compress_tokens_total{kind="completion"} 5.0',
+        "ctx_compress_passages_total 1.0",
+        "ctx_compress_requests_running 0.0",
+        "ctx_compress_first_token_seconds_count 1.0",
+    ):
+        assert line in lines
+
+
+def test_models_are_listed(url: str) -> None:
+    assert [model.id for model in client(url).models.list()] == ["tiny"]
+    assert client(url).models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+        client(url).models.retrieve("other")
+
+
+def test_a_server_needs_a_store(decoder: TransformersDecoder) -> None:
+    with pytest.raises(ConfigError, match="has no store"):
+        create_app(TransformersDecoder(decoder.bundle))
+    with pytest.raises(ConfigError, match="requests=0"):
+        Limits(requests=0)

@@ -1,0 +1,133 @@
+"""What a store is given: a collection of the app's, ratios and numbers, passages of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import pytest
+
+from ctx_compress_rag.errors import ConfigError, RatioError, StoreError
+from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.stores import SoftContextStore, SyncReport
+from ctx_compress_rag.stores.passages import MAX_CHARACTERS
+from helpers.store import WordBundle, add, assert_same, passage
+
+KEY = b"sixteen bytes or more"
+
+
+@pytest.fixture
+def bundle() -> WordBundle:
+    return WordBundle()
+
+
+@pytest.fixture
+def store(tmp_path: Path, bundle: WordBundle) -> Iterator[SoftContextStore]:
+    with SoftContextStore(tmp_path / "store", bundle, key=KEY) as store:
+        yield store
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Any:
+    collection = chromadb.PersistentClient(str(tmp_path / "app")).create_collection("app")
+    ids = [f"p{n}" for n in range(300)]
+    collection.add(
+        ids, [[0.0]] * 300, documents=[passage(n) for n in range(300)], metadatas=[{"n": n} for n in range(300)]
+    )
+    return collection
+
+
+@pytest.mark.parametrize("give", [lambda app: app, lambda app: app.get()], ids=["collection", "get"])
+def test_a_collection_s_passages_are_added(store: SoftContextStore, app: Any, give: Callable[[Any], Any]) -> None:
+    assert store.add(give(app), progress=False).added == 300
+    kept = store.get_passages([f"p{n}" for n in range(300)])
+    assert [each and (each.text, each.metadata) for each in kept] == [(passage(n), {"n": n}) for n in range(300)]
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [
+        {"a": "a text", "b": "another"},
+        {"ids": ["p0"], "documents": None},
+        {"ids": [["p0"]], "documents": [["a query's result"]]},
+        {"ids": "p0", "documents": "text"},
+        {},
+    ],
+)
+def test_another_mapping_is_refused(store: SoftContextStore, documents: Any) -> None:
+    with pytest.raises(ConfigError, match="a mapping is no list of documents"):
+        store.add(documents)
+    assert len(store) == 0
+
+
+def test_sync_follows_a_collection(store: SoftContextStore, app: Any, bundle: WordBundle) -> None:
+    app.add(["empty"], [[0.0]], metadatas=[{"n": -1}])  # a record without a text
+    store.add(["a passage of somebody else"], ["p1"], scope="tenant", progress=False)
+    assert store.sync(app, progress=False) == SyncReport(300, 0, 0, 0)
+    assert store.sync(app, progress=False) == SyncReport(0, 0, 300, 0)
+    app.delete(["p0", "p1"])
+    app.update(["p2"], [[0.0]], documents=["a text that changed"])
+    app.add(["new"], [[0.0]], documents=["a new text"])
+    assert store.sync(app, progress=False) == SyncReport(1, 1, 297, 2)
+    assert sorted(store.ids()) == sorted(id for id in app.get()["ids"] if id != "empty")
+    assert_same(store.get(["p2"])[0], bundle.at("a text that changed", 4))
+    assert store.ids("tenant") == ["p1"]
+    with pytest.raises(ConfigError, match="no Chroma collection"):
+        store.sync("app")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ratio", [0, -4, 3, 10**9])
+def test_an_impossible_ratio_is_refused_at_opening(tmp_path: Path, bundle: WordBundle, ratio: int) -> None:
+    with pytest.raises(RatioError, match=f"ratio {ratio} does not divide"):
+        SoftContextStore(tmp_path / "store", bundle, ratio=ratio)
+    assert not (tmp_path / "store").exists()
+
+
+def test_an_impossible_ratio_is_refused_by_bundles(make_tiny_bundle: Any, tmp_path: Path) -> None:
+    ram = make_tiny_bundle(name="ram", segment_tokens=8)
+    for bundle, ratio in ((make_tiny_bundle(), 3), (ram, 16)):
+        with pytest.raises(RatioError, match=f"ratio {ratio}"):
+            SoftContextStore(tmp_path, bundle, ratio=ratio)
+    assert SoftContextStore(tmp_path, ram, ratio=8).base_ratio == 8
+
+
+def test_a_store_that_was_made_with_an_impossible_ratio_says_so(tmp_path: Path, bundle: WordBundle) -> None:
+    client = chromadb.PersistentClient(str(tmp_path))
+    with SoftContextStore(client, bundle) as store:
+        add(store, 1)
+    raw = client.get_collection("passages-ctx", embedding_function=None)
+    raw.modify(metadata={**raw.metadata, "base_ratio": 0})
+    with pytest.raises(StoreError, match="impossible ratio 0: index again"):
+        SoftContextStore(client, bundle)
+
+
+@pytest.mark.parametrize("ratio", [16, 16.0, "16"])
+def test_numbers_are_taken_as_people_write_them(tmp_path: Path, bundle: WordBundle, ratio: Any) -> None:
+    with SoftContextStore(tmp_path, bundle, key=KEY, ratio=ratio) as store:
+        assert (store.base_ratio, type(store.base_ratio)) == (16, int)
+    with SoftContextStore(tmp_path / "fine", bundle, key=KEY, ratio=4) as store:
+        add(store, 1)
+        assert store.markers(["p0"], ratio) == store.markers(["p0"], 16) == [store.marker("p0", ratio)]
+        assert mark(store, [passage(0)], ["p0"], ratio=ratio) == store.markers(["p0"], 16)
+
+
+@pytest.mark.parametrize("ratio", [16.5, "sixteen", None, [16]])
+def test_what_is_no_number_is_refused(store: SoftContextStore, ratio: Any) -> None:
+    add(store, 1)
+    with pytest.raises(ConfigError, match="ratio="):
+        store.markers(["p0"], ratio)
+
+
+def test_a_passage_of_megabytes_is_refused_before_work(store: SoftContextStore, bundle: WordBundle) -> None:
+    with pytest.raises(ConfigError, match=r"'big' has 5,000,000 characters.*cut it into passages"):
+        store.add(["fine", "word " * 1_000_000], ["small", "big"], progress=False)
+    assert (len(store), bundle.calls) == (0, [])
+    store.add(["w" * MAX_CHARACTERS], progress=False)
+
+
+@pytest.mark.parametrize("key", ["a str of sixteen characters", 5, bytearray(b"k" * 32), ["k"]])
+def test_a_key_that_is_no_bytes_is_refused(tmp_path: Path, bundle: WordBundle, key: Any) -> None:
+    with pytest.raises(ConfigError, match=f"a marker key is bytes, got {type(key).__name__}"):
+        SoftContextStore(tmp_path, bundle, key=key)

@@ -1,0 +1,68 @@
+"""The lock that goes round: whoever has it again and again lets others in, in their order."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from ctx_compress_rag.turns import Turns
+
+WAIT = 60
+
+
+def test_each_waits_for_those_before_it() -> None:
+    turns, order, threads = Turns(), [], []
+
+    def take(number: int) -> None:
+        with turns:
+            order.append(number)
+
+    with turns:
+        assert turns.held and not turns.wanted
+        for number in range(5):
+            thread = threading.Thread(target=take, args=(number,))
+            thread.start()
+            threads.append(thread)
+            until = time.monotonic() + WAIT
+            while len(turns._waiting) <= number:
+                assert time.monotonic() < until
+                time.sleep(0.001)
+        assert turns.wanted
+        with turns:  # reentrant, whoever waits
+            assert order == []
+    with turns:
+        assert order == [0, 1, 2, 3, 4]
+    for thread in threads:
+        thread.join(WAIT)
+    assert not turns.held and not turns.wanted
+
+
+def test_only_one_has_it() -> None:
+    turns, inside, most = Turns(), 0, 0
+
+    def work() -> None:
+        nonlocal inside, most
+        for _ in range(200):
+            with turns:
+                inside += 1
+                most = max(most, inside)
+                inside -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    assert most == 1
+
+
+def test_an_error_inside_gives_it_back() -> None:
+    turns = Turns()
+    try:
+        with turns:
+            raise KeyError
+    except KeyError:
+        pass
+    assert not turns.held
+    with turns:
+        assert turns.held
