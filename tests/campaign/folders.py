@@ -1,0 +1,155 @@
+"""A folder as an app has it, passages to retrieve and their soft contexts, and processes that work on it.
+
+The parent never opens Chroma: each job is done in a child of its own, which may die.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ctx_compress_rag.errors import CtxCompressError, StoreError
+from ctx_compress_rag.marking.mark import expand, mark
+from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores.companion import explained
+from ctx_compress_rag.stores.connect import connect
+from helpers.store import WordBundle, passage
+
+COLLECTION, KEY = "passages", b"a key for the campaign"
+KEPT, MOVED = range(6, 20), range(6)  # passages that jobs leave alone, and those that they change or delete
+
+
+def text_of(n: int, version: int = 0) -> str:
+    return passage(n) + f" version{version}" * (1 + version)
+
+
+def in_child(work: Callable[[], Any], seconds: float = 120) -> tuple[int, Any]:
+    """How a forked child ended (0, or minus a signal), and what `work` returned in it."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(int(seconds))
+            os.close(read)
+            with os.fdopen(write, "wb") as pipe:
+                pickle.dump(work(), pipe)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        said = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return code, pickle.loads(said) if code == 0 else None
+
+
+def save(folder: Path, passages: dict[str, str], store: SoftContextStore) -> None:
+    """As an app does it: vectors first, then soft contexts."""
+    with connect(folder, COLLECTION).writing(30) as client:
+        collection = client.get_or_create_collection(COLLECTION, embedding_function=None)
+        collection.upsert(list(passages), [[1.0, 0.0]] * len(passages), documents=list(passages.values()))
+    store.add(list(passages.values()), list(passages), progress=False)
+
+
+def drop(folder: Path, ids: Sequence[str], store: SoftContextStore) -> None:
+    """Soft contexts first, then vectors."""
+    store.delete(ids)
+    with connect(folder, COLLECTION).writing(30) as client:
+        client.get_collection(COLLECTION, embedding_function=None).delete(list(ids))
+
+
+def make(folder: Path) -> None:
+    with SoftContextStore(folder, WordBundle(), key=KEY) as store:
+        save(folder, {f"p{n}": text_of(n) for n in [*MOVED, *KEPT]}, store)
+
+
+def job(folder: Path, kind: str) -> None:
+    """Add passages, change the text of some, or delete some."""
+    with SoftContextStore(folder, WordBundle(), key=KEY) as store:
+        if kind == "delete":
+            drop(folder, [f"p{n}" for n in MOVED], store)
+        else:
+            first = 100 if kind == "add" else 0
+            save(folder, {f"p{first + n}": text_of(first + n, 1) for n in MOVED}, store)
+
+
+def look(folder: Path) -> Counter[str]:
+    """What a reader meets: every passage that can be retrieved, as the app's collection has it."""
+    found: Counter[str] = Counter()
+    bundle = WordBundle()
+    with SoftContextStore(folder, bundle, key=KEY) as store:
+        with explained(str(folder)), connect(folder, COLLECTION).reading() as client:
+            if client is None:
+                raise StoreError("the database is gone")
+            rows = client.get_collection(COLLECTION, embedding_function=None).get(include=["documents"])
+        # A text that Chroma lost is no passage any more.
+        there = {id: text for id, text in zip(rows["ids"], rows["documents"], strict=True) if text is not None}
+        ids, texts = list(there), list(there.values())
+        shown = mark(store, texts, ids, ratio=8, on_missing="text")
+        for text, each in zip(texts, shown, strict=True):
+            if each == text:
+                found["missing"] += 1
+                continue
+            [marker] = store.split(each)
+            assert not isinstance(marker, str)
+            found["read"] += 1
+            found["wrong"] += not is_of(store.fetch([marker])[0], bundle, text) or expand(store, each) != text
+        found["lost"] += len({f"p{n}" for n in KEPT} - set(ids))
+        kept = [(f"p{n}", text_of(n)) for n in KEPT]
+        for soft, (_, text) in zip(store.get([id for id, _ in kept]), kept, strict=True):
+            found["lost"] += soft is None or not is_of(soft.merge(2), bundle, text)
+        found["not mended"] += sum(
+            new == text for text, new in zip(texts, mark(store, texts, ids, ratio=8), strict=True)
+        )
+    return found
+
+
+def is_of(soft: Any, bundle: WordBundle, text: str) -> bool:
+    expected = bundle.at(text, 8)
+    if soft.token_counts.tolist() != expected.token_counts.tolist():
+        return False
+    return bool(torch.linalg.norm(soft.slots - expected.slots) < 0.02 * torch.linalg.norm(expected.slots))
+
+
+def looked_at(folder: Path) -> Counter[str]:
+    """`look`, where the library's own errors, other exceptions and crashes are counted, too."""
+
+    def safely() -> Counter[str]:
+        try:
+            return look(folder)
+        except CtxCompressError:
+            return Counter(refused=1)
+        except BaseException as error:
+            print("raw error:", repr(error)[:300], file=sys.stderr)
+            return Counter({"raw errors": 1})
+
+    code, found = in_child(safely)
+    if code:
+        print(f"a reader ended with {code}", file=sys.stderr)
+    return Counter({"aborts" if code == -signal.SIGABRT else "crashes": 1}) if code else found
+
+
+@contextmanager
+def copies() -> Iterator[Callable[[], Path]]:
+    """Gives fresh copies of one folder, each in the place of the last."""
+    with tempfile.TemporaryDirectory() as place:
+        base, copy = Path(place, "base"), Path(place, "copy")
+        assert in_child(lambda: make(base))[0] == 0
+
+        def fresh() -> Path:
+            shutil.rmtree(copy, ignore_errors=True)
+            return Path(shutil.copytree(base, copy))
+
+        yield fresh
