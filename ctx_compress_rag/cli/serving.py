@@ -84,16 +84,10 @@ def serve(
         note_what_it_reads(served)
         decoder: TransformersDecoder
         if server is not None:
-            decoder = ServerDecoder(served, opened, server=server, api_key=server_key, on_unreadable="warn")
+            decoder = ServerDecoder(served, opened, server=server, api_key=server_key)
             decoder.max_prompt_tokens = max_prompt_tokens
         else:
-            decoder = TransformersDecoder(
-                served,
-                opened,
-                batch_size=batch_size,
-                max_prompt_tokens=max_prompt_tokens,
-                on_unreadable="warn",  # another tenant's marker is literal text, as the page on serving says
-            )
+            decoder = TransformersDecoder(served, opened, batch_size=batch_size, max_prompt_tokens=max_prompt_tokens)
         run.serve(
             create_app(decoder, keys, limits),
             host,
