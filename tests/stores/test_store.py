@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,17 +30,6 @@ from helpers.store import WordBundle, add, assert_same, passage
 @pytest.fixture(autouse=True)
 def no_key_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-
-
-@pytest.fixture
-def bundle() -> WordBundle:
-    return WordBundle()
-
-
-@pytest.fixture
-def store(tmp_path: Path, bundle: WordBundle) -> Iterator[SoftContextStore]:
-    with SoftContextStore(tmp_path / "chroma", bundle) as store:
-        yield store
 
 
 # What goes in comes out

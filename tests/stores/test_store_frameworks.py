@@ -13,11 +13,6 @@ from ctx_compress_rag.stores import SoftContextStore
 from helpers.store import WordBundle, assert_same, passage
 
 
-@pytest.fixture
-def bundle() -> WordBundle:
-    return WordBundle()
-
-
 class FewWords:
     """Three-dimensional embeddings, as LangChain wants them: real ones are not the point here."""
 

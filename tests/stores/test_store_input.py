@@ -19,11 +19,6 @@ KEY = b"sixteen bytes or more"
 
 
 @pytest.fixture
-def bundle() -> WordBundle:
-    return WordBundle()
-
-
-@pytest.fixture
 def store(tmp_path: Path, bundle: WordBundle) -> Iterator[SoftContextStore]:
     with SoftContextStore(tmp_path / "store", bundle, key=KEY) as store:
         yield store

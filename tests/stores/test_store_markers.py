@@ -6,7 +6,6 @@ import shutil
 import sqlite3
 import stat
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,17 +21,6 @@ from helpers.store import WRITE, WordBundle, add, assert_same, passage, run_pyth
 @pytest.fixture(autouse=True)
 def no_key_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-
-
-@pytest.fixture
-def bundle() -> WordBundle:
-    return WordBundle()
-
-
-@pytest.fixture
-def store(tmp_path: Path, bundle: WordBundle) -> Iterator[SoftContextStore]:
-    with SoftContextStore(tmp_path / "chroma", bundle) as store:
-        yield store
 
 
 # Markers

@@ -23,11 +23,6 @@ from helpers.server import chroma_server
 from helpers.store import WRITE, WordBundle, add, assert_same, passage, run_python
 
 
-@pytest.fixture
-def bundle() -> WordBundle:
-    return WordBundle()
-
-
 def test_kill_in_the_middle_loses_nothing_and_a_rerun_completes(tmp_path: Path, bundle: WordBundle) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     code = f"""{WRITE}

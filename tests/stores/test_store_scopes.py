@@ -27,11 +27,6 @@ from langchain_ctx_compress import CompressedContextPostprocessor
 
 
 @pytest.fixture
-def bundle() -> WordBundle:
-    return WordBundle()
-
-
-@pytest.fixture
 def store(bundle: WordBundle) -> Iterator[SoftContextStore]:
     client = chromadb.EphemeralClient()
     yield SoftContextStore(client, bundle, collection="tenants")

@@ -22,7 +22,7 @@ from ctx_compress_rag.training.config import (
     ReconstructionRecipe,
 )
 from ctx_compress_rag.training.examples import load_examples
-from ctx_compress_rag.training.loop import Collate, Job, training_device
+from ctx_compress_rag.training.loop import Collate, Examples, Job, StepHook, training_device
 from ctx_compress_rag.training.objectives.base import SlotObjective
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
@@ -50,13 +50,26 @@ def start(recipe: CompressionRecipe, resume: bool) -> Job:
     if recipe.recites:
         examples = passages_of(examples)
     bundle = start_bundle(recipe, examples)
-    earlier = {"earlier": bundle.report} if bundle.report else {}
     objective, collate = OBJECTIVES[recipe.stage](recipe, bundle)
 
     def choose_ratios(step: int) -> None:
         part = recipe.curriculum_at(step)
         objective.ratios = recipe.ratios_at(step)
         objective.sample = part.sample if part.each == "example" else None
+
+    return bundle_job(recipe, bundle, objective, examples, collate, choose_ratios)
+
+
+def bundle_job(
+    recipe: CompressionRecipe,
+    bundle: Bundle,
+    objective: SlotObjective,
+    examples: Examples,
+    collate: Collate,
+    on_step: StepHook | None = None,
+) -> Job:
+    """A job that trains a bundle and saves it; its report keeps those of the stages before."""
+    earlier = {"earlier": bundle.report} if bundle.report else {}
 
     def save(report: dict[str, Any]) -> None:
         bundle.report = report
@@ -68,7 +81,7 @@ def start(recipe: CompressionRecipe, resume: bool) -> Job:
         collate,
         save,
         about=earlier,
-        on_step=choose_ratios,
+        on_step=on_step,
         probe=soft_probe(bundle, recipe.probe) if recipe.probe else None,
         probe_every=recipe.probe.every if recipe.probe else 1,
     )

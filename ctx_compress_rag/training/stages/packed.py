@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.data.held_out import held_out
@@ -14,9 +13,8 @@ from ctx_compress_rag.training.config import RepeatAndAnswerRecipe
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.loop import Job
 from ctx_compress_rag.training.objectives.packed import LONGEST, PackedSlotData, PackedSlotLoss, collate_packed
-from ctx_compress_rag.training.probe import soft_probe
 from ctx_compress_rag.training.stage import Stage, register
-from ctx_compress_rag.training.stages.compression import start_bundle
+from ctx_compress_rag.training.stages.compression import bundle_job, start_bundle
 
 
 def start(recipe: RepeatAndAnswerRecipe, resume: bool) -> Job:
@@ -31,21 +29,7 @@ def start(recipe: RepeatAndAnswerRecipe, resume: bool) -> Job:
     if recipe.optim.compile == "layers":
         compile_layers(bundle.backbone.model)
     builder = PromptBuilder(bundle.tokenizer, max(recipe.data.max_answer_tokens, LONGEST + 1))
-    earlier = {"earlier": bundle.report} if bundle.report else {}
-
-    def save(report: dict[str, Any]) -> None:
-        bundle.report = report
-        bundle.save_pretrained(recipe.output / "bundle", int8=recipe.int8)
-
-    return Job(
-        loss,
-        PackedSlotData(builder, examples, texts, recipe),
-        collate_packed,
-        save,
-        about=earlier,
-        probe=soft_probe(bundle, recipe.probe) if recipe.probe else None,
-        probe_every=recipe.probe.every if recipe.probe else 1,
-    )
+    return bundle_job(recipe, bundle, loss, PackedSlotData(builder, examples, texts, recipe), collate_packed)
 
 
 def _texts(recipe: RepeatAndAnswerRecipe, examples: list[Example]) -> list[str]:
