@@ -229,7 +229,7 @@ class Companion:
             with self._writing() as collection:
                 collection.upsert(ids=list(rows), embeddings=[EMBEDDING] * len(rows), metadatas=list(rows.values()))
         except Exception as error:  # Chroma's HTTP client raises a plain one for what its server says in words alone
-            if isinstance(error, StoreError) or not _too_large(error):
+            if isinstance(error, StoreError) or not _too_large(error, sum(map(_size, rows.values()))):
                 raise
             if len(rows) > 1:
                 items = list(rows.items())
@@ -416,7 +416,11 @@ def _size(row: Record) -> int:
     return sum(len(str(value)) for value in row.values())
 
 
-def _too_large(error: Exception) -> bool:
+def _too_large(error: Exception, size: int) -> bool:
+    """Whether a server refused a request for its size in bytes."""
+    if isinstance(error, httpx.RemoteProtocolError | httpx.WriteError):
+        # It may close the connection while the body is still being sent, and its answer is then never read.
+        return size > _WRITE_BYTES
     said = f"{error} {getattr(getattr(error, 'response', None), 'status_code', '')}".lower()
     return any(words in said for words in ("413", "too large", "length limit"))
 
