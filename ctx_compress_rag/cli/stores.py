@@ -11,11 +11,14 @@ import typer
 from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import (
     AnswerTokens,
+    Device,
+    Dtype,
     Embedder,
     OwnBundle,
     Server,
     ServerKey,
     Store,
+    Temperature,
     Template,
     check_template,
     note_what_it_reads,
@@ -45,6 +48,8 @@ def index(
         str | None, typer.Option(metavar="CODEC", help="How a new store keeps vectors: int8 or fp16.")
     ] = None,
     embedder: Embedder = None,
+    device: Device = None,
+    dtype: Dtype = None,
 ) -> None:
     """Index a folder of files.
 
@@ -57,7 +62,7 @@ def index(
 
     scan = scan_folder(folder)  # before models are loaded and a store is made
     quiet_models()
-    with open_index(store, bundle, codec=codec, create=True, embedder=embedder) as opened:
+    with open_index(store, bundle, codec=codec, create=True, embedder=embedder, device=device, dtype=dtype) as opened:
         note_what_it_reads(opened.bundle)
         report = update_index(opened, scan, chunk_tokens=chunk_tokens, prune=prune)
     print(f"{report.files} files in {folder}: {report.added} passages compressed, {report.unchanged} unchanged")
@@ -87,7 +92,10 @@ def ask(
     k: Annotated[int, typer.Option("--k", metavar="N", help="Passages to retrieve.")] = 4,
     text: Annotated[bool, typer.Option("--text", help="Give the decoder the passages' text, for comparison.")] = False,
     template: Template = None,
-    answer_tokens: AnswerTokens = None,
+    max_tokens: AnswerTokens = None,
+    temperature: Temperature = 0.0,
+    device: Device = None,
+    dtype: Dtype = None,
     embedder: Embedder = None,
     server: Server = None,
     server_key: ServerKey = None,
@@ -104,7 +112,7 @@ def ask(
         raise ConfigError("the question is empty: ask something")
     check_template(template)
     quiet_models()
-    with open_index(store, bundle, embedder=embedder) as opened:
+    with open_index(store, bundle, embedder=embedder, device=device, dtype=dtype) as opened:
         from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
         from ctx_compress_rag.serving.client import ServerDecoder
 
@@ -118,9 +126,9 @@ def ask(
             if server is None
             else ServerDecoder(opened.bundle, opened.store, server=server, api_key=server_key)
         )
-        longest = answer_tokens or config.answer_tokens or _ANSWER_TOKENS
+        sampling = Sampling(max_tokens or config.answer_tokens or _ANSWER_TOKENS, temperature)
         begun = False
-        for piece in decoder.stream(prompt, Sampling(max_new_tokens=longest)):
+        for piece in decoder.stream(prompt, sampling):
             if isinstance(piece, str):
                 # Some tokenizers start an answer with a space.
                 print(piece if begun else piece.lstrip(), end="", flush=True)
