@@ -45,7 +45,9 @@ def eval_(
         bool, typer.Option("--alike", help="Of the invented world, all of a prompt's passages about one kind of thing.")
     ] = False,
     ratios: Ratios = None,
-    codec: Annotated[str | None, typer.Option(metavar="CODEC", help="How slots are stored: int8 or fp16.")] = None,
+    codec: Annotated[
+        str | None, typer.Option(metavar="CODEC", help="How slots are stored: int8, fp16 or int4.")
+    ] = None,
     no_extraction: Annotated[
         bool, typer.Option("--no-extraction", help="Leave out the baseline that needs MiniLM.")
     ] = False,
