@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoding.splice import Piece, splice
 from ctx_compress_rag.methods.base.compressor import PassageBatch, SlotBatch, Tokenized
-from ctx_compress_rag.text.prompts import SlotRow
+from ctx_compress_rag.text.prompts import SlotRow, TokenRow
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,15 @@ class SlotObjective(nn.Module, ABC):
         spliced = splice(self.bundle.backbone.embeddings, pieces, "left")
         with self.reader.decoder(spliced.slot_mask) as model:
             return predict(model, spliced.model_inputs(), pieces, answers)
+
+    @torch.no_grad()
+    def teacher_log_probs(self, rows: Sequence[TokenRow]) -> list[Tensor]:
+        """Each row's log-probabilities at its answers' tokens, read with the text: (answer tokens, vocabulary)."""
+        pieces: list[list[Piece]] = [[row.ids] for row in rows]
+        inputs = splice(self.bundle.backbone.embeddings, pieces, "left").model_inputs()
+        with self.bundle.text_decoder() as model:
+            logits, _ = predict(model, inputs, pieces, [row.answers for row in rows])
+        return list(F.log_softmax(logits, dim=-1).split([int(row.answers.sum()) for row in rows]))
 
 
 def predict(

@@ -12,10 +12,9 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
-from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.methods.base.compressor import PassageBatch
 from ctx_compress_rag.text.prompts import PromptBuilder, SlotRow, TokenRow, draw_template
-from ctx_compress_rag.training.objectives.base import PassageTable, SlotObjective, SlotRows, predict
+from ctx_compress_rag.training.objectives.base import PassageTable, SlotObjective, SlotRows
 from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 REPEAT = "Repeat the text."
@@ -60,7 +59,7 @@ class DistillationLoss(WholeBatchMean, SlotObjective):
         if num_items_in_batch is None:
             num_items_in_batch = self.items(passages, text_rows, prompts, repeats)
         examples, repeated_tokens = num_items_in_batch
-        targets = self._teacher_log_probs(text_rows).split([int(row.answers.sum()) for row in text_rows])
+        targets = self.teacher_log_probs(text_rows)
         loss = torch.zeros((), device=self.bundle.backbone.device)
         drawn, repeated_at = self.drawn(len(text_rows)), self.drawn(len(repeats.rows))
         for ratio, batch in self.compress(passages, drawn | repeated_at).items():
@@ -74,15 +73,6 @@ class DistillationLoss(WholeBatchMean, SlotObjective):
                 repeated = F.cross_entropy(logits, answers, reduction="sum") / repeated_tokens
                 loss = loss + self.reconstruction_weight * repeated
         return {"loss": loss}
-
-    @torch.no_grad()
-    def _teacher_log_probs(self, rows: Sequence[TokenRow]) -> Tensor:
-        """Log-probabilities at the answers' tokens, rows one after the other: (answer tokens, vocabulary)."""
-        pieces = [[row.ids] for row in rows]
-        inputs = splice(self.bundle.backbone.embeddings, pieces, "left").model_inputs()
-        with self.bundle.text_decoder() as model:
-            logits, _ = predict(model, inputs, pieces, [row.answers for row in rows])
-        return F.log_softmax(logits, dim=-1)
 
 
 class DistillationCollator:
