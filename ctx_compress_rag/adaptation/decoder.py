@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,7 +17,7 @@ from torch import Tensor
 from ctx_compress_rag.adaptation.adapter import Adapter, applied
 from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
 from ctx_compress_rag.backbone import Backbone, load_decoder
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle import TEACHER, Bundle
 from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.decoding.decoder import Prompt, TransformersDecoder
 from ctx_compress_rag.decoding.generation import Generation, Sampling
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ctx_compress_rag.decoding.decoder import _Prepared
 
 _GREEDY = Sampling()
+_SAMPLED = 1024  # numbers of each weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +105,22 @@ class AdaptiveDecoder(TransformersDecoder):
         other = copy.copy(self)
         other.adapted = adapted
         return other
+
+    def fingerprint(self, ratio: int | None) -> str:
+        """What updates are made for, with passages as slots the bundle, as text the decoder: 64 hex digits.
+
+        Of the decoder that is a sample of each weight, in bfloat16: it is the same in every precision, and
+        fine-tuning changes it.
+        """
+        if ratio is not None:
+            return self.bundle.fingerprint
+        digest = hashlib.sha256()
+        for name, weight in self.bundle.backbone.model.named_parameters():
+            if "lora_" not in name or f".{TEACHER}." in name:
+                part = weight.detach().flatten()[:_SAMPLED].bfloat16().float().cpu()
+                digest.update(f"{name.replace('.base_layer.', '.')} {tuple(weight.shape)}".encode())
+                digest.update(part.numpy().tobytes())
+        return digest.hexdigest()
 
     def rows(self, demonstrations: Sequence[Demonstration]) -> list[Row]:
         """The demonstrations as this decoder reads them, with nothing adapted.

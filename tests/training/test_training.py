@@ -125,7 +125,7 @@ def test_each_example_draws_its_own_ratio(make_tiny_bundle: Any, stage: str) -> 
 
 
 def test_self_distillation_is_added_to_the_likelihood(make_tiny_bundle: Any) -> None:
-    """The likelihood plus a thousand KL(text || slots), means over tokens, from the two losses that each have one of them."""
+    """The likelihood plus a thousand KL(text || slots), means over tokens: two losses that each have one of them."""
     bundle = make_tiny_bundle(seed=3)
     builder, plain = PromptBuilder(bundle.tokenizer), ["{context}\n\n{question}"]
     both = LikelihoodLoss(bundle, self_distillation=1000.0)
