@@ -327,6 +327,7 @@ class SoftContextStore:
             ConfigError: the bundle reads passages question by question (ram).
             RatioError: the ratio cannot be made from the base ratio.
             MissingPassageError: an id is not stored, or with another text than it was given with.
+            PayloadError: a record is damaged; the message names the passage.
         """
         if self.bundle.compressor.question_aware:
             raise ConfigError(
@@ -338,6 +339,8 @@ class SoftContextStore:
         missing = [id for id in ids if id not in found]
         if missing:
             raise MissingPassageError(f"passage {missing[0]!r} is not stored ({len(missing)} are not): add it first")
+        for key, stored in dict(found.values()).items():
+            records.check_payload(key, stored)
         signer = self._signer()
         self._names.learn(found.values())
         written = []
