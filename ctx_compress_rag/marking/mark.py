@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OnMissing = Literal["compress", "error", "text"]
-"""A passage that is not stored, stored with another text, or with damaged slots: compress it now, raise, or leave its text.
+"""A passage that is not stored, or with another text, or with damaged slots: compress it, raise, or leave its text.
 
 Where the store cannot be written to, "compress" leaves the text, too, with a warning that names the passages.
 """

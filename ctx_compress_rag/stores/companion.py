@@ -309,8 +309,8 @@ class Companion:
         self._about = dict(self._checked(collection).metadata or {})
         if first and not self.sealed:
             logger.warning(
-                "the store in %s was made before records were sealed: whoever can write to it can forge one. Where nobody "
-                "else could, `ctx-compress repair --reseal` (SoftContextStore.reseal) seals them",
+                "the store in %s was made before records were sealed: whoever can write to it can forge one. Where "
+                "nobody else could, `ctx-compress repair --reseal` (SoftContextStore.reseal) seals them",
                 self.connection.where,
             )
         if not isinstance(client, SqliteClient):
