@@ -191,7 +191,7 @@ class SoftContextStore:
         return [content_id(text) for text in texts] if ids is None else list(ids)
 
     def delete(self, ids: Sequence[str], scope: str | None = None) -> int:
-        """Delete passages of the scope; how many of them were there. `chroma vacuum` gives the disk space back."""
+        """Delete passages of the scope; how many of them were there. `ctx-compress vacuum` writes them over."""
         scope = self._scope(scope)
         with self._writing:
             present = self._companion.existing([record_id(id, scope) for id in _checked_ids(ids)])

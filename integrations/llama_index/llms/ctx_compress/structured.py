@@ -29,7 +29,8 @@ def schema_of(prompt: BasePromptTemplate, given: Mapping[str, Any]) -> dict[str,
         case SubQuestionOutputParser():
             return _questions(given.get("tools_str"))
         case PydanticOutputParser() as parser:
-            return parser.output_cls.model_json_schema()
+            schema: dict[str, Any] = parser.output_cls.model_json_schema()
+            return schema
     return None
 
 
