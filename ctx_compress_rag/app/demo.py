@@ -24,7 +24,6 @@ INVENTED_BUNDLE = "demo"
 FULL_TEXT = "full text"
 NO_CONTEXT = "no context"
 
-_SHOWN_RATIO = 16
 _ANSWER_TOKENS = 48
 _TIMED_QUESTIONS = 5
 
@@ -130,7 +129,7 @@ def run_demo(
             {hit.id for hit in found} >= set(q.needs) for q, found in zip(corpus.questions, hits, strict=True)
         ),
         systems=tuple(systems),
-        shown=_SHOWN_RATIO if _SHOWN_RATIO in ratios else ratios[0],
+        shown=corpus.shown if corpus.shown in ratios else ratios[0],
         picture=_draw(systems, corpus.about, folder.with_name(f"{folder.name}.png")),
     )
 

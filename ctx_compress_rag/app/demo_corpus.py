@@ -35,12 +35,14 @@ class Corpus:
         passages: to index.
         questions: to ask.
         retrieved: how many passages a prompt is to hold.
+        shown: the ratio whose answers are shown.
         about: what the passages are.
     """
 
     passages: tuple[Passage, ...]
     questions: tuple[DemoQuestion, ...]
     retrieved: int
+    shown: int
     about: str
 
 
@@ -52,7 +54,7 @@ def wikipedia_corpus() -> Corpus:
         DemoQuestion(row["question"], tuple(row["answers"]), (str(passages[row["passage"]].id),))
         for row in data["questions"]
     )
-    return Corpus(passages, questions, retrieved=2, about="paragraphs of Wikipedia")
+    return Corpus(passages, questions, retrieved=2, shown=4, about="paragraphs of Wikipedia")
 
 
 def invented_corpus() -> Corpus:
@@ -71,7 +73,9 @@ def invented_corpus() -> Corpus:
         DemoQuestion(turn.question, turn.answers, tuple(str(passages[entity.name].id) for entity in entities))
         for entities, turn in asked
     ]
-    return Corpus(tuple(passages.values()), tuple(questions), retrieved=4, about="passages about unseen names")
+    return Corpus(
+        tuple(passages.values()), tuple(questions), retrieved=4, shown=16, about="passages about unseen names"
+    )
 
 
 def _worlds() -> list[World]:
