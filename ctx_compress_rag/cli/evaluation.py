@@ -241,6 +241,7 @@ def bench(
     tokens: Annotated[int, typer.Option(metavar="N", help="Most per passage.")] = 256,
     ratio: Annotated[int, typer.Option(metavar="R", help="For the first token.")] = 16,
     concurrency: Annotated[int | None, typer.Option(metavar="N", help="Time N callers at a time instead.")] = None,
+    training: Annotated[bool, typer.Option("--training", help="Time training steps instead.")] = False,
     output: Output = "ctx-compress-bench",
 ) -> None:
     """Time indexing and the first token.
@@ -266,6 +267,14 @@ def bench(
     chunks = list(dict.fromkeys(chunk(given, opened.tokenizer, tokens)))[:passages]
     if concurrency is not None:
         time_callers(opened, chunks, concurrency, ratio)
+        return
+    if training:
+        from ctx_compress_rag.evaluation.training_speed import training_speed, training_table
+
+        steps = training_speed(opened, chunks)
+        text = training_table(steps)
+        report.write(output, "training", text, asdict(steps))
+        print(f"{text}\n\nalso in {output}")
         return
     with tempfile.TemporaryDirectory() as folder:
         speed = indexing_speed(opened, chunks, folder)

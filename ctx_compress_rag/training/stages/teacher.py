@@ -16,7 +16,7 @@ from ctx_compress_rag.data.world import tokenizer_texts
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import lora_config
 from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
-from ctx_compress_rag.training.compiled import compile_layers, round_frozen
+from ctx_compress_rag.training.compiled import bfloat16_pays, compile_layers, round_frozen
 from ctx_compress_rag.training.config import TeacherRecipe
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.loop import Collate, Job, training_device
@@ -197,7 +197,7 @@ def start(recipe: TeacherRecipe, resume: bool) -> Job:
     if recipe.packing:
         examples = PackedTextData(builder, examples, recipe)
         collate = collate_packed
-        if recipe.optim.bf16:
+        if recipe.optim.bf16 and bfloat16_pays():
             round_frozen(decoder)
         if recipe.optim.compile == "layers":
             compile_layers(decoder.get_base_model())
