@@ -35,7 +35,7 @@ from ctx_compress_rag.stores.markers import Marker, OnUnreadable, check_on_unrea
 from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
 from ctx_compress_rag.text.tokenising import check_characters
 
-__all__ = ["Generation", "Message", "Sampling", "TransformersDecoder"]
+__all__ = ["BATCH_SIZE", "Generation", "Message", "Sampling", "TransformersDecoder"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ Put = Callable[[str | Generation | BaseException], object]
 """Is given pieces of text, then the whole Generation, or the error that ended it."""
 
 _GREEDY = Sampling()
+BATCH_SIZE = 8
+"""Most prompts in a forward pass where nobody says."""
 
 
 class TransformersDecoder:
@@ -79,7 +81,7 @@ class TransformersDecoder:
         *,
         on_missing: Literal["error", "text"] = "error",
         on_unreadable: OnUnreadable = "error",
-        batch_size: int = 8,
+        batch_size: int = BATCH_SIZE,
         max_prompt_tokens: int | None = None,
     ) -> None:
         if on_missing not in ("error", "text"):

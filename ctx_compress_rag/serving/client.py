@@ -261,6 +261,7 @@ def open_decoder(
     *,
     on_missing: Literal["error", "text"],
     on_unreadable: OnUnreadable,
+    batch_size: int,
     server: str | None,
     api_key: str | None,
     timeout: float,
@@ -268,7 +269,7 @@ def open_decoder(
 ) -> AdaptiveDecoder:
     """The decoder of a framework's LLM class: in this process, or, with a `server`, there."""
     if server is None:
-        return AdaptiveDecoder(bundle, store, on_missing=on_missing, on_unreadable=on_unreadable)
+        return AdaptiveDecoder(bundle, store, on_missing=on_missing, on_unreadable=on_unreadable, batch_size=batch_size)
     return ServerDecoder(
         bundle,
         store,
