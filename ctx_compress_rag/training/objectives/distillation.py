@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ class DistillationLoss(WholeBatchMean, SlotObjective):
         return F.log_softmax(logits, dim=-1)
 
 
+@dataclass
 class DistillationCollator:
     """Examples -> the arguments of `DistillationLoss`.
 
@@ -96,14 +98,11 @@ class DistillationCollator:
         seed: of the draws.
     """
 
-    def __init__(
-        self, builder: PromptBuilder, templates: Sequence[str], max_context_tokens: int, repeat: int, seed: int
-    ) -> None:
-        self.builder = builder
-        self.templates = templates
-        self.max_context_tokens = max_context_tokens
-        self.repeat = repeat
-        self.seed = seed
+    builder: PromptBuilder
+    templates: Sequence[str]
+    max_context_tokens: int
+    repeat: int
+    seed: int
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         table = PassageTable()

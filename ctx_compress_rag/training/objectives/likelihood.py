@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class LikelihoodLoss(WholeBatchMean, SlotObjective):
         return {"loss": loss / tokens}
 
 
+@dataclass
 class AnswerCollator:
     """Examples -> the arguments of `LikelihoodLoss`: questions answered from slots.
 
@@ -50,11 +52,10 @@ class AnswerCollator:
         seed: of the draws.
     """
 
-    def __init__(self, builder: PromptBuilder, templates: Sequence[str], max_context_tokens: int, seed: int) -> None:
-        self.builder = builder
-        self.templates = templates
-        self.max_context_tokens = max_context_tokens
-        self.seed = seed
+    builder: PromptBuilder
+    templates: Sequence[str]
+    max_context_tokens: int
+    seed: int
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         table = PassageTable()
