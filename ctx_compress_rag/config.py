@@ -8,8 +8,8 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.gguf import GgufDecoder
-from ctx_compress_rag.methods.base.config import Strict
 from ctx_compress_rag.methods.registry import AnyMethodConfig
+from ctx_compress_rag.settings import Strict
 from ctx_compress_rag.text.prompts import TEMPLATES
 
 T = TypeVar("T")

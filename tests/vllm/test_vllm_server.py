@@ -14,6 +14,7 @@ import torch
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import world_examples
+from ctx_compress_rag.decoding.change import opened
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import ConfigError, ServerError
@@ -69,11 +70,9 @@ def tie(decoder: TransformersDecoder, prompt: Any, one: str, other: str) -> floa
     same = next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
     )
-    [pieces] = decoder.pieces([prompt])
-    batch = splice(backbone.embeddings, [[*pieces, torch.tensor(first[:same], dtype=torch.long)]])
-    soft = any(piece.is_floating_point() for piece in pieces)
-    reading = decoder.bundle.soft_decoder(batch.slot_mask) if soft else decoder.bundle.text_decoder()
-    with torch.no_grad(), reading as model:
+    [asked] = decoder.prepare([prompt])
+    batch = splice(backbone.embeddings, [asked.then(torch.tensor(first[:same], dtype=torch.long))])
+    with torch.no_grad(), opened(decoder.bundle, asked.soft, batch.slot_mask) as model:
         top = model(**batch.model_inputs()).logits[0, -1].topk(2).values
     return float(top[0] - top[1])
 
@@ -106,8 +105,8 @@ def test_stops_lengths_and_counts(there: ServerDecoder, here: TransformersDecode
     one = there.generate([soft], Sampling(1))[0]
     assert (one.completion_tokens, one.finish_reason) == (1, "length")
     assert (one.prompt_tokens, one.slots) == (whole.prompt_tokens, whole.slots)
-    [pieces] = here.pieces([soft])
-    assert one.prompt_tokens == sum(map(len, pieces))
+    [asked] = here.prepare([soft])
+    assert one.prompt_tokens == asked.length
 
 
 def test_sampling(there: ServerDecoder, soft: list[dict[str, str]]) -> None:
