@@ -369,10 +369,10 @@ class Bundle:
 
     @torch.inference_mode()
     def embed(self, soft: SoftContext) -> Tensor:
-        """A soft context as the decoder's input embeddings: (slots, decoder dim), on the decoder's device."""
+        """A soft context as the decoder's input embeddings: (slots, decoder dim), on its device, in its precision."""
         device = self.backbone.device
         embedded: Tensor = self.reader(soft.slots.to(device), soft.token_counts.to(device))
-        return embedded
+        return embedded.to(self.backbone.embeddings.weight.dtype)
 
     def soft_decoder(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
         """The decoder as it reads soft contexts, held for this thread within the context.

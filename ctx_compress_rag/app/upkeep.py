@@ -12,10 +12,11 @@ from typing import Any
 
 from chromadb.config import DEFAULT_DATABASE, DEFAULT_TENANT
 
-from ctx_compress_rag.app.passage_index import BUNDLE_KEY, check_there, embedder_of, passage_vectors, recorded_store
+from ctx_compress_rag.app.passage_index import BUNDLE_KEY, check_there, embedder_of, recorded_store
 from ctx_compress_rag.stores.backup import back_up
 from ctx_compress_rag.stores.folder import Folder
 from ctx_compress_rag.stores.repair import Embed, Rebuilt, rebuild
+from ctx_compress_rag.text.minilm import passage_vectors
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,9 @@ def eval_(
         bool, typer.Option("--alike", help="Of the invented world, all of a prompt's passages about one kind of thing.")
     ] = False,
     ratios: Ratios = None,
-    codec: Annotated[str | None, typer.Option(metavar="CODEC", help="How slots are stored: int8 or fp16.")] = None,
+    codec: Annotated[
+        str | None, typer.Option(metavar="CODEC", help="How slots are stored: int8, fp16 or int4.")
+    ] = None,
     no_extraction: Annotated[
         bool, typer.Option("--no-extraction", help="Leave out the baseline that needs MiniLM.")
     ] = False,
@@ -248,6 +250,7 @@ def bench(
     tokens: Annotated[int, typer.Option(metavar="N", help="Most per passage.")] = 256,
     ratio: Annotated[int, typer.Option(metavar="R", help="For the first token.")] = 16,
     concurrency: Annotated[int | None, typer.Option(metavar="N", help="Time N callers at a time instead.")] = None,
+    training: Annotated[bool, typer.Option("--training", help="Time training steps instead.")] = False,
     device: Device = None,
     dtype: Dtype = None,
     output: Output = "ctx-compress-bench",
@@ -275,6 +278,14 @@ def bench(
     chunks = list(dict.fromkeys(chunk(given, opened.tokenizer, tokens)))[:passages]
     if concurrency is not None:
         time_callers(opened, chunks, concurrency, ratio)
+        return
+    if training:
+        from ctx_compress_rag.evaluation.training_speed import training_speed, training_table
+
+        steps = training_speed(opened, chunks)
+        text = training_table(steps)
+        report.write(output, "training", text, asdict(steps))
+        print(f"{text}\n\nalso in {output}")
         return
     with tempfile.TemporaryDirectory() as folder:
         speed = indexing_speed(opened, chunks, folder)

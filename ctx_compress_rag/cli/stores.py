@@ -30,8 +30,13 @@ _ANSWER_TOKENS = 256
 
 @command("index", "./my_docs --store ./chroma")
 def index(
-    folder: Annotated[
-        str, typer.Argument(metavar="DIR", help="Folder to index, with the folders in it; hidden files are left out.")
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="Folder to index, with the folders in it (hidden files are left out), or a .jsonl or .parquet file of "
+            "rows with text and, perhaps, id.",
+        ),
     ],
     store: Store,
     bundle: OwnBundle = None,
@@ -45,28 +50,35 @@ def index(
         bool, typer.Option("--prune", help="Remove the passages of files that are gone from DIR.")
     ] = False,
     codec: Annotated[
-        str | None, typer.Option(metavar="CODEC", help="How a new store keeps vectors: int8 or fp16.")
+        str | None, typer.Option(metavar="CODEC", help="How a new store keeps vectors: int8, fp16 or int4.")
     ] = None,
     embedder: Embedder = None,
     device: Device = None,
     dtype: Dtype = None,
+    ray: Annotated[
+        int | None,
+        typer.Option(
+            "--ray", metavar="N", min=1, help="Embed and compress on N workers of a Ray cluster, or of this machine."
+        ),
+    ] = None,
 ) -> None:
-    """Index a folder of files.
+    """Index a folder of files, or a file of texts.
 
     Takes .txt and .md files and, with the `documents` extra, .pdf, .docx and .html. Only new and changed passages
     are compressed; run it again to resume after an interruption. Passages of a changed file are replaced; those of a
     deleted file stay unless --prune is given.
     """
-    from ctx_compress_rag.app.indexing import scan_folder, update_index
+    from ctx_compress_rag.app.indexing import update_index
+    from ctx_compress_rag.app.inputs import open_input
     from ctx_compress_rag.app.passage_index import open_index
 
-    scan = scan_folder(folder)  # before models are loaded and a store is made
+    given = open_input(path)  # before models are loaded and a store is made
     quiet_models()
     with open_index(store, bundle, codec=codec, create=True, embedder=embedder, device=device, dtype=dtype) as opened:
         note_what_it_reads(opened.bundle)
-        report = update_index(opened, scan, chunk_tokens=chunk_tokens, prune=prune)
-    print(f"{report.files} files in {folder}: {report.added} passages compressed, {report.unchanged} unchanged")
-    if skipped := scan.skipped():
+        report = update_index(opened, given, chunk_tokens=chunk_tokens, prune=prune, ray_workers=ray)
+    print(f"{report.files} {given.kind} in {path}: {report.added} passages compressed, {report.unchanged} unchanged")
+    if skipped := given.skipped():
         print(skipped)
     if report.replaced or report.pruned:
         print(f"removed passages: {report.replaced} of changed files, {report.pruned} of deleted ones")

@@ -49,18 +49,24 @@ def labels(fingerprint: str, key: str, passage: Passage) -> Record:
     return {"full_hash": full_hash(fingerprint, key, passage), "metadata": _json(passage.metadata)}
 
 
-def record(
-    key: str, passage: Passage, soft: SoftContext, *, fingerprint: str, marker: str, codec: str, signer: MarkerCodec
-) -> Record:
+def payload_of(passage: Passage, soft: SoftContext, codec: str) -> str:
+    """A soft context as a record holds it; PayloadError, naming the passage, if it cannot be encoded."""
+    try:
+        return codecs.encode(soft, codec)
+    except PayloadError as error:
+        raise PayloadError(f"passage {passage.id!r} was compressed to something unusable: {error}") from error
+
+
+def record(key: str, passage: Passage, payload: str, *, fingerprint: str, marker: str, signer: MarkerCodec) -> Record:
     """The whole metadata of a passage's Chroma record, whose id is `key`.
 
     Raises:
-        PayloadError: the soft context cannot be encoded; the message names the passage.
+        PayloadError: the payload is no soft context; the message names the passage.
     """
     try:
-        payload = codecs.encode(soft, codec)
+        soft = codecs.decode(payload)  # made elsewhere, perhaps: what is stored has been read once
     except PayloadError as error:
-        raise PayloadError(f"passage {passage.id!r} was compressed to something unusable: {error}") from error
+        raise PayloadError(f"passage {passage.id!r} came with an unusable payload: {error}") from error
     row: Record = {
         "payload": payload,
         "text": base64.b64encode(zlib.compress(passage.text.encode())).decode("ascii"),

@@ -10,11 +10,12 @@ from typing import Any
 import chromadb
 import pytest
 
-from ctx_compress_rag.app.passage_index import BUNDLE_KEY, passage_vectors
+from ctx_compress_rag.app.passage_index import BUNDLE_KEY
 from ctx_compress_rag.app.upkeep import back_up_store, repair_store
 from ctx_compress_rag.errors import PayloadError, StoreError
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.keys import KEY_FILE
+from ctx_compress_rag.text.minilm import passage_vectors
 from helpers.store import WRITE, WordBundle, add, assert_same, passage, run_python
 
 N = 130  # beyond 100 Chroma writes an index
