@@ -121,7 +121,7 @@ def first_token(
         soft = _chat(mark(store, passages, ratio=ratio))
         text = _chat(passages)
         times = [(_first_piece(decoder, soft), _first_piece(decoder, text)) for _ in range(pairs + 1)][1:]
-        reading = [_seconds(partial(decoder.pieces, [soft])) for _ in range(pairs)]
+        reading = [_seconds(partial(decoder.prepare, [soft])) for _ in range(pairs)]
         lengths = [g.prompt_tokens for g in decoder.generate([soft, text], Sampling(max_new_tokens=1))]
     return FirstToken(
         soft_seconds=median(s for s, _ in times),

@@ -55,7 +55,7 @@ async def load(url: str, model: str, clients: int, seconds: float, key: str = "n
                     await one(kind, turn % len(markers))
                     made.answered[kind] += 1
                 except Exception as error:
-                    made.failed.append(f"{kind}: {error!r}")
+                    made.failed.append(f"{kind}: {error!r} after {error.__cause__!r}")
 
         async def one(kind: str, place: int) -> None:
             chat: list[Any] = [{"role": "user", "content": f"{markers[place]} {QUESTION}"}]
