@@ -210,6 +210,8 @@ def open_index(
     create: bool = False,
     default: str | None = None,
     embedder: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
 ) -> PassageIndex:
     """Open the index in a Chroma folder.
 
@@ -221,6 +223,8 @@ def open_index(
         default: the bundle of a new index; None takes the shipped one for a user's own text.
         embedder: a sentence-transformers model, by folder or hub id; None takes the one it was made with, or the
             packaged MiniLM.
+        device: see `Bundle.from_pretrained`.
+        dtype: see `Bundle.from_pretrained`.
 
     Raises:
         StoreError: there is no index, it cannot be opened, or was made with another embedder.
@@ -240,7 +244,8 @@ def open_index(
             "index into another folder"
         )
     name = bundle or recorded or default or default_bundle()
-    return PassageIndex(str(folder), Bundle.from_pretrained(name), _lasting(name), codec, asked or made_with)
+    loaded = Bundle.from_pretrained(name, device=device, dtype=dtype)
+    return PassageIndex(str(folder), loaded, _lasting(name), codec, asked or made_with)
 
 
 @dataclass(frozen=True)

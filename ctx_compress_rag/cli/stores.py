@@ -12,11 +12,14 @@ from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import (
     DEMO,
     AnswerTokens,
+    Device,
+    Dtype,
     Embedder,
     OwnBundle,
     Server,
     ServerKey,
     Store,
+    Temperature,
     Template,
     check_template,
     note_what_it_reads,
@@ -59,6 +62,8 @@ def index(
         str | None, typer.Option(metavar="CODEC", help="How a new store keeps vectors: int8, fp16 or int4.")
     ] = None,
     embedder: Embedder = None,
+    device: Device = None,
+    dtype: Dtype = None,
     ray: Annotated[
         int | None,
         typer.Option(
@@ -85,7 +90,7 @@ def index(
         return
     given = open_input(str(path))  # before models are loaded and a store is made
     quiet_models()
-    with open_index(store, bundle, codec=codec, create=True, embedder=embedder) as opened:
+    with open_index(store, bundle, codec=codec, create=True, embedder=embedder, device=device, dtype=dtype) as opened:
         note_what_it_reads(opened.bundle)
         report = update_index(opened, given, chunk_tokens=chunk_tokens, prune=prune, ray_workers=ray)
     print(f"{report.files} {given.kind} in {path}: {report.added} passages compressed, {report.unchanged} unchanged")
@@ -115,7 +120,10 @@ def ask(
     k: Annotated[int, typer.Option("--k", metavar="N", help="Passages to retrieve.")] = 4,
     text: Annotated[bool, typer.Option("--text", help="Give the decoder the passages' text, for comparison.")] = False,
     template: Template = None,
-    answer_tokens: AnswerTokens = None,
+    max_tokens: AnswerTokens = None,
+    temperature: Temperature = 0.0,
+    device: Device = None,
+    dtype: Dtype = None,
     embedder: Embedder = None,
     server: Server = None,
     server_key: ServerKey = None,
@@ -132,7 +140,7 @@ def ask(
         raise ConfigError("the question is empty: ask something")
     check_template(template)
     quiet_models()
-    with open_index(store, bundle, embedder=embedder) as opened:
+    with open_index(store, bundle, embedder=embedder, device=device, dtype=dtype) as opened:
         from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
         from ctx_compress_rag.serving.client import ServerDecoder
 
@@ -146,9 +154,9 @@ def ask(
             if server is None
             else ServerDecoder(opened.bundle, opened.store, server=server, api_key=server_key)
         )
-        longest = answer_tokens or config.answer_tokens or _ANSWER_TOKENS
+        sampling = Sampling(max_tokens or config.answer_tokens or _ANSWER_TOKENS, temperature)
         begun = False
-        for piece in decoder.stream(prompt, Sampling(max_new_tokens=longest)):
+        for piece in decoder.stream(prompt, sampling):
             if isinstance(piece, str):
                 # Some tokenizers start an answer with a space.
                 print(piece if begun else piece.lstrip(), end="", flush=True)

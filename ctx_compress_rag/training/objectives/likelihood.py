@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.methods.base.compressor import PassageBatch
-from ctx_compress_rag.text.prompts import PromptBuilder, SlotRow, draw_template
-from ctx_compress_rag.training.objectives.base import PassageTable, SlotObjective, SlotRows
+from ctx_compress_rag.prompt import HoledPrompt
+from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
+from ctx_compress_rag.training.objectives.base import PassageTable, PromptBatch, SlotObjective
 from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 
@@ -23,16 +24,16 @@ class LikelihoodLoss(WholeBatchMean, SlotObjective):
     (reconstruction), or the text that follows them (next token).
     """
 
-    def items(self, passages: PassageBatch, prompts: SlotRows) -> Tensor:  # type: ignore[override]
+    def items(self, passages: PassageBatch, prompts: PromptBatch) -> Tensor:  # type: ignore[override]
         """The answers' tokens: (1,)."""
         return prompts.answer_tokens()
 
     def forward(  # type: ignore[override]
-        self, passages: PassageBatch, prompts: SlotRows, num_items_in_batch: Tensor | None = None
+        self, passages: PassageBatch, prompts: PromptBatch, num_items_in_batch: Tensor | None = None
     ) -> dict[str, Tensor]:
         """The loss of a batch: its passages, and prompts with holes for them."""
         loss = torch.zeros((), device=self.bundle.backbone.device)
-        drawn = self.drawn(len(prompts.rows))
+        drawn = self.drawn(len(prompts.prompts))
         for ratio, batch in self.compress(passages, drawn).items():
             loss = loss + F.cross_entropy(*self.answer_logits(prompts.only(drawn[ratio]), batch), reduction="sum")
         [tokens] = self.items(passages, prompts) if num_items_in_batch is None else num_items_in_batch
@@ -57,14 +58,14 @@ class AnswerCollator:
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         table = PassageTable()
-        rows: list[SlotRow] = []
+        prompts: list[HoledPrompt] = []
         places: list[list[int]] = []
         for example in examples:
             short = self.builder.shortened(example.passages, self.max_context_tokens)
             asked = self.asked(example, [text for text, _ in short])
-            rows.append(self.builder.slot_row(asked, draw_template(self.templates, example, self.seed)))
+            prompts.append(self.builder.holed_prompt(asked, draw_template(self.templates, example, self.seed)))
             places.append([table.place(text, ids) for text, ids in short])
-        return {"passages": table.batch(), "prompts": SlotRows(rows, places)}
+        return {"passages": table.batch(), "prompts": PromptBatch(prompts, places)}
 
     def asked(self, example: Example, texts: Sequence[str]) -> Example:
         """What is asked of an example, whose passages became `texts`: its own questions."""

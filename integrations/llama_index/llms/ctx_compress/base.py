@@ -8,6 +8,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import torch
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -31,7 +32,7 @@ from ctx_compress_rag.adaptation import Adapted, AdaptiveDecoder, serving
 from ctx_compress_rag.adaptation.llm import DecoderLLM
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import explain
-from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling
+from ctx_compress_rag.decoding.decoder import BATCH_SIZE, Generation, Message, Sampling
 from ctx_compress_rag.decoding.generation import given_options
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
@@ -74,6 +75,9 @@ class CompressedContextLLM(DecoderLLM, LLM):
         scope: tenant or user whose markers are read; by default the one of `ctx_compress_rag.stores.markers.scope`, or
             else the store's.
         predictor: folder of the update predictor that `adapt` uses.
+        batch_size: most prompts in a forward pass.
+        device, dtype, device_map, attn_implementation, quantization_config: load the decoder once more, for this LLM
+            alone, as `Bundle.from_pretrained` takes them; by default the store's bundle answers.
         server: address of a vLLM server that runs the decoder (see `ctx-compress export`); None runs it here.
         api_key: the server's key.
         timeout: seconds that the server may take to answer, and then from one token to the next.
@@ -101,6 +105,12 @@ class CompressedContextLLM(DecoderLLM, LLM):
     on_unreadable: OnUnreadable = "error"
     scope: str | None = None
     predictor: str | Path | None = None
+    batch_size: int = Field(default=BATCH_SIZE, ge=1)
+    device: str | torch.device | None = Field(default=None, exclude=True)
+    dtype: str | torch.dtype | None = Field(default=None, exclude=True)
+    device_map: str | dict[str, Any] | None = None
+    attn_implementation: str | None = None
+    quantization_config: Any = Field(default=None, exclude=True, repr=False)
     server: str | None = None
     api_key: SecretStr | None = Field(default=None, exclude=True)
     timeout: float = 120.0
