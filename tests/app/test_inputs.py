@@ -129,7 +129,7 @@ def test_an_apps_own_collection(tmp_path: Path, bundle_folder: Path) -> None:
     texts = [row["text"][:120] for row in ROWS]
     rag.add(ids=[row["id"] for row in ROWS], embeddings=[[1.0, 0.0]] * len(ROWS), documents=texts)
     assert compress_collection(tmp_path / "chroma", "docs", str(bundle_folder)) == (len(ROWS), 0)
-    rag.update(ids=["row1"], documents=["Another text."])
+    rag.update(ids=["row1"], embeddings=[[1.0, 0.0]], documents=["Another text."])
     assert compress_collection(tmp_path / "chroma", "docs", str(bundle_folder)) == (1, len(ROWS) - 1)
     with SoftContextStore(rag, Bundle.from_pretrained(bundle_folder)) as store:
         assert store.has(["Another text."], ["row1"]) == [True]

@@ -45,7 +45,7 @@ def stored(folder: Path) -> int:
 
 
 def test_killed_and_run_again_it_compresses_only_what_is_missing(bundle_folder: Path, tmp_path: Path) -> None:
-    docs = write_docs(tmp_path / "docs", files=150)
+    docs = write_docs(tmp_path / "docs", files=40)
     command = [sys.executable, "-m", "ctx_compress_rag.cli", "index", str(docs), "--bundle", str(bundle_folder)]
     command += ["--chunk-tokens", "48", "--store"]
     target, killed = tmp_path / "killed", [*command, str(tmp_path / "killed"), "--ray", "2"]
