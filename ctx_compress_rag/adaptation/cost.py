@@ -7,15 +7,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
 from ctx_compress_rag.adaptation.episodes import Episode
 from ctx_compress_rag.adaptation.systems import System
 from ctx_compress_rag.decoding.generation import Sampling
+from ctx_compress_rag.flops import counting
 
 _COUNTED = 4
 
@@ -68,9 +67,9 @@ def measure(
 
 def flops_of(decoder: AdaptiveDecoder, system: System, episode: Episode, sampling: Sampling) -> tuple[int, int]:
     """Floating-point operations of adapting to an episode's demonstrations, and of answering its question."""
-    with _counter() as adapting:
+    with counting() as adapting:
         adapted = decoder.adapt(episode.support, system.adaptation)
-    with _counter() as answering:
+    with counting() as answering:
         # In this thread: operations of passes that others share run in another, uncounted.
         adapted.generate_apart(episode.query.chat(), sampling)
     return adapting.get_total_flops(), answering.get_total_flops()
@@ -81,15 +80,3 @@ def _now(decoder: AdaptiveDecoder) -> float:
     if decoder.bundle.backbone.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def _counter() -> FlopCounterMode:
-    # torch counts its attention kernels for GPUs; the one for CPUs has the same products.
-    aten: Any = torch.ops.aten
-    kernels = {
-        aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
-            sdpa_backward_flop_count(grad, q, k, v)
-        ),
-    }
-    return FlopCounterMode(display=False, custom_mapping=kernels)

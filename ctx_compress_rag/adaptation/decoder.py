@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +17,7 @@ from torch import Tensor
 from ctx_compress_rag.adaptation.adapter import Adapter, applied
 from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
 from ctx_compress_rag.backbone import Backbone, load_decoder
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle import TEACHER, Bundle
 from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.decoding.batches import in_batches
 from ctx_compress_rag.decoding.change import UNCHANGED, Change
@@ -30,6 +31,7 @@ from ctx_compress_rag.prompt import Prompt, PromptLike
 from ctx_compress_rag.text.prompt_tokenizer import answer_ids
 
 _GREEDY = Sampling()
+_SAMPLED = 1024  # numbers of each weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +110,22 @@ class AdaptiveDecoder(TransformersDecoder):
         other = copy.copy(self)
         other.change = adapted
         return other
+
+    def fingerprint(self, ratio: int | None) -> str:
+        """What updates are made for, with passages as slots the bundle, as text the decoder: 64 hex digits.
+
+        Of the decoder that is a sample of each weight, in bfloat16: it is the same in every precision, and
+        fine-tuning changes it.
+        """
+        if ratio is not None:
+            return self.bundle.fingerprint
+        digest = hashlib.sha256()
+        for name, weight in self.bundle.backbone.model.named_parameters():
+            if "lora_" not in name or f".{TEACHER}." in name:
+                part = weight.detach().flatten()[:_SAMPLED].bfloat16().float().cpu()
+                digest.update(f"{name.replace('.base_layer.', '.')} {tuple(weight.shape)}".encode())
+                digest.update(part.numpy().tobytes())
+        return digest.hexdigest()
 
     def rows(self, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
         """The demonstrations as this decoder reads them, with nothing adapted.

@@ -19,7 +19,7 @@ from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
 from ctx_compress_rag.adaptation.updates import sgd
 from ctx_compress_rag.config import explain
-from ctx_compress_rag.errors import BundleError
+from ctx_compress_rag.errors import BundleError, ConfigError
 
 BASE_FOLDER = "base"
 
@@ -111,7 +111,9 @@ class PredictorConfig(BaseModel):
         loss: what the predictor was trained by: "matching" is RAG-GD, "task" HyperTuning.
         inner_steps, inner_learning_rate: K and eta of the gradient descent that it stands for; HyperTuning's
             first updates have that size.
-        demonstrations: how many it was trained with.
+        demonstrations: how many it was trained with, and takes.
+        fingerprint: `AdaptiveDecoder.fingerprint` of the decoder that it was made for; `build` fills it in.
+        ratio: source tokens per slot of the demonstrations' passages; None: they are text.
         hidden, code: widths of its encoder's layers.
         layer: after which layer it reads the demonstrations' hidden states; None is the last.
     """
@@ -123,6 +125,8 @@ class PredictorConfig(BaseModel):
     inner_steps: int = Field(gt=0)
     inner_learning_rate: float = Field(gt=0)
     demonstrations: int = Field(gt=0)
+    fingerprint: str = ""
+    ratio: int | None = Field(default=None, gt=0)
     hidden: int = Field(default=256, gt=0)
     code: int = Field(default=64, gt=0)
     layer: int | None = Field(default=None, gt=0)
@@ -150,10 +154,19 @@ class PredictedUpdate(Adaptation):
         """
         dim = int(decoder.bundle.backbone.model.config.get_text_config().hidden_size)
         predictor = UpdatePredictor(dim, base.shapes, base.rank, config.hidden, config.code)
-        return cls(base, predictor.to(next(iter(base.a.values())).device), config)
+        made_for = config.model_copy(update={"fingerprint": decoder.fingerprint(config.ratio)})
+        return cls(base, predictor.to(next(iter(base.a.values())).device), made_for)
 
     def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
-        pooled = pooled_states(decoder, [decoder.rows(demonstrations)], self.base, self.config.layer)
+        rows = decoder.rows(demonstrations)
+        if len(rows) != self.config.demonstrations:
+            raise ConfigError(
+                f"this predictor was trained with {self.config.demonstrations} demonstrations and was given {len(rows)}"
+            )
+        if any(row.soft for row in rows) is (self.config.ratio is None):
+            read = "text" if self.config.ratio is None else f"soft contexts of ratio {self.config.ratio}"
+            raise ConfigError(f"this predictor was trained on demonstrations whose passages are {read}: give it such")
+        pooled = pooled_states(decoder, [rows], self.base, self.config.layer)
         with torch.no_grad():
             return Adapted(self.base.plus(self.predictor(pooled)).row(0))
 
@@ -169,7 +182,7 @@ class PredictedUpdate(Adaptation):
         """Read what `save_pretrained` wrote, for `decoder`.
 
         Raises:
-            BundleError: it is not there, damaged, or was made for a decoder of other shapes.
+            BundleError: it is not there, damaged, or was made for another decoder.
         """
         folder = Path(folder)
         try:
@@ -179,6 +192,8 @@ class PredictedUpdate(Adaptation):
             raise BundleError(f"{str(folder)!r} holds no update predictor: {_CONFIG_FILE} is missing") from error
         except ValidationError as error:
             raise BundleError(f"{folder / _CONFIG_FILE}: {explain(error)}") from None
+        if config.fingerprint != decoder.fingerprint(config.ratio):
+            raise BundleError(f"the predictor in {folder} was made for another decoder: train one for this decoder")
         base = Adapter.from_pretrained(folder / BASE_FOLDER, decoder.bundle.backbone.model)
         made = cls.build(base, decoder, config)
         state, expected = _read(folder / _WEIGHTS_FILE), made._tensors()

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -13,9 +14,11 @@ from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDecoder
 from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
 from ctx_compress_rag.adaptation.methods import BaseAdapter, PredictedUpdate, PromptTuning
+from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import BundleError, ConfigError
 
 _PEFT_CONFIG = "adapter_config.json"
+_LOADED: WeakKeyDictionary[Bundle, dict[Path, tuple[list[tuple[Path, int]], Adaptation]]] = WeakKeyDictionary()
 
 
 def adapt(
@@ -44,6 +47,11 @@ def adapt(
         demonstrations = [demonstration.marked(decoder.store, ratio) for demonstration in demonstrations]
     if not isinstance(adaptation, Adaptation):
         adaptation = load_adaptation(adaptation, decoder)
+    if ratio is not None and isinstance(adaptation, PredictedUpdate) and adaptation.config.ratio != ratio:
+        raise ConfigError(
+            f"ratio={ratio}: this predictor was trained with passages as "
+            + ("text" if adaptation.config.ratio is None else f"soft contexts of ratio {adaptation.config.ratio}")
+        )
     return decoder.adapt(demonstrations, adaptation)
 
 
@@ -59,13 +67,19 @@ def with_adapter(decoder: AdaptiveDecoder, folder: str | Path) -> AdaptiveDecode
 def load_adaptation(folder: str | Path, decoder: AdaptiveDecoder) -> Adaptation:
     """What was saved in a folder: an update predictor, a LoRA adapter or a soft prefix, the latter two of peft's form.
 
+    It is read once for each bundle, and again when a file of the folder has changed.
+
     Raises:
         BundleError: the folder holds none of them, or one for another decoder.
     """
-    folder = Path(folder)
-    if (folder / _PEFT_CONFIG).exists():
-        return _saved_adapter(folder, decoder)
-    return PredictedUpdate.from_pretrained(folder, decoder)
+    folder = Path(folder).resolve()
+    stamp = [(file, file.stat().st_mtime_ns) for file in sorted(folder.rglob("*"))]
+    kept = _LOADED.setdefault(decoder.bundle, {})
+    if folder not in kept or kept[folder][0] != stamp:
+        saved = (folder / _PEFT_CONFIG).exists()
+        found = _saved_adapter(folder, decoder) if saved else PredictedUpdate.from_pretrained(folder, decoder)
+        kept[folder] = (stamp, found)
+    return kept[folder][1]
 
 
 def _saved_adapter(folder: Path, decoder: AdaptiveDecoder) -> BaseAdapter | PromptTuning:

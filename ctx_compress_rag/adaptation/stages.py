@@ -186,6 +186,7 @@ def _untrained(recipe: UpdatePredictorRecipe, decoder: AdaptiveDecoder) -> Predi
         inner_steps=recipe.inner_steps,
         inner_learning_rate=recipe.inner_learning_rate,
         demonstrations=recipe.demonstrations,
+        ratio=recipe.ratio,
         hidden=recipe.hidden,
         code=recipe.code,
         layer=recipe.layer,

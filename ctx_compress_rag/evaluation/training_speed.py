@@ -122,7 +122,7 @@ def _timed(step: Callable[[], Tensor], half: bool) -> tuple[float, float]:
     device = training_device()
     with torch.autocast(device, torch.bfloat16, enabled=half):
         loss = step()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     if device == "cuda":
         torch.cuda.synchronize()
     return float(loss.detach()), time.perf_counter() - started

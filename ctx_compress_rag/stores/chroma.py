@@ -218,7 +218,7 @@ class SoftContextStore:
         return [content_id(text) for text in texts] if ids is None else list(ids)
 
     def delete(self, ids: Sequence[str], scope: str | None = None) -> int:
-        """Delete passages of the scope; how many of them were there. `chroma vacuum` gives the disk space back."""
+        """Delete passages of the scope; how many of them were there. `ctx-compress vacuum` writes them over."""
         scope = self._scope(scope)
         with self._writing:
             present = self._companion.existing([record_id(id, scope) for id in _checked_ids(ids)])
@@ -354,6 +354,7 @@ class SoftContextStore:
             ConfigError: the bundle reads passages question by question (ram).
             RatioError: the ratio cannot be made from the base ratio.
             MissingPassageError: an id is not stored, or with another text than it was given with.
+            PayloadError: a record is damaged; the message names the passage.
         """
         if self.bundle.compressor.question_aware:
             raise ConfigError(
@@ -365,6 +366,8 @@ class SoftContextStore:
         missing = [id for id in ids if id not in found]
         if missing:
             raise MissingPassageError(f"passage {missing[0]!r} is not stored ({len(missing)} are not): add it first")
+        for key, stored in dict(found.values()).items():
+            records.check_payload(key, stored)
         signer = self._signer()
         self._names.learn(found.values())
         written = []

@@ -408,9 +408,13 @@ class ReconstructionRecipe(CompressionRecipe):
 
 
 class AnswerRecipe(CompressionRecipe):
-    """The likelihood of answers read from slots (fine-tuning in ArcAligner and ComprExIT)."""
+    """The likelihood of answers read from slots (fine-tuning in ArcAligner and ComprExIT).
+
+    `self_distillation` is the weight of KL(decoder with text || decoder with slots) on the same tokens (xRAG).
+    """
 
     stage: Literal["answer"]
+    self_distillation: float = Field(default=0.0, ge=0)
 
 
 class RamRecipe(CompressionRecipe):

@@ -19,10 +19,11 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import get_last_checkpoint
 
 from ctx_compress_rag.errors import ConfigError, TimeUpError
+from ctx_compress_rag.flops import counting
 from ctx_compress_rag.training.compiled import bfloat16_pays
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.muon import MuonAdamW
-from ctx_compress_rag.training.throughput import Meter, counting
+from ctx_compress_rag.training.throughput import Meter
 from ctx_compress_rag.training.whole_batch import WholeBatchMean, items_of
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from ctx_compress_rag.methods.base.compressor import PassageBatch
 from ctx_compress_rag.training.objectives.base import PromptBatch
@@ -78,8 +77,3 @@ class Meter:
             "tokens_per_second": round(speed) if speed else "unknown",
             "teraflops_per_second": float(f"{work / 1e12:.4g}") if work else "unknown",
         }
-
-
-def counting() -> FlopCounterMode:
-    """A context that counts operations of forward and backward passes: a multiplication and its addition are two."""
-    return FlopCounterMode(display=False)

@@ -320,6 +320,7 @@ def test_loops_are_drawn_for_a_text(stages: Path, tmp_path: Path) -> None:
     assert len({count for row in numbers["loops"] for count in row}) > 1
     means = [sum(column) / len(column) for column in zip(*numbers["loops"], strict=True)]
     assert numbers["mean_loops"] == pytest.approx(means)
+    assert 1 < numbers["flops"] / numbers["flops_of_the_frozen_decoder"] < 1 + 2  # a prompt of little but slots
     second = Bundle.from_pretrained(stages / "2" / "bundle")
     with pytest.raises(ConfigError, match="gates are off"):
         inspect(second, text, tmp_path)

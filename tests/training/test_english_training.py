@@ -20,12 +20,13 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import world_examples, write_jsonl
 from ctx_compress_rag.data.world import tokenizer_texts
+from ctx_compress_rag.flops import counting
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.quantization import from_int8, to_int8
 from ctx_compress_rag.text.prompts import PromptBuilder, messages, shares
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
 from ctx_compress_rag.training.recipes import recipe_names
-from ctx_compress_rag.training.throughput import Meter, counting
+from ctx_compress_rag.training.throughput import Meter
 
 
 def stages(folder: Path, steps: int = 4) -> list[str]:

@@ -124,6 +124,25 @@ def test_each_example_draws_its_own_ratio(make_tiny_bundle: Any, stage: str) -> 
     assert loss(examples, ratios, None) == pytest.approx(sum(map(sum, alone)), rel=1e-4)
 
 
+def test_self_distillation_is_added_to_the_likelihood(make_tiny_bundle: Any) -> None:
+    """The likelihood plus a thousand KL(text || slots), means over tokens: two losses that each have one of them."""
+    bundle = make_tiny_bundle(seed=3)
+    builder, plain = PromptBuilder(bundle.tokenizer), ["{context}\n\n{question}"]
+    both = LikelihoodLoss(bundle, self_distillation=1000.0)
+    batch = AnswerCollator(builder, plain, 512, seed=0, with_text=True)(EXAMPLES)
+    both.ratios = [4, 8]
+    likelihood, distillation = LikelihoodLoss(bundle), DistillationLoss(bundle)
+    likelihood.ratios = distillation.ratios = [4, 8]
+    with torch.no_grad():
+        found = both(**batch)["loss"]
+        tokens = both.items(**batch)
+        answers = likelihood(**AnswerCollator(builder, plain, 512, seed=0)(EXAMPLES))["loss"]
+        apart = distillation(**DistillationCollator(builder, plain, 512, 0, seed=0)(EXAMPLES))["loss"]
+    divergence = apart * len(EXAMPLES) / tokens
+    assert float(found) == pytest.approx(float(answers + 1000 * divergence), rel=1e-4)
+    assert float(1000 * divergence) > 0.1
+
+
 @pytest.mark.parametrize("encoder", ["lora", "full", "frozen"])
 @pytest.mark.parametrize("decoder", ["lora", "full", "frozen"])
 def test_gradients_reach_what_is_trained_and_nothing_else(make_tiny_bundle: Any, encoder: str, decoder: str) -> None:

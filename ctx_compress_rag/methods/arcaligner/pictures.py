@@ -11,6 +11,7 @@ from torch import Tensor
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.figures import heat_map, new_figure, width_of
+from ctx_compress_rag.flops import counting
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
 from ctx_compress_rag.methods.sentence_slots.compressor import SentenceSlotsCompressor
 from ctx_compress_rag.prompt import Prompt
@@ -29,7 +30,7 @@ def refinement(bundle: Bundle, text: str, ratio: int) -> dict[str, Any]:
     template that the bundle was trained with, as its config has it. No question after the text could change
     these numbers.
 
-    Returns: `loops.json` and `loops.png`.
+    Returns: `loops.json`, with the operations of this pass and of the same one without LoRA and loops, and `loops.png`.
 
     Raises:
         ConfigError: the bundle's gates are off.
@@ -43,8 +44,12 @@ def refinement(bundle: Bundle, text: str, ratio: int) -> dict[str, Any]:
     template = bundle.config.asked_by
     before, _ = builder.question(template, builder.HOLE, "").ids
     batch = splice(bundle.backbone.embeddings, [Prompt.of(before, bundle.embed(soft))])
-    with torch.no_grad(), reader.record_loops() as record, bundle.soft_decoder(batch.slot_mask) as model:
-        model(**batch.model_inputs(), use_cache=False, logits_to_keep=1)
+    once = {"use_cache": False, "logits_to_keep": 1}
+    with torch.no_grad(), reader.record_loops() as record:
+        with bundle.soft_decoder(batch.slot_mask) as model, counting() as refined:
+            model(**batch.model_inputs(), **once)
+        with bundle.backbone.use(None) as frozen, counting() as plain:
+            frozen(**batch.model_inputs(), **once)
     layers = sorted(record)
     loops = torch.stack([record[layer][batch.slot_mask.cpu()] for layer in layers], dim=1)
     slots = [unit.text for unit in compressor.units(text, ratio, bundle.config.max_tokens)]
@@ -55,6 +60,8 @@ def refinement(bundle: Bundle, text: str, ratio: int) -> dict[str, Any]:
         "most_loops": reader.config.loops,
         "mean_loops": loops.float().mean(0).tolist(),
         "loops": loops.tolist(),
+        "flops": refined.get_total_flops(),
+        "flops_of_the_frozen_decoder": plain.get_total_flops(),
     }
     return {"loops.json": numbers, "loops.png": _loops_figure(loops, layers, slots)}
 

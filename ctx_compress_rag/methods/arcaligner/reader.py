@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.backbone import Backbone, decoder_layers
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig
+from ctx_compress_rag.methods.arcaligner.recursion import Recursion
 from ctx_compress_rag.methods.arcaligner.selective_lora import SelectiveLora, SlotPlaces, twin
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.base.mapped_reader import MappedReader
@@ -60,6 +61,9 @@ class ArcAlignerReader(MappedReader):
     Training mode (dropout in the LoRA, eq. 7 in place of the hard gate) is that of the module, and only
     where gradients are asked for.
 
+    All of it, and the projector, computes in its own weights' precision, LoRA and gates in float32: autocast, under
+    which training runs, is off. Gates that saw other roundings in training than in use would decide otherwise.
+
     Args:
         backbone: the decoder.
         slot_dim: width of a stored slot.
@@ -99,6 +103,11 @@ class ArcAlignerReader(MappedReader):
         if self.config.loops and self.config.gate == "learned":
             trained += self.gates.requires_grad_(True).parameters()
         return trained
+
+    def forward(self, slots: Tensor, token_counts: Tensor) -> Tensor:
+        """Slots as the decoder's input embeddings; `token_counts` is not used."""
+        with torch.autocast(slots.device.type, enabled=False):
+            return super().forward(slots, token_counts)
 
     @contextmanager
     def decoder(self, slot_mask: Tensor) -> Iterator[Any]:
@@ -144,6 +153,7 @@ class ArcAlignerReader(MappedReader):
         if self._loops is not None:
             self._loops.clear()
         with ExitStack() as hooks:
+            hooks.enter_context(torch.autocast(slots.mask.device.type, enabled=False))
             for lora in self.lora:
                 hooks.enter_context(cast(SelectiveLora, lora).on(slots))
             for number, gate in self.gates.items() if self.config.loops else ():
@@ -183,7 +193,7 @@ class ArcAlignerReader(MappedReader):
             gate: the layer's.
             slots: where slots are.
             layer: the decoder layer, LoRA in place.
-            args: what it was called with; the first is H^(l,0).
+            args: what it was called with: H^(l,0).
             kwargs: what it was called with.
             state: H^(l+1,0): (batch, length, dim).
 
@@ -193,30 +203,30 @@ class ArcAlignerReader(MappedReader):
         if not isinstance(state, Tensor):
             raise ConfigError(f"{type(layer).__name__} returns more than its states: ArcAligner cannot read with it")
         training = self.training and torch.is_grad_enabled()
-        # Without the cache: a loop's keys and values are for its own slots.
-        again = {name: value for name, value in kwargs.items() if name not in ("past_key_values", "use_cache")}
-        loops = torch.zeros_like(slots.index)
+        lora = cast(SelectiveLora, self.lora[number]) if self.config.lora else None
+        candidates = Recursion(layer, lora, slots, kwargs)
+        at = slots.mask  # which slots a pass is for: in training all, for the gates' gradients
+        loops = at.long() - 1
         for _ in range(self.config.loops):
-            current = slots.take(state)
+            current = state[at]
             if self.config.gate == "open":
                 logits = torch.zeros(len(current), 1, device=current.device)
             else:
                 logits = gate(current.to(next(gate.parameters()).dtype))
-            hard = logits >= 0  # sigmoid(logits) >= 0.5, before half precision rounds it there
-            loops += hard.squeeze(1)
-            if not training and not hard.any():
-                break  # no slot changes, so no gate will ever open
-            candidate = slots.take(layer.forward(state, *args[1:], **again))  # eq. 6
+            hard = logits >= 0  # sigmoid(logits) >= 0.5, before it is rounded there
+            loops[at] += hard.squeeze(1).long()
             if training:
-                soft = logits.sigmoid()  # eq. 5
+                candidate, soft = candidates(state, at), logits.sigmoid()  # eq. 6, 5
                 g = hard.to(soft.dtype) + (soft - soft.detach())  # eq. 7: exactly 0 or 1, with the gradient of eq. 5
                 # Eq. 8. Written current + g (candidate - current), half precision would round the candidate.
                 updated = g * candidate + (1 - g) * current
             else:
-                updated = torch.where(hard, candidate, current)
-            state = slots.put(state, updated)  # eq. 9
+                # What a gate closes on does not change, so that it stays closed.
+                at = at.masked_scatter(at, hard)
+                if not at.any():
+                    break
+                updated = candidates(state, at)
+            state = state.masked_scatter(at.unsqueeze(-1), updated.to(state.dtype))  # eq. 9
         if self._loops is not None:
-            record = torch.full(slots.shape, -1, device=loops.device)
-            record.view(-1)[slots.index] = loops
-            self._loops[number] = record.cpu()
+            self._loops[number] = loops.cpu()
         return state

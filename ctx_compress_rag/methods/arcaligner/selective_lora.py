@@ -25,11 +25,12 @@ class SlotPlaces:
         mask: bool (batch, length).
 
     Attributes:
+        mask: the same.
         index: int64 (slots,): the slots' places among all positions, row after row.
     """
 
     def __init__(self, mask: Tensor) -> None:
-        self.shape = mask.shape
+        self.mask = mask
         self.index = mask.flatten().nonzero().squeeze(1)
 
     def take(self, states: Tensor) -> Tensor:
@@ -39,13 +40,9 @@ class SlotPlaces:
             ConfigError: `states` are not those of all positions, as where a router sends tokens to experts.
         """
         rows = states.flatten(0, -2)
-        if len(rows) != self.shape.numel():
-            raise ConfigError(f"a layer got {len(rows)} of {self.shape.numel()} positions: which are slots is unknown")
+        if len(rows) != self.mask.numel():
+            raise ConfigError(f"a layer got {len(rows)} of {self.mask.numel()} positions: which are slots is unknown")
         return rows[self.index]
-
-    def put(self, states: Tensor, slots: Tensor) -> Tensor:
-        """A copy of `states` with other states at slots: (batch, length, dim), (slots, dim) -> (batch, length, dim)."""
-        return states.flatten(0, -2).index_copy(0, self.index, slots.to(states.dtype)).view_as(states)
 
 
 class SlotUpdate(nn.Module):
@@ -103,20 +100,26 @@ class SelectiveLora(nn.Module):
         self.updates = nn.ModuleDict({name: SlotUpdate(linear, config) for name, linear in linears.items()})
         # A plain tuple hides the decoder's layers from nn.Module.
         self._linears = tuple(linears.values())
+        self._slots: SlotPlaces | None = None
 
     @contextmanager
     def on(self, slots: SlotPlaces) -> Iterator[None]:
-        """Add the updates at slots within the context."""
+        """Add the updates at slots within the context; a context inside it has slots of its own."""
+        outer, self._slots = self._slots, slots
         with ExitStack() as hooks:
-            for linear, update in zip(self._linears, self.updates.values(), strict=True):
-                hooks.callback(linear.register_forward_hook(partial(_add, update, slots)).remove)
-            yield
+            if outer is None:
+                for linear, update in zip(self._linears, self.updates.values(), strict=True):
+                    hooks.callback(linear.register_forward_hook(partial(self._add, update)).remove)
+            try:
+                yield
+            finally:
+                self._slots = outer
 
-
-def _add(update: nn.Module, slots: SlotPlaces, linear: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-    # In place, at slots alone: other positions keep their bits, and cost nothing.
-    change = update(slots.take(args[0])).to(output.dtype)
-    output.view(-1, output.shape[-1]).index_add_(0, slots.index, change)
+    def _add(self, update: nn.Module, linear: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        assert self._slots is not None  # it is `on`
+        # In place, at slots alone: other positions keep their bits, and cost nothing.
+        change = update(self._slots.take(args[0])).to(output.dtype)
+        output.view(-1, output.shape[-1]).index_add_(0, self._slots.index, change)
 
 
 def _linears(layer: nn.Module) -> Iterable[tuple[str, nn.Linear]]:

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoding.splice import predict, splice
 from ctx_compress_rag.methods.base.compressor import PassageBatch, SlotBatch, Tokenized
-from ctx_compress_rag.prompt import HoledPrompt
+from ctx_compress_rag.prompt import HoledPrompt, Prompt
 
 
 @dataclass(frozen=True)
@@ -119,3 +120,10 @@ class SlotObjective(nn.Module, ABC):
         spliced = splice(self.bundle.backbone.embeddings, prompts)
         with self.reader.decoder(spliced.slot_mask) as model:
             return predict(model, spliced, prompts)
+
+    @torch.no_grad()
+    def teacher_log_probs(self, prompts: Sequence[Prompt]) -> list[Tensor]:
+        """Each prompt's log-probabilities at its answers' tokens, read with the text: (answer tokens, vocabulary)."""
+        with self.bundle.text_decoder() as model:
+            logits, _ = predict(model, splice(self.bundle.backbone.embeddings, prompts), prompts)
+        return list(F.log_softmax(logits, dim=-1).split([int(prompt.answers.sum()) for prompt in prompts]))

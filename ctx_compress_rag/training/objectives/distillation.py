@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
-from ctx_compress_rag.decoding.splice import predict, splice
 from ctx_compress_rag.methods.base.compressor import PassageBatch
 from ctx_compress_rag.prompt import HoledPrompt, Prompt
 from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
@@ -61,7 +60,7 @@ class DistillationLoss(WholeBatchMean, SlotObjective):
         if num_items_in_batch is None:
             num_items_in_batch = self.items(passages, text_prompts, prompts, repeats)
         examples, repeated_tokens = num_items_in_batch
-        targets = self._teacher_log_probs(text_prompts).split(prompts.answer_lengths())
+        targets = self.teacher_log_probs(text_prompts)
         loss = torch.zeros((), device=self.bundle.backbone.device)
         drawn, repeated_at = self.drawn(len(text_prompts)), self.drawn(len(repeats.prompts))
         for ratio, batch in self.compress(passages, drawn | repeated_at).items():
@@ -75,14 +74,6 @@ class DistillationLoss(WholeBatchMean, SlotObjective):
                 repeated = F.cross_entropy(logits, answers, reduction="sum") / repeated_tokens
                 loss = loss + self.reconstruction_weight * repeated
         return {"loss": loss}
-
-    @torch.no_grad()
-    def _teacher_log_probs(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Log-probabilities at the answers' tokens, prompt after prompt: (answer tokens, vocabulary)."""
-        batch = splice(self.bundle.backbone.embeddings, prompts)
-        with self.bundle.text_decoder() as model:
-            logits, _ = predict(model, batch, prompts)
-        return F.log_softmax(logits, dim=-1)
 
 
 class DistillationCollator:

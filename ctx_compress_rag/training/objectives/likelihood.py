@@ -1,4 +1,4 @@
-"""Negative log-likelihood of answers read from slots (ArcAligner, eq. 10; ComprExIT, section 3.3)."""
+"""Likelihood of answers read from slots (ArcAligner, eq. 10; ComprExIT, section 3.3), with xRAG's self-distillation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.methods.base.compressor import PassageBatch
-from ctx_compress_rag.prompt import HoledPrompt
+from ctx_compress_rag.prompt import HoledPrompt, Prompt
 from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
 from ctx_compress_rag.training.objectives.base import PassageTable, PromptBatch, SlotObjective
 from ctx_compress_rag.training.whole_batch import WholeBatchMean
@@ -22,20 +23,41 @@ class LikelihoodLoss(WholeBatchMean, SlotObjective):
 
     What the answers are, the collator decides: answers to questions, the passages' own text
     (reconstruction), or the text that follows them (next token).
+
+    Args:
+        bundle: what is trained.
+        self_distillation: weight of KL(decoder with text || decoder with slots) on the same tokens, mean over them
+            (xRAG, Cheng et al., 2024, where it is 2).
     """
 
-    def items(self, passages: PassageBatch, prompts: PromptBatch) -> Tensor:  # type: ignore[override]
+    def __init__(self, bundle: Bundle, self_distillation: float = 0.0) -> None:
+        super().__init__(bundle)
+        self.self_distillation = self_distillation
+
+    def items(  # type: ignore[override]
+        self, passages: PassageBatch, prompts: PromptBatch, text_prompts: Sequence[Prompt] = ()
+    ) -> Tensor:
         """The answers' tokens: (1,)."""
         return prompts.answer_tokens()
 
     def forward(  # type: ignore[override]
-        self, passages: PassageBatch, prompts: PromptBatch, num_items_in_batch: Tensor | None = None
+        self,
+        passages: PassageBatch,
+        prompts: PromptBatch,
+        text_prompts: Sequence[Prompt] = (),
+        num_items_in_batch: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """The loss of a batch: its passages, and prompts with holes for them."""
+        """The loss of a batch: its passages, prompts with holes for them, and for self-distillation with their text."""
+        targets = self.teacher_log_probs(text_prompts) if self.self_distillation else []
         loss = torch.zeros((), device=self.bundle.backbone.device)
         drawn = self.drawn(len(prompts.prompts))
         for ratio, batch in self.compress(passages, drawn).items():
-            loss = loss + F.cross_entropy(*self.answer_logits(prompts.only(drawn[ratio]), batch), reduction="sum")
+            logits, answers = self.answer_logits(prompts.only(drawn[ratio]), batch)
+            loss = loss + F.cross_entropy(logits, answers, reduction="sum")
+            if targets:
+                wanted = torch.cat([targets[row] for row in drawn[ratio]])
+                student = F.log_softmax(logits, dim=-1)
+                loss = loss + self.self_distillation * F.kl_div(student, wanted, reduction="sum", log_target=True)
         [tokens] = self.items(passages, prompts) if num_items_in_batch is None else num_items_in_batch
         return {"loss": loss / tokens}
 
@@ -48,24 +70,39 @@ class AnswerCollator:
         templates: prompt templates, one drawn for each example.
         max_context_tokens: longest context of an example, shared evenly by its passages.
         seed: of the draws.
+        with_text: make the prompts with their passages' text, too, for self-distillation.
     """
 
-    def __init__(self, builder: PromptBuilder, templates: Sequence[str], max_context_tokens: int, seed: int) -> None:
+    def __init__(
+        self,
+        builder: PromptBuilder,
+        templates: Sequence[str],
+        max_context_tokens: int,
+        seed: int,
+        *,
+        with_text: bool = False,
+    ) -> None:
         self.builder = builder
         self.templates = templates
         self.max_context_tokens = max_context_tokens
         self.seed = seed
+        self.with_text = with_text
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         table = PassageTable()
+        table = PassageTable()
         prompts: list[HoledPrompt] = []
+        text_prompts: list[Prompt] = []
         places: list[list[int]] = []
         for example in examples:
             short = self.builder.shortened(example.passages, self.max_context_tokens)
-            asked = self.asked(example, [text for text, _ in short])
-            prompts.append(self.builder.holed_prompt(asked, draw_template(self.templates, example, self.seed)))
+            texts = [text for text, _ in short]
+            asked, template = self.asked(example, texts), draw_template(self.templates, example, self.seed)
+            prompts.append(self.builder.holed_prompt(asked, template))
+            if self.with_text:
+                text_prompts.append(self.builder.text_prompt(asked, template, texts))
             places.append([table.place(text, ids) for text, ids in short])
-        return {"passages": table.batch(), "prompts": PromptBatch(prompts, places)}
+        return {"passages": table.batch(), "prompts": PromptBatch(prompts, places), "text_prompts": text_prompts}
 
     def asked(self, example: Example, texts: Sequence[str]) -> Example:
         """What is asked of an example, whose passages became `texts`: its own questions."""

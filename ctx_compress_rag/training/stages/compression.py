@@ -169,9 +169,10 @@ def _reconstruction(recipe: ReconstructionRecipe, bundle: Bundle) -> tuple[SlotO
 
 
 def _answer(recipe: AnswerRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:
-    data = recipe.data
-    builder = _builder(recipe, bundle)
-    return LikelihoodLoss(bundle), AnswerCollator(builder, data.templates, data.max_context_tokens, recipe.seed)
+    data, distil = recipe.data, recipe.self_distillation
+    return LikelihoodLoss(bundle, distil), AnswerCollator(
+        _builder(recipe, bundle), data.templates, data.max_context_tokens, recipe.seed, with_text=distil > 0
+    )
 
 
 def _ram(recipe: RamRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:

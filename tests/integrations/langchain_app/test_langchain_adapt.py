@@ -24,9 +24,10 @@ from ctx_compress_rag.adaptation import (
     generate_together,
 )
 from ctx_compress_rag.adaptation.methods import PredictorConfig
+from ctx_compress_rag.adaptation.serving import load_adaptation
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.stores import markers
-from helpers.adaptation import DEMONSTRATIONS, merged_copy, random_adapter
+from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, random_adapter
 from helpers.langchain import QUESTION, TOKENS, App, open_app, prefills, rag
 from langchain_ctx_compress import ChatCompressedContext
 
@@ -53,13 +54,16 @@ def batch_sizes(bundle: Any) -> Iterator[list[int]]:
 @pytest.fixture(scope="module")
 def predictor(talkative: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A predictor's folder; its weights are random, and its updates large enough to change answers."""
-    decoder = AdaptiveDecoder(talkative)
+    return save_predictor(talkative, tmp_path_factory.mktemp("predictor"))
+
+
+def save_predictor(talkative: Any, folder: Path, ratio: int | None = None) -> Path:
+    decoder, config = AdaptiveDecoder(talkative), CONFIG.model_copy(update={"ratio": ratio})
     torch.manual_seed(3)
-    made = PredictedUpdate.build(random_adapter(talkative.backbone.model, 4, seed=8), decoder, CONFIG)
+    made = PredictedUpdate.build(random_adapter(talkative.backbone.model, 4, seed=8), decoder, config)
     with torch.no_grad():
         for parameter in made.predictor.parameters():
             parameter.normal_(std=0.5)
-    folder = tmp_path_factory.mktemp("predictor")
     made.save_pretrained(folder)
     return folder
 
@@ -88,7 +92,7 @@ def test_it_answers_with_the_predicted_update(app: App, predictor: Path) -> None
 
 
 async def test_it_runs_in_a_chain_every_way(app: App, predictor: Path) -> None:
-    adapted = app.llm(predictor=predictor).adapt(DEMONSTRATIONS[:2])
+    adapted = app.llm(predictor=predictor).adapt(DEMONSTRATIONS)
     chain = rag(app, adapted)
     expected = chain.invoke(QUESTION)
     assert expected != rag(app).invoke(QUESTION)
@@ -103,8 +107,8 @@ def test_several_side_by_side_in_threads_and_in_one_batch(app: App, predictor: P
     base = random_adapter(app.bundle.backbone.model, 4, seed=8)
     models = [
         llm,
-        llm.adapt(DEMONSTRATIONS[:1]),
-        llm.adapt(DEMONSTRATIONS[1:]),
+        llm.adapt(QUESTIONS),
+        llm.adapt([QUESTIONS[0], *DEMONSTRATIONS[1:]]),
         llm.adapt(DEMONSTRATIONS, TestTimeSGD(base, 2, 0.05)),
         llm.adapt(DEMONSTRATIONS, FewShot(None)),
     ]
@@ -143,8 +147,31 @@ def test_an_adapted_model_is_saved_as_a_peft_adapter(app: App, predictor: Path, 
             nothing.save_adapter(tmp_path / "none")
 
 
-def test_demonstrations_are_read_from_the_store(talkative: Any, predictor: Path, tmp_path: Path) -> None:
-    app = open_app(tmp_path, talkative, indexed=False)
+def test_a_predictor_is_for_what_it_was_trained_with(app: App, predictor: Path, tmp_path: Path) -> None:
+    """So many demonstrations, read as text or at one ratio, by one decoder; and its files are read once."""
+    llm = app.llm(predictor=predictor)
+    with pytest.raises(ConfigError, match="trained with 3 demonstrations and was given 2"):
+        llm.adapt(DEMONSTRATIONS[:2])
+    with pytest.raises(ConfigError, match="ratio=8: this predictor was trained with passages as text"):
+        llm.adapt(DEMONSTRATIONS, ratio=8)
+    with pytest.raises(ConfigError, match="passages are text"):
+        llm.adapt([demonstration.marked(app.store, 8) for demonstration in DEMONSTRATIONS])
+    soft = save_predictor(app.bundle, tmp_path / "soft", ratio=8)
+    with pytest.raises(ConfigError, match="soft contexts of ratio 8"):
+        llm.adapt(DEMONSTRATIONS, soft)
+    with pytest.raises(ConfigError, match="ratio=16: .* soft contexts of ratio 8"):
+        llm.adapt(DEMONSTRATIONS, soft, ratio=16)
+    first = load_adaptation(soft, llm.decoder)
+    assert load_adaptation(soft, llm.decoder) is first
+    text = (soft / "config.json").read_text()
+    (soft / "config.json").write_text(text.replace('"fingerprint": "', '"fingerprint": "0'))
+    with pytest.raises(BundleError, match="made for another decoder"):
+        llm.adapt(DEMONSTRATIONS, soft, ratio=8)
+
+
+def test_demonstrations_are_read_from_the_store(talkative: Any, tmp_path: Path) -> None:
+    app = open_app(tmp_path / "app", talkative, indexed=False)
+    predictor = save_predictor(talkative, tmp_path / "predictor", ratio=8)
     llm = app.llm(predictor=predictor, scope="anna")
     soft = llm.adapt(DEMONSTRATIONS, ratio=8)
     passages = {passage for demonstration in DEMONSTRATIONS for passage in demonstration.passages}
@@ -158,8 +185,6 @@ def test_demonstrations_are_read_from_the_store(talkative: Any, predictor: Path,
         expected = PredictedUpdate.from_pretrained(predictor, decoder).adapt(decoder, marked).adapter
     got = soft.decoder.adapted.adapter
     assert all(torch.equal(got.a[n], expected.a[n]) and torch.equal(got.b[n], expected.b[n]) for n in expected.a)
-    text = llm.adapt(DEMONSTRATIONS).decoder.adapted.adapter
-    assert not all(torch.equal(got.b[n], text.b[n]) for n in text.b)
 
 
 def test_usage_counts_what_stands_before_the_question(app: App) -> None:
@@ -176,8 +201,8 @@ def test_answers_are_cached_apart(app: App, predictor: Path) -> None:
     llm = app.llm(predictor=predictor, cache=cache)
     models = [
         llm,
-        llm.adapt(DEMONSTRATIONS[:1]),
-        llm.adapt(DEMONSTRATIONS[1:]),
+        llm.adapt(QUESTIONS),
+        llm.adapt([QUESTIONS[0], *DEMONSTRATIONS[1:]]),
         llm.adapt(DEMONSTRATIONS, FewShot(None)),
     ]
     first = [model.invoke(QUESTION).content for model in models]
@@ -185,10 +210,7 @@ def test_answers_are_cached_apart(app: App, predictor: Path) -> None:
     with prefills(app.bundle) as seen:
         assert [model.invoke(QUESTION).content for model in models] == first
         # Adapted anew to the same demonstrations it is the same model.
-        assert (
-            llm.adapt(DEMONSTRATIONS[:1], BaseAdapter(models[1].decoder.adapted.adapter)).invoke(QUESTION).content
-            == first[1]
-        )
+        assert llm.adapt(QUESTIONS, BaseAdapter(models[1].decoder.adapted.adapter)).invoke(QUESTION).content == first[1]
     assert seen == []
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Generator, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from llama_index.core.base.llms.types import (
@@ -25,7 +25,7 @@ from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, Sec
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM
-from llama_index.core.prompts import PromptTemplate
+from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
 from llama_index.core.types import Model
 
 from ctx_compress_rag.adaptation import Adapted, AdaptiveDecoder, serving
@@ -38,6 +38,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import OnUnreadable, check_scope
 from llama_index.llms.ctx_compress.streams import in_thread
+from llama_index.llms.ctx_compress.structured import schema_of
 
 _ROLES = {
     MessageRole.CHATBOT: "assistant",
@@ -117,6 +118,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
     max_retries: int = 2
 
     _decoder: AdaptiveDecoder | None = PrivateAttr(None)
+    _json: dict[str, Any] = PrivateAttr(default_factory=dict)  # a call's option, where every answer has to be JSON
 
     def __init__(self, **fields: Any) -> None:
         try:
@@ -215,6 +217,26 @@ class CompressedContextLLM(DecoderLLM, LLM):
         wanted = _constrained(output_cls, llm_kwargs)
         return cast(Model, await super().astructured_predict(output_cls, prompt, wanted, **prompt_args))
 
+    def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        """The answer to a filled template; where its parser reads JSON (selectors, sub-questions), JSON of that form.
+
+        Raises:
+            MissingExtraError: its parser reads JSON, and the `structured` extra is not installed.
+        """
+        return LLM.predict(self._for(prompt, prompt_args), prompt, **prompt_args)
+
+    async def apredict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        """`predict` in a thread."""
+        return await LLM.apredict(self._for(prompt, prompt_args), prompt, **prompt_args)
+
+    def _for(self, prompt: BasePromptTemplate, prompt_args: dict[str, Any]) -> Self:
+        schema = schema_of(prompt, prompt_args)
+        if schema is None:
+            return self
+        other = self.model_copy()
+        other._json = _response_format(schema)
+        return other
+
     @property
     def _taken(self) -> int:
         """Positions that an adaptation puts before every prompt."""
@@ -251,7 +273,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
         return [{"role": _ROLES.get(m.role, m.role.value), "content": m.content or ""} for m in messages]
 
     def _sampling(self, given: dict[str, Any]) -> Sampling:
-        return Sampling.of(self, given)
+        return Sampling.of(self, {**self._json, **given})
 
     def _generate(self, prompt: Prompt, given: dict[str, Any]) -> Generation:
         with self._in_scope():
@@ -272,8 +294,11 @@ class CompressedContextLLM(DecoderLLM, LLM):
 
 
 def _constrained(output_cls: type[Model], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    wanted = {"type": "json_schema", "json_schema": {"schema": output_cls.model_json_schema()}}
-    return {**(llm_kwargs or {}), "response_format": wanted}
+    return {**(llm_kwargs or {}), **_response_format(output_cls.model_json_schema())}
+
+
+def _response_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
 def _completions(pieces: Pieces) -> CompletionResponseGen:

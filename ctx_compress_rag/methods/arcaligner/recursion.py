@@ -1,0 +1,141 @@
+"""One layer's recursive passes at the cost of the slots that they refine (ArcAligner, eq. 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ctx_compress_rag.methods.arcaligner.selective_lora import SelectiveLora, SlotPlaces
+
+
+class Recursion:
+    """The passes of one layer over one prompt after the mandatory one.
+
+    Equation 6 runs the layer on all of H^(l+1,t-1); equation 9 keeps what it makes of slots. So queries and the MLP are
+    computed at those slots alone. Keys and values are needed of whatever a slot sees: the first pass computes them
+    up to the last slot, each later one for the slots that the pass before it changed.
+
+    The layer's own code does it, whatever the architecture: it is called with fewer positions, and meets this object
+    where it expects its cache. An attention that takes no mask of (queries, keys), as flash attention does, gets
+    all positions instead.
+
+    Args:
+        layer: the decoder layer.
+        lora: its selective LoRA, on for the whole prompt; None if it has none.
+        slots: where the prompt's slots are.
+        given: the keyword arguments of the mandatory pass.
+    """
+
+    def __init__(
+        self, layer: nn.Module, lora: SelectiveLora | None, slots: SlotPlaces, given: Mapping[str, Any]
+    ) -> None:
+        self._layer, self._lora, self._slots = layer, lora, slots.mask
+        self._given = {name: value for name, value in given.items() if name not in ("past_key_values", "use_cache")}
+        mask = given.get("attention_mask")
+        implementation = getattr(getattr(layer, "self_attn", None), "config", None)
+        masked = getattr(implementation, "_attn_implementation", None) in ("sdpa", "eager")
+        self._sparse = masked and (mask is None or mask.dim() == 4)
+        self._length = int(slots.mask.any(0).nonzero()[-1]) + 1
+        self._stale: Tensor | None = None  # None: no keys yet
+        self._keys = self._values = torch.empty(0)
+
+    def __call__(self, state: Tensor, at: Tensor) -> Tensor:
+        """What the layer makes of these slots.
+
+        Args:
+            state: H^(l+1,t-1): (batch, length, dim). Only what the last call was for has changed since.
+            at: which slots, some of the last call's: bool (batch, length).
+
+        Returns:
+            Their candidates, in the order of `state[at]`: (slots, dim).
+        """
+        if not self._sparse:
+            everywhere: Tensor = self._layer.forward(state, **self._given)
+            return everywhere[at]
+        if self._stale is None:
+            stale = torch.arange(self._length, device=state.device).expand(len(state), -1)
+        else:
+            stale = _places(self._stale)
+        with self._only_keys():
+            self._run(state, stale, _Taking(self, stale))
+        self._stale = at
+        places = _places(at)
+        return self._run(state, places, self)[at.gather(1, places)]
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        """What a cache answers: keys and values of all that may be seen, those of the queries' own places too."""
+        return self._keys, self._values
+
+    def keep(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
+        """Put keys and values (batch, heads, positions, width) to their places (batch, positions)."""
+        if self._stale is None:
+            self._keys, self._values = keys, values
+            return
+        index = places[:, None, :, None]
+        self._keys = self._keys.scatter(2, index.expand_as(keys), keys)
+        self._values = self._values.scatter(2, index.expand_as(values), values)
+
+    def _run(self, state: Tensor, places: Tensor, cache: Any) -> Tensor:
+        """The layer on the positions `places` (batch, positions) of `state`."""
+        batch, count = places.shape
+
+        def chosen(value: Tensor) -> Tensor:
+            """`value` (batch or 1, length, ...) at the places."""
+            rows = value.expand(batch, *value.shape[1:])
+            return rows[torch.arange(batch, device=places.device)[:, None], places]
+
+        mask = self._given.get("attention_mask")
+        if mask is None:  # plain causal attention
+            mask = (torch.arange(self._length, device=state.device) <= places[..., None]).unsqueeze(1)
+        else:
+            rows = mask[..., : self._length].expand(batch, -1, -1, -1)
+            mask = rows.gather(2, places[:, None, :, None].expand(-1, rows.shape[1], -1, self._length))
+        given = self._given | {"attention_mask": mask, "past_key_values": cache}
+        for name, value in self._given.items():
+            if name == "position_embeddings" and value is not None:
+                given[name] = tuple(chosen(part) for part in value)
+            elif name == "position_ids" and value is not None:
+                given[name] = chosen(value)
+        lora = self._lora.on(SlotPlaces(self._slots.gather(1, places))) if self._lora else nullcontext()
+        with lora:
+            try:
+                made: Tensor = self._layer.forward(chosen(state), **given)
+            except _Taken:
+                made = state.new_empty(batch, count, 0)
+        return made
+
+    @contextmanager
+    def _only_keys(self) -> Iterator[None]:
+        """Queries cost nothing within the context, where a layer of their own makes them: nobody reads them."""
+        linears = [(m, m.out_features) for name, m in self._layer.named_modules() if name.endswith("q_proj")]
+        for linear, width in linears:
+            linear.forward = lambda x, *_, width=width, **__: x.new_zeros(*x.shape[:-1], width)
+        try:
+            yield
+        finally:
+            for linear, _ in linears:
+                del linear.forward
+
+
+class _Taken(Exception):
+    """The keys and values are there: the rest of the layer is not needed."""
+
+
+class _Taking:
+    """A cache that takes what it is given and ends the pass."""
+
+    def __init__(self, recursion: Recursion, places: Tensor) -> None:
+        self.recursion, self.places = recursion, places
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any) -> NoReturn:
+        self.recursion.keep(keys, values, self.places)
+        raise _Taken
+
+
+def _places(at: Tensor) -> Tensor:
+    """The places of a mask (batch, length) by row, in order; rows with fewer go on with places outside the mask."""
+    return at.int().argsort(dim=1, descending=True, stable=True)[:, : int(at.sum(1).max())]
