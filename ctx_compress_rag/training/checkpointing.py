@@ -6,7 +6,7 @@ and ArcAligner hooks its updates to the layers for one prompt. So a layer is run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ctx_compress_rag.bundle import Bundle
@@ -27,6 +28,7 @@ _STATE = (
     "_forward_pre_hooks_with_kwargs",
     "_active_adapter",
     "_disable_adapters",
+    "_slots",  # where ArcAligner's updates are added
     "training",
 )
 
@@ -38,37 +40,38 @@ def checkpoint_layers(bundle: Bundle) -> int:
         models = (bundle.backbone.model, bundle.compressor, bundle.reader, reader)
     modules = {id(module): module for model in models for module in model.modules()}.values()
     layers = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+    hooked = [module for module in bundle.reader.modules() if "_slots" in vars(module)]
     for layer in layers:
-        layer.forward = partial(_forward, layer, layer.forward)
+        layer.forward = partial(_forward, [*layer.modules(), *hooked], layer.forward)
     return len(layers)
 
 
-def _forward(layer: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return plain(*args, **kwargs)
+def _forward(modules: list[nn.Module], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    cache = kwargs.get("past_key_values")
+    if not torch.is_grad_enabled() or not (cache is None or isinstance(cache, Cache)):
+        return plain(*args, **kwargs)  # ArcAligner's passes at a few slots keep little, and are no layer's whole pass
     # A cache would be added to twice.
     kwargs = kwargs | {name: None for name in ("past_key_values", "use_cache") if name in kwargs}
-    now = _state(layer)
+    now = _state(modules)
     again: Any = checkpoint(
-        plain, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _as_it_was(layer, now)), **kwargs
+        plain, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _as_it_was(now)), **kwargs
     )
     return again
 
 
-def _state(layer: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+def _state(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, dict[str, Any]]]:
     return [
-        (module, {name: _copied(vars(module)[name]) for name in _STATE if name in vars(module)})
-        for module in layer.modules()
+        (module, {name: _copied(vars(module)[name]) for name in _STATE if name in vars(module)}) for module in modules
     ]
 
 
 def _copied(value: Any) -> Any:
-    return value.copy() if hasattr(value, "copy") else value
+    return value.copy() if isinstance(value, dict | list) else value
 
 
 @contextmanager
-def _as_it_was(layer: nn.Module, state: list[tuple[nn.Module, dict[str, Any]]]) -> Iterator[None]:
-    now = _state(layer)
+def _as_it_was(state: list[tuple[nn.Module, dict[str, Any]]]) -> Iterator[None]:
+    now = _state(module for module, _ in state)
     try:
         for module, values in state:
             vars(module).update(values)
