@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from chromadb.errors import NotFoundError
 from tqdm.auto import tqdm
 
-from ctx_compress_rag.bulk import Added, CompressPassages, fill, total
+from ctx_compress_rag.bulk import Added, CompressPassages, fill, shown, total
 from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import Passage, SoftContextStore, StoreInfo
@@ -88,7 +88,7 @@ class PassageIndex:
             progress: show a progress bar.
         """
         with tqdm(total=len(passages), desc="indexing", unit="passage", disable=not progress) as bar:
-            return total(_shown(fill(self, passages, CompressPassages(self.bundle, **self.making)), bar))
+            return total(shown(fill(self, passages, CompressPassages(self.bundle, **self.making)), bar))
 
     @property
     def making(self) -> dict[str, Any]:
@@ -371,9 +371,3 @@ def _lasting(address: str) -> str:
     from ctx_compress_rag.bundle import SHIPPED
 
     return str(Path(address).resolve()) if address not in SHIPPED and Path(address).is_dir() else address
-
-
-def _shown(parts: Iterator[Added], bar: Any) -> Iterator[Added]:
-    for part in parts:
-        bar.update(sum(part))
-        yield part
