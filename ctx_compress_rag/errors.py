@@ -56,6 +56,10 @@ class ServerError(CtxCompressError):
     """The server that runs the decoder cannot be reached, refuses a request, or ends in the middle of an answer."""
 
 
+class WorkerError(CtxCompressError):
+    """Workers of a Ray cluster did not give back all passages: what came back is stored, the same call goes on."""
+
+
 class RatioError(ConfigError):
     """The ratio asked for cannot be made from what is stored."""
 

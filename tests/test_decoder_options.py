@@ -1,4 +1,4 @@
-"""How a bundle's decoder is loaded: its dtype and its attention."""
+"""How a bundle's decoder is loaded: its dtype, place, attention and packing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from ctx_compress_rag.backbone import load_decoder
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.stores import SoftContextStore
+from langchain_ctx_compress import ChatCompressedContext
+from llama_index.llms.ctx_compress import CompressedContextLLM
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["half", "int8"])
@@ -46,6 +50,55 @@ def test_the_attention_is_the_one_asked_for(folder: Path) -> None:
 def test_what_is_no_dtype(folder: Path, dtype: Any) -> None:
     with pytest.raises(ConfigError, match="choose float32, bfloat16 or float16"):
         Bundle.from_pretrained(folder, dtype=dtype)
+
+
+def test_a_device_map_places_the_decoder(folder: Path) -> None:
+    plain, mapped = Bundle.from_pretrained(folder), Bundle.from_pretrained(folder, device_map="auto")
+    assert TransformersDecoder(mapped).generate(["Who kept bees?"], Sampling(6)) == TransformersDecoder(plain).generate(
+        ["Who kept bees?"], Sampling(6)
+    )
+    with pytest.raises(ConfigError, match="device='cpu' and device_map='auto': give one"):
+        Bundle.from_pretrained(folder, device="cpu", device_map="auto")
+    nowhere, _ = load_decoder(folder / "decoder", device_map={"": "meta"})
+    assert nowhere.device.type == "meta"
+
+
+def test_packed_weights_answer_from_slots_and_are_not_saved(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    wanted = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    plain, packed = Bundle.from_pretrained(folder), Bundle.from_pretrained(folder, quantization_config=wanted)
+    assert "under the same fingerprint" in caplog.text
+    assert packed.fingerprint == plain.fingerprint
+    ids = torch.tensor([plain.tokenizer("Who kept bees?")["input_ids"]])
+    with torch.no_grad(), plain.backbone.use("reader") as whole, packed.backbone.use("reader") as small:
+        expected, found = whole(ids).logits, small(ids).logits
+    assert 0 < (found - expected).abs().max() < 0.05 * expected.abs().max()
+    store = SoftContextStore(tmp_path / "chroma", plain)
+    store.add(["Orla kept bees in Pellmouth."], ["orla"], progress=False)
+    answer = TransformersDecoder(packed, store).generate([f"{store.marker('orla', 4)} Who kept bees?"], Sampling(3))
+    assert answer[0].slots
+    with pytest.raises(ConfigError, match="quantized: load the bundle without"):
+        packed.save_pretrained(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("kind", [ChatCompressedContext, CompressedContextLLM])
+def test_an_llm_loads_its_decoder_as_it_says(folder: Path, tmp_path: Path, kind: Any, tiny_bundle: Any) -> None:
+    store = SoftContextStore(tmp_path, Bundle.from_pretrained(folder))
+    llm = kind(store=store, dtype="bfloat16", attn_implementation="eager", batch_size=3)
+    assert llm.decoder.bundle.backbone.model.dtype == torch.bfloat16
+    assert llm.decoder.bundle.backbone.model.config._attn_implementation == "eager"
+    assert llm.decoder.batch_size == 3
+    assert store.bundle.backbone.model.dtype == torch.float32
+    assert kind(store=store).decoder.bundle is store.bundle
+    with pytest.raises(ConfigError, match="batch_size"):
+        kind(store=store, batch_size=0)
+    in_memory = SoftContextStore(tmp_path / "other", tiny_bundle)
+    with pytest.raises(ConfigError, match="save it, and load it"):
+        _ = kind(store=in_memory, dtype="bfloat16").decoder
 
 
 def test_what_is_no_attention(folder: Path) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,24 +19,23 @@ from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
 from ctx_compress_rag.backbone import Backbone, load_decoder
 from ctx_compress_rag.bundle import TEACHER, Bundle
 from ctx_compress_rag.config import BundleConfig
-from ctx_compress_rag.decoding.decoder import Prompt, TransformersDecoder
+from ctx_compress_rag.decoding.batches import in_batches
+from ctx_compress_rag.decoding.change import UNCHANGED, Change
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Generation, Sampling
-from ctx_compress_rag.decoding.splice import Piece, Spliced, splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
+from ctx_compress_rag.prompt import Prompt, PromptLike
 from ctx_compress_rag.text.prompt_tokenizer import answer_ids
-
-if TYPE_CHECKING:
-    from ctx_compress_rag.decoding.decoder import _Prepared
 
 _GREEDY = Sampling()
 _SAMPLED = 1024  # numbers of each weight
 
 
 @dataclass(frozen=True, eq=False)
-class Adapted:
+class Adapted(Change):
     """What an adaptation changes: the decoder's Q/K/V projections, or its prompts.
 
     Attributes:
@@ -49,6 +48,28 @@ class Adapted:
     shots: tuple[Demonstration, ...] = ()
     prefix: Tensor | None = None
 
+    @property
+    def of_model(self) -> object:
+        return None if self.adapter is None else id(self.adapter)
+
+    def asked(self, prompt: PromptLike) -> PromptLike:
+        """The prompt after the demonstrations.
+
+        Raises:
+            ConfigError: there are some, and the prompt is no chat.
+        """
+        if not self.shots:
+            return prompt
+        if isinstance(prompt, str):
+            raise ConfigError("demonstrations can stand before a chat only, and a prompt is a plain string")
+        return [*shots(self.shots), *prompt]
+
+    def read(self, prompt: Prompt) -> Prompt:
+        return prompt if self.prefix is None else prompt.behind(self.prefix)
+
+    def applied(self, model: Any) -> AbstractContextManager[None]:
+        return applied(model, self.adapter)
+
 
 class Adaptation(ABC):
     """A way to make a decoder follow demonstrations. RAG-GD is one, and so are its baselines."""
@@ -58,35 +79,19 @@ class Adaptation(ABC):
         """What to change after these demonstrations; the decoder itself stays as it is."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """A demonstration as the decoder reads it.
-
-    Attributes:
-        pieces: token ids and slots; the last tokens are the answer and the end token.
-        answers: bool (length,), True on the answer and the end token.
-    """
-
-    pieces: list[Piece]
-    answers: Tensor
-
-    @property
-    def soft(self) -> bool:
-        """Whether it has slots."""
-        return any(piece.is_floating_point() for piece in self.pieces)
-
-
 class AdaptiveDecoder(TransformersDecoder):
     """A TransformersDecoder that can adapt; the arguments are the same.
 
     >>> adapted = decoder.adapt(demonstrations, adaptation)     # doctest: +SKIP
     >>> adapted.generate(prompts)                               # doctest: +SKIP
-
-    Attributes:
-        adapted: what is changed, nothing at first.
     """
 
-    adapted = Adapted()
+    change: Adapted = Adapted()
+
+    @property
+    def adapted(self) -> Adapted:
+        """What is changed."""
+        return self.change
 
     def adapt(self, demonstrations: Sequence[Demonstration], adaptation: Adaptation) -> AdaptiveDecoder:
         """A decoder that answers as the demonstrations do. This one stays as it is, and so do its weights.
@@ -103,7 +108,7 @@ class AdaptiveDecoder(TransformersDecoder):
     def with_adapted(self, adapted: Adapted) -> AdaptiveDecoder:
         """This decoder with other changes in place of its own."""
         other = copy.copy(self)
-        other.adapted = adapted
+        other.change = adapted
         return other
 
     def fingerprint(self, ratio: int | None) -> str:
@@ -122,7 +127,7 @@ class AdaptiveDecoder(TransformersDecoder):
                 digest.update(part.numpy().tobytes())
         return digest.hexdigest()
 
-    def rows(self, demonstrations: Sequence[Demonstration]) -> list[Row]:
+    def rows(self, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
         """The demonstrations as this decoder reads them, with nothing adapted.
 
         Raises:
@@ -130,18 +135,17 @@ class AdaptiveDecoder(TransformersDecoder):
             MissingPassageError, PayloadError: a marker's slots cannot be read.
         """
         rows = []
-        prepared = super()._prepare([demonstration.chat() for demonstration in demonstrations])
+        chats = [demonstration.chat() for demonstration in demonstrations]
+        prepared = self.prepare(chats, [UNCHANGED] * len(chats))
         for number, (prompt, demonstration) in enumerate(zip(prepared, demonstrations, strict=True)):
-            answer = self._answer_ids(demonstration.answer)
-            length = prompt.length + len(answer)
-            if self._window is not None and length > self._window:
+            row = prompt.then(self._answer_ids(demonstration.answer))
+            window = self.bundle.backbone.window
+            if window is not None and row.length > window:
                 raise ConfigError(
-                    f"demonstration {number} has {length} tokens, more than the model's window of {self._window}: "
+                    f"demonstration {number} has {row.length} tokens, more than the model's window of {window}: "
                     "give it fewer or shorter passages"
                 )
-            flags = torch.zeros(length, dtype=torch.bool)
-            flags[prompt.length :] = True
-            rows.append(Row([*prompt.pieces, answer], flags))
+            rows.append(row)
         return rows
 
     def _answer_ids(self, answer: str) -> Tensor:
@@ -152,55 +156,9 @@ class AdaptiveDecoder(TransformersDecoder):
             raise ConfigError("this decoder's tokenizer has no end token, whose hidden state is what is adapted by")
         return torch.tensor([*answer_ids(tokenizer, answer), tokenizer.eos_token_id])
 
-    def splice(self, rows: Sequence[Sequence[Piece]]) -> Spliced:
-        """Rows of pieces as one batch, padded on the left."""
-        return splice(self.bundle.backbone.embeddings, rows)
-
-    def model_for(self, batch: Spliced, soft: bool) -> AbstractContextManager[Any]:
-        """The transformers model as it reads slots, or plain text, held for this thread.
-
-        Args:
-            batch: what it is to read.
-            soft: whether that has slots.
-        """
-        return self.bundle.soft_decoder(batch.slot_mask) if soft else self.bundle.text_decoder()
-
-    def _prepare(self, prompts: Sequence[Prompt]) -> list[_Prepared]:
-        return self._prepare_each(prompts, [self.adapted] * len(prompts))
-
-    def _prepare_each(self, prompts: Sequence[Prompt], adapted: Sequence[Adapted]) -> list[_Prepared]:
-        whole = [_with_shots(prompt, each.shots) for prompt, each in zip(prompts, adapted, strict=True)]
-        prepared = super()._prepare(whole)
-        for index, each in enumerate(adapted):
-            if each.prefix is not None:
-                prompt = prepared[index]
-                longer = replace(prompt, pieces=[each.prefix, *prompt.pieces], length=prompt.length + len(each.prefix))
-                self._check_length(index, longer)
-                prepared[index] = longer
-        return prepared
-
-    def _as_changed(self) -> tuple[Bundle, object]:
-        adapter = self.adapted.adapter
-        return (self.bundle, None) if adapter is None else (_AdaptedBundle(self.bundle, adapter), id(adapter))
-
-    def _run(
-        self,
-        prompts: Sequence[_Prepared],
-        sampling: Sampling,
-        on_text: Callable[[str], object] | None = None,
-        cancelled: Callable[[], bool] = lambda: False,
-    ) -> list[Generation]:
-        return self._run_with(self.adapted.adapter, prompts, sampling, on_text, cancelled)
-
-    def _run_with(self, adapter: Adapter | None, prompts: Sequence[_Prepared], *rest: Any) -> list[Generation]:
-        """One batch, its rows changed as the adapter says."""
-        view = copy.copy(self)
-        view.bundle = _AdaptedBundle(self.bundle, adapter)
-        return TransformersDecoder._run(view, prompts, *rest)
-
 
 def generate_together(
-    decoders: Sequence[AdaptiveDecoder], prompts: Sequence[Prompt], sampling: Sampling = _GREEDY
+    decoders: Sequence[AdaptiveDecoder], prompts: Sequence[PromptLike], sampling: Sampling = _GREEDY
 ) -> list[Generation]:
     """Answer each prompt with a decoder of its own, in common batches: one forward pass for all of them.
 
@@ -219,17 +177,13 @@ def generate_together(
     first = decoders[0]
     if any(decoder.bundle is not first.bundle or decoder.store is not first.store for decoder in decoders):
         raise ConfigError("decoders that answer together must be adapted from one decoder")
-    prepared = first._prepare_each(prompts, [decoder.adapted for decoder in decoders])
-    done: dict[int, Generation] = {}
-    for soft in (False, True):
-        group = [i for i, prompt in enumerate(prepared) if (prompt.slots > 0) is soft]
-        group.sort(key=lambda i: prepared[i].length)
-        for start in range(0, len(group), first.batch_size):
-            batch = group[start : start + first.batch_size]
-            adapter = Adapter.stack([decoders[i].adapted.adapter for i in batch])
-            answers = first._run_with(adapter, [prepared[i] for i in batch], sampling)
-            done.update(zip(batch, answers, strict=True))
-    return [done[i] for i in range(len(prepared))]
+    prepared = first.prepare(prompts, [decoder.adapted for decoder in decoders])
+
+    def run(batch: Sequence[int]) -> list[Generation]:
+        adapter = Adapter.stack([decoders[i].adapted.adapter for i in batch])
+        return first.run([prepared[i] for i in batch], sampling, Adapted(adapter))
+
+    return in_batches(prepared, first.batch_size, run)
 
 
 def text_bundle(
@@ -254,29 +208,3 @@ def text_bundle(
         max_tokens=1024,
     )
     return Bundle.build(config, Backbone(model, tokenizer))
-
-
-class _AdaptedBundle(Bundle):
-    """A bundle's parts, shared, with an adapter on its decoder."""
-
-    def __init__(self, bundle: Bundle, adapter: Adapter | None) -> None:
-        vars(self).update(vars(bundle))
-        self._adapter = adapter
-
-    @contextmanager
-    def soft_decoder(self, slot_mask: Tensor) -> Iterator[Any]:
-        with super().soft_decoder(slot_mask) as model, applied(model, self._adapter):
-            yield model
-
-    @contextmanager
-    def text_decoder(self) -> Iterator[Any]:
-        with super().text_decoder() as model, applied(model, self._adapter):
-            yield model
-
-
-def _with_shots(prompt: Prompt, demonstrations: Sequence[Demonstration]) -> Prompt:
-    if not demonstrations:
-        return prompt
-    if isinstance(prompt, str):
-        raise ConfigError("demonstrations can stand before a chat only, and a prompt is a plain string")
-    return [*shots(demonstrations), *prompt]

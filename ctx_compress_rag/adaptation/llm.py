@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
+import torch
 from pydantic import SecretStr
 
 from ctx_compress_rag.adaptation import serving
@@ -18,9 +19,16 @@ from ctx_compress_rag.serving.client import open_decoder
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import OnUnreadable, scope
 
+LOADING = ("device", "dtype", "device_map", "attn_implementation", "quantization_config")
+"""Fields of the LLM classes that say how the decoder is loaded, as `Bundle.from_pretrained` takes them."""
+
 
 class DecoderLLM:
-    """Mixed into a pydantic class that has the fields below, before the framework's own base class."""
+    """Mixed into a pydantic class that has the fields below, before the framework's own base class.
+
+    Those from `device` to `quantization_config` load the store's bundle once more, for this LLM; without any of them
+    the store's own bundle answers.
+    """
 
     if TYPE_CHECKING:  # not seen by pydantic: each framework's class declares its own
         store: SoftContextStore
@@ -28,6 +36,12 @@ class DecoderLLM:
         on_unreadable: OnUnreadable
         scope: str | None
         predictor: str | Path | None
+        batch_size: int
+        device: str | torch.device | None
+        dtype: str | torch.dtype | None
+        device_map: str | dict[str, Any] | None
+        attn_implementation: str | None
+        quantization_config: Any
         server: str | None
         api_key: SecretStr | None
         timeout: float
@@ -52,17 +66,25 @@ class DecoderLLM:
             bundle = self.store.bundle
             if not isinstance(bundle, Bundle):
                 raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
+            if loading := self._loading:
+                bundle = bundle.loaded_again(**loading)
             self._decoder = open_decoder(
                 bundle,
                 self.store,
                 on_missing=self.on_missing,
                 on_unreadable=self.on_unreadable,
+                batch_size=self.batch_size,
                 server=self.server,
                 api_key=None if self.api_key is None else self.api_key.get_secret_value(),
                 timeout=self.timeout,
                 max_retries=self.max_retries,
             )
         return self._decoder
+
+    @property
+    def _loading(self) -> dict[str, Any]:
+        """How the decoder is loaded, as far as it was said."""
+        return {name: value for name in LOADING if (value := getattr(self, name)) is not None}
 
     def adapt(
         self,

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ctx_compress_rag.adaptation.adapter import Adapter, applied
-from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, Row
-from ctx_compress_rag.training.objectives.base import predict
+from ctx_compress_rag.adaptation.adapter import Adapter
+from ctx_compress_rag.adaptation.decoder import Adapted, AdaptiveDecoder
+from ctx_compress_rag.decoding.change import opened
+from ctx_compress_rag.decoding.splice import predict, splice
+from ctx_compress_rag.prompt import Prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +54,10 @@ class GradientUpdate:
 
 
 def answer_losses(
-    decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Row]], adapter: Adapter | None, prefix: Tensor | None = None
+    decoder: AdaptiveDecoder,
+    contexts: Sequence[Sequence[Prompt]],
+    adapter: Adapter | None,
+    prefix: Tensor | None = None,
 ) -> Tensor:
     """Mean cross-entropy of each context's answer tokens given questions and passages: (contexts,).
 
@@ -64,15 +69,12 @@ def answer_losses(
     """
     rows = [row for context in contexts for row in context]
     owners = torch.tensor([number for number, context in enumerate(contexts) for _ in context])
-    pieces, answers = [row.pieces for row in rows], [row.answers for row in rows]
     if prefix is not None:
-        pieces = [[prefix, *row] for row in pieces]
-        answers = [F.pad(flags, (len(prefix), 0)) for flags in answers]
-    batch = decoder.splice(pieces)
-    if adapter is not None:
-        adapter = adapter.rows(owners)
-    with decoder.model_for(batch, any(row.soft for row in rows)) as model, applied(model, adapter):
-        logits, ids = predict(model, batch.model_inputs(), pieces, answers)
+        rows = [row.behind(prefix) for row in rows]
+    batch = splice(decoder.bundle.backbone.embeddings, rows)
+    change = Adapted(None if adapter is None else adapter.rows(owners))
+    with opened(decoder.bundle, any(row.soft for row in rows), batch.slot_mask, change) as model:
+        logits, ids = predict(model, batch, rows)
     losses = F.cross_entropy(logits, ids, reduction="none")
     tokens = torch.tensor([int(row.answers.sum()) for row in rows])
     of_token = owners.repeat_interleave(tokens).to(losses.device)
@@ -81,7 +83,7 @@ def answer_losses(
 
 
 def sgd(
-    decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Row]], base: Adapter, steps: int, learning_rate: float
+    decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]], base: Adapter, steps: int, learning_rate: float
 ) -> GradientUpdate:
     """K steps of plain SGD on each context's answer loss, from the base adapter's factors (eq. 8).
 
@@ -102,7 +104,7 @@ def sgd(
 
 def sgd_path(
     decoder: AdaptiveDecoder,
-    contexts: Sequence[Sequence[Row]],
+    contexts: Sequence[Sequence[Prompt]],
     base: Adapter,
     steps: Sequence[int],
     learning_rate: float,

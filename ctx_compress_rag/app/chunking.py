@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice
 from typing import Any
 
 _PARAGRAPH_END = re.compile(r"\n[ \t]*\n\s*")
@@ -12,10 +12,11 @@ _PARAGRAPH_END = re.compile(r"\n[ \t]*\n\s*")
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+|(?<=[\u3002\uff01\uff1f])|\n")
 _SPACE = re.compile(r"\s+")
 _HEADING = re.compile(r"#{1,6}\s")
+_COUNTED_TOGETHER = 64
 
 
-def chunk(text: str, tokenizer: Any, max_tokens: int, *, markdown: bool = False) -> list[str]:
-    """Cut a text into passages, in order; all of it but the space between passages is kept.
+def chunk(text: str, tokenizer: Any, max_tokens: int, *, markdown: bool = False) -> Iterator[str]:
+    """Cut a text into passages, in order, as they are asked for; all of it but the space between passages is kept.
 
     Paragraphs are packed together as long as they fit. A paragraph that alone is too long is cut at
     sentences, a sentence at spaces, a word anywhere.
@@ -26,37 +27,53 @@ def chunk(text: str, tokenizer: Any, max_tokens: int, *, markdown: bool = False)
         max_tokens: most tokens of a passage, counted without special tokens; at least 8.
         markdown: start a new passage at each heading.
     """
-    pieces = [
+    held: list[tuple[str, int]] = []  # pieces of the next passage, and their tokens
+    for piece in _pieces(text, tokenizer, max_tokens):
+        while held and (sum(n for _, n in held) + piece[1] > max_tokens or (markdown and _closes(held, piece[0]))):
+            passage, held = _packed(held, tokenizer, max_tokens)
+            if passage:
+                yield passage
+        held.append(piece)
+    while held:
+        passage, held = _packed(held, tokenizer, max_tokens)
+        if passage:
+            yield passage
+
+
+def _pieces(text: str, tokenizer: Any, max_tokens: int) -> Iterator[tuple[str, int]]:
+    """Paragraphs or parts of them that fit, with their tokens; a big text is not tokenised before it is needed."""
+    pieces = (
         piece for paragraph in _split(text, _PARAGRAPH_END) for piece in _fitting(paragraph, tokenizer, max_tokens)
-    ]
-    counts = _counts(pieces, tokenizer)
-    passages: list[str] = []
-    start = 0
-    while start < len(pieces):
-        end, size = start + 1, counts[start]
-        while end < len(pieces) and size + counts[end] <= max_tokens and not (markdown and _closes(pieces, start, end)):
-            size += counts[end]
-            end += 1
-        passage = "".join(pieces[start:end]).strip()
-        # Tokens may join otherwise across pieces than within them: count what is kept, not what was meant.
-        while end - start > 1 and _counts([passage], tokenizer)[0] > max_tokens:
-            end -= 1
-            passage = "".join(pieces[start:end]).strip()
-        passages.append(passage)
-        start = end
-    return [passage for passage in passages if passage]
+    )
+    while group := list(islice(pieces, _COUNTED_TOGETHER)):
+        yield from zip(group, _counts(group, tokenizer), strict=True)
 
 
-def _closes(pieces: list[str], start: int, end: int) -> bool:
-    """Whether a heading at `end` ends the passage begun at `start`; headings that follow each other stay together."""
-    return bool(_HEADING.match(pieces[end])) and not all(_HEADING.match(piece) for piece in pieces[start:end])
+def _packed(held: list[tuple[str, int]], tokenizer: Any, max_tokens: int) -> tuple[str, list[tuple[str, int]]]:
+    """A passage of the pieces, and those that did not fit after all."""
+    end = len(held)
+    passage = "".join(piece for piece, _ in held).strip()
+    # Tokens may join otherwise across pieces than within them: count what is kept, not what was meant.
+    while end > 1 and _counts([passage], tokenizer)[0] > max_tokens:
+        end -= 1
+        passage = "".join(piece for piece, _ in held[:end]).strip()
+    return passage, held[end:]
 
 
-def _split(text: str, boundary: re.Pattern[str]) -> list[str]:
+def _closes(held: list[tuple[str, int]], piece: str) -> bool:
+    """Whether a piece is a heading that ends the passage before it; headings that follow each other stay together."""
+    return bool(_HEADING.match(piece)) and not all(_HEADING.match(before) for before, _ in held)
+
+
+def _split(text: str, boundary: re.Pattern[str]) -> Iterator[str]:
     """Parts that each end after a boundary; joined, they are the text."""
-    ends = [match.end() for match in boundary.finditer(text) if match.end()]
-    bounds = [0, *ends, len(text)]
-    return [text[a:b] for a, b in pairwise(bounds) if b > a]
+    start = 0
+    for match in boundary.finditer(text):
+        if match.end() > start:
+            yield text[start : match.end()]
+            start = match.end()
+    if start < len(text):
+        yield text[start:]
 
 
 def _fitting(paragraph: str, tokenizer: Any, max_tokens: int) -> Iterator[str]:

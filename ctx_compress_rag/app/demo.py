@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from ctx_compress_rag.app.asking import question_prompt
 from ctx_compress_rag.app.demo_corpus import Corpus, DemoQuestion, demo_corpus
 from ctx_compress_rag.app.passage_index import Hit, PassageIndex, open_index
+from ctx_compress_rag.bulk import Added
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.plots import plot_scores
 from ctx_compress_rag.metrics import standard_error, token_f1
-from ctx_compress_rag.stores import AddReport
 
 if TYPE_CHECKING:
     from ctx_compress_rag.decoding.decoder import Message, TransformersDecoder
@@ -71,7 +71,7 @@ class DemoReport:
         picture: the PNG of score against ratio.
     """
 
-    stored: AddReport
+    stored: Added
     questions: tuple[DemoQuestion, ...]
     retrieved: int
     systems: tuple[DemoSystem, ...]

@@ -8,7 +8,7 @@ under the same ids.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Any, Self
 from chromadb.errors import NotFoundError
 from tqdm.auto import tqdm
 
+from ctx_compress_rag.bulk import Added, CompressPassages, fill, total
 from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.stores import AddReport, Passage, SoftContextStore, StoreInfo
+from ctx_compress_rag.stores import Passage, SoftContextStore, StoreInfo
 from ctx_compress_rag.stores.companion import column, explained
 from ctx_compress_rag.stores.connect import Connection, connect
 from ctx_compress_rag.stores.lock import DEFAULT_TIMEOUT
 from ctx_compress_rag.stores.markers import DEFAULT_SCOPE
 from ctx_compress_rag.stores.sqlite import DATABASE, SqliteCollection
-from ctx_compress_rag.text.minilm import PACKAGED, load_embedder
+from ctx_compress_rag.text.minilm import PACKAGED, load_embedder, question_vectors
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
@@ -35,7 +36,6 @@ COLLECTION = "passages"
 BUNDLE_KEY = "ctx_bundle"
 _EMBEDDER_KEY = "ctx_embedder"  # not in indexes made before there was a choice
 _COSINE: Any = {"hnsw": {"space": "cosine"}}
-_EMBED_BATCH = 128
 _PAGE = 2000
 
 
@@ -67,6 +67,7 @@ class PassageIndex:
     Attributes:
         bundle: the bundle.
         store: the soft contexts.
+        bundle_name: its address, from which another process loads it.
         embedder: what passages and questions are compared by.
     """
 
@@ -75,31 +76,42 @@ class PassageIndex:
         self.embedder = embedder
         self.store = SoftContextStore(folder, bundle, collection=COLLECTION, codec=codec)
         self._connection = connect(folder, COLLECTION)
-        self._bundle_name = bundle_name
+        self.bundle_name = bundle_name
 
-    def add(self, passages: Sequence[Passage], progress: bool = True) -> AddReport:
-        """Store the passages that are missing: vectors first, then soft contexts.
-
-        Both are written batch by batch; after an interruption the same call resumes where it stopped. A passage that
-        has a vector alone in between is compressed by whoever retrieves it.
+    def add(self, passages: Sequence[Passage], progress: bool = True) -> Added:
+        """Store the passages that are missing, batch by batch; after an interruption the same call goes on.
 
         Args:
             passages: as `make_passage` makes them.
-            progress: show progress bars.
+            progress: show a progress bar.
         """
-        known = set(self._column("source"))
-        missing = [passage for passage in passages if passage.id not in known]
-        if missing:
-            with tqdm(total=len(missing), desc="embedding", unit="passage", disable=not progress) as bar:
-                for start in range(0, len(missing), _EMBED_BATCH):
-                    batch = missing[start : start + _EMBED_BATCH]
-                    texts = [passage.text for passage in batch]
-                    metadatas: Any = [dict(passage.metadata) for passage in batch]
-                    vectors = passage_vectors(texts, self.embedder)
-                    with self._writing() as collection:
-                        collection.upsert([str(p.id) for p in batch], vectors, metadatas, texts)
-                    bar.update(len(batch))
-        return self.store.add(passages, progress=progress)
+        with tqdm(total=len(passages), desc="indexing", unit="passage", disable=not progress) as bar:
+            return total(_shown(fill(self, passages, CompressPassages(self.bundle, **self.making)), bar))
+
+    @property
+    def making(self) -> dict[str, Any]:
+        """How `CompressPassages` makes payloads and vectors for this index, but for the bundle."""
+        return {"ratio": self.store.base_ratio, "codec": self.store.codec, "embedder": self.embedder}
+
+    def missing(self, passages: Sequence[Passage]) -> list[Passage]:
+        """Those without a vector or a soft context, at most 250 at a time."""
+        ids = [str(passage.id) for passage in passages]
+        compressed = self.store.has([passage.text for passage in passages], ids)
+        with self._errors_explained(), self._connection.reading() as client:
+            collection = _find_collection(self._connection, client)
+            found = set(collection.get(ids=ids, include=[])["ids"]) if collection else set()
+        return [p for p, id, done in zip(passages, ids, compressed, strict=True) if not (done and id in found)]
+
+    def put(self, passages: Sequence[Passage], made: Mapping[str, Any]) -> None:
+        """Store passages with what a worker made of them: `vector`, then `payload` by a bundle of `fingerprint`.
+
+        A passage that has a vector alone, after an interruption, is compressed by whoever retrieves it.
+        """
+        metadatas: Any = [dict(passage.metadata) for passage in passages]
+        texts = [passage.text for passage in passages]
+        with self._writing() as collection:
+            collection.upsert([str(p.id) for p in passages], made["vector"], metadatas, texts)
+        self.store.put(passages, made)
 
     def remove(self, ids: Sequence[str]) -> None:
         """Remove passages from both collections."""
@@ -127,7 +139,7 @@ class PassageIndex:
             raise ConfigError(f"cannot retrieve {k} passages: ask for 1 or more")
         if not all(question.strip() for question in questions):
             raise ConfigError("the question is empty: ask something")
-        vectors = _vectors(load_embedder(self.embedder).encode_query, questions)
+        vectors = question_vectors(questions, self.embedder)
         with self._errors_explained(), self._connection.reading() as client:
             collection = _find_collection(self._connection, client)
             count = collection.count() if collection else 0
@@ -171,7 +183,7 @@ class PassageIndex:
             yield _find_collection(self._connection, client) or client.create_collection(
                 COLLECTION,
                 configuration=_COSINE,
-                metadata={BUNDLE_KEY: self._bundle_name, _EMBEDDER_KEY: self.embedder},
+                metadata={BUNDLE_KEY: self.bundle_name, _EMBEDDER_KEY: self.embedder},
                 embedding_function=None,
             )
 
@@ -198,6 +210,8 @@ def open_index(
     create: bool = False,
     default: str | None = None,
     embedder: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
 ) -> PassageIndex:
     """Open the index in a Chroma folder.
 
@@ -209,6 +223,8 @@ def open_index(
         default: the bundle of a new index; None takes the shipped one for a user's own text.
         embedder: a sentence-transformers model, by folder or hub id; None takes the one it was made with, or the
             packaged MiniLM.
+        device: see `Bundle.from_pretrained`.
+        dtype: see `Bundle.from_pretrained`.
 
     Raises:
         StoreError: there is no index, it cannot be opened, or was made with another embedder.
@@ -228,7 +244,8 @@ def open_index(
             "index into another folder"
         )
     name = bundle or recorded or default or default_bundle()
-    return PassageIndex(str(folder), Bundle.from_pretrained(name), _lasting(name), codec, asked or made_with)
+    loaded = Bundle.from_pretrained(name, device=device, dtype=dtype)
+    return PassageIndex(str(folder), loaded, _lasting(name), codec, asked or made_with)
 
 
 @dataclass(frozen=True)
@@ -361,10 +378,7 @@ def _lasting(address: str) -> str:
     return str(Path(address).resolve()) if address not in SHIPPED and Path(address).is_dir() else address
 
 
-def passage_vectors(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
-    """(texts, dim) unit vectors."""
-    return _vectors(load_embedder(embedder).encode_document, texts)
-
-
-def _vectors(encode: Callable[..., Any], texts: Sequence[str]) -> Any:
-    return encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
+def _shown(parts: Iterator[Added], bar: Any) -> Iterator[Added]:
+    for part in parts:
+        bar.update(sum(part))
+        yield part

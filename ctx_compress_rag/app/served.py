@@ -14,7 +14,12 @@ from ctx_compress_rag.stores import SoftContextStore
 
 @contextmanager
 def open_store(
-    folder: str | Path, bundle: str | None, collection: str | None = None
+    folder: str | Path,
+    bundle: str | None,
+    collection: str | None = None,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
 ) -> Iterator[tuple[Bundle, SoftContextStore]]:
     """The bundle and the store to serve.
 
@@ -22,6 +27,8 @@ def open_store(
         folder: a Chroma folder.
         bundle: a bundle's folder, shipped name or hub id; None takes the one that an index was made with.
         collection: the app's own collection beside which the soft contexts are; None for an index.
+        device: see `Bundle.from_pretrained`.
+        dtype: see `Bundle.from_pretrained`.
 
     Raises:
         ConfigError: a collection is given and no bundle.
@@ -29,13 +36,13 @@ def open_store(
         BundleError, FingerprintMismatchError: see `Bundle.from_pretrained` and `SoftContextStore`.
     """
     if collection is None:
-        with open_index(folder, bundle) as index:
+        with open_index(folder, bundle, device=device, dtype=dtype) as index:
             yield index.bundle, index.store
         return
     if bundle is None:
         raise ConfigError(
             f"--collection {collection} does not say which bundle its soft contexts are of: give --bundle"
         )
-    loaded = Bundle.from_pretrained(bundle)
+    loaded = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
     with SoftContextStore(folder, loaded, collection=collection) as store:
         yield loaded, store

@@ -12,10 +12,13 @@ from typing import Any
 
 from chromadb.config import DEFAULT_DATABASE, DEFAULT_TENANT
 
-from ctx_compress_rag.app.passage_index import BUNDLE_KEY, check_there, embedder_of, passage_vectors, recorded_store
+from ctx_compress_rag.app.passage_index import BUNDLE_KEY, check_there, embedder_of, recorded_store
 from ctx_compress_rag.stores.backup import back_up
+from ctx_compress_rag.stores.companion import explained
 from ctx_compress_rag.stores.folder import Folder
 from ctx_compress_rag.stores.repair import Embed, Rebuilt, rebuild
+from ctx_compress_rag.stores.vacuum import vacuum
+from ctx_compress_rag.text.minilm import passage_vectors
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,12 @@ def back_up_store(store: str | Path, target: str | Path) -> None:
     """Copy a store's folder whole while others may be writing; raises as `back_up` does."""
     with _folder(store) as folder:
         back_up(folder, Path(target))
+
+
+def vacuum_store(store: str | Path) -> int:
+    """Write over what was deleted from a folder; how many bytes that gave back. Raises as `vacuum` does."""
+    with _folder(store) as folder, explained(str(store)):
+        return vacuum(folder)
 
 
 def repair_store(store: str | Path, reseal: bool = False) -> RepairReport:

@@ -13,6 +13,9 @@ from ctx_compress_rag.cli.shared import (
     DEMO,
     AnswerTokens,
     AnyBundle,
+    BatchSize,
+    Device,
+    Dtype,
     Output,
     OwnBundle,
     Ratios,
@@ -42,7 +45,9 @@ def eval_(
         bool, typer.Option("--alike", help="Of the invented world, all of a prompt's passages about one kind of thing.")
     ] = False,
     ratios: Ratios = None,
-    codec: Annotated[str | None, typer.Option(metavar="CODEC", help="How slots are stored: int8 or fp16.")] = None,
+    codec: Annotated[
+        str | None, typer.Option(metavar="CODEC", help="How slots are stored: int8, fp16 or int4.")
+    ] = None,
     no_extraction: Annotated[
         bool, typer.Option("--no-extraction", help="Leave out the baseline that needs MiniLM.")
     ] = False,
@@ -50,7 +55,10 @@ def eval_(
         bool, typer.Option("--perplexity", help="Also score how well passages are reconstructed from their slots.")
     ] = False,
     template: Template = None,
-    answer_tokens: AnswerTokens = None,
+    max_tokens: AnswerTokens = None,
+    batch_size: BatchSize = 16,
+    device: Device = None,
+    dtype: Dtype = None,
     output: Output = "ctx-compress-eval",
 ) -> None:
     """Score a bundle beside its baselines.
@@ -74,7 +82,7 @@ def eval_(
         name = f"the invented world, {passages} passages{' of one kind' if alike else ''}"
         sets = {name: questions_of(examples, questions)}
     text = evaluate_sets(
-        Bundle.from_pretrained(bundle),
+        Bundle.from_pretrained(bundle, device=device, dtype=dtype),
         sets,
         ratios or RATIOS,
         output,
@@ -82,7 +90,8 @@ def eval_(
         codec=codec,
         perplexity=perplexity,
         template=template,
-        max_new_tokens=answer_tokens,
+        max_new_tokens=max_tokens,
+        batch_size=batch_size,
     )
     print(f"{text}; also in {output}")
 
@@ -184,7 +193,7 @@ def adapt_eval(
     ] = None,
     questions: Annotated[int, typer.Option(metavar="N", help="To score with.")] = 400,
     timed: Annotated[int, typer.Option(metavar="N", help="Questions timed.")] = 20,
-    answer_tokens: Annotated[int, typer.Option(metavar="N", help="Most of an answer.")] = 32,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Most of an answer.")] = 32,
     output: Output = "ctx-compress-adapt-eval",
 ) -> None:
     """Score adapting to demonstrations.
@@ -203,7 +212,7 @@ def adapt_eval(
         budget=budget,
         questions=questions,
         timed=timed,
-        max_new_tokens=answer_tokens,
+        max_new_tokens=max_tokens,
     )
     print(f"{table(scores)}\n\n{verdict(scores)}")
     print(f"\n{questions} questions, each with demonstrations; also in {output}/scores.json, .md and .png")
@@ -241,6 +250,9 @@ def bench(
     tokens: Annotated[int, typer.Option(metavar="N", help="Most per passage.")] = 256,
     ratio: Annotated[int, typer.Option(metavar="R", help="For the first token.")] = 16,
     concurrency: Annotated[int | None, typer.Option(metavar="N", help="Time N callers at a time instead.")] = None,
+    training: Annotated[bool, typer.Option("--training", help="Time training steps instead.")] = False,
+    device: Device = None,
+    dtype: Dtype = None,
     output: Output = "ctx-compress-bench",
 ) -> None:
     """Time indexing and the first token.
@@ -262,10 +274,18 @@ def bench(
     if tokens < 8:
         raise ConfigError(f"passages of {tokens} tokens are too short: give 8 or more")
     quiet_models()
-    opened = Bundle.from_pretrained(bundle)
+    opened = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
     chunks = list(dict.fromkeys(chunk(given, opened.tokenizer, tokens)))[:passages]
     if concurrency is not None:
         time_callers(opened, chunks, concurrency, ratio)
+        return
+    if training:
+        from ctx_compress_rag.evaluation.training_speed import training_speed, training_table
+
+        steps = training_speed(opened, chunks)
+        text = training_table(steps)
+        report.write(output, "training", text, asdict(steps))
+        print(f"{text}\n\nalso in {output}")
         return
     with tempfile.TemporaryDirectory() as folder:
         speed = indexing_speed(opened, chunks, folder)

@@ -1,4 +1,4 @@
-"""Commands that look after a store's folder: repair, backup."""
+"""Commands that look after a store's folder: repair, backup, vacuum."""
 
 from __future__ import annotations
 
@@ -56,3 +56,15 @@ def backup(
 
     back_up_store(store, target)
     print(f"{store} copied to {target}")
+
+
+@command("vacuum", "--store ./chroma")
+def vacuum(store: Store) -> None:
+    """Write over what was deleted from an index.
+
+    Deleted texts are gone from the database and from Chroma's log, and the file shrinks. Stop whatever else has the
+    folder open first.
+    """
+    from ctx_compress_rag.app.upkeep import vacuum_store
+
+    print(f"{store}: {vacuum_store(store):,} bytes given back")

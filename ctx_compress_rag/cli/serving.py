@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import OwnBundle, Server, ServerKey, Store, note_what_it_reads, quiet_models
+from ctx_compress_rag.cli.shared import (
+    BatchSize,
+    Device,
+    Dtype,
+    OwnBundle,
+    Server,
+    ServerKey,
+    Store,
+    note_what_it_reads,
+    quiet_models,
+)
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
@@ -54,7 +64,9 @@ def serve(
             help="Serve the soft contexts beside this collection of an app, in place of an index (needs --bundle).",
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(metavar="N", help="Most prompts in a forward pass.")] = 8,
+    batch_size: BatchSize = 8,
+    device: Device = None,
+    dtype: Dtype = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer if not said.")] = 512,
     max_prompt_tokens: Annotated[
         int | None, typer.Option(metavar="N", help="Longest prompt.  [default: the decoder's window]")
@@ -80,7 +92,7 @@ def serve(
     run.check_exposure(host, keys is not None)
     limits = Limits(max_body, max_requests, max_tokens)
     quiet_models()
-    with open_store(store, bundle, collection) as (served, opened):
+    with open_store(store, bundle, collection, device=device, dtype=dtype) as (served, opened):
         note_what_it_reads(served)
         decoder: TransformersDecoder
         if server is not None:

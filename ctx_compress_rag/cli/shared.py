@@ -35,7 +35,15 @@ Template = Annotated[
     ),
 ]
 AnswerTokens = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Most tokens of an answer.  [default: the bundle's]")
+    int | None,
+    typer.Option("--max-tokens", metavar="N", min=1, help="Most tokens of an answer.  [default: the bundle's]"),
+]
+Temperature = Annotated[float, typer.Option(metavar="T", help="0 takes the likeliest token.")]
+BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Most prompts in a forward pass.")]
+Device = Annotated[str | None, typer.Option(metavar="NAME", help="cuda, mps or cpu.  [default: the first there is]")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Of the decoder's weights.  [default: bfloat16 on CUDA, float32 elsewhere]"),
 ]
 Server = Annotated[
     str | None,

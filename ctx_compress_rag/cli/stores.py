@@ -11,11 +11,14 @@ import typer
 from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import (
     AnswerTokens,
+    Device,
+    Dtype,
     Embedder,
     OwnBundle,
     Server,
     ServerKey,
     Store,
+    Temperature,
     Template,
     check_template,
     note_what_it_reads,
@@ -27,8 +30,13 @@ _ANSWER_TOKENS = 256
 
 @command("index", "./my_docs --store ./chroma")
 def index(
-    folder: Annotated[
-        str, typer.Argument(metavar="DIR", help="Folder to index, with the folders in it; hidden files are left out.")
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="Folder to index, with the folders in it (hidden files are left out), or a .jsonl or .parquet file of "
+            "rows with text and, perhaps, id.",
+        ),
     ],
     store: Store,
     bundle: OwnBundle = None,
@@ -42,26 +50,35 @@ def index(
         bool, typer.Option("--prune", help="Remove the passages of files that are gone from DIR.")
     ] = False,
     codec: Annotated[
-        str | None, typer.Option(metavar="CODEC", help="How a new store keeps vectors: int8 or fp16.")
+        str | None, typer.Option(metavar="CODEC", help="How a new store keeps vectors: int8, fp16 or int4.")
     ] = None,
     embedder: Embedder = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    ray: Annotated[
+        int | None,
+        typer.Option(
+            "--ray", metavar="N", min=1, help="Embed and compress on N workers of a Ray cluster, or of this machine."
+        ),
+    ] = None,
 ) -> None:
-    """Index a folder of files.
+    """Index a folder of files, or a file of texts.
 
     Takes .txt and .md files and, with the `documents` extra, .pdf, .docx and .html. Only new and changed passages
     are compressed; run it again to resume after an interruption. Passages of a changed file are replaced; those of a
     deleted file stay unless --prune is given.
     """
-    from ctx_compress_rag.app.indexing import scan_folder, update_index
+    from ctx_compress_rag.app.indexing import update_index
+    from ctx_compress_rag.app.inputs import open_input
     from ctx_compress_rag.app.passage_index import open_index
 
-    scan = scan_folder(folder)  # before models are loaded and a store is made
+    given = open_input(path)  # before models are loaded and a store is made
     quiet_models()
-    with open_index(store, bundle, codec=codec, create=True, embedder=embedder) as opened:
+    with open_index(store, bundle, codec=codec, create=True, embedder=embedder, device=device, dtype=dtype) as opened:
         note_what_it_reads(opened.bundle)
-        report = update_index(opened, scan, chunk_tokens=chunk_tokens, prune=prune)
-    print(f"{report.files} files in {folder}: {report.added} passages compressed, {report.unchanged} unchanged")
-    if skipped := scan.skipped():
+        report = update_index(opened, given, chunk_tokens=chunk_tokens, prune=prune, ray_workers=ray)
+    print(f"{report.files} {given.kind} in {path}: {report.added} passages compressed, {report.unchanged} unchanged")
+    if skipped := given.skipped():
         print(skipped)
     if report.replaced or report.pruned:
         print(f"removed passages: {report.replaced} of changed files, {report.pruned} of deleted ones")
@@ -87,7 +104,10 @@ def ask(
     k: Annotated[int, typer.Option("--k", metavar="N", help="Passages to retrieve.")] = 4,
     text: Annotated[bool, typer.Option("--text", help="Give the decoder the passages' text, for comparison.")] = False,
     template: Template = None,
-    answer_tokens: AnswerTokens = None,
+    max_tokens: AnswerTokens = None,
+    temperature: Temperature = 0.0,
+    device: Device = None,
+    dtype: Dtype = None,
     embedder: Embedder = None,
     server: Server = None,
     server_key: ServerKey = None,
@@ -104,7 +124,7 @@ def ask(
         raise ConfigError("the question is empty: ask something")
     check_template(template)
     quiet_models()
-    with open_index(store, bundle, embedder=embedder) as opened:
+    with open_index(store, bundle, embedder=embedder, device=device, dtype=dtype) as opened:
         from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
         from ctx_compress_rag.serving.client import ServerDecoder
 
@@ -118,9 +138,9 @@ def ask(
             if server is None
             else ServerDecoder(opened.bundle, opened.store, server=server, api_key=server_key)
         )
-        longest = answer_tokens or config.answer_tokens or _ANSWER_TOKENS
+        sampling = Sampling(max_tokens or config.answer_tokens or _ANSWER_TOKENS, temperature)
         begun = False
-        for piece in decoder.stream(prompt, Sampling(max_new_tokens=longest)):
+        for piece in decoder.stream(prompt, sampling):
             if isinstance(piece, str):
                 # Some tokenizers start an answer with a space.
                 print(piece if begun else piece.lstrip(), end="", flush=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from types import MappingProxyType
@@ -13,15 +12,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import whole
-from ctx_compress_rag.decoding.generation import Generation, Sampling, TextWatch, sampler
+from ctx_compress_rag.decoding.batches import generate, in_batches
+from ctx_compress_rag.decoding.change import UNCHANGED, Change, opened
+from ctx_compress_rag.decoding.generation import Generation, Sampling
 from ctx_compress_rag.decoding.rows import Row, can_share
 from ctx_compress_rag.decoding.sharing import Sharing, memory_error, out_of_memory
 from ctx_compress_rag.decoding.splice import splice
-from ctx_compress_rag.decoding.structured import JsonProcessor
 from ctx_compress_rag.errors import (
     ConfigError,
     CtxCompressError,
@@ -29,38 +28,23 @@ from ctx_compress_rag.errors import (
     MissingPassageError,
     PayloadError,
 )
+from ctx_compress_rag.prompt import HoledPrompt, Message, Prompt, PromptLike
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import Marker, OnUnreadable, check_on_unreadable
 from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
 from ctx_compress_rag.text.tokenising import check_characters
 
-__all__ = ["Generation", "Message", "Sampling", "TransformersDecoder"]
+__all__ = ["BATCH_SIZE", "Generation", "Message", "Sampling", "TransformersDecoder"]
 
 logger = logging.getLogger(__name__)
-
-Message = Mapping[str, str]
-"""A chat message: `role` ("system", "user" or "assistant") and `content`, which may hold markers."""
-
-Prompt = str | Sequence[Message]
 
 Put = Callable[[str | Generation | BaseException], object]
 """Is given pieces of text, then the whole Generation, or the error that ended it."""
 
 _GREEDY = Sampling()
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """A prompt as pieces of token ids (int64) and slots (float, in the decoder's embedding space).
-
-    `soft` where it had a marker, perhaps one of no slots: the reader's decoder is to read it.
-    """
-
-    pieces: list[Tensor]
-    length: int
-    slots: int
-    soft: bool
+BATCH_SIZE = 8
+"""Most prompts in a forward pass where nobody says."""
 
 
 class TransformersDecoder:
@@ -83,7 +67,12 @@ class TransformersDecoder:
     Raises:
         FingerprintMismatchError: the store was made with another bundle.
         ConfigError: an argument has an impossible value.
+
+    Attributes:
+        change: what is changed of the bundle's decoder; nothing, if not by an adaptation.
     """
+
+    change: Change = UNCHANGED
 
     def __init__(
         self,
@@ -92,7 +81,7 @@ class TransformersDecoder:
         *,
         on_missing: Literal["error", "text"] = "error",
         on_unreadable: OnUnreadable = "error",
-        batch_size: int = 8,
+        batch_size: int = BATCH_SIZE,
         max_prompt_tokens: int | None = None,
     ) -> None:
         if on_missing not in ("error", "text"):
@@ -116,7 +105,7 @@ class TransformersDecoder:
         self.max_prompt_tokens = max_prompt_tokens
         self._tokenizer = PromptTokenizer(bundle.tokenizer)
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling = _GREEDY) -> list[Generation]:
+    def generate(self, prompts: Sequence[PromptLike], sampling: Sampling = _GREEDY) -> list[Generation]:
         """Answer prompts, in order; ones with and without markers may be mixed.
 
         Args:
@@ -134,22 +123,14 @@ class TransformersDecoder:
         """
         if can_share(self.bundle.backbone.model) and not self.bundle.backbone.held:
             return self._shared(prompts, sampling)
-        prepared = self._prepare(prompts)
-        done: dict[int, Generation] = {}
-        for soft in (False, True):
-            # Neighbours of like length, so that little of a batch is padding.
-            group = [i for i, prompt in enumerate(prepared) if prompt.soft is soft]
-            group.sort(key=lambda i: prepared[i].length)
-            for start in range(0, len(group), self.batch_size):
-                batch = group[start : start + self.batch_size]
-                done.update(zip(batch, self._run([prepared[i] for i in batch], sampling), strict=True))
-        return [done[i] for i in range(len(prepared))]
+        prepared = self.prepare(prompts)
+        return in_batches(prepared, self.batch_size, lambda batch: self.run([prepared[i] for i in batch], sampling))
 
-    def generate_apart(self, prompt: Prompt, sampling: Sampling = _GREEDY) -> Generation:
+    def generate_apart(self, prompt: PromptLike, sampling: Sampling = _GREEDY) -> Generation:
         """Answer one prompt by transformers' own `generate`, in passes that nobody shares; raises as `generate`."""
-        return self._run(self._prepare([prompt]), sampling)[0]
+        return self.run(self.prepare([prompt]), sampling)[0]
 
-    def stream(self, prompt: Prompt, sampling: Sampling = _GREEDY) -> Iterator[str | Generation]:
+    def stream(self, prompt: PromptLike, sampling: Sampling = _GREEDY) -> Iterator[str | Generation]:
         """Answer one prompt piece by piece, then give the whole Generation.
 
         The pieces joined are the Generation's text. The prompt is checked and its passages are
@@ -163,10 +144,10 @@ class TransformersDecoder:
             CtxCompressError: at iteration, when this thread holds the decoder itself.
         """
         with Sharing.of(self.bundle.backbone).reading():
-            [prepared] = self._prepare([prompt])
+            [prepared] = self.prepare([prompt])
         return self._pieces(prepared, sampling)
 
-    def start(self, prompt: Prompt, sampling: Sampling, put: Put) -> Callable[[], None]:
+    def start(self, prompt: PromptLike, sampling: Sampling, put: Put) -> Callable[[], None]:
         """Answer one prompt in the background, for callers that cannot wait in a thread, such as a server.
 
         The prompt is checked and its passages are fetched before this returns.
@@ -182,15 +163,8 @@ class TransformersDecoder:
         Raises: as `stream` at the call.
         """
         with Sharing.of(self.bundle.backbone).reading():
-            [prepared] = self._prepare([prompt])
-            return self._start(prepared, sampling, put)
-
-    def pieces(self, prompts: Sequence[Prompt]) -> list[list[Tensor]]:
-        """What the model is given for prompts: token ids (int64) and slots (float, in its embedding space), in order.
-
-        Raises: as `generate`.
-        """
-        return [prompt.pieces for prompt in self._prepare(prompts)]
+            [prepared] = self.prepare([prompt])
+            return self.begin(prepared, sampling, put)
 
     def count_tokens(self, text: str) -> int:
         """Tokens of `text`, no BOS added; a valid marker counts as its slots."""
@@ -211,30 +185,39 @@ class TransformersDecoder:
         ids = self._chat_ids(chat, [texts for texts, _ in around])
         return sum(map(len, ids)) + sum(marker.slots for _, markers in around for marker in markers)
 
-    # From prompts to pieces
+    # From text to what the model reads
 
-    def _prepare(self, prompts: Sequence[Prompt]) -> list[_Prepared]:
+    def prepare(self, prompts: Sequence[PromptLike], changes: Sequence[Change] | None = None) -> list[Prompt]:
+        """What the model is given for prompts: they are checked, tokenised, and have their passages' slots.
+
+        Args:
+            prompts: as `generate` takes them.
+            changes: what is changed for each; None: this decoder's own change.
+
+        Raises: as `generate`.
+        """
         if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
             raise ConfigError(f"prompts is one {type(prompts).__name__}: give a list of prompts")
+        changes = [self.change] * len(prompts) if changes is None else changes
+        prompts = [change.asked(prompt) for prompt, change in zip(prompts, changes, strict=True)]
         contents = [self._contents(index, prompt) for index, prompt in enumerate(prompts)]
         split = [[self._split(text, self.on_unreadable) for text in texts] for texts in contents]
         named = (p for texts in split for parts in texts for p in parts if isinstance(p, Marker))
         contexts = self._contexts(list(dict.fromkeys(named)))
-        embedded = {m: self._embed(c) for m, c in contexts.items() if isinstance(c, SoftContext)}
+        embedded = {m: self.bundle.embed(c) for m, c in contexts.items() if isinstance(c, SoftContext)}
         texts_of = {m: c for m, c in contexts.items() if isinstance(c, str)}
         prepared = []
-        for index, (prompt, messages) in enumerate(zip(prompts, split, strict=True)):
+        for index, (prompt, messages, change) in enumerate(zip(prompts, split, changes, strict=True)):
             around = [_around_markers(parts, texts_of) for parts in messages]
             texts = [texts for texts, _ in around]
             ids = self._raw_ids(texts[0]) if isinstance(prompt, str) else self._chat_ids(prompt, texts)
             slots = [embedded[marker] for _, markers in around for marker in markers]
-            pieces = [piece for pair in zip(ids, slots, strict=False) for piece in pair] + [ids[-1]]
-            made = _Prepared(pieces, sum(len(p) for p in pieces), sum(len(s) for s in slots), bool(slots))
+            made = change.read(HoledPrompt.without_answers(ids).filled(slots))
             self._check_length(index, made)
             prepared.append(made)
         return prepared
 
-    def _contents(self, index: int, prompt: Prompt) -> list[str]:
+    def _contents(self, index: int, prompt: PromptLike) -> list[str]:
         """A raw prompt, or the contents of a chat's messages.
 
         Raises:
@@ -307,14 +290,11 @@ class TransformersDecoder:
                 raise
             return marker.text
 
-    def _embed(self, soft: SoftContext) -> Tensor:
-        return self.bundle.embed(soft).to(self.bundle.backbone.embeddings.weight.dtype)
-
     @property
     def _window(self) -> int | None:
         return self.bundle.backbone.window
 
-    def _check_length(self, index: int, prompt: _Prepared) -> None:
+    def _check_length(self, index: int, prompt: Prompt) -> None:
         if self.max_prompt_tokens is not None and prompt.length > self.max_prompt_tokens:
             raise ConfigError(
                 f"prompt {index} has {prompt.length} tokens ({prompt.slots} of them slots) and "
@@ -326,18 +306,32 @@ class TransformersDecoder:
                 f"{self._window} must hold an answer too: use a coarser ratio, fewer passages or a shorter prompt"
             )
 
-    # From pieces to text
+    # From there to text
 
-    def _run(
+    def run(
         self,
-        prompts: Sequence[_Prepared],
+        prompts: Sequence[Prompt],
         sampling: Sampling,
+        change: Change | None = None,
         on_text: Callable[[str], object] | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> list[Generation]:
-        """One batch, with or without slots; empty when cancelled."""
+        """Answer one batch, all of it soft or none, in passes that nobody shares.
+
+        Args:
+            prompts: what `prepare` made.
+            sampling: how tokens are chosen and when to end.
+            change: what is changed of the model; None: this decoder's own change.
+            on_text: is given each new piece of the first prompt's answer.
+            cancelled: asked at every token; True ends all.
+
+        Returns: an answer to each; none where cancelled.
+
+        Raises:
+            DecoderMemoryError: as `generate`.
+        """
         try:
-            return self._generated(prompts, sampling, on_text, cancelled)
+            return self._run(prompts, sampling, self.change if change is None else change, on_text, cancelled)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
@@ -345,77 +339,35 @@ class TransformersDecoder:
         # Raised out here: as its cause, the error would keep the frames and with them the memory they hold.
         raise memory_error(prompts, said)
 
-    def _generated(
+    def _run(
         self,
-        prompts: Sequence[_Prepared],
+        prompts: Sequence[Prompt],
         sampling: Sampling,
+        change: Change,
         on_text: Callable[[str], object] | None,
         cancelled: Callable[[], bool],
     ) -> list[Generation]:
-        backbone = self.bundle.backbone
-        limits = [min(sampling.max_new_tokens, (self._window or 1 << 62) - p.length) for p in prompts]
-        batch = splice(backbone.embeddings, [p.pieces for p in prompts])
-        decoder = self.bundle.soft_decoder(batch.slot_mask) if prompts[0].soft else self.bundle.text_decoder()
-        with torch.no_grad(), decoder as model:
+        batch = splice(self.bundle.backbone.embeddings, prompts)
+        with torch.no_grad(), opened(self.bundle, prompts[0].soft, batch.slot_mask, change) as model:
             if cancelled():
                 return []
-            end_ids = self._end_ids(model.generation_config.eos_token_id, sampling.stop)
-            processors = sampler(sampling, len(prompts))
-            if sampling.json_schema is not None:
-                only_json = JsonProcessor(sampling.json_schema, backbone.tokenizer, end_ids, len(prompts))
-                processors.insert(0, only_json)
-            watch = TextWatch(backbone.tokenizer, sampling.stop, end_ids, limits, on_text, cancelled)
-            model.generate(
-                # Positions it counts itself, from the mask: before transformers 5.2 given ones do not advance.
-                inputs_embeds=batch.inputs_embeds,
-                attention_mask=batch.attention_mask,
-                generation_config=GenerationConfig(
-                    max_new_tokens=max(limits),
-                    do_sample=False,  # where it is to sample, the processors make the likeliest token a sample
-                    num_beams=1,
-                    eos_token_id=sorted(end_ids) or None,
-                    pad_token_id=backbone.tokenizer.pad_token_id,
-                ),
-                logits_processor=processors,
-                stopping_criteria=StoppingCriteriaList([watch]),
-            )
-        rows = zip(prompts, watch.done, strict=True)
-        return [Generation(row[0], prompt.length, prompt.slots, *row[1:]) for prompt, row in rows if row]
+            return generate(model, batch, prompts, self.bundle.tokenizer, sampling, self._window, on_text, cancelled)
 
-    def _end_ids(self, model_ids: int | list[int] | None, stop: Sequence[str]) -> set[int]:
-        """The model's and the tokenizer's end tokens, and stop strings that are special tokens: no text shows those."""
-        tokenizer = self.bundle.tokenizer
-        ids = {tokenizer.eos_token_id, *(model_ids if isinstance(model_ids, list) else [model_ids])}
-        special = tokenizer.get_added_vocab()
-        return {i for i in ids if i is not None} | {special[s] for s in stop if s in special}
-
-    def _as_changed(self) -> tuple[Bundle, object]:
-        """The bundle as this decoder changes it, and what tells it from others of the same model."""
-        return self.bundle, None
-
-    def _row(self, prompt: _Prepared, sampling: Sampling, put: Put, bundle: Bundle, stream: bool = False) -> Row:
-        limit = min(sampling.max_new_tokens, (self._window or 1 << 62) - prompt.length)
-        end_ids = partial(self._end_ids, stop=sampling.stop)
-        return Row(
-            bundle, prompt.pieces, prompt.length, prompt.slots, prompt.soft, sampling, limit, end_ids, put, stream
-        )
-
-    def _add(self, rows: Sequence[Row], change: object) -> None:
+    def _add(self, rows: Sequence[Row]) -> None:
         sharing = Sharing.of(self.bundle.backbone)
         for soft in (False, True):
-            if group := [row for row in rows if row.soft is soft]:
-                sharing.add(group, (self.bundle.reader, change, soft), self.batch_size)
+            if group := [row for row in rows if row.prompt.soft is soft]:
+                sharing.add(group, (self.bundle.reader, self.change.of_model, soft), self.batch_size)
 
-    def _shared(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
+    def _shared(self, prompts: Sequence[PromptLike], sampling: Sampling) -> list[Generation]:
         """`generate` in the passes that all callers share."""
         queue: SimpleQueue[tuple[int, str | Generation | BaseException]] = SimpleQueue()
-        bundle, change = self._as_changed()
         with Sharing.of(self.bundle.backbone).reading():
             rows = [
-                self._row(prompt, sampling, partial(_put_at, queue, index), bundle)
-                for index, prompt in enumerate(self._prepare(prompts))
+                Row(self.bundle, prompt, self.change, sampling, partial(_put_at, queue, index))
+                for index, prompt in enumerate(self.prepare(prompts))
             ]
-            self._add(sorted(rows, key=lambda row: row.length), change)
+            self._add(sorted(rows, key=lambda row: row.prompt.length))
         done: dict[int, Generation] = {}
         try:
             while len(done) < len(rows):
@@ -429,22 +381,22 @@ class TransformersDecoder:
                 row.cancelled = True
         return [done[index] for index in range(len(rows))]
 
-    def _start(self, prompt: _Prepared, sampling: Sampling, put: Put) -> Callable[[], None]:
+    def begin(self, prompt: Prompt, sampling: Sampling, put: Put) -> Callable[[], None]:
+        """As `start`, for what `prepare` made."""
         # The lock belongs to the thread that takes it, and a consumer may pause for ever or come from
         # another thread each time: so a worker runs the model, and never waits for the consumer.
-        bundle, change = self._as_changed()
-        row = self._row(prompt, sampling, put, bundle, stream=True)
+        row = Row(self.bundle, prompt, self.change, sampling, put, stream=True)
 
         def cancel() -> None:
             row.cancelled = True
 
-        if can_share(bundle.backbone.model):
-            self._add([row], change)
+        if can_share(self.bundle.backbone.model):
+            self._add([row])
             return cancel
 
         def run() -> None:
             try:
-                for generation in self._run([prompt], sampling, put, lambda: row.cancelled):
+                for generation in self.run([prompt], sampling, None, put, lambda: row.cancelled):
                     put(generation)
             except BaseException as error:
                 put(error)
@@ -452,13 +404,13 @@ class TransformersDecoder:
         threading.Thread(target=run, name="ctx-compress-stream").start()
         return cancel
 
-    def _pieces(self, prompt: _Prepared, sampling: Sampling) -> Iterator[str | Generation]:
+    def _pieces(self, prompt: Prompt, sampling: Sampling) -> Iterator[str | Generation]:
         if self.bundle.backbone.held:
             raise CtxCompressError(
                 "this thread holds the decoder, inside soft_decoder() or the like: stream outside it"
             )
         queue: SimpleQueue[str | Generation | BaseException] = SimpleQueue()
-        cancel = self._start(prompt, sampling, queue.put)
+        cancel = self.begin(prompt, sampling, queue.put)
         try:
             while isinstance(piece := queue.get(), str):
                 yield piece

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from ctx_compress_rag.config import checked
-from ctx_compress_rag.decoding.structured import schema_text
+from ctx_compress_rag.decoding.structured import JsonProcessor, schema_text
 from ctx_compress_rag.errors import ConfigError
 
 FinishReason = Literal["stop", "length"]
@@ -101,6 +101,10 @@ class Sampling:
             **chosen,
         )
 
+    def room(self, prompt: int, window: int | None) -> int:
+        """Most new tokens after a prompt of so many, in a model's window."""
+        return self.max_new_tokens if window is None else min(self.max_new_tokens, window - prompt)
+
 
 def _schema_of(response_format: object) -> Any:
     match response_format:
@@ -139,11 +143,31 @@ class Generation:
     finish_reason: FinishReason
 
 
-def sampler(sampling: Sampling, rows: int) -> LogitsProcessorList:
-    """Logits processors under which the likeliest token is a sample; none where decoding is greedy."""
+def end_ids(tokenizer: Any, model_ids: int | list[int] | None, stop: Sequence[str]) -> set[int]:
+    """Tokens that end an answer: the model's, the tokenizer's, and stop strings that are special, as no text has those.
+
+    Args:
+        tokenizer: the decoder's.
+        model_ids: `eos_token_id` of the model's generation config.
+        stop: stop strings.
+    """
+    ids = {tokenizer.eos_token_id, *(model_ids if isinstance(model_ids, list) else [model_ids])}
+    special = tokenizer.get_added_vocab()
+    return {i for i in ids if i is not None} | {special[s] for s in stop if s in special}
+
+
+def choosers(sampling: Sampling, tokenizer: Any, ends: Collection[int], rows: int) -> LogitsProcessorList:
+    """Logits processors under which the likeliest token is the one to take; none where decoding is greedy.
+
+    Raises:
+        ConfigError: the JSON schema cannot be enforced.
+    """
+    processors = LogitsProcessorList()
+    if sampling.json_schema is not None:
+        processors.append(JsonProcessor(sampling.json_schema, tokenizer, ends, rows))
     if sampling.temperature == 0:
-        return LogitsProcessorList()
-    processors = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+        return processors
+    processors.append(TemperatureLogitsWarper(sampling.temperature))
     if sampling.top_k:
         processors.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.decoding.generation import Generation, Sampling, TextWatch, sampler
-from ctx_compress_rag.decoding.splice import Piece, splice
-from ctx_compress_rag.decoding.structured import JsonProcessor
+from ctx_compress_rag.decoding.change import Change, opened
+from ctx_compress_rag.decoding.generation import Generation, Sampling, TextWatch, choosers, end_ids
+from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.prompt import Prompt
 
 _KEPT_BY_POSITION = {"full_attention", "sliding_attention"}
 
@@ -25,27 +26,19 @@ class Row:
     """A prompt and its answer so far.
 
     Attributes:
-        bundle: the model, as the caller's decoder changes it.
-        pieces: the prompt, token ids and slots.
-        length: positions of the prompt.
-        slots: how many of them are slots.
-        soft: whether the reader's decoder is to read it.
+        bundle: whose decoder answers.
+        prompt: what it answers.
+        change: what is changed of the decoder.
         sampling: how tokens are chosen and when to end.
-        limit: most new tokens.
-        end_ids: tokens that end it, given the model's own.
         put: is given pieces of text, then the Generation or the error that ended it.
         stream: whether pieces are wanted.
         cancelled: whether nobody waits for it any more.
     """
 
     bundle: Bundle
-    pieces: Sequence[Piece]
-    length: int
-    slots: int
-    soft: bool
+    prompt: Prompt
+    change: Change
     sampling: Sampling
-    limit: int
-    end_ids: Callable[[Any], set[int]]
     put: Callable[[str | Generation | BaseException], object]
     stream: bool = False
     cancelled: bool = False
@@ -60,15 +53,12 @@ class Row:
             ConfigError: its JSON schema cannot be enforced.
         """
         tokenizer, config = self.bundle.tokenizer, model.generation_config
-        end_ids = self.end_ids(config.eos_token_id)
-        processors = sampler(self.sampling, 1)
+        ends = end_ids(tokenizer, config.eos_token_id, self.sampling.stop)
+        self._processors = choosers(self.sampling, tokenizer, ends, 1)
         if (config.repetition_penalty or 1.0) != 1.0:  # a decoder of the hub may ask for it, as Qwen2.5 does
-            processors.insert(0, RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
-        if self.sampling.json_schema is not None:
-            processors.insert(0, JsonProcessor(self.sampling.json_schema, tokenizer, end_ids, 1))
-        self._processors = processors
-        on_text = self.put if self.stream else None
-        self._watch = TextWatch(tokenizer, self.sampling.stop, end_ids, [self.limit], on_text)
+            self._processors.insert(0, RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
+        limit = self.sampling.room(self.prompt.length, self.bundle.backbone.window)
+        self._watch = TextWatch(tokenizer, self.sampling.stop, ends, [limit], self.put if self.stream else None)
 
     def take(self, scores: Tensor, likeliest: int) -> Generation | None:
         """Take the next token; the answer, if it has ended with it.
@@ -85,11 +75,11 @@ class Row:
         self.ids.append(likeliest)
         self._watch.look(0, self.ids)
         done = self._watch.done[0]
-        return None if done is None else Generation(done[0], self.length, self.slots, *done[1:])
+        return None if done is None else Generation(done[0], self.prompt.length, self.prompt.slots, *done[1:])
 
-    def model(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
-        """The transformers model as this row's decoder reads it, held for this thread."""
-        return self.bundle.soft_decoder(slot_mask) if self.soft else self.bundle.text_decoder()
+    def opened(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
+        """The transformers model as it reads this row, held for this thread."""
+        return opened(self.bundle, self.prompt.soft, slot_mask, self.change)
 
 
 def can_share(model: Any) -> bool:
@@ -115,8 +105,8 @@ class Rows:
         Raises: what the model raises; no row has joined then, and none of `new` was told.
         """
         with torch.no_grad():
-            batch = splice(new[0].bundle.backbone.embeddings, [row.pieces for row in new])
-            with new[0].model(batch.slot_mask) as model:
+            batch = splice(new[0].bundle.backbone.embeddings, [row.prompt for row in new])
+            with new[0].opened(batch.slot_mask) as model:
                 for row in new:
                     row.prepare(model)
                 # Without a config all layers keep all positions: those of a sliding window could not be merged.
@@ -136,7 +126,7 @@ class Rows:
         with torch.no_grad():
             device = self._mask.device
             ids = torch.tensor([[row.ids[-1]] for row in self.rows], device=device)
-            places = torch.tensor([[row.length + len(row.ids) - 1] for row in self.rows], device=device)
+            places = torch.tensor([[row.prompt.length + len(row.ids) - 1] for row in self.rows], device=device)
             self._mask = torch.cat([self._mask, self._mask.new_ones(len(self.rows), 1)], dim=1)
             out = model(
                 input_ids=ids,

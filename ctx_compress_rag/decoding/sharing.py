@@ -16,6 +16,7 @@ import torch
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.decoding.rows import Row, Rows
 from ctx_compress_rag.errors import DecoderMemoryError
+from ctx_compress_rag.prompt import Prompt
 
 _TOGETHER_SECONDS = 0.05  # the longest that a first caller waits for others whose prompts are being read
 _STEPS = 8  # passes of one group before the next has its turn
@@ -125,7 +126,7 @@ class Sharing:
         if not group.rows.rows:
             return
         first = group.rows.rows[0]
-        with first.model(torch.zeros(1, 1, dtype=torch.bool)) as model:
+        with first.opened(torch.zeros(1, 1, dtype=torch.bool)) as model:
             steps = 0
             while group.rows.rows:
                 group.rows.hand_out()
@@ -151,9 +152,10 @@ _MAKING = threading.Lock()
 def _alike(rows: Sequence[Row]) -> Iterator[list[Row]]:
     """Rows in batches of like length."""
     batch: list[Row] = []
-    for row in sorted(rows, key=lambda row: row.length):
-        own = sum(each.length for each in batch) + row.length
-        if batch and row.length * (len(batch) + 1) > _PADDING * own:
+    for row in sorted(rows, key=lambda row: row.prompt.length):
+        length = row.prompt.length
+        own = sum(each.prompt.length for each in batch) + length
+        if batch and length * (len(batch) + 1) > _PADDING * own:
             yield batch
             batch = []
         batch.append(row)
@@ -163,7 +165,7 @@ def _alike(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
 def _tell(rows: Sequence[Row], error: BaseException) -> None:
     for row in rows:
-        row.put(memory_error(rows, str(error)) if out_of_memory(error) else error)
+        row.put(memory_error([row.prompt for row in rows], str(error)) if out_of_memory(error) else error)
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -174,15 +176,15 @@ def out_of_memory(error: BaseException) -> bool:
     )
 
 
-def memory_error(rows: Sequence[Any], said: str) -> DecoderMemoryError:
+def memory_error(prompts: Sequence[Prompt], said: str) -> DecoderMemoryError:
     """The error to show. As its cause, the other would keep the frames and with them the memory they hold.
 
     Args:
-        rows: what was to be answered, each with a `length`.
+        prompts: what was to be answered.
         said: what the allocator said.
     """
-    longest = max(row.length for row in rows)
+    longest = max(prompt.length for prompt in prompts)
     return DecoderMemoryError(
-        f"not enough memory for a batch of {len(rows)} prompts, the longest of {longest} tokens "
+        f"not enough memory for a batch of {len(prompts)} prompts, the longest of {longest} tokens "
         f"({said.partition(chr(10))[0]}): use a coarser ratio, fewer passages, a shorter answer or a smaller batch_size"
     )

@@ -1,28 +1,27 @@
-"""Splice token ids and slots into one `inputs_embeds` batch for a decoder."""
+"""Splice token ids and slots into one `inputs_embeds` batch for a decoder, and predict the answers in it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ctx_compress_rag.errors import ConfigError
-
-Piece = Tensor
-"""Either int64 token ids (L,) or float slots (S, D), already in the decoder's embedding space."""
+from ctx_compress_rag.prompt import Prompt
 
 
 @dataclass(frozen=True)
 class Spliced:
-    """A batch ready for a decoder.
+    """A batch ready for a decoder, padded on the left.
 
     Attributes:
         inputs_embeds: (batch, length, dim).
         attention_mask: int64 (batch, length), 0 at padding.
-        position_ids: int64 (batch, length), counted from each row's first real position.
+        position_ids: int64 (batch, length), counted from each prompt's first position.
         slot_mask: bool (batch, length), True where a position is a slot.
     """
 
@@ -40,47 +39,59 @@ class Spliced:
         }
 
 
-def splice(
-    embed: nn.Module, rows: Sequence[Sequence[Piece]], padding_side: Literal["left", "right"] = "left"
-) -> Spliced:
-    """Embed the ids of each row, put its slots between them, and pad the rows to one length.
+def splice(embed: nn.Module, prompts: Sequence[Prompt]) -> Spliced:
+    """Embed the ids of each prompt, put its slots between them, and pad all to one length.
 
     Args:
         embed: the decoder's input embedding layer.
-        rows: for each row, its pieces in order.
-        padding_side: "left" for generation, "right" for training.
+        prompts: the prompts.
 
     Raises:
-        ConfigError: a row is empty, or slots are not of the decoder's width.
+        ConfigError: a prompt is empty, or slots are not of the decoder's width.
     """
     embedded: list[Tensor] = []
-    is_slot: list[Tensor] = []
     device = next(embed.parameters()).device
-    for index, row in enumerate(rows):
-        parts: list[Tensor] = []
-        flags: list[Tensor] = []
-        for piece in row:
-            slots = piece.is_floating_point()
-            parts.append(piece.to(device) if slots else embed(piece.to(device)))
-            flags.append(torch.full((piece.shape[0],), slots, dtype=torch.bool, device=device))
-        if not parts or sum(part.shape[0] for part in parts) == 0:
+    for index, prompt in enumerate(prompts):
+        if not prompt.length:
             raise ConfigError(f"prompt {index} is empty: give it at least one token")
+        parts = [p.to(device) if p.is_floating_point() else embed(p.to(device)) for p in prompt.pieces]
         dtype = _common_dtype(parts)
         widths = {part.shape[1] for part in parts}
         if len(widths) > 1:
             raise ConfigError(f"slots and token embeddings of prompt {index} differ in width: {sorted(widths)}")
         embedded.append(torch.cat([part.to(dtype) for part in parts]))
-        is_slot.append(torch.cat(flags))
-    lengths = torch.tensor([row.shape[0] for row in embedded], device=device)
-    inputs = nn.utils.rnn.pad_sequence(embedded, batch_first=True, padding_side=padding_side)
-    slot_mask = nn.utils.rnn.pad_sequence(is_slot, batch_first=True, padding_side=padding_side)
-    places = torch.arange(inputs.shape[1], device=device).expand(len(rows), -1)
-    if padding_side == "left":
-        positions = places - (inputs.shape[1] - lengths).unsqueeze(1)
-    else:
-        positions = torch.where(places < lengths.unsqueeze(1), places, -1)
-    mask = (positions >= 0).long()
-    return Spliced(inputs, mask, positions.clamp(min=0), slot_mask)
+    inputs = _padded(embedded)
+    lengths = torch.tensor([len(row) for row in embedded], device=device)
+    places = torch.arange(inputs.shape[1], device=device).expand(len(prompts), -1)
+    positions = places - (inputs.shape[1] - lengths).unsqueeze(1)
+    slot_mask = _padded([prompt.vector_mask() for prompt in prompts]).to(device)
+    return Spliced(inputs, (positions >= 0).long(), positions.clamp(min=0), slot_mask)
+
+
+def predict(model: Any, batch: Spliced, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+    """Logits that predict the tokens of prompts' answers, and those tokens' ids, prompt after prompt.
+
+    Logits are computed only for the last positions, where the answers are.
+
+    Args:
+        model: a transformers causal LM.
+        batch: the prompts, spliced.
+        prompts: the prompts.
+
+    Shape: (answer tokens, vocabulary), (answer tokens,)
+    """
+    length = batch.inputs_embeds.shape[1]
+    tail = min(length, max(prompt.length - int(prompt.answers.nonzero()[0]) for prompt in prompts) + 1)
+    logits = model(**batch.model_inputs(), use_cache=False, logits_to_keep=tail).logits
+    mask = _padded([prompt.answers for prompt in prompts]).to(logits.device)
+    # The logits at a position predict the token after it.
+    predicting = F.pad(mask[:, 1:], (0, 1))[:, length - tail :]
+    ids = torch.cat([prompt.ids()[prompt.answers] for prompt in prompts]).to(logits.device)
+    return logits[predicting].float(), ids
+
+
+def _padded(rows: list[Tensor]) -> Tensor:
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
 
 
 def _common_dtype(parts: Sequence[Tensor]) -> torch.dtype:

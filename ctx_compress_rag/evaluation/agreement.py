@@ -12,8 +12,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.decoding.batches import in_batches
+from ctx_compress_rag.decoding.change import opened
 from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling, TransformersDecoder
-from ctx_compress_rag.decoding.splice import Piece, splice
+from ctx_compress_rag.decoding.splice import predict, splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.harness import ANSWER_TOKENS, FULL, NONE, SOFT, prompt_of
@@ -21,7 +23,6 @@ from ctx_compress_rag.evaluation.plots import plot_scores
 from ctx_compress_rag.marking.mark import mark, size
 from ctx_compress_rag.metrics import normalize_answer, standard_error, token_f1
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.training.objectives.base import predict
 
 
 @dataclass(frozen=True)
@@ -168,20 +169,17 @@ def _log_probs(
 ) -> list[Tensor]:
     """Log-probabilities of every token at each token of the answers: (answer tokens, vocabulary), float64."""
     bundle = decoder.bundle
-    prompts = decoder.pieces(chats)
-    done: dict[int, Tensor] = {}
-    for soft in (False, True):
-        group = [i for i, pieces in enumerate(prompts) if any(p.is_floating_point() for p in pieces) is soft]
-        if not group:
-            continue
-        rows: list[list[Piece]] = [[*prompts[i], answers[i]] for i in group]
-        flags = [torch.arange(sum(map(len, row))) >= sum(map(len, row[:-1])) for row in rows]
-        spliced = splice(bundle.backbone.embeddings, rows)
-        with bundle.soft_decoder(spliced.slot_mask) if soft else bundle.text_decoder() as model:
-            logits, _ = predict(model, spliced.model_inputs(), rows, flags)
-        parts = logits.cpu().double().log_softmax(dim=-1).split([len(answers[i]) for i in group])
-        done.update(zip(group, parts, strict=True))
-    return [done[i] for i in range(len(prompts))]
+    prompts = [prompt.then(answer) for prompt, answer in zip(decoder.prepare(chats), answers, strict=True)]
+
+    def run(numbers: Sequence[int]) -> list[Tensor]:
+        own = [prompts[i] for i in numbers]
+        batch = splice(bundle.backbone.embeddings, own)
+        with opened(bundle, own[0].soft, batch.slot_mask) as model:
+            logits, _ = predict(model, batch, own)
+        log_probs: Tensor = logits.cpu().double().log_softmax(dim=-1)
+        return list(log_probs.split([len(answers[i]) for i in numbers]))
+
+    return in_batches(prompts, decoder.batch_size, run)
 
 
 def worst(agreements: Sequence[Agreement], count: int = 5) -> list[Agreement]:

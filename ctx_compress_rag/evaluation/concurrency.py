@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
 
-from ctx_compress_rag.decoding.decoder import Generation, Prompt, Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
+from ctx_compress_rag.prompt import PromptLike
 
 _PAIRS = 3
 
@@ -46,7 +47,7 @@ class EndlessDecoder(TransformersDecoder):
 
 
 def concurrency(
-    decoder: TransformersDecoder, prompts: Sequence[Prompt], new_tokens: int = 64, rounds: int = 3
+    decoder: TransformersDecoder, prompts: Sequence[PromptLike], new_tokens: int = 64, rounds: int = 3
 ) -> Concurrency:
     """Time callers at a time, each with one of the prompts.
 
@@ -62,7 +63,7 @@ def concurrency(
     return Concurrency(len(prompts), shares, batch, streams, turns, last, first, alone)
 
 
-def _round(decoder: TransformersDecoder, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[float, ...]:
+def _round(decoder: TransformersDecoder, prompts: Sequence[PromptLike], sampling: Sampling) -> tuple[float, ...]:
     began = time.perf_counter()
     tokens = sum(answer.completion_tokens for answer in decoder.generate(prompts, sampling))
     batch = tokens / (time.perf_counter() - began)
@@ -79,7 +80,7 @@ def _round(decoder: TransformersDecoder, prompts: Sequence[Prompt], sampling: Sa
     return shared / batch, batch, shared, rate, firsts[-1] / firsts[0], firsts[0], alone
 
 
-def _alone(decoder: TransformersDecoder, prompt: Prompt, sampling: Sampling) -> tuple[float, float]:
+def _alone(decoder: TransformersDecoder, prompt: PromptLike, sampling: Sampling) -> tuple[float, float]:
     """Seconds of one caller, and of transformers' own `generate`."""
     began = time.perf_counter()
     decoder.generate([prompt], sampling)
@@ -88,7 +89,9 @@ def _alone(decoder: TransformersDecoder, prompt: Prompt, sampling: Sampling) -> 
     return between - began, time.perf_counter() - between
 
 
-def _stream(decoder: TransformersDecoder, prompt: Prompt, sampling: Sampling, began: float) -> tuple[float, Generation]:
+def _stream(
+    decoder: TransformersDecoder, prompt: PromptLike, sampling: Sampling, began: float
+) -> tuple[float, Generation]:
     pieces = decoder.stream(prompt, sampling)
     piece = next(pieces)
     first = time.perf_counter() - began

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +13,13 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.decoding.splice import Piece, splice
+from ctx_compress_rag.decoding.change import opened
+from ctx_compress_rag.decoding.splice import predict, splice
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.harness import FULL, NONE, SOFT
+from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.prompts import PARAPHRASES, PromptBuilder
-from ctx_compress_rag.training.objectives.base import predict
 from ctx_compress_rag.training.objectives.reconstruction import recited
 
 
@@ -37,13 +36,6 @@ class Perplexity:
     system: str
     ratio: int | None
     value: float
-
-
-class _Row(NamedTuple):
-    """A prompt with its answer, and where the answer is: bool (row length,)."""
-
-    pieces: list[Piece]
-    answers: Tensor
 
 
 @torch.inference_mode()
@@ -76,41 +68,28 @@ def reconstruction_perplexity(
         ConfigError: a passage is blank.
     """
     builder = PromptBuilder(bundle.tokenizer, max_tokens + 1)
-    dtype = bundle.backbone.embeddings.weight.dtype  # the reader's may be wider
     texts = sorted((builder.shortened([passage], max_tokens)[0][0] for passage in passages), key=len)
 
-    def from_text(batch: Sequence[str], given: bool) -> list[_Row]:
-        rows = [builder.text_row(recited(text), template, [text if given else ""]) for text in batch]
-        return [_Row([row.ids], row.answers) for row in rows]
+    def from_text(batch: Sequence[str], given: bool) -> list[Prompt]:
+        return [builder.text_prompt(recited(text), template, [text if given else ""]) for text in batch]
 
-    def from_slots(batch: Sequence[str], ratio: int) -> list[_Row]:
+    def from_slots(batch: Sequence[str], ratio: int) -> list[Prompt]:
         return [
-            _with_slots(builder, template, text, bundle.embed(soft).to(dtype))
+            builder.holed_prompt(recited(text), template).filled([bundle.embed(soft)])
             for text, soft in zip(batch, _compressed(bundle, batch, ratio), strict=True)
         ]
 
-    def text_decoder(_: Tensor) -> AbstractContextManager[Any]:
-        return bundle.text_decoder()
-
-    systems: list[tuple[str, int | None, Callable[[Sequence[str]], list[_Row]], _Decoder]] = [
-        (FULL, None, partial(from_text, given=True), text_decoder),
-        (NONE, None, partial(from_text, given=False), text_decoder),
-        *((SOFT, ratio, partial(from_slots, ratio=ratio), bundle.soft_decoder) for ratio in ratios),
+    systems: list[tuple[str, int | None, Callable[[Sequence[str]], list[Prompt]]]] = [
+        (FULL, None, partial(from_text, given=True)),
+        (NONE, None, partial(from_text, given=False)),
+        *((SOFT, ratio, partial(from_slots, ratio=ratio)) for ratio in ratios),
     ]
     scores: list[Perplexity] = []
-    for system, ratio, make, decoder in tqdm(systems, desc="perplexity", unit="system", disable=not progress):
-        losses = torch.cat(
-            [
-                _losses(bundle, make(texts[start : start + batch_size]), decoder)
-                for start in range(0, len(texts), batch_size)
-            ]
-        )
+    for system, ratio, make in tqdm(systems, desc="perplexity", unit="system", disable=not progress):
+        batches = [texts[start : start + batch_size] for start in range(0, len(texts), batch_size)]
+        losses = torch.cat([_losses(bundle, make(batch)) for batch in batches])
         scores.append(Perplexity(system, ratio, math.exp(losses.mean())))
     return scores
-
-
-_Decoder = Callable[[Tensor], AbstractContextManager[Any]]
-"""From where the slots are to the model that reads the rows."""
 
 
 def _compressed(bundle: Bundle, texts: Sequence[str], ratio: int) -> list[SoftContext]:
@@ -120,18 +99,11 @@ def _compressed(bundle: Bundle, texts: Sequence[str], ratio: int) -> list[SoftCo
     return [bundle.at_ratio(soft, ratio) for soft in bundle.compress(texts)]
 
 
-def _with_slots(builder: PromptBuilder, template: str, text: str, slots: Tensor) -> _Row:
-    row = builder.slot_row(recited(text), template)
-    no_answer = torch.zeros(len(slots), dtype=torch.bool)
-    return _Row([row.ids[0], slots, row.ids[1]], torch.cat((row.answers[0], no_answer, row.answers[1])))
-
-
-def _losses(bundle: Bundle, rows: Sequence[_Row], decoder: _Decoder) -> Tensor:
-    """Negative log-likelihoods of the answers' tokens, row after row: (answer tokens,), float64 on the CPU."""
-    pieces = [row.pieces for row in rows]
-    spliced = splice(bundle.backbone.embeddings, pieces, "left")
-    with decoder(spliced.slot_mask) as model:
-        logits, answers = predict(model, spliced.model_inputs(), pieces, [row.answers for row in rows])
+def _losses(bundle: Bundle, prompts: Sequence[Prompt]) -> Tensor:
+    """Negative log-likelihoods of the answers' tokens, prompt after prompt: (answer tokens,), float64 on the CPU."""
+    batch = splice(bundle.backbone.embeddings, prompts)
+    with opened(bundle, prompts[0].soft, batch.slot_mask) as model:
+        logits, answers = predict(model, batch, prompts)
     return F.cross_entropy(logits, answers, reduction="none").double().cpu()
 
 

@@ -56,6 +56,7 @@ def evaluate_sets(
     perplexity: bool = False,
     template: str | None = None,
     max_new_tokens: int | None = None,
+    batch_size: int = 16,
 ) -> str:
     """Score each set; write scores and pictures, and those of several sets together, too.
 
@@ -72,6 +73,7 @@ def evaluate_sets(
         perplexity: also score how well passages are reconstructed from their slots.
         template: see `evaluate`.
         max_new_tokens: see `evaluate`.
+        batch_size: see `evaluate`.
 
     Returns: the tables.
 
@@ -104,7 +106,14 @@ def evaluate_sets(
             perplexities = reconstruction_perplexity(bundle, passages, ratios)
             about["reconstruction_perplexity"] = [asdict(each) for each in perplexities]
         scores = results[name] = evaluate(
-            bundle, questions, ratios, encoder=encoder, codec=codec, template=template, max_new_tokens=max_new_tokens
+            bundle,
+            questions,
+            ratios,
+            encoder=encoder,
+            codec=codec,
+            template=template,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
         )
         save(scores, Path(output, name) if len(sets) > 1 else output, about)
         texts.append(table(scores))

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import compress
 from typing import TYPE_CHECKING, Literal, TypedDict, cast, get_args
 
 from ctx_compress_rag.config import whole
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OnMissing = Literal["compress", "error", "text"]
-"""A passage that is not stored, or stored with another text: compress it now, raise, or leave its text.
+"""A passage that is not stored, or with another text, or with damaged slots: compress it, raise, or leave its text.
 
 Where the store cannot be written to, "compress" leaves the text, too, with a warning that names the passages.
 """
@@ -121,8 +122,8 @@ def mark(
     the place of the others: see `marking.close_reading.close_read`. The slots of those are in the store object's
     memory, for this question only: the LLM must read with the same object.
 
-    Blank texts stay as they are. A text that holds a marker already is expanded first, so that marking twice
-    does not store the marker as the passage. Safe in threads.
+    Blank texts stay as they are. A text that holds a marker already is expanded first, so that marking twice does not
+    store the marker as the passage. A stored passage whose slots are damaged counts as missing. Safe in threads.
 
     Args:
         store: where the soft contexts are.
@@ -139,8 +140,9 @@ def mark(
         on_missing: see `OnMissing`.
         scope: tenant or user; by default the one of `stores.markers.scope`, or else the store's.
         question: what is asked; needed for close reading, and not used otherwise.
-        on_unreadable: what to do with a text that holds a marker of a passage that is gone: raise an "error", or leave
-            this one text as it is, with a warning ("warn") or without ("text"). With "error", a marker of another key
+        on_unreadable: what to do with a text that holds a marker of a passage that is gone, or whose record is not as
+            it was sealed: raise an "error", or leave this one text as it is, with a warning ("warn") or without
+            ("text"). With "error", a marker of another key
             or scope raises too; else it is text like any other. A marker in what stays text loses a bracket, so
             that no LLM takes it for its own.
 
@@ -149,6 +151,7 @@ def mark(
             question.
         RatioError: the ratio cannot be made, or the passages do not fit into the budget at any ratio.
         MissingPassageError: with on_missing="error", a passage is not stored with this text.
+        PayloadError: with on_missing="error", a record is damaged.
         UnreadableMarkerError, MissingPassageError, PayloadError: with on_unreadable="error", see there.
     """
     from ctx_compress_rag.stores.passages import content_id
@@ -197,8 +200,38 @@ def mark(
     except MissingPassageError:
         if on_missing != "compress":
             raise
-    # Between storing and signing, an id was given to another text. What is stored under its own hash stays.
-    return _shown(store, texts, wanted, store.ensure(read, scope=scope), *how)
+        # Between storing and signing, an id was given to another text. What is stored under its own hash stays.
+        chosen = store.ensure(read, scope=scope)
+    except PayloadError:
+        if on_missing == "error":
+            raise
+        good = [_is_whole(store, *each, scope, on_missing, on_unreadable) for each in zip(read, chosen, strict=True)]
+        wanted, chosen = list(compress(wanted, good)), list(compress(chosen, good))
+    return _shown(store, texts, wanted, chosen, *how)
+
+
+def _is_whole(
+    store: SoftContextStore, text: str, id: str, scope: str | None, on_missing: OnMissing, on_unreadable: OnUnreadable
+) -> bool:
+    """Whether a stored passage can be read; one whose text is still as it was sealed is compressed again for that."""
+    from ctx_compress_rag.stores.passages import Passage
+
+    try:
+        try:
+            store.get([id], scope, [text])
+        except PayloadError:
+            [stored] = store.get_passages([id], scope, [text])
+            if on_missing != "compress" or stored is None:
+                raise
+            store.delete([id], scope)
+            store.add([Passage(text, id, stored.metadata)], progress=False, scope=scope)
+    except (PayloadError, StoreWriteError) as error:
+        if on_unreadable == "error":
+            raise
+        if on_unreadable == "warn":
+            logger.warning("left as text, since what is stored of it cannot be read: passage %s (%s)", id, error)
+        return False
+    return True
 
 
 def _shown(

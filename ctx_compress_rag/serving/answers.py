@@ -8,7 +8,8 @@ from concurrent.futures import Executor
 from contextlib import nullcontext, suppress
 from typing import Any, TypeVar
 
-from ctx_compress_rag.decoding.decoder import Generation, Prompt, Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
+from ctx_compress_rag.prompt import PromptLike
 from ctx_compress_rag.stores.markers import scope as in_scope
 
 T = TypeVar("T")
@@ -19,7 +20,7 @@ class ClientGoneError(Exception):
 
 
 async def answer(
-    decoder: TransformersDecoder, prompt: Prompt, sampling: Sampling, scope: str | None, threads: Executor
+    decoder: TransformersDecoder, prompt: PromptLike, sampling: Sampling, scope: str | None, threads: Executor
 ) -> AsyncGenerator[str | Generation, None]:
     """One prompt's answer, piece by piece, then the whole Generation.
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from ctx_compress_rag.decoding.decoder import Generation, Prompt, Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, CtxCompressError
 from ctx_compress_rag.extras import needs
 from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.prompt import PromptLike
 from ctx_compress_rag.serving import replies
 from ctx_compress_rag.serving.answers import ClientGoneError, answer, unless_gone
 from ctx_compress_rag.serving.door import Door
@@ -151,7 +152,7 @@ class _Service:
             raise RequestError(404, f"no model {name!r}: this server has {self._name!r}", "model_not_found", "model")
 
     async def generate(
-        self, kind: replies.Kind, body: Generate, prompts: Sequence[Prompt], request: Request, scope: str | None
+        self, kind: replies.Kind, body: Generate, prompts: Sequence[PromptLike], request: Request, scope: str | None
     ) -> Response:
         self.check_model(body.model)
         sampling = body.sampling(self._limits.answer_tokens)
@@ -171,8 +172,8 @@ class _Service:
             return Response(status_code=499)  # nobody reads it; nginx's word, for the metrics
         return JSONResponse(replies.whole(kind, head, answers))
 
-    async def _whole(self, prompts: Sequence[Prompt], sampling: Sampling, scope: str | None) -> list[Generation]:
-        async def one(prompt: Prompt) -> Generation:
+    async def _whole(self, prompts: Sequence[PromptLike], sampling: Sampling, scope: str | None) -> list[Generation]:
+        async def one(prompt: PromptLike) -> Generation:
             async with aclosing(self._answer(prompt, sampling, scope)) as pieces:
                 *_, done = [piece async for piece in pieces]
             assert isinstance(done, Generation)
@@ -190,7 +191,7 @@ class _Service:
         self,
         kind: replies.Kind,
         head: dict[str, Any],
-        prompt: Prompt,
+        prompt: PromptLike,
         sampling: Sampling,
         scope: str | None,
         count: bool,
@@ -218,7 +219,7 @@ class _Service:
 
         return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
-    async def _answer(self, prompt: Prompt, sampling: Sampling, scope: str | None) -> Any:
+    async def _answer(self, prompt: PromptLike, sampling: Sampling, scope: str | None) -> Any:
         began, first = time.perf_counter(), True
         async with aclosing(answer(self._decoder, prompt, sampling, scope, self.threads)) as pieces:
             async for piece in pieces:

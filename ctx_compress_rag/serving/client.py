@@ -10,23 +10,21 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cache, partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import httpx
 import torch
 
 from ctx_compress_rag.adaptation.decoder import Adapted, AdaptiveDecoder
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Prompt, Put
+from ctx_compress_rag.decoding.decoder import Put
 from ctx_compress_rag.decoding.generation import Generation, Sampling
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import ConfigError, ServerError
+from ctx_compress_rag.prompt import Prompt, PromptLike
 from ctx_compress_rag.serving.export import dtype_name, served
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import OnUnreadable
-
-if TYPE_CHECKING:
-    from ctx_compress_rag.decoding.decoder import _Prepared
 
 _AGAIN = (429, 502, 503, 504)
 _CONNECTIONS = 256
@@ -90,18 +88,18 @@ class ServerDecoder(AdaptiveDecoder):
         """Refused: an adaptation changes the weights of a decoder in this process."""
         raise ConfigError(f"the decoder runs in {self.server}, which cannot adapt: leave server= out")
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling = _GREEDY) -> list[Generation]:
+    def generate(self, prompts: Sequence[PromptLike], sampling: Sampling = _GREEDY) -> list[Generation]:
         """As TransformersDecoder's; all prompts are with the server at once.
 
         Raises:
             ServerError: the server cannot be reached, or refuses, or ends in the middle of an answer.
         """
         queue: SimpleQueue[tuple[int, str | Generation | BaseException]] = SimpleQueue()
-        prepared, cancels = self._prepare(prompts), list[Callable[[], None]]()
+        prepared, cancels = self.prepare(prompts), list[Callable[[], None]]()
         done: dict[int, Generation] = {}
         try:
             for index, prompt in enumerate(prepared):
-                cancels.append(self._start(prompt, sampling, partial(_put_at, queue, index)))
+                cancels.append(self.begin(prompt, sampling, partial(_put_at, queue, index)))
             while len(done) < len(prepared):
                 index, answer = queue.get()
                 if isinstance(answer, BaseException):
@@ -113,7 +111,7 @@ class ServerDecoder(AdaptiveDecoder):
                 cancel()
         return [done[index] for index in range(len(prepared))]
 
-    def _start(self, prompt: _Prepared, sampling: Sampling, put: Put) -> Callable[[], None]:
+    def begin(self, prompt: Prompt, sampling: Sampling, put: Put) -> Callable[[], None]:
         body = self._body(prompt, sampling)
         future = asyncio.run_coroutine_threadsafe(self._answer(body, prompt, put), _loop())
 
@@ -122,7 +120,7 @@ class ServerDecoder(AdaptiveDecoder):
 
         return cancel
 
-    def _body(self, prompt: _Prepared, sampling: Sampling) -> dict[str, Any]:
+    def _body(self, prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
         special = self.bundle.tokenizer.get_added_vocab()
         body: dict[str, Any] = {
             "model": self._names.soft if prompt.soft else self._names.text,
@@ -142,14 +140,14 @@ class ServerDecoder(AdaptiveDecoder):
         if prompt.soft:
             body["prompt_embeds"] = self._embeds(prompt)
         else:
-            body["prompt"] = torch.cat(list(prompt.pieces)).tolist()
+            body["prompt"] = prompt.ids().tolist()
         return body
 
-    def _embeds(self, prompt: _Prepared) -> str:
+    def _embeds(self, prompt: Prompt) -> str:
         """The prompt's vectors, checked: vLLM does not look, and a NaN spoils the answers of others."""
         backbone = self.bundle.backbone
         with torch.no_grad():
-            [vectors] = splice(backbone.embeddings, [prompt.pieces]).inputs_embeds
+            [vectors] = splice(backbone.embeddings, [prompt]).inputs_embeds
         vectors = vectors.detach().to("cpu", backbone.model.dtype)
         if vectors.shape != (prompt.length, backbone.dim):
             raise ServerError(f"a prompt has shape {tuple(vectors.shape)}, not {(prompt.length, backbone.dim)}")
@@ -162,7 +160,7 @@ class ServerDecoder(AdaptiveDecoder):
         torch.save(vectors.clone(), buffer)  # a view would be saved with all that it is a view of
         return base64.b64encode(buffer.getvalue()).decode()
 
-    async def _answer(self, body: dict[str, Any], prompt: _Prepared, put: Put) -> None:
+    async def _answer(self, body: dict[str, Any], prompt: Prompt, put: Put) -> None:
         try:
             await self._fit(body, prompt)
             for attempt in range(self._retries + 1):
@@ -183,7 +181,7 @@ class ServerDecoder(AdaptiveDecoder):
         said = str(error) or type(error).__name__
         return ServerError(f"{self.server} did not answer ({said}): see that it runs, or give a longer timeout")
 
-    async def _fit(self, body: dict[str, Any], prompt: _Prepared) -> None:
+    async def _fit(self, body: dict[str, Any], prompt: Prompt) -> None:
         """Hold the request against what the server says of its models."""
         if self._windows is None:
             self._windows = await self._models()
@@ -214,7 +212,7 @@ class ServerDecoder(AdaptiveDecoder):
         except (ValueError, KeyError, TypeError) as error:
             raise ServerError(f"{self.server} is no OpenAI-compatible server ({error!r})") from None
 
-    async def _pieces_of(self, body: dict[str, Any], prompt: _Prepared) -> AsyncIterator[str | Generation]:
+    async def _pieces_of(self, body: dict[str, Any], prompt: Prompt) -> AsyncIterator[str | Generation]:
         text, reason, tokens = "", None, None
         async with self._http.stream("POST", f"{self.server}/v1/completions", json=body) as reply:
             if reply.status_code != 200:
@@ -263,6 +261,7 @@ def open_decoder(
     *,
     on_missing: Literal["error", "text"],
     on_unreadable: OnUnreadable,
+    batch_size: int,
     server: str | None,
     api_key: str | None,
     timeout: float,
@@ -270,7 +269,7 @@ def open_decoder(
 ) -> AdaptiveDecoder:
     """The decoder of a framework's LLM class: in this process, or, with a `server`, there."""
     if server is None:
-        return AdaptiveDecoder(bundle, store, on_missing=on_missing, on_unreadable=on_unreadable)
+        return AdaptiveDecoder(bundle, store, on_missing=on_missing, on_unreadable=on_unreadable, batch_size=batch_size)
     return ServerDecoder(
         bundle,
         store,

@@ -6,6 +6,7 @@ and not used.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -59,9 +60,31 @@ class StreamOptions(_Request):
 
 
 class TextFormat(_Request):
-    """The only response format: text as it comes."""
+    """Text as it comes."""
 
     type: Literal["text"]
+
+
+class ObjectFormat(_Request):
+    """JSON: an object, whatever is in it."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(_Request):
+    """A JSON schema. It holds whether or not `strict` is asked for."""
+
+    wanted: Annotated[dict[str, Any], Field(alias="schema")]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonFormat(_Request):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
 
 
 class Generate(_Request):
@@ -97,12 +120,18 @@ class Generate(_Request):
             top_k=max(self.top_k or 0, 0),
             stop=stop,
             seed=self.seed,
+            json_schema=None if self.schema_wanted is None else json.dumps(self.schema_wanted),
         )
 
     @property
     def longest(self) -> int | None:
         """The longest answer that the client wants."""
         return self.max_tokens
+
+    @property
+    def schema_wanted(self) -> dict[str, Any] | None:
+        """What the answer is to be JSON of."""
+        return None
 
     @property
     def usage_in_stream(self) -> bool:
@@ -115,7 +144,7 @@ class ChatCompletion(Generate):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    response_format: TextFormat | None = None
+    response_format: Annotated[TextFormat | ObjectFormat | JsonFormat, Field(discriminator="type")] | None = None
     modalities: list[Literal["text"]] | None = None
     logprobs: Literal[False] | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -126,6 +155,16 @@ class ChatCompletion(Generate):
     def longest(self) -> int | None:
         """The longest answer that the client wants."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def schema_wanted(self) -> dict[str, Any] | None:
+        """What the answer is to be JSON of."""
+        match self.response_format:
+            case JsonFormat(json_schema=named):
+                return named.wanted
+            case ObjectFormat():
+                return {"type": "object"}
+        return None
 
     def prompt(self) -> list[Message]:
         """The chat."""

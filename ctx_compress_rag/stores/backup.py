@@ -24,7 +24,7 @@ def back_up(folder: Folder, target: Path) -> None:
         target: where to; must not exist, and is there whole or not at all.
 
     Raises:
-        StoreError: the target exists, is inside the folder or cannot be written, or the database is damaged.
+        StoreError: the target exists, is inside the folder or cannot be written, or SQLite finds the database damaged.
         StoreLockedError: others wrote for too long, or a Chroma server runs on the folder.
     """
     with folder.alone():
@@ -45,9 +45,17 @@ def copy(folder: Path, target: Path) -> None:
             closing(sqlite3.connect(draft / DATABASE)) as copied,
         ):
             source.backup(copied)
+            if (found := copied.execute("pragma quick_check(1)").fetchone()[0]) != "ok":
+                raise StoreError(
+                    f"{folder / DATABASE} is damaged ({found}), which Chroma may answer by ending the process: "
+                    "restore a backup, or index again into a new folder"
+                )
         draft.rename(target)
     except (OSError, shutil.Error, sqlite3.Error) as error:
-        raise StoreError(f"cannot copy {folder} to {str(target)!r} ({error})") from error
+        raise StoreError(
+            f"cannot copy {folder} to {str(target)!r} ({error}): see that the disk has room; where the database is "
+            "malformed, restore a backup, or index again into a new folder"
+        ) from error
     finally:
         if draft is not None:
             shutil.rmtree(draft, ignore_errors=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -14,10 +14,11 @@ import chromadb
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.config import whole
-from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
+from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, RatioError
 from ctx_compress_rag.ratios import merge_factor
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import audit, records
+from ctx_compress_rag.stores.codecs import payload_codec
 from ctx_compress_rag.stores.collections import as_documents, passages_in
 from ctx_compress_rag.stores.companion import WRITE_RECORDS, Companion, Found
 from ctx_compress_rag.stores.connect import Location, connect
@@ -66,7 +67,7 @@ class SoftContextStore:
         bundle: what compresses passages; a store made with another one is refused.
         collection: name of the collection that this one stands beside (it need not exist); ignored where
             `location` is a collection.
-        codec: "int8" or "fp16" for a new store; an existing one keeps its own.
+        codec: "int8", "fp16" or "int4" for a new store; an existing one keeps its own.
         ratio: source tokens per slot in a new store; by default the bundle's base ratio. An existing store
             keeps its own. Coarser ratios can be asked for later where the bundle's method is nestable; a
             method that is not serves the store's ratio alone.
@@ -159,6 +160,32 @@ class SoftContextStore:
             self._compress({key: passage for key, passage in todo.items() if key not in relabel}, scope, progress)
         return AddReport(len(todo) - len(present), len(present), len(same))
 
+    def put(self, passages: Sequence[Passage], made: Mapping[str, Any], scope: str | None = None) -> None:
+        """Store passages that were compressed elsewhere, by `ctx_compress_rag.bulk.CompressPassages`.
+
+        Args:
+            passages: the passages; one that is stored already is written over.
+            made: `payload` and `fingerprint` of each, as the worker made them.
+            scope: tenant or user whose passages they are; by default as in `add`.
+
+        Raises:
+            FingerprintMismatchError: another bundle made them.
+            ConfigError: they are of another codec than the store's, or a passage is one that `add` refuses.
+            PayloadError: a payload is damaged; nothing of this call is stored.
+        """
+        scope = self._scope(scope)
+        checked = to_passages(passages)
+        payloads = [str(payload) for payload in made["payload"]]
+        if other := next((str(each) for each in made["fingerprint"] if not self.bundle.made(str(each))), None):
+            raise FingerprintMismatchError(
+                f"payloads of a bundle with fingerprint {other[:12]} do not belong into a store of "
+                f"{self.bundle.config.name!r}, {self.bundle.fingerprint[:12]}: give the workers the store's bundle"
+            )
+        if {payload_codec(payload) for payload in payloads} - {self.codec}:
+            raise ConfigError(f"a payload is not of the store's codec: give the workers codec={self.codec!r}")
+        with self._writing:
+            self._put({record_id(id, scope): passage for id, passage in checked.items()}, payloads, scope)
+
     def sync(self, collection: chromadb.Collection, progress: bool = True, scope: str | None = None) -> SyncReport:
         """Make the scope's passages those of the app's collection: compress what is new or changed, delete the rest.
 
@@ -169,7 +196,7 @@ class SoftContextStore:
             progress: show a progress bar.
             scope: tenant or user whose passages the collection holds; by default as in `add`.
         """
-        passages = passages_in(collection)
+        passages = list(passages_in(collection))
         report = self.add(passages, progress=progress, scope=scope)
         gone = sorted(set(self.ids(scope)) - {str(passage.id) for passage in passages})
         return SyncReport(report.added, report.updated, report.unchanged, self.delete(gone, scope))
@@ -191,7 +218,7 @@ class SoftContextStore:
         return [content_id(text) for text in texts] if ids is None else list(ids)
 
     def delete(self, ids: Sequence[str], scope: str | None = None) -> int:
-        """Delete passages of the scope; how many of them were there. `chroma vacuum` gives the disk space back."""
+        """Delete passages of the scope; how many of them were there. `ctx-compress vacuum` writes them over."""
         scope = self._scope(scope)
         with self._writing:
             present = self._companion.existing([record_id(id, scope) for id in _checked_ids(ids)])
@@ -327,6 +354,7 @@ class SoftContextStore:
             ConfigError: the bundle reads passages question by question (ram).
             RatioError: the ratio cannot be made from the base ratio.
             MissingPassageError: an id is not stored, or with another text than it was given with.
+            PayloadError: a record is damaged; the message names the passage.
         """
         if self.bundle.compressor.question_aware:
             raise ConfigError(
@@ -338,6 +366,8 @@ class SoftContextStore:
         missing = [id for id in ids if id not in found]
         if missing:
             raise MissingPassageError(f"passage {missing[0]!r} is not stored ({len(missing)} are not): add it first")
+        for key, stored in dict(found.values()).items():
+            records.check_payload(key, stored)
         signer = self._signer()
         self._names.learn(found.values())
         written = []
@@ -454,24 +484,27 @@ class SoftContextStore:
         if not passages:
             return
         self._companion.check_writable()  # refused before the work, not after it
-        signer, codec = self._signer(), self.codec
         with tqdm(total=len(passages), desc="compressing", unit="passage", disable=not progress) as bar:
             for batch in in_batches(passages, WRITE_RECORDS):
                 softs = self.bundle.compress([passage.text for passage in batch.values()], ratio=self.base_ratio)
-                rows = {
-                    key: records.record(
-                        key,
-                        passage,
-                        soft,
-                        fingerprint=self.fingerprint,
-                        marker=scoped_name(signer.passage(passage.text), scope),
-                        codec=codec,
-                        signer=signer,
-                    )
-                    for (key, passage), soft in zip(batch.items(), softs, strict=True)
-                }
-                self._companion.upsert(rows)
+                each = zip(batch.values(), softs, strict=True)
+                self._put(batch, [records.payload_of(passage, soft, self.codec) for passage, soft in each], scope)
                 bar.update(len(batch))
+
+    def _put(self, passages: dict[str, Passage], payloads: Sequence[str], scope: str) -> None:
+        signer = self._signer()
+        rows = {
+            key: records.record(
+                key,
+                passage,
+                payload,
+                fingerprint=self.fingerprint,
+                marker=scoped_name(signer.passage(passage.text), scope),
+                signer=signer,
+            )
+            for (key, passage), payload in zip(passages.items(), payloads, strict=True)
+        }
+        self._companion.upsert(rows)
 
     def _by_marker(
         self, markers: Sequence[Marker]

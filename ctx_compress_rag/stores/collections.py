@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import chromadb
@@ -24,8 +24,8 @@ def as_documents(documents: Iterable[object]) -> Iterable[object]:
     return _of_result(documents) if isinstance(documents, Mapping) else documents
 
 
-def passages_in(collection: chromadb.Collection) -> list[Passage]:
-    """All passages of a collection; records without a text, or with a blank one, are left out.
+def passages_in(collection: chromadb.Collection) -> Iterator[Passage]:
+    """The passages of a collection, read page by page; records without a text, or with a blank one, are left out.
 
     Raises:
         ConfigError: it is no collection.
@@ -33,12 +33,10 @@ def passages_in(collection: chromadb.Collection) -> list[Passage]:
     if not isinstance(collection, chromadb.Collection):
         raise ConfigError(f"a {type(collection).__name__} is no Chroma collection: give client.get_collection(...)")
     ids = collection.get(include=[])["ids"]
-    found: list[Passage] = []
     for start in range(0, len(ids), _PAGE):
         part: Any = collection.get(ids=ids[start : start + _PAGE], include=["documents", "metadatas"])
         rows = zip(part["ids"], part["documents"], part["metadatas"], strict=True)
-        found += [Passage(text, id, data or {}) for id, text, data in rows if text and text.strip()]
-    return found
+        yield from (Passage(text, id, data or {}) for id, text, data in rows if text and text.strip())
 
 
 def _of_result(result: Mapping[Any, Any]) -> list[Passage]:

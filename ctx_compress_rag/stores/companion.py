@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from ctx_compress_rag.stores.passages import Compresses
 from ctx_compress_rag.stores.records import Record
 from ctx_compress_rag.stores.scopes import own_id
 from ctx_compress_rag.stores.sqlite import SqliteClient, SqliteCollection
+
+logger = logging.getLogger(__name__)
 
 Found = dict[str, dict[str, Any]]
 """Metadata of records by passage id."""
@@ -302,7 +305,14 @@ class Companion:
         return self._kept(client, made)
 
     def _kept(self, client: Any, collection: Any) -> Any:
+        first = not self._about
         self._about = dict(self._checked(collection).metadata or {})
+        if first and not self.sealed:
+            logger.warning(
+                "the store in %s was made before records were sealed: whoever can write to it can forge one. Where "
+                "nobody else could, `ctx-compress repair --reseal` (SoftContextStore.reseal) seals them",
+                self.connection.where,
+            )
         if not isinstance(client, SqliteClient):
             self._found = (client, collection)
         return collection

@@ -12,11 +12,12 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import chromadb
+import psutil
 from chromadb.api import ClientAPI
 from chromadb.api.shared_system_client import SharedSystemClient
 from chromadb.errors import ChromaError
@@ -208,19 +209,16 @@ class Folder:
 def server_on(folder: Path) -> int | None:
     """The process id of a Chroma server of this machine that keeps its files in the folder; None if none is seen.
 
-    Seen on Linux alone, and only a server whose process this user may look at.
+    Only a server whose process this user may look at is seen: Chroma itself leaves no lock while it idles.
     """
     database = str(folder / DATABASE)
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            names = [Path(word).name for word in words]
-            if not any(pair == ("chroma", "run") for pair in zip(names, words[1:], strict=False)):
-                continue
-            if any(os.readlink(handle) == database for handle in (process / "fd").iterdir()):
-                return int(process.name)
-        except (OSError, ValueError):
-            continue  # it ended, or is another user's
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if ("chroma", "run") not in zip((Path(word).stem for word in words), words[1:], strict=False):
+            continue
+        with suppress(psutil.Error):  # it ended, or is another user's
+            if any(file.path == database for file in process.open_files()):
+                return int(process.pid)
     return None
 
 

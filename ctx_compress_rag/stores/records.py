@@ -49,18 +49,24 @@ def labels(fingerprint: str, key: str, passage: Passage) -> Record:
     return {"full_hash": full_hash(fingerprint, key, passage), "metadata": _json(passage.metadata)}
 
 
-def record(
-    key: str, passage: Passage, soft: SoftContext, *, fingerprint: str, marker: str, codec: str, signer: MarkerCodec
-) -> Record:
+def payload_of(passage: Passage, soft: SoftContext, codec: str) -> str:
+    """A soft context as a record holds it; PayloadError, naming the passage, if it cannot be encoded."""
+    try:
+        return codecs.encode(soft, codec)
+    except PayloadError as error:
+        raise PayloadError(f"passage {passage.id!r} was compressed to something unusable: {error}") from error
+
+
+def record(key: str, passage: Passage, payload: str, *, fingerprint: str, marker: str, signer: MarkerCodec) -> Record:
     """The whole metadata of a passage's Chroma record, whose id is `key`.
 
     Raises:
-        PayloadError: the soft context cannot be encoded; the message names the passage.
+        PayloadError: the payload is no soft context; the message names the passage.
     """
     try:
-        payload = codecs.encode(soft, codec)
+        soft = codecs.decode(payload)  # made elsewhere, perhaps: what is stored has been read once
     except PayloadError as error:
-        raise PayloadError(f"passage {passage.id!r} was compressed to something unusable: {error}") from error
+        raise PayloadError(f"passage {passage.id!r} came with an unusable payload: {error}") from error
     row: Record = {
         "payload": payload,
         "text": base64.b64encode(zlib.compress(passage.text.encode())).decode("ascii"),
@@ -116,12 +122,7 @@ def read_soft(key: str, stored: Mapping[str, Any]) -> SoftContext:
     """The soft context of a record; PayloadError, naming the passage, if it is damaged."""
     try:
         sealed_fields(key, stored)
-        payload = stored.get("payload")
-        if not isinstance(payload, str):
-            raise PayloadError(f"payload is {payload!r:.40}, not str")
-        if stored.get(_PAYLOAD_HASH, _hash(payload)) != _hash(payload):
-            raise PayloadError("its payload is not the one that was sealed")
-        soft = codecs.decode(payload)
+        soft = codecs.decode(_checked_payload(stored))
         if (soft.n_slots, soft.n_tokens) != (stored["slots"], stored["tokens"]):
             raise PayloadError(
                 f"it holds {soft.n_slots} slots for {soft.n_tokens} tokens and says {stored['slots']} for "
@@ -130,6 +131,14 @@ def read_soft(key: str, stored: Mapping[str, Any]) -> SoftContext:
         if float(soft.slots.abs().max()) > _LARGEST:
             raise PayloadError(f"a slot has a value beyond {_LARGEST:.0e}")
         return soft
+    except PayloadError as error:
+        raise _damaged(own_id(key), error) from error
+
+
+def check_payload(key: str, stored: Mapping[str, Any]) -> None:
+    """PayloadError, naming the passage, unless the payload is the one that was sealed; its vectors are not read."""
+    try:
+        _checked_payload(stored)
     except PayloadError as error:
         raise _damaged(own_id(key), error) from error
 
@@ -151,6 +160,15 @@ def read_passage(key: str, stored: Mapping[str, Any], fingerprint: str) -> Store
         return StoredPassage(own_id(key), text, metadata, stored["slots"], stored["tokens"])
     except (binascii.Error, zlib.error, ValueError, RecursionError) as error:
         raise _damaged(own_id(key), error) from error
+
+
+def _checked_payload(stored: Mapping[str, Any]) -> str:
+    payload = stored.get("payload")
+    if not isinstance(payload, str):
+        raise PayloadError(f"payload is {payload!r:.40}, not str")
+    if stored.get(_PAYLOAD_HASH, _hash(payload)) != _hash(payload):
+        raise PayloadError("its payload is not the one that was sealed")
+    return payload
 
 
 def _damaged(id: str, reason: object) -> PayloadError:

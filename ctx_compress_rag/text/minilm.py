@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.extras import needs
@@ -50,3 +51,17 @@ def load_embedder(name: str = PACKAGED) -> SentenceTransformer:
     except Exception as error:  # as many kinds as transformers raises
         reason = " ".join(str(error).split())
         raise ConfigError(f"no embedder {name!r} ({reason}): give {PACKAGED!r}, a folder or a hub id") from error
+
+
+def passage_vectors(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
+    """(texts, dim) unit vectors. Raises as `load_embedder` does."""
+    return _vectors(load_embedder(embedder).encode_document, texts)
+
+
+def question_vectors(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
+    """(texts, dim) unit vectors, to compare with those of passages. Raises as `load_embedder` does."""
+    return _vectors(load_embedder(embedder).encode_query, texts)
+
+
+def _vectors(encode: Callable[..., Any], texts: Sequence[str]) -> Any:
+    return encode(list(texts), normalize_embeddings=True, show_progress_bar=False)

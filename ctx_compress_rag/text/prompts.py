@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ctx_compress_rag.data.examples import Example
+from ctx_compress_rag.prompt import HoledPrompt, Prompt
 from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, answer_ids, chat_text
 from ctx_compress_rag.text.tokenising import text_ids
 
@@ -68,29 +68,8 @@ def shares(lengths: Sequence[int], total: int) -> list[int]:
     return kept
 
 
-@dataclass(frozen=True)
-class TokenRow:
-    """A prompt with answers as token ids; `answers` is True on answer tokens. Both (L,)."""
-
-    ids: Tensor
-    answers: Tensor
-
-
-@dataclass(frozen=True)
-class SlotRow:
-    """A prompt with answers whose passages are holes.
-
-    Attributes:
-        ids: token ids of the text between the holes; hole i is between ids[i] and ids[i + 1].
-        answers: bool masks of the same lengths, True on answer tokens.
-    """
-
-    ids: tuple[Tensor, ...]
-    answers: tuple[Tensor, ...]
-
-
 class PromptBuilder:
-    """Renders examples for one tokenizer. The answers' ids are the same in both kinds of row."""
+    """Renders examples for one tokenizer. The answers' ids are the same with text and with slots."""
 
     # Stands for slots until the prompt is split there. Icon fonts use private-use characters, one at a time.
     HOLE = "\ue000slots\ue000"
@@ -137,37 +116,45 @@ class PromptBuilder:
         ids = answer_ids(self.tokenizer, answer) + ([] if end is None else [end])
         return torch.tensor(ids[: self.max_answer_tokens], dtype=torch.long)
 
-    def text_row(self, example: Example, template: str, passages: Sequence[str] | None = None) -> TokenRow:
+    def question(self, template: str, context: str, question: str) -> HoledPrompt:
+        """A question about `context`, text with a `HOLE` for each run of slots; without its answer."""
+        return HoledPrompt.without_answers(self._parts(self._question(template, context, question)))
+
+    def text_question(self, template: str, context: str, question: str) -> Prompt:
+        """A question about a text; without its answer."""
+        return Prompt.of(*self._prompt_tokenizer.encode([self._question(template, context, question)]))
+
+    def _question(self, template: str, context: str, question: str) -> str:
+        as_text = self._prompt_tokenizer.as_text
+        return chat_text(self.tokenizer, messages(template, as_text(context), as_text(question)))
+
+    def text_prompt(self, example: Example, template: str, passages: Sequence[str] | None = None) -> Prompt:
         """The example with its passages (or `passages` in their place) as text."""
         context = PASSAGE_SEPARATOR.join(example.passages if passages is None else passages)
-        ids: list[Tensor] = []
-        answers: list[Tensor] = []
-        for text, turn in zip(self._turn_texts(example, template, context), example.turns, strict=True):
-            for part, is_answer in (
-                (self._prompt_tokenizer.encode([text])[0], False),
-                (self._answer_ids(turn.answers[0]), True),
-            ):
-                ids.append(part)
-                answers.append(torch.full(part.shape, is_answer))
-        return TokenRow(torch.cat(ids), torch.cat(answers))
+        first, *later = self._turn_texts(example, template, context)
+        return self._with_answers(example, self._prompt_tokenizer.encode([first]), later).filled([])
 
-    def slot_row(self, example: Example, template: str, context: str | None = None) -> SlotRow:
+    def holed_prompt(self, example: Example, template: str, context: str | None = None) -> HoledPrompt:
         """The example with a hole for each passage, or with `context`, text with a `HOLE` for each run of slots."""
         if context is None:
-            context = PASSAGE_SEPARATOR.join(self.HOLE for _ in example.passages)
-        ids: list[Tensor] = []
-        answers: list[Tensor] = []
-        for number, (text, turn) in enumerate(
-            zip(self._turn_texts(example, template, context), example.turns, strict=True)
-        ):
-            parts = self._prompt_tokenizer.encode(text.split(self.HOLE) if number == 0 else [text])
-            masks = [torch.zeros(part.shape, dtype=torch.bool) for part in parts]
-            answer = self._answer_ids(turn.answers[0])
-            parts[-1] = torch.cat((parts[-1], answer))
-            masks[-1] = torch.cat((masks[-1], torch.ones(answer.shape, dtype=torch.bool)))
-            if number == 0:
-                ids, answers = parts, masks
-            else:
-                ids[-1] = torch.cat((ids[-1], parts[0]))
-                answers[-1] = torch.cat((answers[-1], masks[0]))
-        return SlotRow(tuple(ids), tuple(answers))
+            context = self.holes(len(example.passages))
+        first, *later = self._turn_texts(example, template, context)
+        return self._with_answers(example, self._parts(first), later)
+
+    @classmethod
+    def holes(cls, count: int) -> str:
+        """The context of a prompt that has a hole for each of so many passages."""
+        return PASSAGE_SEPARATOR.join([cls.HOLE] * count)
+
+    def _parts(self, text: str) -> list[Tensor]:
+        return self._prompt_tokenizer.encode(text.split(self.HOLE))
+
+    def _with_answers(self, example: Example, first: Sequence[Tensor], later: Sequence[str]) -> HoledPrompt:
+        """All turns, given the tokens around the holes before the first answer, and the texts before the others."""
+        *before, last = first
+        texts = [last, *(self._prompt_tokenizer.encode([text])[0] for text in later)]
+        answers = [self._answer_ids(turn.answers[0]) for turn in example.turns]
+        end = [part for pair in zip(texts, answers, strict=True) for part in pair]
+        flags = [torch.full(part.shape, bool(place % 2)) for place, part in enumerate(end)]
+        holed = HoledPrompt.without_answers(before)
+        return HoledPrompt((*holed.ids, torch.cat(end)), (*holed.answers, torch.cat(flags)))

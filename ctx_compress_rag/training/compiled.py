@@ -1,12 +1,16 @@
-"""A frozen decoder made fast to train on: its layers compiled, its weights in bfloat16."""
+"""A frozen decoder made fast to train adapters on: layers compiled, LoRA merged, weights in bfloat16."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
 from ctx_compress_rag.backbone import decoder_layers
+from ctx_compress_rag.training.merged_lora import merge_lora
+
+logger = logging.getLogger(__name__)
 
 
 def compile_layers(model: Any) -> None:
@@ -17,6 +21,7 @@ def compile_layers(model: Any) -> None:
     """
     # A machine without a compiler trains all the same, more slowly.
     torch._dynamo.config.suppress_errors = True
+    merge_lora(model)
     model.set_attn_implementation("eager")
     for layer in decoder_layers(model.base_model, model.config.get_text_config().num_hidden_layers):
         layer.compile(dynamic=False)
@@ -27,3 +32,16 @@ def round_frozen(model: Any) -> None:
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.bfloat16()
+
+
+def bfloat16_pays() -> bool:
+    """Whether the device that trains multiplies bfloat16 itself; a CPU that does not is up to ten times slower at it.
+
+    Measured on an AVX2 machine: a product of 1920 x 576 x 1536 takes 357 ms in bfloat16, 38 to 75 ms in float32.
+    """
+    if torch.cuda.is_available():
+        return True
+    pays = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    if not pays:
+        logger.warning("bf16: this CPU has no bfloat16 instructions; training in float32, which is faster on it")
+    return pays

@@ -85,7 +85,7 @@ class OptimConfig(Strict):
     Where `muon_learning_rate` is given, Muon trains the matrices at that rate and AdamW the rest: decoders as
     small as the demo's learn to answer in a fraction of the steps.
     `compile` is for batches that all have one shape: the whole model, or its "layers", each the same code;
-    `workers` are processes that make batches ahead.
+    `workers` are processes that make batches ahead; `bf16` is left out on a CPU without bfloat16 instructions.
     """
 
     steps: int = Field(default=48_000, gt=0)

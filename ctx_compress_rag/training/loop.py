@@ -20,6 +20,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ctx_compress_rag.errors import ConfigError, TimeUpError
 from ctx_compress_rag.flops import counting
+from ctx_compress_rag.training.compiled import bfloat16_pays
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.muon import MuonAdamW
 from ctx_compress_rag.training.throughput import Meter
@@ -261,7 +262,7 @@ def train(
         weight_decay=optim.weight_decay,
         max_grad_norm=optim.clip_norm,
         # A copy trained in float32 beside embeddings in bfloat16 (a decoder on a GPU) needs autocast.
-        bf16=optim.bf16 or any(p.dtype == torch.bfloat16 for p in model.parameters()),
+        bf16=(optim.bf16 and bfloat16_pays()) or any(p.dtype == torch.bfloat16 for p in model.parameters()),
         torch_compile=optim.compile is True,
         dataloader_num_workers=optim.workers,
         use_cpu=not torch.cuda.is_available(),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.methods.base.compressor import PassageBatch
-from ctx_compress_rag.training.objectives.base import SlotRows
+from ctx_compress_rag.training.objectives.base import PromptBatch
 from ctx_compress_rag.training.packing import PackedRows, PackedSlots
 
 
@@ -27,8 +27,8 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor | int:
             total = total + value.filled
         elif isinstance(value, PackedSlots):
             total = total + value.passages.filled + value.prompts.filled
-        elif isinstance(value, SlotRows):
-            total = total + sum(len(ids) for row in value.rows for ids in row.ids)
+        elif isinstance(value, PromptBatch):
+            total = total + sum(len(ids) for prompt in value.prompts for ids in prompt.ids)
     return total
 
 

@@ -9,6 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import torch
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.language_models.chat_models import agenerate_from_stream
@@ -22,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, Valid
 from ctx_compress_rag.adaptation import AdaptiveDecoder, serving
 from ctx_compress_rag.adaptation.llm import DecoderLLM
 from ctx_compress_rag.config import explain
-from ctx_compress_rag.decoding.decoder import Generation, Sampling
+from ctx_compress_rag.decoding.decoder import BATCH_SIZE, Generation, Sampling
 from ctx_compress_rag.decoding.generation import OPTIONS, given_options
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
@@ -59,6 +60,9 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         scope: tenant or user whose markers are read; None takes the one of `stores.markers.scope`, or else the store's.
         streaming: make `invoke` stream inside, so that callbacks see every piece.
         predictor: folder of the update predictor that `adapt` uses.
+        batch_size: most prompts in a forward pass.
+        device, dtype, device_map, attn_implementation, quantization_config: load the decoder once more, for this LLM
+            alone, as `Bundle.from_pretrained` takes them; by default the store's bundle answers.
         server: address of a vLLM server that runs the decoder (see `ctx-compress export`); None runs it here.
         api_key: the server's key.
         timeout: seconds that the server may take to answer, and then from one token to the next.
@@ -89,6 +93,12 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     scope: str | None = None
     streaming: bool = False
     predictor: str | Path | None = None
+    batch_size: int = Field(default=BATCH_SIZE, ge=1)
+    device: str | torch.device | None = None
+    dtype: str | torch.dtype | None = None
+    device_map: str | dict[str, Any] | None = None
+    attn_implementation: str | None = None
+    quantization_config: Any = Field(None, exclude=True, repr=False)
     server: str | None = None
     api_key: SecretStr | None = None
     timeout: float = 120.0
@@ -136,6 +146,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
             "on_unreadable": self.on_unreadable,
             "adapted": self._adapted,
             **{name: getattr(self, name) for name in OPTIONS},
+            **{name: str(value) for name, value in self._loading.items()},
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:

@@ -25,11 +25,13 @@ from ctx_compress_rag.adaptation import (
 from ctx_compress_rag.adaptation.adapter import applied, projections
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.decoding.change import opened
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.stores import SoftContextStore
 from helpers import architectures
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, plain_copy, random_adapter
@@ -253,13 +255,13 @@ def test_soft_contexts_are_read_with_the_update(bundle: Any, tmp_path: Path) -> 
         )
         adapter = random_adapter(bundle.backbone.model, 4, seed=17)
         rows = decoder.rows(marked)
-        assert [sum(len(p) for p in row.pieces if p.is_floating_point()) for row in rows] == [
+        assert [row.slots for row in rows] == [
             sum(-(-len(bundle.tokenizer(p, add_special_tokens=False)["input_ids"]) // 8) for p in q.passages)
             for q in QUESTIONS
         ]
         embedded = torch.cat([p if p.is_floating_point() else bundle.backbone.embeddings(p) for p in rows[1].pieces])
-        batch = decoder.splice([rows[1].pieces])
-        with torch.no_grad(), decoder.model_for(batch, rows[1].soft) as model, applied(model, adapter):
+        batch = splice(bundle.backbone.embeddings, [rows[1]])
+        with torch.no_grad(), opened(bundle, rows[1].soft, batch.slot_mask, Adapted(adapter)) as model:
             ours = model(**batch.model_inputs()).logits
         # The reader's LoRA merged by hand, then the update's.
         with bundle.backbone.use("reader") as model:
@@ -283,7 +285,7 @@ def test_soft_contexts_are_read_with_the_update(bundle: Any, tmp_path: Path) -> 
 def test_a_row_is_the_prompt_then_the_answer(decoder: AdaptiveDecoder, bundle: Any) -> None:
     for demonstration, row in zip(DEMONSTRATIONS, decoder.rows(DEMONSTRATIONS), strict=True):
         chat = [*demonstration.chat(), {"role": "assistant", "content": demonstration.answer}]
-        ids = torch.cat(row.pieces)
+        ids = row.ids()
         assert ids.tolist() == bundle.tokenizer.apply_chat_template(chat)["input_ids"]
         answer = bundle.tokenizer.decode(ids[row.answers])
         assert answer.strip() == f"{demonstration.answer}<|end|>"
@@ -334,7 +336,7 @@ def test_a_soft_prefix_reads_as_pefts(tmp_path: Path) -> None:
     prefix = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     PromptTuning(prefix).save_pretrained(tmp_path, "someone/decoder")
     [ids] = architectures.random_ids("Llama", [9])
-    ours = model(**splice(model.get_input_embeddings(), [[prefix, ids]]).model_inputs()).logits
+    ours = model(**splice(model.get_input_embeddings(), [Prompt.of(ids).behind(prefix)]).model_inputs()).logits
     theirs = PeftModel.from_pretrained(architectures.model("Llama"), tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids[None]).logits, ours, atol=1e-5, rtol=1e-5)

@@ -309,7 +309,7 @@ def test_the_command_trains_scores_and_goes_on(
 ) -> None:  # fmt: skip
     files = _recipes(tmp_path, bundle_folder, steps=1)
     command = ["adapt-eval", "--recipes", str(tmp_path / "recipes"), "--questions", "6", "--timed", "1"]
-    command += ["--answer-tokens", "4", "--output", str(tmp_path / "scores")]
+    command += ["--max-tokens", "4", "--output", str(tmp_path / "scores")]
     assert main(command) == 0
     out = capsys.readouterr().out
     record = json.loads((tmp_path / "scores" / "scores.json").read_text())

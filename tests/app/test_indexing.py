@@ -14,12 +14,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ctx_compress_rag.app.chunking import chunk
-from ctx_compress_rag.app.indexing import IndexReport, scan_folder, update_index
+from ctx_compress_rag.app.indexing import IndexReport, update_index
+from ctx_compress_rag.app.inputs import Input, open_input
 from ctx_compress_rag.app.passage_index import PassageIndex, inspect_index, make_passage, open_index
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError, DataError, FingerprintMismatchError, StoreError
 from ctx_compress_rag.text.minilm import load_minilm
 from helpers.cli import contents, paragraphs, save_bundle, write_docs, write_documents
+
+
+def texts(given: Input) -> dict[str, str]:
+    return {text.source: text.text for text in given.texts()}
+
 
 # Chunking
 
@@ -45,7 +51,7 @@ _texts = st.lists(st.sampled_from(_pieces), max_size=80).map("".join)
 @example("語" * 100 + "。" + "語" * 50, 16, False)
 @example("😀" * 30, 8, True)
 def test_passages_fit_and_nothing_is_lost(text: str, most: int, markdown: bool) -> None:
-    passages = chunk(text, _TOKENIZER[0], most, markdown=markdown)
+    passages = list(chunk(text, _TOKENIZER[0], most, markdown=markdown))
     assert "".join("".join(passages).split()) == "".join(text.split())
     assert all(passage == passage.strip() != "" for passage in passages)
     assert all(count(passage) <= most for passage in passages)
@@ -54,7 +60,7 @@ def test_passages_fit_and_nothing_is_lost(text: str, most: int, markdown: bool) 
 def test_paragraphs_are_packed_as_long_as_they_fit(tiny_tokenizer: Any) -> None:
     parts = [f"Paragraph {name} says that the river runs south." for name in ("one", "two", "three", "four", "five")]
     two = max(count("\n\n".join(parts[i : i + 2])) for i in range(4))
-    assert chunk("\n\n".join(parts), tiny_tokenizer, two + 3) == [
+    assert list(chunk("\n\n".join(parts), tiny_tokenizer, two + 3)) == [
         "\n\n".join(parts[:2]),
         "\n\n".join(parts[2:4]),
         parts[4],
@@ -63,7 +69,7 @@ def test_paragraphs_are_packed_as_long_as_they_fit(tiny_tokenizer: Any) -> None:
 
 def test_a_long_paragraph_is_cut_between_sentences(tiny_tokenizer: Any) -> None:
     sentences = [f"In the year 18{i} the mill was sold to another owner." for i in range(10, 30)]
-    passages = chunk(" ".join(sentences), tiny_tokenizer, 100)
+    passages = list(chunk(" ".join(sentences), tiny_tokenizer, 100))
     assert 1 < len(passages) < len(sentences)
     assert [s for p in passages for s in p.replace("owner. In", "owner.|In").split("|")] == sentences
 
@@ -71,8 +77,8 @@ def test_a_long_paragraph_is_cut_between_sentences(tiny_tokenizer: Any) -> None:
 def test_a_heading_begins_a_passage_in_markdown_alone(tiny_tokenizer: Any) -> None:
     text = "# Guide\n\n## Setup\n\nConnect the hose.\n\n## Use\n\nPress the button."
     setup, use = "# Guide\n\n## Setup\n\nConnect the hose.", "## Use\n\nPress the button."
-    assert chunk(text, tiny_tokenizer, 500, markdown=True) == [setup, use]
-    assert chunk(text, tiny_tokenizer, 500) == [text]
+    assert list(chunk(text, tiny_tokenizer, 500, markdown=True)) == [setup, use]
+    assert list(chunk(text, tiny_tokenizer, 500)) == [text]
 
 
 # Scanning
@@ -87,9 +93,9 @@ def test_text_files_are_read_and_others_left_alone(tmp_path: Path, caplog: pytes
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     for other in ("x.png", "y.png", "LICENSE", ".hidden.txt", ".git/notes.txt"):
         (tmp_path / other).write_text("not this")
-    scan = scan_folder(tmp_path)
-    assert scan.texts == {"a/b/Deep.MD": "# deep\n\ntext", "bom.txt": "marked", "empty.txt": " \n"}
-    assert scan.unread == ["latin.txt"]
+    scan = open_input(tmp_path)
+    assert texts(scan) == {"a/b/Deep.MD": "# deep\n\ntext", "bom.txt": "marked", "empty.txt": " \n"}
+    assert scan.cannot_read("latin.txt") and not scan.cannot_read("bom.txt")
     assert scan.skipped() == (
         "skipped files: 1 empty, 1 unreadable (1 .txt), 3 of other types (2 .png, 1 without a suffix)"
     )
@@ -113,7 +119,7 @@ def test_nothing_to_index_is_an_error(tmp_path: Path, files: dict[str, bytes], r
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=reason):
-        scan_folder(tmp_path)
+        open_input(tmp_path)
 
 
 def test_documents_are_read_as_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +127,8 @@ def test_documents_are_read_as_markdown(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 and no more")
     (tmp_path / "broken.docx").write_bytes(b"PK no zip")
     (tmp_path / "plain.txt").write_text("The plain text.")
-    scan = scan_folder(tmp_path)
-    assert {name: text.strip() for name, text in scan.texts.items()} == {
+    scan = open_input(tmp_path)
+    assert {name: text.strip() for name, text in texts(scan).items()} == {
         "page.html": "# Guide\n\nThe amber page.",
         "letter.docx": "The amber letter.",
         "report.pdf": "The amber report.",
@@ -131,8 +137,8 @@ def test_documents_are_read_as_markdown(tmp_path: Path, monkeypatch: pytest.Monk
     assert scan.skipped() == "skipped files: 0 empty, 2 unreadable (1 .docx, 1 .pdf)"
     # Without the extra they are counted, and the line says what would read them.
     monkeypatch.setattr("ctx_compress_rag.app.documents.find_spec", lambda name: None)
-    scan = scan_folder(tmp_path)
-    assert list(scan.texts) == ["plain.txt"]
+    scan = open_input(tmp_path)
+    assert list(texts(scan)) == ["plain.txt"]
     assert "5 of other types (2 .docx, 2 .pdf, 1 .html)" in scan.skipped()
     assert "pip install 'ctx-compress-rag[documents]'" in scan.skipped()
 
@@ -141,7 +147,7 @@ def test_a_file_or_a_missing_path_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     for path in (tmp_path / "a.txt", tmp_path / "missing"):
         with pytest.raises(DataError, match="is no folder"):
-            scan_folder(path)
+            open_input(path)
 
 
 # Indexing
@@ -173,7 +179,7 @@ def index(tmp_path: Path, bundle_folder: Path) -> Iterator[PassageIndex]:
 
 
 def update(index: PassageIndex, folder: Path, **options: Any) -> IndexReport:
-    return update_index(index, scan_folder(folder), progress=False, **options)
+    return update_index(index, open_input(folder), progress=False, **options)
 
 
 def test_an_index_follows_its_folder(index: PassageIndex, tmp_path: Path, compressed: list[str]) -> None:
@@ -191,7 +197,7 @@ def test_an_index_follows_its_folder(index: PassageIndex, tmp_path: Path, compre
     # One file changes at its end, one is deleted, one can no longer be read, one is new.
     (docs / "file0.txt").write_text("\n\n".join([*paragraphs(0)[:-1], "The last page was torn out."]), encoding="utf-8")
     of_file = {
-        source: [id for id, s in index.sources(str(docs)).items() if s == source] for source in scan_folder(docs).texts
+        source: [id for id, s in index.sources(str(docs)).items() if s == source] for source in texts(open_input(docs))
     }
     (docs / "more" / "file1.txt").unlink()
     (docs / "file2.txt").write_bytes(b"\xff")

@@ -73,11 +73,11 @@ def test_deleted_files_need_prune(run: Any, bundle_folder: Path, tmp_path: Path)
 
 KILLED = """
 import os, signal, sys
-from ctx_compress_rag.app import passage_index
+from ctx_compress_rag.bulk import worker
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
 
-stages = {"embedding": (passage_index, "passage_vectors", 2), "compressing": (Bundle, "compress", 3)}
+stages = {"embedding": (worker, "passage_vectors", 2), "compressing": (Bundle, "compress", 3)}
 owner, name, last = stages[sys.argv[1]]
 real, calls = getattr(owner, name), []
 

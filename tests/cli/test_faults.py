@@ -61,16 +61,16 @@ def test_bench_names_a_text_that_it_cannot_use(run: Any, tmp_path: Path) -> None
 
 FULL = """
 import resource, sys
-from ctx_compress_rag.app import passage_index
+from ctx_compress_rag.bulk import worker
 from ctx_compress_rag.cli import main
 
-real = passage_index.passage_vectors
+real = worker.passage_vectors
 
 def then_full(*args):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # no file grows further: a disk error
     return real(*args)
 
-passage_index.passage_vectors = then_full
+worker.passage_vectors = then_full
 sys.exit(main(sys.argv[1:]))
 """
 

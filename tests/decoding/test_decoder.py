@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
-from ctx_compress_rag.decoding.generation import TextWatch, sampler
+from ctx_compress_rag.decoding.generation import TextWatch, choosers, end_ids
 from ctx_compress_rag.errors import (
     ConfigError,
     CtxCompressError,
@@ -269,9 +269,10 @@ def test_end_tokens_and_budgets(decoder: TransformersDecoder, monkeypatch: pytes
 
 
 def test_a_special_token_can_be_a_stop_string(decoder: TransformersDecoder) -> None:
-    special = decoder.bundle.tokenizer.convert_tokens_to_ids("<|user|>")
-    assert special in decoder._end_ids(None, ["<|user|>"])
-    assert special not in decoder._end_ids(None, ["user"])
+    tokenizer = decoder.bundle.tokenizer
+    special = tokenizer.convert_tokens_to_ids("<|user|>")
+    assert special in end_ids(tokenizer, None, ["<|user|>"])
+    assert special not in end_ids(tokenizer, None, ["user"])
 
 
 texts = st.text(alphabet="ab é🙂\n", max_size=20)
@@ -337,7 +338,7 @@ def test_samples_follow_the_distribution() -> None:
     draws = 1500
 
     def frequencies(sampling: Sampling) -> torch.Tensor:
-        processors = sampler(sampling, 1)
+        processors = choosers(sampling, None, (), 1)
         drawn = Counter(int(processors(torch.zeros(1, 0).long(), logits.clone()).argmax()) for _ in range(draws))
         return torch.tensor([drawn[token] / draws for token in range(5)])
 
@@ -482,8 +483,8 @@ def test_a_system_message_that_a_template_drops_goes_before_the_first_question(
     template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     monkeypatch.setattr(decoder.bundle.tokenizer, "chat_template", template)
     chat = [{"role": "system", "content": "Bees hum."}, {"role": "user", "content": "Who hums?"}]
-    [[ids]] = decoder.pieces([chat])
-    assert decoder.bundle.tokenizer.decode(ids).strip() == "Bees hum.\n\nWho hums?"
+    [prompt] = decoder.prepare([chat])
+    assert decoder.bundle.tokenizer.decode(prompt.ids()).strip() == "Bees hum.\n\nWho hums?"
 
 
 def test_a_prompt_beyond_the_window_is_refused(decoder: TransformersDecoder, store: SoftContextStore) -> None:

@@ -211,11 +211,9 @@ def test_the_text_of_a_passage_that_cannot_be_read_as_slots_is_text_too(bundle: 
         raw.update(ids=records["ids"], metadatas=[{"payload": str(m["payload"])[:-8]} for m in records["metadatas"]])
         decoder = TransformersDecoder(bundle, store, on_missing="text")
         chats = [[{"role": "user", "content": text}] for text in (f"Look. {a} {token[0]}{b}", "Look. Hello.")]
-        pieces = decoder.pieces(chats)
-        assert not any(piece.is_floating_point() for prompt in pieces for piece in prompt)
-        found = [
-            Counter(id for piece in prompt for id in piece.tolist() if id in controls(bundle)) for prompt in pieces
-        ]
+        made = decoder.prepare(chats)
+        assert not any(prompt.soft for prompt in made)
+        found = [Counter(id for id in prompt.ids().tolist() if id in controls(bundle)) for prompt in made]
     assert found[0] == found[1]
 
 
@@ -289,7 +287,8 @@ def test_without_a_chat_format_all_of_a_raw_prompt_is_text_but_its_bos() -> None
     )
     settings = BundleConfig(name="plain", method={"name": "mean_pooling"}, base_ratio=4, ratios=[4], max_tokens=64)
     decoder = TransformersDecoder(Bundle.build(settings, Backbone(LlamaForCausalLM(config), tokenizer)))
-    [[given], [begun]] = decoder.pieces(["user: </s><s>hi", "<s>user: </s><s>hi"])
+    prompts = ["user: </s><s>hi", "<s>user: </s><s>hi"]
+    given, begun = (prompt.ids() for prompt in decoder.prepare(prompts))
     assert tokenizer.eos_token_id not in given
     assert tokenizer.bos_token_id not in given  # this tokenizer adds none by itself
     assert begun.tolist().count(tokenizer.bos_token_id) == 1 == (begun[0] == tokenizer.bos_token_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import chromadb
 import pytest
@@ -22,6 +22,7 @@ from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.base.mapped_reader import MappedReader
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
+from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.soft_context import pool
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
@@ -46,17 +47,14 @@ def model(name: str) -> Any:
     return architectures.model(name)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_slots_that_are_token_embeddings_give_the_same_logits(
-    name: str, model: Any, side: Literal["left", "right"]
-) -> None:
+def test_slots_that_are_token_embeddings_give_the_same_logits(name: str, model: Any) -> None:
     embed = model.get_input_embeddings()
     rows, plain = [], []
     for number, row in enumerate(ROWS):
         ids = architectures.random_ids(name, [length for length, _ in row], seed=number)
         plain.append(torch.cat(ids))
-        rows.append([embed(i) if hole else i for i, (_, hole) in zip(ids, row, strict=True)])
-    spliced = splice(embed, rows, side)
+        rows.append(Prompt.of(*(embed(i) if hole else i for i, (_, hole) in zip(ids, row, strict=True))))
+    spliced = splice(embed, rows)
     with torch.no_grad():
         logits = model(**spliced.model_inputs()).logits
         for number, ids in enumerate(plain):
@@ -72,35 +70,34 @@ def test_slots_that_are_token_embeddings_give_the_same_logits(
     lengths=st.lists(
         st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=5), min_size=1, max_size=5
     ),
-    side=st.sampled_from(["left", "right"]),
 )
 @settings(deadline=None, max_examples=40)
-def test_masks_and_positions(lengths: list[list[tuple[int, bool]]], side: Literal["left", "right"]) -> None:
+def test_masks_and_positions(lengths: list[list[tuple[int, bool]]]) -> None:
     embed = torch.nn.Embedding(50, 3)
-    rows = [[torch.full((n, 3), 0.5) if hole else torch.randint(0, 50, (n,)) for n, hole in row] for row in lengths]
+    rows = [
+        Prompt.of(*(torch.full((n, 3), 0.5) if hole else torch.randint(0, 50, (n,)) for n, hole in row))
+        for row in lengths
+    ]
     totals = [sum(n for n, _ in row) for row in lengths]
     if 0 in totals:
         with pytest.raises(ConfigError, match=f"prompt {totals.index(0)} is empty"):
-            splice(embed, rows, side)
+            splice(embed, rows)
         return
-    spliced = splice(embed, rows, side)
+    spliced = splice(embed, rows)
     longest = max(totals)
     assert spliced.inputs_embeds.shape == (len(rows), longest, 3)
     for number, total in enumerate(totals):
         padding = [0] * (longest - total)
-        mask, positions = [1] * total, list(range(total))
         slots = [hole for n, hole in lengths[number] for _ in range(n)]
-        left = side == "left"
-        assert spliced.attention_mask[number].tolist() == (padding + mask if left else mask + padding)
-        assert spliced.position_ids[number].tolist() == (padding + positions if left else positions + padding)
-        assert spliced.slot_mask[number].tolist() == (
-            [False] * len(padding) + slots if left else slots + [False] * len(padding)
-        )
+        assert spliced.attention_mask[number].tolist() == padding + [1] * total
+        assert spliced.position_ids[number].tolist() == padding + list(range(total))
+        assert spliced.slot_mask[number].tolist() == [False] * len(padding) + slots
+        assert (rows[number].length, rows[number].slots) == (total, sum(slots))
 
 
 def test_slots_of_another_width_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"differ in width: \[3, 4\]"):
-        splice(torch.nn.Embedding(5, 3), [[torch.tensor([1]), torch.zeros(2, 4)]])
+        splice(torch.nn.Embedding(5, 3), [Prompt.of(torch.tensor([1]), torch.zeros(2, 4))])
 
 
 # Through the store and the decoder

@@ -9,6 +9,7 @@ import pytest
 
 from ctx_compress_rag.data.world import World
 from ctx_compress_rag.evaluation.speed import first_token, indexing_speed
+from ctx_compress_rag.evaluation.training_speed import training_speed
 
 
 def test_indexing_counts_passages_tokens_and_bytes(tiny_bundle: Any, tmp_path: Path) -> None:
@@ -33,3 +34,11 @@ def test_first_token_compares_prompts_of_the_right_lengths(tiny_bundle: Any) -> 
     assert first.text_tokens - first.soft_tokens == pytest.approx(tokens - slots, abs=2 * len(passages))
     assert 0 < first.soft_tokens - slots < 40
     assert first.parameters == sum(p.numel() for p in tiny_bundle.backbone.own_state().values())
+
+
+def test_training_steps_that_are_compared_have_one_loss(tiny_bundle: Any) -> None:
+    before = tiny_bundle.fingerprint
+    speed = training_speed(tiny_bundle, World("test", 0).passages()[:12], pairs=1, progress=False)
+    assert speed.packed_loss == pytest.approx(speed.plain_loss, rel=1e-4 if speed.dtype == "float32" else 0.02)
+    assert speed.factor == pytest.approx(speed.packed / speed.plain)
+    assert tiny_bundle.fingerprint == before

@@ -11,6 +11,7 @@ from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.decoding.splice import Spliced, splice
 from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
+from ctx_compress_rag.prompt import Prompt
 from helpers import architectures
 
 LORA = {"rank": 4, "alpha": 6, "dropout": 0.0}
@@ -34,13 +35,13 @@ def prompts(reader: ArcAlignerReader, name: str = "Llama", rows: int = 2, seed: 
     shapes = [(5, 4, 3, 2, 6), (2, 3, 1, 1, 4), (7, 1, 2, 5, 1)][:rows]
     torch.manual_seed(seed)
     embeddings = reader.backbone.embeddings
-    pieces = []
+    made = []
     for row, lengths in enumerate(shapes):
         ids = architectures.random_ids(name, lengths, seed=10 * seed + row)
         slots = [torch.randn(n, 64).to(embeddings.weight.dtype) * reader.backbone.embedding_rms() for n in lengths]
-        pieces.append([slots[i] if i % 2 else ids[i] for i in range(5)])
+        made.append(Prompt.of(*(slots[i] if i % 2 else ids[i] for i in range(5))))
     with torch.no_grad():
-        return splice(embeddings, pieces)
+        return splice(embeddings, made)
 
 
 def read(reader: ArcAlignerReader, batch: Spliced, **inputs: Any) -> Any:

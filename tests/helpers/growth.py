@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from ctx_compress_rag.app import passage_index
 from ctx_compress_rag.app.passage_index import PassageIndex, inspect_index, make_passage
+from ctx_compress_rag.bulk import worker
 from helpers.store import WordBundle, passage
 
 FETCHED, PAIRS = 8, 200
@@ -68,6 +68,6 @@ def fetch(index: PassageIndex) -> None:
 
 
 if __name__ == "__main__":
-    passage_index.passage_vectors = vectors
+    worker.passage_vectors = vectors
     for each in sys.argv[1:]:
         measure(int(each))

@@ -82,16 +82,26 @@ def watched() -> Iterator[Events]:
         dispatcher.event_handlers = before
 
 
-class App:
-    """Passages n0 to n3, indexed and compressed; tests leave what is in the store."""
+def loud_bundle(make_tiny_bundle: Callable[..., Any]) -> Any:
+    """A tiny bundle with weights large enough that every input shows in the answer."""
+    bundle = make_tiny_bundle(seed=3)
+    with torch.no_grad():
+        for name, parameter in bundle.backbone.model.named_parameters():
+            if parameter.ndim == 2 and "lora_" not in name:
+                parameter.mul_(10)
+    bundle.reader.initialise(1.0)
+    return bundle
 
-    def __init__(self, make_tiny_bundle: Callable[..., Any], folder: Path) -> None:
-        self.bundle = make_tiny_bundle(seed=3)
-        with torch.no_grad():  # weights large enough that every input shows in the answer
-            for name, parameter in self.bundle.backbone.model.named_parameters():
-                if parameter.ndim == 2 and "lora_" not in name:
-                    parameter.mul_(10)
-        self.bundle.reader.initialise(1.0)
+
+class App:
+    """Passages n0 to n3, indexed and compressed; tests leave what is in the store.
+
+    `fields` are those of its LLMs.
+    """
+
+    def __init__(self, bundle: Any, folder: Path, **fields: Any) -> None:
+        self.bundle = bundle
+        self.fields = {"max_tokens": MAX_TOKENS, **fields}
         collection = chromadb.PersistentClient(path=str(folder)).create_collection("app")
         nodes = [TextNode(id_=f"n{i}", text=text, metadata={"page": f"p{i}"}) for i, text in enumerate(PASSAGES)]
         nodes[0].excluded_llm_metadata_keys = ["page"]
@@ -101,7 +111,7 @@ class App:
         self.store.add(PASSAGES, [f"n{i}" for i in range(len(PASSAGES))], progress=False)
 
     def llm(self, **fields: Any) -> CompressedContextLLM:
-        return CompressedContextLLM(store=self.store, **{"max_tokens": MAX_TOKENS, **fields})
+        return CompressedContextLLM(store=self.store, **{**self.fields, **fields})
 
     def postprocessor(self, **arguments: Any) -> CompressedContextPostprocessor:
         chosen = arguments if "token_budget" in arguments else {"ratio": RATIO, **arguments}

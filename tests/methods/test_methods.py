@@ -28,6 +28,7 @@ from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.methods.base.compressor import PassageBatch, SlotBatch, Tokenized
 from ctx_compress_rag.methods.registry import METHODS
+from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import Marker
@@ -254,7 +255,7 @@ def test_padding_changes_nothing_for_the_decoder(bundle: Bundle) -> None:
     rows = [[text, first, text[:3], second, text[:7]], [text[:2], third, text[:5]], [text[:1], second, text[:9]]]
 
     def last(rows: list[list[Tensor]]) -> Tensor:
-        batch = splice(bundle.backbone.embeddings, rows, "left")
+        batch = splice(bundle.backbone.embeddings, [Prompt.of(*row) for row in rows])
         with torch.no_grad(), bundle.soft_decoder(batch.slot_mask) as model:
             return model(**batch.model_inputs(), use_cache=False).logits[:, -1]
 
@@ -381,7 +382,7 @@ def plain_answer(store: SoftContextStore, chat: list[dict[str, str]]) -> tuple[s
     row = [piece for pair in zip(ids, slots, strict=False) for piece in pair] + [ids[-1]]
     said: list[int] = []
     for _ in range(TOKENS):
-        batch = splice(bundle.backbone.embeddings, [[*row, torch.tensor(said, dtype=torch.long)]], "left")
+        batch = splice(bundle.backbone.embeddings, [Prompt.of(*row, torch.tensor(said, dtype=torch.long))])
         with torch.no_grad(), bundle.soft_decoder(batch.slot_mask) as model:
             best = int(model(**batch.model_inputs(), use_cache=False).logits[0, -1].argmax())
         if best == bundle.tokenizer.eos_token_id:

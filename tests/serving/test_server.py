@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import chromadb
 import httpx
 import openai
 import pytest
 from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field, SecretStr
 
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
@@ -100,6 +101,37 @@ def test_options_reach_the_decoder(url: str, store: SoftContextStore, decoder: T
             expected.text,
             expected.finish_reason,
         )
+
+
+class Tower(BaseModel):
+    built: Annotated[int, Field(ge=0, le=9999)]
+    material: Literal["stone", "wood"]
+
+
+def json_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
+
+
+def test_answers_are_json_of_the_schema(url: str, store: SoftContextStore) -> None:
+    """The decoder's weights are random: it would write none by itself."""
+    asked: Any = {"model": "tiny", "messages": chat(store), "max_tokens": 100}
+    wanted = json_format(Tower.model_json_schema())
+    whole = client(url).chat.completions.create(**asked, response_format=wanted).choices[0]
+    Tower.model_validate_json(whole.message.content or "")
+    stream = client(url).chat.completions.create(**asked, response_format=wanted, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.message.content
+    parsed = client(url).chat.completions.parse(**asked, response_format=Tower).choices[0].message.parsed
+    assert parsed == Tower.model_validate_json(whole.message.content or "")
+    loose = client(url).chat.completions.create(**asked, response_format={"type": "json_object"}).choices[0]
+    assert (loose.message.content or "").startswith("{")
+    llm = ChatOpenAI(base_url=f"{url}/v1", model="tiny", api_key=SecretStr(ANNA), max_retries=0, max_tokens=100)
+    assert isinstance(llm.with_structured_output(Tower).invoke(f"{marker(store, 'tower')} {QUESTION}"), Tower)
+    # Others are answered in the same passes, in their own form.
+    with ThreadPoolExecutor(6) as pool:
+        formats = [{"response_format": wanted}, {}] * 3
+        made = list(pool.map(lambda given: client(url).chat.completions.create(**asked, **given), formats))
+    texts = [each.choices[0].message.content for each in made]
+    assert texts[::2] == [whole.message.content] * 3 and len(set(texts[1::2])) == 1 and texts[1] != texts[0]
 
 
 def test_content_parts_and_roles(url: str, store: SoftContextStore, decoder: TransformersDecoder) -> None:
@@ -267,7 +299,10 @@ def test_nobody_gets_in_without_a_key(url: str, header: str | None) -> None:
         ({"logprobs": True}, 400, "logprobs"),
         ({"tools": [{"type": "function"}]}, 400, "tools"),
         ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"response_format": {"type": "xml"}}, 400, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
+        ({"response_format": json_format({"type": "nothing"})}, 400, "json_schema"),
+        ({"response_format": json_format({"$ref": "http://somewhere/else"})}, 400, "json_schema"),
         ({"best": 1}, 400, "best is not supported here"),
         ({"model": "gpt-4o"}, 404, "no model 'gpt-4o'"),
     ],

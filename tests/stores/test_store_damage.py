@@ -15,7 +15,7 @@ import pytest
 
 from ctx_compress_rag.errors import PayloadError, StoreError
 from ctx_compress_rag.marking.mark import mark
-from ctx_compress_rag.stores import AddReport, SoftContextStore, codecs
+from ctx_compress_rag.stores import AddReport, Passage, SoftContextStore, codecs
 from helpers.store import WordBundle, add, assert_same, passage
 
 KEY = b"sixteen bytes or more"
@@ -47,6 +47,12 @@ DAMAGE: dict[str, Callable[[Row, Row], Row]] = {
     "a scale of 3e38": loud,
     "no seal": lambda row, other: {"seal": ""},
 }
+
+
+def spoil(folder: Path, id: str, name: str) -> None:
+    raw = chromadb.PersistentClient(folder).get_collection("passages-ctx", embedding_function=None)
+    row = dict(raw.get(ids=[id])["metadatas"][0])
+    raw.update(ids=[id], metadatas=[DAMAGE[name](row, row)])
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -86,7 +92,52 @@ def test_another_key_reads_nothing_and_says_why(tmp_path: Path) -> None:
         SoftContextStore(tmp_path, WordBundle(), key=KEY + b"!") as store,
         pytest.raises(PayloadError, match="another key.*CTX_COMPRESS_KEY"),
     ):
-        mark(store, [passage(0)], ["p0"])
+        mark(store, [passage(0)], ["p0"], on_unreadable="error")
+
+
+@pytest.mark.parametrize("scope", ["default", "alice"])
+def test_a_retrieval_makes_damaged_slots_anew(tmp_path: Path, scope: str) -> None:
+    bundle = WordBundle()
+    with SoftContextStore(tmp_path, bundle, key=KEY) as store:
+        store.add([Passage(passage(i), f"p{i}", {"page": i}) for i in range(3)], progress=False)
+        spoil(tmp_path, "p1", "zero slots of a right checksum")
+        texts = [passage(i) for i in range(3)]
+        with pytest.raises(PayloadError, match="'p1' is damaged"):
+            mark(store, texts, ["p0", "p1", "p2"], scope=scope, on_missing="error")
+        left = mark(store, texts, ["p0", "p1", "p2"], scope=scope, on_missing="text", on_unreadable="text")
+        assert [text.startswith("[[ctx:") for text in left] == [True, False, True]
+        shown = mark(store, texts, ["p0", "p1", "p2"], scope=scope)
+        markers = [part for text in shown for part in store.split(text, scope)]
+        assert [len(call) for call in bundle.calls] == [3, 1]
+        assert_same(store.fetch(markers)[1], bundle.at(passage(1), 4))
+        assert store.get_passages(["p1"], scope)[0].metadata == {"page": 1}
+        assert store.damaged() == ([] if scope == "default" else ["p1"])  # others' records are theirs to mend
+
+
+def test_a_broken_seal_costs_its_own_passage_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
+        add(store, 3)
+        spoil(tmp_path, "p1", "more tokens")
+        texts = [passage(i) for i in range(3)]
+        shown = mark(store, texts, ["p0", "p1", "p2"])
+        assert [text.startswith("[[ctx:") for text in shown] == [True, False, True] and shown[1] == passage(1)
+        assert "p1" in caplog.text and "another key" in caplog.text
+        with pytest.raises(PayloadError, match="'p1' is damaged"):
+            mark(store, texts, ["p0", "p1", "p2"], on_unreadable="error")
+
+
+def test_a_store_without_seals_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
+        add(store, 1)
+    raw = chromadb.PersistentClient(tmp_path).get_collection("passages-ctx", embedding_function=None)
+    raw.modify(metadata={**raw.metadata, "ctx_format": 1})
+    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
+        store.get(["p0"])
+        assert caplog.text.count("before records were sealed") == 1 and "--reseal" in caplog.text
+        store.reseal()
+    caplog.clear()
+    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
+        assert store.get(["p0"])[0] is not None and not caplog.text
 
 
 @pytest.mark.parametrize("key", [" " * 20, "", "short"])

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import chromadb
 import pytest
 
-from ctx_compress_rag.app.passage_index import BUNDLE_KEY, passage_vectors
-from ctx_compress_rag.app.upkeep import back_up_store, repair_store
+from ctx_compress_rag.app.passage_index import BUNDLE_KEY
+from ctx_compress_rag.app.upkeep import back_up_store, repair_store, vacuum_store
 from ctx_compress_rag.errors import PayloadError, StoreError
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores import Passage, SoftContextStore
 from ctx_compress_rag.stores.keys import KEY_FILE
+from ctx_compress_rag.text.minilm import passage_vectors
 from helpers.store import WRITE, WordBundle, add, assert_same, passage, run_python
 
 N = 130  # beyond 100 Chroma writes an index
@@ -202,3 +205,64 @@ def test_a_copy_replaces_nothing(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no store at"):
         back_up_store(tmp_path / "none", tmp_path / "copy")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["store", "there"]
+
+
+def test_damage_that_could_end_chromas_process_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    with SoftContextStore(folder, WordBundle(), key=KEY) as store:
+        add(store, N)
+    database = folder / "chroma.sqlite3"
+    data = bytearray(database.read_bytes())
+    for page in range(20, 40):
+        data[4096 * page : 4096 * page + 100] = bytes(100)
+    database.write_bytes(data)
+    for mend in (lambda: back_up_store(folder, tmp_path / "copy"), lambda: repair_store(folder)):
+        with pytest.raises(StoreError, match="damaged|malformed"):
+            mend()
+    assert [path.name for path in tmp_path.iterdir()] == ["store"] and database.read_bytes() == data
+
+
+@pytest.mark.parametrize("kept", [0, 1, N])
+def test_vacuum_leaves_nothing_of_what_was_deleted(tmp_path: Path, kept: int) -> None:
+    folder, bundle = tmp_path / "store", WordBundle()
+    with SoftContextStore(folder, bundle, key=KEY, collection="mine") as store:
+        add(store, kept)
+        store.add([Passage("zqj hidden words", "gone", {"note": "vxk hidden"})], progress=False)
+        store.delete(["gone"])
+    app = chromadb.PersistentClient(folder)
+    mine = app.create_collection("mine", embedding_function=None)
+    texts = ["zqj hidden words", *(passage(i) for i in range(kept))]
+    ids = ["gone", *(f"p{i}" for i in range(kept))]
+    mine.add(
+        ids,
+        [[float(i), 1.0] for i in range(1 + kept)],
+        documents=texts,
+        metadatas=[{"note": "vxk hidden"}] * (1 + kept),
+    )
+    if kept:
+        mine.update(ids[1:], metadatas=[{"note": "seen"}] * kept)
+    mine.delete(["gone"])
+    before = mine.get(include=["embeddings", "documents", "metadatas"])
+    assert found(folder) == (True, True)
+    app.close()
+
+    assert vacuum_store(folder) >= 0
+    assert found(folder) == (False, False)
+    again = chromadb.PersistentClient(folder).get_collection("mine", embedding_function=None)
+    after = again.get(include=["embeddings", "documents", "metadatas"])
+    assert {name: list(map(str, after[name])) for name in ("ids", "documents", "metadatas", "embeddings")} == {
+        name: list(map(str, before[name])) for name in ("ids", "documents", "metadatas", "embeddings")
+    }
+    assert again.configuration["hnsw"]["sync_threshold"] == 1000
+    with SoftContextStore(folder, bundle, key=KEY, collection="mine") as store:
+        assert len(store) == kept and store.damaged() == []
+        for i in range(kept):
+            assert_same(store.get([f"p{i}"])[0], bundle.at(passage(i), 4))
+
+
+def found(folder: Path) -> tuple[bool, bool]:
+    """Whether the deleted words are anywhere in the database's bytes, and in the full-text index's letters."""
+    with closing(sqlite3.connect(folder / "chroma.sqlite3")) as rows:
+        blocks = rows.execute("select block from embedding_fulltext_search_data").fetchall()
+    data = (folder / "chroma.sqlite3").read_bytes()
+    return b"zqj hidden" in data or b"vxk hidden" in data, any(b"zqj" in block for (block,) in blocks)

@@ -32,7 +32,7 @@ def test_next_token_rows(tiny_tokenizer: Any) -> None:
     sizes = []
     for example, row, text, ids, mask in zip(
         examples,
-        batch["prompts"].rows,
+        batch["prompts"].prompts,
         batch["passages"].texts,
         batch["passages"].input_ids,
         batch["passages"].attention_mask,
@@ -56,7 +56,7 @@ def test_next_token_cuts(tiny_tokenizer: Any, length: int, context: int, continu
     text = tiny_tokenizer.decode([(37 * i) % 500 + 20 for i in range(length)])
     whole = len(tiny_tokenizer(text, add_special_tokens=False)["input_ids"])
     batch = NextTokenCollator(tiny_tokenizer, context, continuation)([Example((text,), (Turn("", ("",)),))])
-    [row] = batch["prompts"].rows
+    [row] = batch["prompts"].prompts
     first, second = int(batch["passages"].attention_mask.sum()), len(row.ids[1])
     assert 1 <= first <= context and second >= 1
     assert first + second == min(whole, context + continuation)
@@ -67,7 +67,7 @@ def test_next_token_cuts(tiny_tokenizer: Any, length: int, context: int, continu
 def test_a_bos_stands_before_the_slots_and_single_tokens_are_refused() -> None:
     tokenizer = architectures.tokenizer("Llama")
     batch = NextTokenCollator(tokenizer, 8, 4)([Example((TEXT,), (Turn("", ("",)),))])
-    [row] = batch["prompts"].rows
+    [row] = batch["prompts"].prompts
     assert row.ids[0].tolist() == [tokenizer.bos_token_id] and not row.answers[0].any()
     with pytest.raises(DataError, match="nothing follows the first token of 'a'"):
         NextTokenCollator(tokenizer, 8, 4)([Example(("a",), (Turn("", ("",)),))])

@@ -79,16 +79,16 @@ def test_tokens_point_to_the_name_and_the_fact_of_the_question(
     builder = PromptBuilder(tiny_tokenizer)
     named = 0
     for example in world_examples("train", 77, 24, 12, [1, 2, 4]):
-        row, names, copies = pointers_of(builder, example, template)
-        text = builder.text_row(example, template)
-        assert torch.equal(row.ids, text.ids) and torch.equal(row.answers, text.answers)
+        prompt, names, copies = pointers_of(builder, example, template)
+        ids, text = prompt.ids(), builder.text_prompt(example, template)
+        assert torch.equal(ids, text.ids()) and torch.equal(prompt.answers, text.answers)
         subjects = {turn.subject for turn in example.turns if turn.subject}
         for position, first, last in names:
-            assert last < position and tiny_tokenizer.decode(row.ids[first : last + 1]).strip() in subjects
+            assert last < position and tiny_tokenizer.decode(ids[first : last + 1]).strip() in subjects
         for position, first, last in copies:
             assert first == last < position
             # What stands after the position is an answer's token, and is what the position copies.
-            assert row.answers[position + 1] and row.ids[position + 1] == row.ids[first]
+            assert prompt.answers[position + 1] and ids[position + 1] == ids[first]
         named += len(names)
         by_answer = [turn for turn in example.turns if turn.subject]
         assert len(copies) >= len(by_answer)  # an answer has at least one token
@@ -102,9 +102,10 @@ def test_of_two_passages_the_one_about_the_subject_is_pointed_to(tiny_tokenizer:
     builder = PromptBuilder(tiny_tokenizer)
     texts = ("The mayor of Brynfell is Ada Marsh.", "The mayor of Oakmoor is Ada Marsh.")
     example = Example(texts, (Turn("Who governs Oakmoor?", ("Ada Marsh",), subject="Oakmoor"),))
-    row, names, copies = pointers_of(builder, example, TEMPLATES[0])
-    assert copies and all("Oakmoor is" in tiny_tokenizer.decode(row.ids[:first]) for _, first, _ in copies)
-    assert {tiny_tokenizer.decode(row.ids[first : last + 1]).strip() for _, first, last in names} == {"Oakmoor"}
+    prompt, names, copies = pointers_of(builder, example, TEMPLATES[0])
+    ids = prompt.ids()
+    assert copies and all("Oakmoor is" in tiny_tokenizer.decode(ids[:first]) for _, first, _ in copies)
+    assert {tiny_tokenizer.decode(ids[first : last + 1]).strip() for _, first, last in names} == {"Oakmoor"}
 
 
 def test_without_a_subject_nothing_is_pointed_to(tiny_tokenizer: Any) -> None:

@@ -128,7 +128,7 @@ def test_each_passage_is_a_row_of_its_own(tiny_bundle: Any) -> None:
     assert batch["passages"].texts == [example.passages[0] for example in many]
     assert batch["prompts"].passages == [[i] for i in range(40)]
     prompts = set()
-    for row, example in zip(batch["prompts"].rows, many, strict=True):
+    for row, example in zip(batch["prompts"].prompts, many, strict=True):
         answer = torch.cat(row.ids)[torch.cat(row.answers)]
         assert answer.tolist() == ids_of(tiny_bundle, example.passages[0] + "<|end|>")
         before, after = (
@@ -136,11 +136,11 @@ def test_each_passage_is_a_row_of_its_own(tiny_bundle: Any) -> None:
         )
         prompts.add("".join(f"{before}{{context}}{after}".split()))
     assert prompts == {"".join(f"<|user|>{template}<|assistant|>".split()) for template in PARAPHRASES}
-    again = ReconstructionCollator(builder, PARAPHRASES, 64, seed=0)(many[7:8])["prompts"].rows[0]
-    assert torch.equal(torch.cat(again.ids), torch.cat(batch["prompts"].rows[7].ids))
-    other = ReconstructionCollator(builder, PARAPHRASES, 64, seed=1)(many)["prompts"].rows
+    again = ReconstructionCollator(builder, PARAPHRASES, 64, seed=0)(many[7:8])["prompts"].prompts[0]
+    assert torch.equal(torch.cat(again.ids), torch.cat(batch["prompts"].prompts[7].ids))
+    other = ReconstructionCollator(builder, PARAPHRASES, 64, seed=1)(many)["prompts"].prompts
     assert any(
-        len(torch.cat(a.ids)) != len(torch.cat(b.ids)) for a, b in zip(other, batch["prompts"].rows, strict=True)
+        len(torch.cat(a.ids)) != len(torch.cat(b.ids)) for a, b in zip(other, batch["prompts"].prompts, strict=True)
     )
 
 
@@ -148,7 +148,7 @@ def test_a_long_passage_is_cut_and_said_again_as_cut(tiny_bundle: Any) -> None:
     long = passages_of([Example(("Kormoor lies on the river Halen. " * 20,), ())])
     batch = ReconstructionCollator(PromptBuilder(tiny_bundle.tokenizer, 33), PARAPHRASES[:1], 32, seed=0)(long)
     assert batch["passages"].input_ids.shape == (1, 32)
-    [row] = batch["prompts"].rows
+    [row] = batch["prompts"].prompts
     answer = torch.cat(row.ids)[torch.cat(row.answers)].tolist()
     assert answer == ids_of(tiny_bundle, batch["passages"].texts[0] + "<|end|>")
 

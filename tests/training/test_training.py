@@ -191,8 +191,8 @@ def test_answers_are_the_same_tokens_with_text_and_with_slots(tiny_bundle: Any) 
     builder = PromptBuilder(tiny_bundle.tokenizer)
     for example in world_examples("train", 5, 8):
         for template in TEMPLATES:
-            text, slots = builder.text_row(example, template), builder.slot_row(example, template)
-            answers = text.ids[text.answers].tolist()
+            text, slots = builder.text_prompt(example, template), builder.holed_prompt(example, template)
+            answers = text.ids()[text.answers].tolist()
             assert answers == torch.cat(slots.ids)[torch.cat(slots.answers)].tolist()
             assert tiny_bundle.tokenizer.decode(answers).split("<|end|>")[0].strip() == example.turns[0].answers[0]
             assert len(slots.ids) == len(example.passages) + 1
@@ -205,11 +205,11 @@ def test_base_models_get_the_space_before_an_answer(name: str, answer: str) -> N
     tokenizer = copy.deepcopy(architectures.tokenizer(name))
     tokenizer.chat_template = None
     example = Example(EXAMPLES[0].passages, (Turn("Which pet?", (answer,)),))
-    row = PromptBuilder(tokenizer).text_row(example, TEMPLATES[0])
+    prompt = PromptBuilder(tokenizer).text_prompt(example, TEMPLATES[0])
     text = "\n\n".join(example.passages) + f"\n\nQuestion: Which pet?\nAnswer: {answer}"
     whole = tokenizer((tokenizer.bos_token or "") + text, add_special_tokens=False)["input_ids"]
-    assert row.ids.tolist() == [*whole, tokenizer.eos_token_id]
-    assert tokenizer.decode(row.ids[row.answers]).strip().startswith(answer)
+    assert prompt.ids().tolist() == [*whole, tokenizer.eos_token_id]
+    assert tokenizer.decode(prompt.ids()[prompt.answers]).strip().startswith(answer)
 
 
 def test_jsonl_round_trip_and_grouping(tmp_path: Path) -> None:
@@ -511,5 +511,5 @@ def test_a_long_passage_is_cut_and_its_answer_kept(tiny_bundle: Any) -> None:
     assert tiny_bundle.tokenizer.decode(batch["input_ids"][0][batch["answers"][0]]).strip() == "Halen<|end|>"
     assert batch["input_ids"].shape[1] < 64 + 60
     same = DistillationCollator(builder, TEMPLATES[:1], 64, 0, seed=0)([long])
-    assert torch.equal(same["text_rows"][0].ids, batch["input_ids"][0])
+    assert torch.equal(same["text_prompts"][0].ids(), batch["input_ids"][0])
     assert same["passages"].input_ids.shape == (1, 64)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ctx_compress_rag.adaptation.adapter import Adapter, projections
-from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, Row
+from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
 from ctx_compress_rag.adaptation.updates import answer_losses
+from ctx_compress_rag.prompt import Prompt
 
 
 class RetrievalAdapterLoss(nn.Module):
@@ -39,7 +40,7 @@ class RetrievalAdapterLoss(nn.Module):
             dict(zip(self.names, self.a, strict=True)), dict(zip(self.names, self.b, strict=True)), self.scale
         )
 
-    def forward(self, rows: list[Row]) -> dict[str, Tensor]:
+    def forward(self, rows: list[Prompt]) -> dict[str, Tensor]:
         """Mean cross-entropy of the batch's answer tokens."""
         return {"loss": answer_losses(self.decoder, [rows], self.adapter())[0]}
 
@@ -62,6 +63,6 @@ class PromptTuningLoss(nn.Module):
         # Through the layer: Gemma's scales what it looks up.
         self.prefix = nn.Parameter(embeddings(ids.to(device)).detach().float().clone())
 
-    def forward(self, rows: list[Row]) -> dict[str, Tensor]:
+    def forward(self, rows: list[Prompt]) -> dict[str, Tensor]:
         """Mean cross-entropy of the batch's answer tokens."""
         return {"loss": answer_losses(self.decoder, [rows], None, self.prefix)[0]}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, Row
+from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
 from ctx_compress_rag.adaptation.methods import PredictedUpdate
 from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.solved import SolvedContexts
 from ctx_compress_rag.adaptation.updates import answer_losses, matching_loss, sgd
+from ctx_compress_rag.prompt import Prompt
 
-Contexts = list[list[Row]]
+Contexts = list[list[Prompt]]
 """The demonstrations of each support context."""
 
 

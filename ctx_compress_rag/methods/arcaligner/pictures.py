@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.figures import heat_map, new_figure, width_of
 from ctx_compress_rag.flops import counting
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
 from ctx_compress_rag.methods.sentence_slots.compressor import SentenceSlotsCompressor
+from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.text.prompts import PromptBuilder
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def refinement(bundle: Bundle, text: str, ratio: int) -> dict[str, Any]:
     [(text, _)] = builder.shortened([text], bundle.config.max_tokens)
     [soft] = bundle.compress([text], ratio)
     template = bundle.config.asked_by
-    before = builder.slot_row(Example((text,), (Turn("", ("",)),)), template).ids[0]
-    batch = splice(bundle.backbone.embeddings, [[before, bundle.embed(soft)]])
+    before, _ = builder.question(template, builder.HOLE, "").ids
+    batch = splice(bundle.backbone.embeddings, [Prompt.of(before, bundle.embed(soft))])
     once = {"use_cache": False, "logits_to_keep": 1}
     with torch.no_grad(), reader.record_loops() as record:
         with bundle.soft_decoder(batch.slot_mask) as model, counting() as refined:

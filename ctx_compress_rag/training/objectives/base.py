@@ -12,30 +12,34 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.decoding.splice import Piece, splice
+from ctx_compress_rag.decoding.splice import predict, splice
 from ctx_compress_rag.methods.base.compressor import PassageBatch, SlotBatch, Tokenized
-from ctx_compress_rag.text.prompts import SlotRow, TokenRow
+from ctx_compress_rag.prompt import HoledPrompt, Prompt
 
 
 @dataclass(frozen=True)
-class SlotRows:
+class PromptBatch:
     """Prompts whose passages are holes.
 
     Attributes:
-        rows: the prompts.
+        prompts: the prompts.
         passages: for each prompt, which passage of the batch fills each hole.
     """
 
-    rows: list[SlotRow]
+    prompts: list[HoledPrompt]
     passages: list[list[int]]
 
-    def only(self, numbers: Sequence[int]) -> SlotRows:
+    def only(self, numbers: Sequence[int]) -> PromptBatch:
         """The prompts of these numbers."""
-        return SlotRows([self.rows[i] for i in numbers], [self.passages[i] for i in numbers])
+        return PromptBatch([self.prompts[i] for i in numbers], [self.passages[i] for i in numbers])
+
+    def answer_lengths(self) -> list[int]:
+        """How many tokens of answers each prompt has."""
+        return [sum(int(mask.sum()) for mask in prompt.answers) for prompt in self.prompts]
 
     def answer_tokens(self) -> Tensor:
         """How many tokens the answers have: float (1,)."""
-        return torch.tensor([sum(int(mask.sum()) for row in self.rows for mask in row.answers)], dtype=torch.float32)
+        return torch.tensor([sum(self.answer_lengths())], dtype=torch.float32)
 
 
 @dataclass
@@ -99,71 +103,27 @@ class SlotObjective(nn.Module, ABC):
         chosen = {ratio: [row for row in everything if place in order[row]] for place, ratio in enumerate(self.ratios)}
         return {ratio: own for ratio, own in chosen.items() if own}
 
-    def answer_logits(self, prompts: SlotRows, batch: SlotBatch) -> tuple[Tensor, Tensor]:
+    def answer_logits(self, batch: PromptBatch, slots: SlotBatch) -> tuple[Tensor, Tensor]:
         """Logits that predict the answers' tokens from slots, and those tokens' ids.
 
         Shape: (answer tokens, vocabulary), (answer tokens,), prompt after prompt
         """
-        contexts = batch.rows()
+        contexts = slots.rows()
         # In the decoder's precision: the projection keeps float32, and would draw the whole row with it.
         dtype = self.bundle.backbone.embeddings.weight.dtype
         embedded = {
-            p: self.reader(contexts[p].slots, contexts[p].token_counts).to(dtype)
-            for row in prompts.passages
-            for p in row
+            p: self.reader(contexts[p].slots, contexts[p].token_counts).to(dtype) for own in batch.passages for p in own
         }
-        pieces: list[list[Piece]] = []
-        answers: list[Tensor] = []
-        for row, places in zip(prompts.rows, prompts.passages, strict=True):
-            row_pieces: list[Piece] = [row.ids[0]]
-            flags = [row.answers[0]]
-            for ids, mask, place in zip(row.ids[1:], row.answers[1:], places, strict=True):
-                slots = embedded[place]
-                row_pieces += [slots, ids]
-                flags += [torch.zeros(len(slots), dtype=torch.bool), mask]
-            pieces.append(row_pieces)
-            answers.append(torch.cat(flags))
-        spliced = splice(self.bundle.backbone.embeddings, pieces, "left")
+        prompts = [
+            prompt.filled([embedded[p] for p in own]) for prompt, own in zip(batch.prompts, batch.passages, strict=True)
+        ]
+        spliced = splice(self.bundle.backbone.embeddings, prompts)
         with self.reader.decoder(spliced.slot_mask) as model:
-            return predict(model, spliced.model_inputs(), pieces, answers)
+            return predict(model, spliced, prompts)
 
     @torch.no_grad()
-    def teacher_log_probs(self, rows: Sequence[TokenRow]) -> list[Tensor]:
-        """Each row's log-probabilities at its answers' tokens, read with the text: (answer tokens, vocabulary)."""
-        pieces: list[list[Piece]] = [[row.ids] for row in rows]
-        inputs = splice(self.bundle.backbone.embeddings, pieces, "left").model_inputs()
+    def teacher_log_probs(self, prompts: Sequence[Prompt]) -> list[Tensor]:
+        """Each prompt's log-probabilities at its answers' tokens, read with the text: (answer tokens, vocabulary)."""
         with self.bundle.text_decoder() as model:
-            logits, _ = predict(model, inputs, pieces, [row.answers for row in rows])
-        return list(F.log_softmax(logits, dim=-1).split([int(row.answers.sum()) for row in rows]))
-
-
-def predict(
-    model: Any, inputs: dict[str, Tensor], rows: Sequence[Sequence[Piece]], answers: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Logits that predict the answers' tokens, and those tokens' ids.
-
-    Rows are padded on the left, so that logits are computed only for the last positions, where the
-    answers are.
-
-    Args:
-        model: a transformers causal LM.
-        inputs: the spliced rows, as the model takes them.
-        rows: the rows' pieces.
-        answers: for each row, True on answer tokens: bool (row length,).
-
-    Shape: (answer tokens, vocabulary), (answer tokens,)
-    """
-    device = inputs["inputs_embeds"].device
-    length = inputs["inputs_embeds"].shape[1]
-    tail = min(length, max(len(mask) - int(mask.nonzero()[0]) for mask in answers) + 1)
-    logits = model(**inputs, use_cache=False, logits_to_keep=tail).logits
-    mask = nn.utils.rnn.pad_sequence(list(answers), batch_first=True, padding_side="left").to(device)
-    # The logits at a position predict the token after it.
-    predicting = F.pad(mask[:, 1:], (0, 1))[:, length - tail :]
-    ids = torch.cat([_token_ids(row)[flags] for row, flags in zip(rows, answers, strict=True)]).to(device)
-    return logits[predicting].float(), ids
-
-
-def _token_ids(row: Sequence[Piece]) -> Tensor:
-    """The row's token ids, -1 where a slot is: (row length,)."""
-    return torch.cat([torch.full(p.shape[:1], -1) if p.is_floating_point() else p.cpu() for p in row])
+            logits, _ = predict(model, splice(self.bundle.backbone.embeddings, prompts), prompts)
+        return list(F.log_softmax(logits, dim=-1).split([int(prompt.answers.sum()) for prompt in prompts]))

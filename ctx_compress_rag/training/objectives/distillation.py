@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.methods.base.compressor import PassageBatch
-from ctx_compress_rag.text.prompts import PromptBuilder, SlotRow, TokenRow, draw_template
-from ctx_compress_rag.training.objectives.base import PassageTable, SlotObjective, SlotRows
+from ctx_compress_rag.prompt import HoledPrompt, Prompt
+from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
+from ctx_compress_rag.training.objectives.base import PassageTable, PromptBatch, SlotObjective
 from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 REPEAT = "Repeat the text."
@@ -34,34 +35,34 @@ class DistillationLoss(WholeBatchMean, SlotObjective):
         self.reconstruction_weight = reconstruction_weight
 
     def items(  # type: ignore[override]
-        self, passages: PassageBatch, text_rows: list[TokenRow], prompts: SlotRows, repeats: SlotRows
+        self, passages: PassageBatch, text_prompts: list[Prompt], prompts: PromptBatch, repeats: PromptBatch
     ) -> Tensor:
         """The examples, and the tokens of repeated passages: (2,)."""
-        return torch.cat((torch.tensor([float(len(text_rows))]), repeats.answer_tokens()))
+        return torch.cat((torch.tensor([float(len(text_prompts))]), repeats.answer_tokens()))
 
     def forward(  # type: ignore[override]
         self,
         passages: PassageBatch,
-        text_rows: list[TokenRow],
-        prompts: SlotRows,
-        repeats: SlotRows,
+        text_prompts: list[Prompt],
+        prompts: PromptBatch,
+        repeats: PromptBatch,
         num_items_in_batch: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """The loss of a batch.
 
         Args:
             passages: the batch's passages.
-            text_rows: each example with its passages as text, for the teacher.
+            text_prompts: each example with its passages as text, for the teacher.
             prompts: each example with holes for its passages.
             repeats: prompts whose answer is a passage's own text.
             num_items_in_batch: examples, and tokens of repeated passages, of the whole batch; None: of this one.
         """
         if num_items_in_batch is None:
-            num_items_in_batch = self.items(passages, text_rows, prompts, repeats)
+            num_items_in_batch = self.items(passages, text_prompts, prompts, repeats)
         examples, repeated_tokens = num_items_in_batch
-        targets = self.teacher_log_probs(text_rows)
+        targets = self.teacher_log_probs(text_prompts)
         loss = torch.zeros((), device=self.bundle.backbone.device)
-        drawn, repeated_at = self.drawn(len(text_rows)), self.drawn(len(repeats.rows))
+        drawn, repeated_at = self.drawn(len(text_prompts)), self.drawn(len(repeats.prompts))
         for ratio, batch in self.compress(passages, drawn | repeated_at).items():
             if own := drawn.get(ratio):
                 logits, _ = self.answer_logits(prompts.only(own), batch)
@@ -97,27 +98,27 @@ class DistillationCollator:
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         table = PassageTable()
-        text_rows: list[TokenRow] = []
-        slot_rows: list[SlotRow] = []
+        text_prompts: list[Prompt] = []
+        prompts: list[HoledPrompt] = []
         places: list[list[int]] = []
         for example in examples:
             template = draw_template(self.templates, example, self.seed)
             short = self.builder.shortened(example.passages, self.max_context_tokens)
-            text_rows.append(self.builder.text_row(example, template, [text for text, _ in short]))
-            slot_rows.append(self.builder.slot_row(example, template))
+            text_prompts.append(self.builder.text_prompt(example, template, [text for text, _ in short]))
+            prompts.append(self.builder.holed_prompt(example, template))
             places.append([table.place(text, ids) for text, ids in short])
         rng = random.Random(f"{self.seed}:{examples[0].turns[0].question}")
         repeated = rng.sample(list(table.places), min(self.repeat, len(table.places)))
-        repeats = SlotRows(
+        repeats = PromptBatch(
             [
-                self.builder.slot_row(Example((text,), (Turn(REPEAT, (text,)),)), "{context}\n\n{question}")
+                self.builder.holed_prompt(Example((text,), (Turn(REPEAT, (text,)),)), "{context}\n\n{question}")
                 for text in repeated
             ],
             [[table.places[text]] for text in repeated],
         )
         return {
             "passages": table.batch(),
-            "text_rows": text_rows,
-            "prompts": SlotRows(slot_rows, places),
+            "text_prompts": text_prompts,
+            "prompts": PromptBatch(prompts, places),
             "repeats": repeats,
         }

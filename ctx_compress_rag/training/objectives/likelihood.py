@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.methods.base.compressor import PassageBatch
-from ctx_compress_rag.text.prompts import PromptBuilder, SlotRow, TokenRow, draw_template
-from ctx_compress_rag.training.objectives.base import PassageTable, SlotObjective, SlotRows
+from ctx_compress_rag.prompt import HoledPrompt, Prompt
+from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
+from ctx_compress_rag.training.objectives.base import PassageTable, PromptBatch, SlotObjective
 from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 
@@ -34,7 +35,7 @@ class LikelihoodLoss(WholeBatchMean, SlotObjective):
         self.self_distillation = self_distillation
 
     def items(  # type: ignore[override]
-        self, passages: PassageBatch, prompts: SlotRows, text_rows: Sequence[TokenRow] = ()
+        self, passages: PassageBatch, prompts: PromptBatch, text_prompts: Sequence[Prompt] = ()
     ) -> Tensor:
         """The answers' tokens: (1,)."""
         return prompts.answer_tokens()
@@ -42,14 +43,14 @@ class LikelihoodLoss(WholeBatchMean, SlotObjective):
     def forward(  # type: ignore[override]
         self,
         passages: PassageBatch,
-        prompts: SlotRows,
-        text_rows: Sequence[TokenRow] = (),
+        prompts: PromptBatch,
+        text_prompts: Sequence[Prompt] = (),
         num_items_in_batch: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """The loss of a batch: its passages, prompts with holes for them, and for self-distillation with their text."""
-        targets = self.teacher_log_probs(text_rows) if self.self_distillation else []
+        targets = self.teacher_log_probs(text_prompts) if self.self_distillation else []
         loss = torch.zeros((), device=self.bundle.backbone.device)
-        drawn = self.drawn(len(prompts.rows))
+        drawn = self.drawn(len(prompts.prompts))
         for ratio, batch in self.compress(passages, drawn).items():
             logits, answers = self.answer_logits(prompts.only(drawn[ratio]), batch)
             loss = loss + F.cross_entropy(logits, answers, reduction="sum")
@@ -89,18 +90,19 @@ class AnswerCollator:
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         table = PassageTable()
-        rows: list[SlotRow] = []
-        text_rows: list[TokenRow] = []
+        table = PassageTable()
+        prompts: list[HoledPrompt] = []
+        text_prompts: list[Prompt] = []
         places: list[list[int]] = []
         for example in examples:
             short = self.builder.shortened(example.passages, self.max_context_tokens)
             texts = [text for text, _ in short]
             asked, template = self.asked(example, texts), draw_template(self.templates, example, self.seed)
-            rows.append(self.builder.slot_row(asked, template))
+            prompts.append(self.builder.holed_prompt(asked, template))
             if self.with_text:
-                text_rows.append(self.builder.text_row(asked, template, texts))
+                text_prompts.append(self.builder.text_prompt(asked, template, texts))
             places.append([table.place(text, ids) for text, ids in short])
-        return {"passages": table.batch(), "prompts": SlotRows(rows, places), "text_rows": text_rows}
+        return {"passages": table.batch(), "prompts": PromptBatch(prompts, places), "text_prompts": text_prompts}
 
     def asked(self, example: Example, texts: Sequence[str]) -> Example:
         """What is asked of an example, whose passages became `texts`: its own questions."""

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, SlotRow
-from ctx_compress_rag.training.objectives.base import PassageTable, SlotRows
+from ctx_compress_rag.prompt import HoledPrompt
+from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR
+from ctx_compress_rag.training.objectives.base import PassageTable, PromptBatch
 
 
 class NextTokenCollator:
@@ -37,15 +38,14 @@ class NextTokenCollator:
         bos = self.tokenizer.bos_token_id
         before = torch.tensor([] if bos is None else [bos], dtype=torch.long)
         table = PassageTable()
-        rows: list[SlotRow] = []
+        prompts: list[HoledPrompt] = []
         places: list[list[int]] = []
         for example in examples:
             context, continuation = self._cut(PASSAGE_SEPARATOR.join(example.passages))
-            rows.append(
-                SlotRow((before, continuation), (torch.zeros_like(before).bool(), torch.ones_like(continuation).bool()))
-            )
+            masks = (torch.zeros_like(before).bool(), torch.ones_like(continuation).bool())
+            prompts.append(HoledPrompt((before, continuation), masks))
             places.append([table.place(self.tokenizer.decode(context), context)])
-        return {"passages": table.batch(), "prompts": SlotRows(rows, places)}
+        return {"passages": table.batch(), "prompts": PromptBatch(prompts, places)}
 
     def _cut(self, text: str) -> tuple[Tensor, Tensor]:
         """Token ids of the text's beginning and of what follows it."""

@@ -18,7 +18,8 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
-from ctx_compress_rag.text.prompts import PromptBuilder, SlotRow, draw_template
+from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
 from ctx_compress_rag.text.tokenising import bos_id
 from ctx_compress_rag.training.config import RepeatAndAnswerRecipe
 from ctx_compress_rag.training.head import weighted_loss
@@ -162,10 +163,10 @@ class _Filling:
         ratio = self.rng.choice(self.ratios)
         turns = example.turns
         while turns:  # as many of its questions as fit into a row
-            row = self.data.builder.slot_row(Example(example.passages, turns), template)
-            if self._place(row, ids, ratio, ANSWER):
+            prompt = self._prompt(Example(example.passages, turns), template, ids, ratio)
+            if self._place(prompt, ids, ratio, ANSWER):
                 return True
-            turns = turns[:-1] if self._length(row, ids, ratio) > self.prompts.length else ()
+            turns = turns[:-1] if prompt.length > self.prompts.length else ()
         return False
 
     def _repeat(self) -> bool:
@@ -179,38 +180,32 @@ class _Filling:
         cut = self.rng.randint(0, len(ids) - length) // ratio * ratio
         ids = ids[cut : cut + length]
         text = self.data.builder.tokenizer.decode(ids)
-        row = self.data.builder.slot_row(Example((text,), (Turn("", (text,)),)), self.rng.choice(REPEAT_TEMPLATES))
-        return self._place(row, [ids], ratio, REPEAT, None if start is None else start + cut)
+        template = self.rng.choice(REPEAT_TEMPLATES)
+        prompt = self._prompt(Example((text,), (Turn("", (text,)),)), template, [ids], ratio)
+        return self._place(prompt, [ids], ratio, REPEAT, None if start is None else start + cut)
 
-    def _length(self, row: SlotRow, passages: Sequence[Tensor], ratio: int) -> int:
-        return sum(map(len, row.ids)) + sum(-(-len(ids) // ratio) for ids in passages)
+    def _prompt(self, example: Example, template: str, passages: Sequence[Tensor], ratio: int) -> Prompt:
+        """The prompt with places for its slots, which the loss makes."""
+        slots = [torch.empty(-(-len(ids) // ratio), 0) for ids in passages]
+        return self.data.builder.holed_prompt(example, template).filled(slots)
 
     def _place(
-        self, row: SlotRow, passages: Sequence[Tensor], ratio: int, kind: int, encoded_at: int | None = None
+        self, prompt: Prompt, passages: Sequence[Tensor], ratio: int, kind: int, encoded_at: int | None = None
     ) -> bool:
         """Place a prompt and its passages (or the one encoded already); False where they have no room."""
         room = encoded_at is not None or self.passages.fits(*map(len, passages))
-        if not room or not self.prompts.fits(self._length(row, passages, ratio)):
+        if not room or not self.prompts.fits(prompt.length):
             return False
-        counts = [-(-len(ids) // ratio) for ids in passages]
-        ids, targets = [row.ids[0]], [row.answers[0]]
-        holes: list[Tensor] = []
-        length = len(row.ids[0])
-        for count, piece, answers in zip(counts, row.ids[1:], row.answers[1:], strict=True):
-            holes.append(length + torch.arange(count))
-            ids += [torch.zeros(count, dtype=torch.long), piece]
-            targets += [torch.zeros(count, dtype=torch.bool), answers]
-            length += count + len(piece)
-        start = self.prompts.add(torch.cat(ids), torch.cat(targets), kind)
-        for passage, count, hole in zip(passages, counts, holes, strict=True):
+        start = self.prompts.add(prompt.ids(), prompt.answers, kind)
+        self.places.append(start + prompt.vector_mask().nonzero().flatten())
+        for passage in passages:
             first = self.passages.add(passage) if encoded_at is None else encoded_at
             if kind == ANSWER:
                 self.encoded.append((first, passage))
             tokens = torch.arange(len(passage))
             self.sources.append(first + tokens)
             self.slots.append(self.slot_count + tokens // ratio)
-            self.places.append(start + hole)
-            self.slot_count += count
+            self.slot_count += -(-len(passage) // ratio)
         return True
 
 

@@ -72,7 +72,7 @@ class PackedTextData(Dataset[PackedRows]):
         data = self.recipe.data
         for place in numbers:
             example = self.examples[place % len(self.examples)]
-            row = self.builder.text_row(example, draw_template(data.templates, example, self.recipe.seed))
-            if packer.fits(len(row.ids)):
-                packer.add(row.ids, row.answers)
+            prompt = self.builder.text_prompt(example, draw_template(data.templates, example, self.recipe.seed))
+            if packer.fits(prompt.length):
+                packer.add(prompt.ids(), prompt.answers)
         return packer.packed()

@@ -19,7 +19,7 @@ from ctx_compress_rag.methods.ram.compressor import RamCompressor, relevance, se
 from ctx_compress_rag.methods.ram.segments import Segments, layout, shown, slots_of_runs
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, PromptBuilder, draw_template
-from ctx_compress_rag.training.objectives.base import SlotObjective, SlotRows
+from ctx_compress_rag.training.objectives.base import PromptBatch, SlotObjective
 from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 
@@ -87,7 +87,7 @@ class RamLoss(WholeBatchMean, SlotObjective):
         hidden = self.ram.read(ids, mask)
         means, counts = segment_means(hidden, mask), mask.sum(1)
         first = list(accumulate((len(passage.ids) for passage in passages), initial=0))
-        prompts, softs, contrast = SlotRows([], []), list[SoftContext](), list[Tensor]()
+        prompts, softs, contrast = PromptBatch([], []), list[SoftContext](), list[Tensor]()
         for row, question in zip(rows, self._questions(rows), strict=True):
             own = [passages[p] for p in row.passages]
             places = [i for p in row.passages for i in range(first[p], first[p + 1])]
@@ -98,7 +98,7 @@ class RamLoss(WholeBatchMean, SlotObjective):
             layouts = layout(own, kept)
             slots = slots_of_runs(vectors, counts[skimmed], layouts)
             context = PASSAGE_SEPARATOR.join(shown(own, layouts, repeat(self.builder.HOLE)))
-            prompts.rows.append(self.builder.slot_row(row.example, row.template, context))
+            prompts.prompts.append(self.builder.holed_prompt(row.example, row.template, context))
             prompts.passages.append(list(range(len(softs), len(softs) + len(slots))))
             softs += slots
             contrast.append(self._contrast(question, means[places], row.positives))
@@ -119,10 +119,10 @@ class RamLoss(WholeBatchMean, SlotObjective):
         positive = torch.tensor(positives, device=log_p.device)
         return -log_p[positive].sum() / max(1, int(positive.sum()))
 
-    def _likelihood(self, prompts: SlotRows, softs: Sequence[SoftContext]) -> Tensor:
+    def _likelihood(self, prompts: PromptBatch, softs: Sequence[SoftContext]) -> Tensor:
         """L_nll (eq. 7): mean over each answer's tokens, sum over questions."""
         logits, targets = self.answer_logits(prompts, SlotBatch.of(softs))
-        lengths = [int(torch.cat(row.answers).sum()) for row in prompts.rows]
+        lengths = prompts.answer_lengths()
         answers = zip(logits.split(lengths), targets.split(lengths), strict=True)
         return torch.stack([F.cross_entropy(*answer) for answer in answers]).sum()
 

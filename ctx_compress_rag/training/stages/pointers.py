@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.data.examples import Example
-from ctx_compress_rag.text.prompts import PromptBuilder, TokenRow
+from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.text.prompts import PromptBuilder
 
 _NAME = "ctx_compress_pointing"
 
@@ -56,16 +57,16 @@ def find(ids: Sequence[int], part: Sequence[int], start: int, stop: int) -> list
 
 def pointers_of(
     builder: PromptBuilder, example: Example, template: str
-) -> tuple[TokenRow, list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-    """A full-text row with what its tokens should attend to, as (position, first, last).
+) -> tuple[Prompt, list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+    """A full-text prompt with what its tokens should attend to, as (position, first, last).
 
-    Returns: the row; pointers to names, of each token of a fact that is asked for and of each position that
+    Returns: the prompt; pointers to names, of each token of a fact that is asked for and of each position that
         predicts an answer's token; pointers of the latter to the token to copy. Turns whose subject is not
         known, or not found, have none.
     """
-    row = builder.text_row(example, template)
-    ids: list[int] = row.ids.tolist()
-    runs = _runs(row.answers.tolist())
+    prompt = builder.text_prompt(example, template)
+    ids: list[int] = prompt.ids().tolist()
+    runs = _runs(prompt.answers.tolist())
     spans: list[tuple[int, int]] = []
     for passage in example.passages:
         # Its first word and last token may be other tokens inside the prompt.
@@ -95,7 +96,7 @@ def pointers_of(
                 names.append((start - 1 + offset, mentions[-1], mentions[-1] + len(name) - 1))
                 copies.append((start - 1 + offset, fact + offset, fact + offset))
             break
-    return row, names, copies
+    return prompt, names, copies
 
 
 def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:

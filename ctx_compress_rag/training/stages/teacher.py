@@ -16,7 +16,7 @@ from ctx_compress_rag.data.world import tokenizer_texts
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import lora_config
 from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
-from ctx_compress_rag.training.compiled import compile_layers, round_frozen
+from ctx_compress_rag.training.compiled import bfloat16_pays, compile_layers, round_frozen
 from ctx_compress_rag.training.config import TeacherRecipe
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.loop import Collate, Job, training_device
@@ -117,23 +117,23 @@ class TextCollator:
         self.pointing = pointing
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
-        rows = []
+        prompts = []
         names: list[tuple[int, int, int, int]] = []
         copies: list[tuple[int, int, int, int]] = []
         for number, example in enumerate(examples):
             template = draw_template(self.templates, example, self.seed)
             if self.pointing:
-                row, to_names, to_copies = pointers_of(self.builder, example, template)
-                rows.append(row)
+                prompt, to_names, to_copies = pointers_of(self.builder, example, template)
+                prompts.append(prompt)
                 names += [(number, *pointer) for pointer in to_names]
                 copies += [(number, *pointer) for pointer in to_copies]
                 continue
-            # Passages are cut, never the row: its end is the answer.
+            # Passages are cut, never the prompt: its end is the answer.
             texts = [text for text, _ in self.builder.shortened(example.passages, self.max_context_tokens)]
-            rows.append(self.builder.text_row(example, template, texts))
-        ids = nn.utils.rnn.pad_sequence([row.ids for row in rows], batch_first=True)
-        answers = nn.utils.rnn.pad_sequence([row.answers for row in rows], batch_first=True)
-        lengths = torch.tensor([len(row.ids) for row in rows])
+            prompts.append(self.builder.text_prompt(example, template, texts))
+        ids = nn.utils.rnn.pad_sequence([prompt.ids() for prompt in prompts], batch_first=True)
+        answers = nn.utils.rnn.pad_sequence([prompt.answers for prompt in prompts], batch_first=True)
+        lengths = torch.tensor([prompt.length for prompt in prompts])
         mask = (torch.arange(ids.shape[1]) < lengths.unsqueeze(1)).long()
         batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "answers": answers}
         if self.pointing:
@@ -197,7 +197,7 @@ def start(recipe: TeacherRecipe, resume: bool) -> Job:
     if recipe.packing:
         examples = PackedTextData(builder, examples, recipe)
         collate = collate_packed
-        if recipe.optim.bf16:
+        if recipe.optim.bf16 and bfloat16_pays():
             round_frozen(decoder)
         if recipe.optim.compile == "layers":
             compile_layers(decoder.get_base_model())

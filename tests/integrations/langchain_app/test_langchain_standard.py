@@ -14,7 +14,7 @@ from helpers.langchain import talkative_bundle
 from langchain_ctx_compress import ChatCompressedContext
 
 
-class _Model:
+class Model:
     """What both suites need to know."""
 
     store: SoftContextStore
@@ -45,9 +45,9 @@ class _Model:
         return False  # the model is the store's bundle
 
 
-class TestUnit(_Model, ChatModelUnitTests):
+class TestUnit(Model, ChatModelUnitTests):
     pass
 
 
-class TestIntegration(_Model, ChatModelIntegrationTests):
+class TestIntegration(Model, ChatModelIntegrationTests):
     pass

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from helpers.llama_index import App, Events, watched
+from helpers.llama_index import App, Events, loud_bundle, watched
 
 
 @pytest.fixture(scope="module")
 def app(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     """Shared by a module's tests, which leave its store as it is; LlamaIndex counts and asks with it."""
-    app = App(make_tiny_bundle, tmp_path_factory.mktemp("chroma"))
+    app = App(loud_bundle(make_tiny_bundle), tmp_path_factory.mktemp("chroma"))
     with app.counting():
         yield app
 

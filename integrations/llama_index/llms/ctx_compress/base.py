@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Generator, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
+import torch
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -24,19 +25,20 @@ from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, Sec
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM
-from llama_index.core.prompts import PromptTemplate
+from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
 from llama_index.core.types import Model
 
 from ctx_compress_rag.adaptation import Adapted, AdaptiveDecoder, serving
 from ctx_compress_rag.adaptation.llm import DecoderLLM
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import explain
-from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling
+from ctx_compress_rag.decoding.decoder import BATCH_SIZE, Generation, Message, Sampling
 from ctx_compress_rag.decoding.generation import given_options
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import OnUnreadable, check_scope
 from llama_index.llms.ctx_compress.streams import in_thread
+from llama_index.llms.ctx_compress.structured import schema_of
 
 _ROLES = {
     MessageRole.CHATBOT: "assistant",
@@ -74,6 +76,9 @@ class CompressedContextLLM(DecoderLLM, LLM):
         scope: tenant or user whose markers are read; by default the one of `ctx_compress_rag.stores.markers.scope`, or
             else the store's.
         predictor: folder of the update predictor that `adapt` uses.
+        batch_size: most prompts in a forward pass.
+        device, dtype, device_map, attn_implementation, quantization_config: load the decoder once more, for this LLM
+            alone, as `Bundle.from_pretrained` takes them; by default the store's bundle answers.
         server: address of a vLLM server that runs the decoder (see `ctx-compress export`); None runs it here.
         api_key: the server's key.
         timeout: seconds that the server may take to answer, and then from one token to the next.
@@ -101,12 +106,19 @@ class CompressedContextLLM(DecoderLLM, LLM):
     on_unreadable: OnUnreadable = "error"
     scope: str | None = None
     predictor: str | Path | None = None
+    batch_size: int = Field(default=BATCH_SIZE, ge=1)
+    device: str | torch.device | None = Field(default=None, exclude=True)
+    dtype: str | torch.dtype | None = Field(default=None, exclude=True)
+    device_map: str | dict[str, Any] | None = None
+    attn_implementation: str | None = None
+    quantization_config: Any = Field(default=None, exclude=True, repr=False)
     server: str | None = None
     api_key: SecretStr | None = Field(default=None, exclude=True)
     timeout: float = 120.0
     max_retries: int = 2
 
     _decoder: AdaptiveDecoder | None = PrivateAttr(None)
+    _json: dict[str, Any] = PrivateAttr(default_factory=dict)  # a call's option, where every answer has to be JSON
 
     def __init__(self, **fields: Any) -> None:
         try:
@@ -205,6 +217,26 @@ class CompressedContextLLM(DecoderLLM, LLM):
         wanted = _constrained(output_cls, llm_kwargs)
         return cast(Model, await super().astructured_predict(output_cls, prompt, wanted, **prompt_args))
 
+    def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        """The answer to a filled template; where its parser reads JSON (selectors, sub-questions), JSON of that form.
+
+        Raises:
+            MissingExtraError: its parser reads JSON, and the `structured` extra is not installed.
+        """
+        return LLM.predict(self._for(prompt, prompt_args), prompt, **prompt_args)
+
+    async def apredict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        """`predict` in a thread."""
+        return await LLM.apredict(self._for(prompt, prompt_args), prompt, **prompt_args)
+
+    def _for(self, prompt: BasePromptTemplate, prompt_args: dict[str, Any]) -> Self:
+        schema = schema_of(prompt, prompt_args)
+        if schema is None:
+            return self
+        other = self.model_copy()
+        other._json = _response_format(schema)
+        return other
+
     @property
     def _taken(self) -> int:
         """Positions that an adaptation puts before every prompt."""
@@ -241,7 +273,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
         return [{"role": _ROLES.get(m.role, m.role.value), "content": m.content or ""} for m in messages]
 
     def _sampling(self, given: dict[str, Any]) -> Sampling:
-        return Sampling.of(self, given)
+        return Sampling.of(self, {**self._json, **given})
 
     def _generate(self, prompt: Prompt, given: dict[str, Any]) -> Generation:
         with self._in_scope():
@@ -262,8 +294,11 @@ class CompressedContextLLM(DecoderLLM, LLM):
 
 
 def _constrained(output_cls: type[Model], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    wanted = {"type": "json_schema", "json_schema": {"schema": output_cls.model_json_schema()}}
-    return {**(llm_kwargs or {}), "response_format": wanted}
+    return {**(llm_kwargs or {}), **_response_format(output_cls.model_json_schema())}
+
+
+def _response_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
 def _completions(pieces: Pieces) -> CompletionResponseGen:

@@ -1,0 +1,195 @@
+"""What `ctx-compress index` reads: a folder of files, JSONL or Parquet; a text at a time, never all of it at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+from ctx_compress_rag.app.documents import DOCUMENTS, TEXTS, read_file, readable
+from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.extras import needs
+from ctx_compress_rag.stores.passages import content_id
+
+logger = logging.getLogger(__name__)
+
+JSONL, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
+_ROWS = 256
+
+
+class Text(NamedTuple):
+    """One text: the name that readers look it up by, whether it is Markdown, and its bytes of the input."""
+
+    source: str
+    text: str
+    markdown: bool
+    bytes: int
+
+
+class Input(ABC):
+    """Texts to index, read as they are asked for.
+
+    Attributes:
+        path: the folder or file.
+        bytes: of all of it.
+        kind: what a text is one of.
+    """
+
+    kind = "rows"
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path = path
+        self.bytes = size
+
+    @abstractmethod
+    def texts(self) -> Iterator[Text]:
+        """The texts in order, blank ones included; a file's own bytes come with its last."""
+
+    def cannot_read(self, source: str) -> bool:
+        """Whether a source is there, but could not be read when `texts` came to it."""
+        return False
+
+    def skipped(self) -> str:
+        """What `texts` left out; "" where it was nothing."""
+        return ""
+
+
+class Folder(Input):
+    """The text files and documents of a folder and the folders in it, by name; hidden ones are left out.
+
+    A file that is empty or cannot be read is skipped with a warning, one of another type is counted.
+
+    Raises:
+        DataError: there is no such folder, or no text in it that can be read.
+    """
+
+    kind = "files"
+
+    def __init__(self, path: Path) -> None:
+        suffixes = readable()
+        if not path.is_dir():
+            raise DataError(
+                f"{str(path)!r} is no folder: give the folder that your {', '.join(suffixes)} files are in, or a "
+                f"{', '.join(JSONL + PARQUET)} file"
+            )
+        self.files: list[Path] = []
+        self._other: Counter[str] = Counter()
+        self._unread: list[str] = []
+        self._empty = 0
+        for file in sorted(path.rglob("*")):
+            if any(part.startswith(".") for part in file.relative_to(path).parts) or not file.is_file():
+                continue
+            if file.suffix.lower() in suffixes:
+                self.files.append(file)
+            else:
+                self._other[file.suffix.lower() or "without a suffix"] += 1
+        super().__init__(path, sum(file.stat().st_size for file in self.files))
+        if not any(map(_has_text, self.files)):
+            none = f"it has no {', '.join(suffixes[:-1])} or {suffixes[-1]} files{_hint(self._other)}"
+            reason = f"none of its {len(self.files)} files can be read or has text" if self.files else none
+            raise DataError(f"nothing to index in {str(path)!r}: {reason}")
+
+    def texts(self) -> Iterator[Text]:
+        self._unread, self._empty = [], 0
+        for file in self.files:
+            source = file.relative_to(self.path).as_posix()
+            try:
+                size = file.stat().st_size
+                text = read_file(file)
+            except (DataError, OSError) as error:
+                logger.warning("skipped %s: %s", file, error)
+                self._unread.append(source)
+                continue
+            if not text.strip():
+                logger.warning("skipped %s: it is empty", file)
+                self._empty += 1
+            yield Text(source, text, not source.lower().endswith(TEXTS[0]), size)
+
+    def cannot_read(self, source: str) -> bool:
+        return source in self._unread
+
+    def skipped(self) -> str:
+        unread = Counter(PurePath(name).suffix.lower() for name in self._unread)
+        if not (self._empty or unread or self._other):
+            return ""
+        parts = [f"{self._empty} empty", f"{unread.total()} unreadable{_by_type(unread)}"]
+        parts += [f"{self._other.total()} of other types{_by_type(self._other)}"] if self._other else []
+        return f"skipped files: {', '.join(parts)}{_hint(self._other)}"
+
+
+class Jsonl(Input):
+    """A text a line: `{"text": ..., "id": ...}`; without an id it is known by a hash of its text."""
+
+    def texts(self) -> Iterator[Text]:
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    try:
+                        row = json.loads(line)
+                    except ValueError as error:
+                        raise DataError(f"{self.path}, line {number}: no JSON ({error}): correct the line") from error
+                    yield _of_row(row, f"{self.path}, line {number}", len(line))
+
+
+class Parquet(Input):
+    """A text a row, of the columns `text` and, where there is one, `id`."""
+
+    def texts(self) -> Iterator[Text]:
+        with needs("ray"):
+            from pyarrow import ArrowException
+            from pyarrow.parquet import ParquetFile
+        try:
+            with ParquetFile(self.path) as file:
+                columns = [name for name in ("text", "id") if name in file.schema_arrow.names]
+                share = self.bytes // max(1, file.metadata.num_rows)
+                number = 0
+                for rows in file.iter_batches(_ROWS, columns=columns):
+                    for row in rows.to_pylist():
+                        number += 1
+                        yield _of_row(row, f"{self.path}, row {number}", share)
+        except ArrowException as error:
+            raise DataError(f"{str(self.path)!r} is no Parquet file that can be read ({error})") from error
+
+
+def open_input(path: str | Path) -> Input:
+    """The texts of a folder, or of a JSONL or Parquet file.
+
+    Raises:
+        DataError: there is no such folder or file, or no text in the folder that can be read.
+    """
+    path = Path(path)
+    kind: Any = {**dict.fromkeys(JSONL, Jsonl), **dict.fromkeys(PARQUET, Parquet)}.get(path.suffix.lower())
+    if kind is None or path.is_dir():
+        return Folder(path)
+    try:
+        return kind(path, path.stat().st_size)  # type: ignore[no-any-return]
+    except OSError as error:
+        raise DataError(f"cannot read {str(path)!r}: {error.strerror}") from error
+
+
+def _of_row(row: Any, where: str, size: int) -> Text:
+    text = row.get("text") if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        raise DataError(f'{where}: there is no "text" of type str in it: give rows such as {{"text": ..., "id": ...}}')
+    id = row.get("id")
+    return Text(content_id(text) if id is None else str(id), text, False, size)
+
+
+def _has_text(file: Path) -> bool:
+    try:
+        return bool(read_file(file).strip())
+    except DataError:
+        return False
+
+
+def _by_type(counts: Counter[str]) -> str:
+    return f" ({', '.join(f'{count} {suffix}' for suffix, count in counts.most_common())})" if counts else ""
+
+
+def _hint(others: Counter[str]) -> str:
+    wanted = [suffix for suffix in DOCUMENTS if suffix in others]
+    return f"; {', '.join(wanted)} can be read after pip install 'ctx-compress-rag[documents]'" if wanted else ""

@@ -1,0 +1,65 @@
+"""A stream of passages into what stores them: only what is missing is compressed, in batches of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+from ctx_compress_rag.stores.passages import Passage, in_batches
+
+LOOKED_UP = 250
+"""Passages that are looked up together: what Chroma answers in one query."""
+
+
+class Added(NamedTuple):
+    """Passages compressed and stored now, and passages that were there before."""
+
+    added: int
+    unchanged: int
+
+
+class Target(Protocol):
+    """Where compressed passages go."""
+
+    def missing(self, passages: Sequence[Passage]) -> list[Passage]:
+        """Those that are not stored yet, at most 250 at a time."""
+        ...
+
+    def put(self, passages: Sequence[Passage], made: Mapping[str, Any]) -> None:
+        """Store passages with the columns that `CompressPassages` made of them."""
+        ...
+
+
+def fill(
+    target: Target, passages: Iterable[Passage], compress: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> Iterator[Added]:
+    """Compress and store what is missing; what is yielded is on disk, and counts since the last one.
+
+    No more than `LOOKED_UP` passages are held at a time. After an interruption the same call goes on with what is
+    missing.
+    """
+    for group, missing in lookups(target, passages):
+        unchanged = len(group) - len(missing)
+        for batch in in_batches({str(passage.id): passage for passage in missing}, LOOKED_UP):
+            made = compress({"id": list(batch), "text": [passage.text for passage in batch.values()]})
+            target.put(list(batch.values()), made)
+            yield Added(len(batch), unchanged)
+            unchanged = 0
+        if unchanged:
+            yield Added(0, unchanged)
+
+
+def lookups(target: Target, passages: Iterable[Passage]) -> Iterator[tuple[list[Passage], list[Passage]]]:
+    """Groups of passages in order, and which of each group are missing."""
+    stream = iter(passages)
+    while group := list(islice(stream, LOOKED_UP)):
+        yield group, target.missing(group)
+
+
+def total(parts: Iterable[Added]) -> Added:
+    """The sum."""
+    return reduce(
+        lambda one, other: Added(one.added + other.added, one.unchanged + other.unchanged), parts, Added(0, 0)
+    )

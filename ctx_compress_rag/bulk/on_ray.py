@@ -1,0 +1,155 @@
+"""Compressing on the workers of a Ray cluster, by Ray Data; what they make is written from one place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from ctx_compress_rag.bulk.fill import LOOKED_UP, Added, Target, lookups
+from ctx_compress_rag.bulk.worker import CompressPassages
+from ctx_compress_rag.errors import ConfigError, WorkerError
+from ctx_compress_rag.extras import needs
+from ctx_compress_rag.stores.passages import Passage, in_batches
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.stores import SoftContextStore
+
+_BLOCK_BYTES = 65_536
+"""Ray hands on what it has of a stream when it reaches this size: by default 128 MB, which is hours of compressing."""
+_AHEAD = 4
+"""Batches a worker that wait for it."""
+
+
+def fill_on_ray(target: Target, passages: Iterable[Passage], workers: int, make: Mapping[str, Any]) -> Iterator[Added]:
+    """As `fill`, compressing on workers: passages are read and looked up here, and stored here.
+
+    A thread reads passages and queues those that are missing; the queue holds a few batches for each worker, so that
+    memory stays bounded on both sides.
+
+    Args:
+        target: where they are stored.
+        passages: read in another thread.
+        workers: how many; each loads the bundle, on a GPU of its own where the cluster has GPUs.
+        make: arguments of `CompressPassages`.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        WorkerError: passages did not come back, since a worker died or its bundle cannot be loaded.
+    """
+    ray = _started(workers)
+    from ray.util.queue import Queue
+
+    queue = Queue(maxsize=_AHEAD * workers, actor_options={"num_cpus": 0})
+    waiting: dict[str, Passage] = {}
+    unchanged: list[int] = []  # of each group, until it is told
+    faults: list[BaseException] = []
+
+    def feed() -> None:
+        try:
+            for group, missing in lookups(target, passages):
+                unchanged.append(len(group) - len(missing))
+                for batch in in_batches({str(passage.id): passage for passage in missing}, LOOKED_UP):
+                    waiting.update(batch)
+                    queue.put({"id": list(batch), "text": [passage.text for passage in batch.values()]})
+        except BaseException as error:  # told by the thread that stores
+            faults.append(error)
+        finally:
+            with suppress(ray.exceptions.RayActorError):  # nobody is left to read
+                queue.put(None)
+
+    feeder = Thread(target=feed, daemon=True)
+    feeder.start()
+    try:
+        queued = ray.data.range(1, override_num_blocks=1).map_batches(_drained, fn_args=[queue], num_cpus=0)
+        for made in _made(queued, workers, make):
+            batch = [waiting.pop(id) for id in map(str, made["id"])]
+            target.put(batch, made)
+            yield Added(len(batch), _sum(unchanged))
+    except ray.exceptions.RayError as error:
+        raise WorkerError(f"a worker failed ({_first_line(error)}): mend that and run the same again") from error
+    finally:
+        queue.shutdown(force=True)
+        feeder.join()
+    if faults:
+        raise faults[0]
+    if waiting:
+        raise WorkerError(f"{len(waiting)} passages did not come back from Ray's workers: run the same again")
+    yield Added(0, _sum(unchanged))
+
+
+def store_dataset(dataset: Any, store: SoftContextStore, bundle: str, workers: int, scope: str | None = None) -> int:
+    """Compress a Ray dataset into a store; how many passages were missing.
+
+    For passages that lie where all workers read them, `ray.data.read_parquet("s3://...")` for instance: only ids come
+    here beside what is stored. A passage whose id is stored is left as it is, whatever its text.
+
+    Args:
+        dataset: with the columns `id` and `text`, str; an id once.
+        store: where they are stored, from this process alone.
+        bundle: the store's bundle, by a folder that all workers see, a shipped name or a hub id.
+        workers: how many; each loads the bundle, on a GPU of its own where the cluster has GPUs.
+        scope: tenant or user whose passages they are.
+
+    Raises:
+        MissingExtraError, WorkerError: as `fill_on_ray`.
+    """
+    ray = _started(workers)
+    held = ray.put(frozenset(store.ids(scope)))
+    todo = dataset.filter(lambda row: row["id"] not in ray.get(held)).select_columns(["id", "text"])
+    done = 0
+    try:
+        for made in _made(todo, workers, {"bundle": bundle, "ratio": store.base_ratio, "codec": store.codec}):
+            store.put(
+                [Passage(str(text), str(id)) for id, text in zip(made["id"], made["text"], strict=True)], made, scope
+            )
+            done += len(made["id"])
+    except ray.exceptions.RayError as error:
+        raise WorkerError(f"a worker failed ({_first_line(error)}): mend that and run the same again") from error
+    return done
+
+
+def _started(workers: int) -> Any:
+    if workers < 1:
+        raise ConfigError(f"cannot compress on {workers} workers: give 1 or more")
+    with needs("ray"):
+        import ray
+        import ray.data
+    if not ray.is_initialized():
+        ray.init(logging_level=logging.WARNING, log_to_driver=False, include_dashboard=False)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.target_max_block_size = _BLOCK_BYTES
+    return ray
+
+
+def _made(dataset: Any, workers: int, make: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The dataset's batches with what workers made of them, in the order in which they come."""
+    import ray
+
+    gpus = ray.cluster_resources().get("GPU", 0) >= workers
+    compressed = dataset.map_batches(
+        CompressPassages,
+        fn_constructor_kwargs=dict(make),
+        batch_size=None,
+        compute=ray.data.ActorPoolStrategy(size=workers),
+        num_gpus=1 if gpus else None,
+    )
+    return compressed.iter_batches(batch_size=None, prefetch_batches=1)  # type: ignore[no-any-return]
+
+
+def _drained(_: Any, queue: Any) -> Iterator[dict[str, list[str]]]:
+    while (batch := queue.get()) is not None:
+        yield batch
+
+
+def _sum(counts: list[int]) -> int:
+    taken, counts[:] = sum(counts), []
+    return taken
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(getattr(error, "cause", None) or error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

@@ -1,0 +1,66 @@
+"""What a worker does: texts to payloads, and to vectors where passages are retrieved by them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ctx_compress_rag.stores.codecs import DEFAULT_CODEC, check_codec
+from ctx_compress_rag.stores.passages import Passage
+from ctx_compress_rag.stores.records import payload_of
+from ctx_compress_rag.text.minilm import passage_vectors
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.bundle import Bundle
+
+
+class CompressPassages:
+    """Compresses batches of passages: a class for Ray Data's `map_batches`, or to call.
+
+    `dataset.map_batches(CompressPassages, fn_constructor_kwargs={"bundle": "demo"}, batch_size=64, concurrency=2)`
+    loads the bundle once in each worker, on its device, and adds columns to the dataset. The workers need no key and
+    write nothing: what they make is sealed and stored from one place (`bulk.on_ray.store_dataset`).
+
+    Args:
+        bundle: a bundle, or its folder, shipped name or hub id.
+        ratio: source tokens per slot; None takes the bundle's base ratio.
+        codec: the store's codec.
+        embedder: makes `vector`, too: a sentence-transformers model, or "minilm".
+
+    Raises:
+        BundleError, RatioError, ConfigError: as `Bundle.from_pretrained` does, or an argument is impossible.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle | str,
+        ratio: int | None = None,
+        codec: str = DEFAULT_CODEC,
+        embedder: str | None = None,
+    ) -> None:
+        from ctx_compress_rag.bundle import Bundle
+
+        self.bundle = Bundle.from_pretrained(bundle) if isinstance(bundle, str) else bundle
+        self.ratio = self.bundle.config.base_ratio if ratio is None else ratio
+        self.bundle.check_ratio(self.ratio)
+        self.codec = check_codec(codec)
+        self.embedder = embedder
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch of the columns `id` and `text`, str, with `payload`, `fingerprint` and perhaps `vector` (n, dim).
+
+        Raises:
+            PayloadError: the bundle made a NaN or infinity; the message names the passage.
+        """
+        texts = [str(text) for text in batch["text"]]
+        softs = self.bundle.compress(texts, self.ratio)
+        made: dict[str, Any] = {
+            "payload": [
+                payload_of(Passage(text, str(id)), soft, self.codec)
+                for text, id, soft in zip(texts, batch["id"], softs, strict=True)
+            ],
+            "fingerprint": [self.bundle.fingerprint] * len(texts),
+        }
+        if self.embedder is not None:
+            made["vector"] = passage_vectors(texts, self.embedder)
+        return {**batch, **made}

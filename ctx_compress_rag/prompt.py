@@ -1,0 +1,100 @@
+"""What a decoder reads: token ids, slots between them, and which of the tokens are answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+Message = Mapping[str, str]
+"""A chat message: `role` ("system", "user" or "assistant") and `content`, which may hold markers."""
+
+PromptLike = str | Sequence[Message]
+"""A prompt as people write it: raw text, or a chat."""
+
+Piece = Tensor
+"""Either int64 token ids (L,) or float vectors (S, D), already in the decoder's embedding space."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A prompt as the model is given it, perhaps with its answers.
+
+    Attributes:
+        pieces: token ids and slots, in order.
+        answers: True on the answers' tokens: bool (length,).
+        soft: whether the reader's decoder is to read it: it has a passage's slots, if perhaps none of them.
+        prefix: how many vectors that are no slots stand before all else.
+    """
+
+    pieces: tuple[Piece, ...]
+    answers: Tensor
+    soft: bool = False
+    prefix: int = 0
+
+    @classmethod
+    def of(cls, *pieces: Piece) -> Prompt:
+        """One that only asks; all its vectors are slots."""
+        flags = torch.zeros(sum(len(piece) for piece in pieces), dtype=torch.bool)
+        return cls(pieces, flags, soft=any(piece.is_floating_point() for piece in pieces))
+
+    @property
+    def length(self) -> int:
+        """Positions it takes."""
+        return len(self.answers)
+
+    @property
+    def slots(self) -> int:
+        """How many of the positions are slots."""
+        return sum(len(piece) for piece in self.pieces if piece.is_floating_point()) - self.prefix
+
+    def ids(self) -> Tensor:
+        """The token ids, 0 where vectors are: int64 (length,)."""
+        return torch.cat([torch.zeros(len(p), dtype=torch.long) if p.is_floating_point() else p for p in self.pieces])
+
+    def vector_mask(self) -> Tensor:
+        """True where vectors are: bool (length,)."""
+        return torch.cat([torch.full((len(p),), p.is_floating_point()) for p in self.pieces])
+
+    def then(self, answer: Tensor) -> Prompt:
+        """The same with an answer's token ids (L,) at its end."""
+        flags = torch.ones(len(answer), dtype=torch.bool)
+        return replace(self, pieces=(*self.pieces, answer), answers=torch.cat((self.answers, flags)))
+
+    def behind(self, prefix: Tensor) -> Prompt:
+        """The same behind vectors (P, D) that are no slots."""
+        flags = torch.zeros(len(prefix), dtype=torch.bool)
+        return replace(
+            self,
+            pieces=(prefix, *self.pieces),
+            answers=torch.cat((flags, self.answers)),
+            prefix=self.prefix + len(prefix),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class HoledPrompt:
+    """A prompt, perhaps with its answers, whose passages are holes.
+
+    Attributes:
+        ids: token ids of the text between the holes; hole i is between ids[i] and ids[i + 1].
+        answers: bool masks of the same lengths, True on the answers' tokens.
+    """
+
+    ids: tuple[Tensor, ...]
+    answers: tuple[Tensor, ...]
+
+    @classmethod
+    def without_answers(cls, ids: Sequence[Tensor]) -> HoledPrompt:
+        """One that only asks."""
+        return cls(tuple(ids), tuple(torch.zeros(len(part), dtype=torch.bool) for part in ids))
+
+    def filled(self, slots: Sequence[Tensor]) -> Prompt:
+        """The prompt with slots (S, D) in each hole."""
+        pieces, answers = [self.ids[0]], [self.answers[0]]
+        for run, ids, mask in zip(slots, self.ids[1:], self.answers[1:], strict=True):
+            pieces += [run, ids]
+            answers += [torch.zeros(len(run), dtype=torch.bool), mask]
+        return Prompt(tuple(pieces), torch.cat(answers), soft=len(slots) > 0)

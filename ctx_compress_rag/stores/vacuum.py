@@ -1,0 +1,62 @@
+"""A folder without what was deleted from it.
+
+SQLite keeps deleted bytes in the file until they are written over, the full-text index keeps a deleted text's letters,
+and Chroma's log keeps the last writes of each collection, texts and all, until the collection's index is written.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from typing import Any
+
+from ctx_compress_rag.errors import StoreError
+from ctx_compress_rag.stores.folder import Folder
+from ctx_compress_rag.stores.sqlite import DATABASE
+
+_AT_ONCE = 2  # the least that Chroma takes: so many writes make it write the index and empty the log
+_CHROMAS_OWN = 1000
+_PASSING = [f"ctx-compress-vacuum-{number}" for number in range(_AT_ONCE)]
+_FULL_TEXT = "embedding_fulltext_search"
+
+
+def vacuum(folder: Folder) -> int:
+    """Write deleted records over, and give their space back; how many bytes that were.
+
+    Nobody reads or writes meanwhile. The vectors of deleted records stay in the index of a collection that is searched.
+
+    Raises:
+        StoreError: the database is damaged, or the disk has no room for a second copy of it.
+        StoreLockedError: others wrote for too long, or a Chroma server runs on the folder.
+        StoreWriteError: the folder is read-only.
+    """
+    database = folder.path / DATABASE
+    before = database.stat().st_size
+    names = [collection.name for collection in folder.sqlite().collections()]
+    usual: dict[str, int] = {}
+    with folder.writing() as client:
+        for name in names:
+            collection = client.get_collection(name, embedding_function=None)
+            threshold = (collection.configuration.get("hnsw") or {}).get("sync_threshold")
+            if threshold and collection._model.dimension:  # else nothing was ever written to it
+                usual[name] = _CHROMAS_OWN if threshold == _AT_ONCE else threshold  # a vacuum was interrupted
+                collection.modify(configuration={"hnsw": {"sync_threshold": _AT_ONCE}})
+    with folder.writing() as client:  # an engine of its own, which has the new thresholds
+        for name, threshold in usual.items():
+            collection = client.get_collection(name, embedding_function=None)
+            vector: Any = [1.0] + [0.0] * (collection._model.dimension - 1)
+            collection.upsert(_PASSING, [vector] * _AT_ONCE)
+            collection.delete(_PASSING)
+            collection.modify(configuration={"hnsw": {"sync_threshold": threshold}})
+    with folder.alone():
+        try:
+            with closing(sqlite3.connect(database)) as rows:
+                rows.execute(f"insert into {_FULL_TEXT} ({_FULL_TEXT}) values ('optimize')")
+                rows.commit()
+                rows.execute("vacuum")
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"cannot vacuum {folder.path} ({error}): see that the disk has room for a copy of {DATABASE}, and that "
+                "`ctx-compress backup` finds no damage"
+            ) from error
+    return before - database.stat().st_size

@@ -1,0 +1,171 @@
+"""vLLM itself behind `server=`: the same answers as in this process, streams, stops, counts, faults, and `serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.data.examples import world_examples
+from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.errors import ConfigError, ServerError
+from ctx_compress_rag.evaluation.harness import prompt_of, questions_of
+from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.serving.app import create_app
+from ctx_compress_rag.serving.client import ServerDecoder
+from ctx_compress_rag.stores import SoftContextStore
+from helpers.serving import listening
+
+PASSAGE = "Here are some facts about Nimbridge. Nimbridge elected Orla Reedwen as its mayor."
+QUESTION = "Who is the mayor of Nimbridge?"
+TOKENS = Sampling(max_new_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def there(vllm: Any, store: SoftContextStore) -> ServerDecoder:
+    return ServerDecoder(vllm.bundle, store, **vllm.fields)
+
+
+@pytest.fixture(scope="module")
+def here(vllm: Any, store: SoftContextStore) -> TransformersDecoder:
+    return TransformersDecoder(vllm.bundle, store)
+
+
+@pytest.fixture(scope="module")
+def soft(vllm: Any, store: SoftContextStore) -> list[dict[str, str]]:
+    return prompt_of(vllm.bundle.config.asked_by, mark(store, [PASSAGE], ratio=4), QUESTION)
+
+
+@pytest.mark.parametrize("ratio", [4, 16, None])
+def test_two_hundred_questions_have_the_answers_of_this_process(
+    there: ServerDecoder, here: TransformersDecoder, store: SoftContextStore, ratio: int | None
+) -> None:
+    """Where two tokens are as likely as each other up to rounding, either may be taken; nothing else may differ."""
+    examples = world_examples("test", 0, 200, max_turns=1, passages=(4,))
+    prompts: list[Any] = []
+    for question in questions_of(examples, 200):
+        texts = list(question.passages) if ratio is None else mark(store, question.passages, ratio=ratio)
+        prompts.append(prompt_of(here.bundle.config.asked_by, texts, question.question))
+    assert len(prompts) == 200
+    expected, found = here.generate(prompts, TOKENS), there.generate(prompts, TOKENS)
+    differ = [i for i in range(200) if found[i] != expected[i]]
+    gaps = [tie(here, prompts[i], expected[i].text, found[i].text) for i in differ]
+    print(f"ratio {ratio}: {len(differ)} of 200 answers differ; gaps of the likeliest two tokens there: {gaps}")
+    assert len(differ) <= 4 and all(gap < 1e-3 for gap in gaps)
+
+
+def tie(decoder: TransformersDecoder, prompt: Any, one: str, other: str) -> float:
+    """The difference of the two likeliest tokens' logits where the two answers part, by one whole pass."""
+    tokenizer, backbone = decoder.bundle.tokenizer, decoder.bundle.backbone
+    first, second = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (one, other))
+    same = next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
+    )
+    [pieces] = decoder.pieces([prompt])
+    batch = splice(backbone.embeddings, [[*pieces, torch.tensor(first[:same], dtype=torch.long)]])
+    soft = any(piece.is_floating_point() for piece in pieces)
+    reading = decoder.bundle.soft_decoder(batch.slot_mask) if soft else decoder.bundle.text_decoder()
+    with torch.no_grad(), reading as model:
+        top = model(**batch.model_inputs()).logits[0, -1].topk(2).values
+    return float(top[0] - top[1])
+
+
+def test_chats_raw_prompts_and_streams(
+    there: ServerDecoder, here: TransformersDecoder, store: SoftContextStore, soft: list[dict[str, str]]
+) -> None:
+    marker = mark(store, [PASSAGE], ratio=8)[0]
+    plain = [{"role": "user", "content": QUESTION}]
+    prompts: list[Any] = [
+        soft,
+        plain,
+        f"{marker}\n\n{QUESTION}",
+        QUESTION,
+        [*soft, {"role": "assistant", "content": "Orla."}, *plain],
+    ]
+    expected = here.generate(prompts, TOKENS)
+    assert there.generate(prompts, TOKENS) == expected
+    for prompt, answer in zip(prompts, expected, strict=True):
+        *pieces, last = there.stream(prompt, TOKENS)
+        assert last == answer and "".join(map(str, pieces)) == answer.text
+    assert expected[0].slots and "Reedwen" in expected[0].text
+
+
+def test_stops_lengths_and_counts(there: ServerDecoder, here: TransformersDecoder, soft: list[dict[str, str]]) -> None:
+    whole = there.generate([soft], TOKENS)[0]
+    cut = there.generate([soft], Sampling(16, stop=("Reedwen",)))[0]
+    assert whole.text.startswith(cut.text) and "Reedwen" not in cut.text and cut.finish_reason == "stop"
+    assert cut.text == here.generate([soft], Sampling(16, stop=("Reedwen",)))[0].text
+    one = there.generate([soft], Sampling(1))[0]
+    assert (one.completion_tokens, one.finish_reason) == (1, "length")
+    assert (one.prompt_tokens, one.slots) == (whole.prompt_tokens, whole.slots)
+    [pieces] = here.pieces([soft])
+    assert one.prompt_tokens == sum(map(len, pieces))
+
+
+def test_sampling(there: ServerDecoder, soft: list[dict[str, str]]) -> None:
+    greedy = there.generate([soft], TOKENS)[0].text
+    assert there.generate([soft], Sampling(16, temperature=2.0, top_k=1))[0].text == greedy
+    hot = [there.generate([soft], Sampling(16, temperature=4.0, seed=seed))[0].text for seed in (1, 1, 2, 3)]
+    assert hot[0] == hot[1] and len(set(hot)) > 1
+
+
+async def test_many_at_once(there: ServerDecoder, here: TransformersDecoder, soft: list[dict[str, str]]) -> None:
+    expected = here.generate([soft], TOKENS)[0]
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(lambda _: there.generate([soft], TOKENS)[0], range(96)))
+    assert answers == [expected] * 96
+
+
+def test_a_stream_that_is_left_ends_there_too(vllm: Any, there: ServerDecoder, soft: list[dict[str, str]]) -> None:
+    endless = "One two three one two three one two"
+    pieces = there.stream(endless, Sampling(1500, temperature=3.0, seed=0))
+    next(pieces)
+    pieces.close()  # type: ignore[attr-defined]
+    until = time.monotonic() + 30
+    while vllm.measured("num_requests_running") and time.monotonic() < until:
+        time.sleep(0.2)
+    assert vllm.measured("num_requests_running") == 0
+    assert there.generate([soft], TOKENS)[0].text
+
+
+def test_what_is_refused(vllm: Any, store: SoftContextStore, there: ServerDecoder) -> None:
+    stranger = ServerDecoder(vllm.bundle, store, server=vllm.url, api_key="guessed")
+    with pytest.raises(ServerError, match="401"):
+        stranger.generate([QUESTION], TOKENS)
+    with pytest.raises(ConfigError, match="window of 2048"):
+        there.generate(["mayor " * 3000], TOKENS)
+    spoiled = Bundle.from_pretrained("demo")
+    with torch.no_grad():
+        spoiled.backbone.embeddings.weight.mul_(float("inf"))
+    hurt = ServerDecoder(spoiled, store, **vllm.fields)
+    with pytest.raises(ServerError, match="NaN or infinity"):
+        hurt.generate([mark(store, [PASSAGE], ratio=4)[0]], TOKENS)
+    assert there.generate([QUESTION], TOKENS)
+
+
+async def test_serve_in_front_of_vllm(
+    there: ServerDecoder, here: TransformersDecoder, soft: list[dict[str, str]]
+) -> None:
+    expected = here.generate([soft], TOKENS)[0]
+    with listening(create_app(there)) as url:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=120) as client:
+            asked: Any = {"model": "demo", "messages": soft, "max_tokens": 16}
+            whole = await client.chat.completions.create(**asked)
+            assert whole.choices[0].message.content == expected.text
+            assert whole.usage and whole.usage.completion_tokens == expected.completion_tokens
+            stream = await client.chat.completions.create(**asked, stream=True)
+            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == expected.text
+            raw = await client.completions.create(model="demo", prompt=QUESTION, max_tokens=8)
+            assert raw.choices[0].text == here.generate([QUESTION], Sampling(8))[0].text
+            many = await asyncio.gather(*(client.chat.completions.create(**asked) for _ in range(32)))
+            assert {each.choices[0].message.content for each in many} == {expected.text}
+        made = httpx.post(f"{url}/v1/compress", json={"input": ["A new passage about Velmora."]}, timeout=60)
+        assert made.status_code == 200 and "[[ctx:" in made.json()["data"][0]["text"]
