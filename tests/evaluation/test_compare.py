@@ -438,6 +438,31 @@ def test_orderings_say_what_held(tmp_path: Path) -> None:
     assert f"; 4x {fours:+.3f} (" in line and f", 8x {eights:+.3f} (" in line
 
 
+@pytest.mark.parametrize(
+    ("winner", "loser", "verdict"),
+    [
+        (0.02, 0.0, "not shown"),  # always a little more, where neither reads its slots
+        (0.3, 0.25, "held"),  # the loser reads its slots
+        (0.3, 0.0, "held"),  # far apart, and the winner does
+    ],
+)
+def test_an_ordering_says_nothing_of_entries_that_do_not_read(
+    tmp_path: Path, winner: float, loser: float, verdict: str
+) -> None:
+    """No context is answered 0.1 of the time, and so are questions whose slots nobody reads."""
+    rng = np.random.default_rng(0)
+    noise = (rng.random(40) * 0.2).tolist()
+    pooled, coarse = ([value + extra for value in noise] for extra in (winner, loser))
+    folder = written(tmp_path, {"pooled": {8: pooled}, "coarse": {8: coarse}})
+    file = folder / "results" / "baselines.json"
+    baselines = json.loads(file.read_text())
+    baselines["scores"][1]["f1"] = rng.permutation(noise).tolist()
+    file.write_text(json.dumps(baselines))
+    line = orderings(comparison(), read_report(comparison(), folder))[0]
+    assert line.startswith(f"- **{verdict}**")
+    assert "(+" in line  # the interval of the difference is above zero each time
+
+
 def test_a_context_off_its_ratio_is_marked(tmp_path: Path) -> None:
     """64 tokens of text: 8 slots are 8x, as the tokens that truncation keeps; 10 are 6.4x."""
     folder = written(tmp_path, {"pooled": {8: [0.5, 1.0] * 20}})
