@@ -44,7 +44,8 @@ def vacuum(folder: Folder) -> int:
     with folder.writing() as client:  # an engine of its own, which has the new thresholds
         for name, threshold in usual.items():
             collection = client.get_collection(name, embedding_function=None)
-            vector: Any = [1.0] + [0.0] * (collection._model.dimension - 1)
+            dimension: Any = collection._model.dimension
+            vector: Any = [1.0] + [0.0] * (dimension - 1)
             collection.upsert(_PASSING, [vector] * _AT_ONCE)
             collection.delete(_PASSING)
             collection.modify(configuration={"hnsw": {"sync_threshold": threshold}})
