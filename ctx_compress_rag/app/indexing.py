@@ -5,16 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import chromadb
+from chromadb.errors import NotFoundError
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.app.chunking import chunk
 from ctx_compress_rag.app.inputs import Input
-from ctx_compress_rag.app.passage_index import PassageIndex, make_passage
-from ctx_compress_rag.bulk import CompressPassages, fill
+from ctx_compress_rag.app.passage_index import PassageIndex, check_there, make_passage
+from ctx_compress_rag.bulk import Added, CompressPassages, Soft, fill, shown, total
 from ctx_compress_rag.bulk.on_ray import fill_on_ray
-from ctx_compress_rag.errors import ConfigError, DataError
-from ctx_compress_rag.stores import Passage
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.errors import ConfigError, DataError, StoreError
+from ctx_compress_rag.stores import Passage, SoftContextStore
+from ctx_compress_rag.stores.collections import passages_in
 
 logger = logging.getLogger(__name__)
 
@@ -135,3 +141,41 @@ def update_index(
         pruned=len(gone) if prune else 0,
         vanished=0 if prune else len(gone),
     )
+
+
+def compress_collection(
+    folder: str | Path, name: str, bundle: str, codec: str | None = None, ray_workers: int | None = None
+) -> Added:
+    """Compress the texts of an app's own Chroma collection into soft contexts beside it, page by page.
+
+    What is deleted from the collection stays: `SoftContextStore.sync` follows deletions, too.
+
+    Args:
+        folder: the Chroma folder.
+        name: the collection.
+        bundle: a bundle's folder, shipped name or hub id.
+        codec: codec of a new store.
+        ray_workers: as in `update_index`.
+
+    Raises:
+        StoreError: there is no such folder or collection, or it has no texts.
+        BundleError, FingerprintMismatchError: see `Bundle.from_pretrained` and `SoftContextStore`.
+        WorkerError: as `update_index`.
+    """
+    check_there(folder)
+    client = chromadb.PersistentClient(str(folder))
+    try:
+        collection = client.get_collection(name, embedding_function=None)
+    except NotFoundError:
+        names = ", ".join(sorted(each.name for each in client.list_collections()))
+        raise StoreError(f"no collection {name!r} in {str(folder)!r}: there are {names or 'none'}") from None
+    loaded = Bundle.from_pretrained(bundle)
+    with SoftContextStore(collection, loaded, codec=codec) as store:
+        make: dict[str, Any] = {"ratio": store.base_ratio, "codec": store.codec}
+        passages = passages_in(collection)
+        with tqdm(total=collection.count(), desc="compressing", unit="passage") as bar:
+            if ray_workers is None:
+                parts = fill(Soft(store), passages, CompressPassages(loaded, **make))
+            else:
+                parts = fill_on_ray(Soft(store), passages, ray_workers, {"bundle": bundle, **make})
+            return total(shown(parts, bar))

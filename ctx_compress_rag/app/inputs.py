@@ -175,6 +175,10 @@ def _of_row(row: Any, where: str, size: int) -> Text:
     text = row.get("text") if isinstance(row, dict) else None
     if not isinstance(text, str):
         raise DataError(f'{where}: there is no "text" of type str in it: give rows such as {{"text": ..., "id": ...}}')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: the text is not valid Unicode ({error.reason}): decode it again") from error
     id = row.get("id")
     return Text(content_id(text) if id is None else str(id), text, False, size)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ctx_compress_rag.stores.passages import Passage, in_batches
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.stores import SoftContextStore
 
 LOOKED_UP = 250
 """Passages that are looked up together: what Chroma answers in one query."""
@@ -30,6 +33,18 @@ class Target(Protocol):
     def put(self, passages: Sequence[Passage], made: Mapping[str, Any]) -> None:
         """Store passages with the columns that `CompressPassages` made of them."""
         ...
+
+
+class Soft:
+    """A `Target` of soft contexts alone, for passages whose app keeps its own vectors."""
+
+    def __init__(self, store: SoftContextStore) -> None:
+        self.put = store.put
+        self._store = store
+
+    def missing(self, passages: Sequence[Passage]) -> list[Passage]:
+        held = self._store.has([p.text for p in passages], [str(p.id) for p in passages])
+        return [passage for passage, there in zip(passages, held, strict=True) if not there]
 
 
 def fill(
@@ -63,3 +78,10 @@ def total(parts: Iterable[Added]) -> Added:
     return reduce(
         lambda one, other: Added(one.added + other.added, one.unchanged + other.unchanged), parts, Added(0, 0)
     )
+
+
+def shown(parts: Iterable[Added], bar: Any) -> Iterator[Added]:
+    """The parts, each counted on a progress bar of passages."""
+    for part in parts:
+        bar.update(sum(part))
+        yield part

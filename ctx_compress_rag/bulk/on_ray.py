@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from threading import Thread
@@ -63,7 +64,7 @@ def fill_on_ray(target: Target, passages: Iterable[Passage], workers: int, make:
     feeder = Thread(target=feed, daemon=True)
     feeder.start()
     try:
-        queued = ray.data.range(1, override_num_blocks=1).map_batches(_drained, fn_args=[queue], num_cpus=0)
+        queued = ray.data.from_items([0]).map_batches(_drained, fn_args=[queue], num_cpus=0)
         for made in _made(queued, workers, make):
             batch = [waiting.pop(id) for id in map(str, made["id"])]
             target.put(batch, made)
@@ -118,9 +119,13 @@ def _started(workers: int) -> Any:
         import ray
         import ray.data
     if not ray.is_initialized():
-        ray.init(logging_level=logging.WARNING, log_to_driver=False, include_dashboard=False)
+        # A cluster of this machine has a CPU for each worker, or Ray would wait for one for ever.
+        local = {"address": "local", "num_cpus": max(workers, os.cpu_count() or 1), "include_dashboard": False}
+        found = "RAY_ADDRESS" in os.environ
+        ray.init(logging_level=logging.WARNING, log_to_driver=False, **({} if found else local))
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     context.target_max_block_size = _BLOCK_BYTES
     return ray
 

@@ -10,6 +10,7 @@ import typer
 
 from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import (
+    DEMO,
     AnswerTokens,
     Device,
     Dtype,
@@ -31,14 +32,22 @@ _ANSWER_TOKENS = 256
 @command("index", "./my_docs --store ./chroma")
 def index(
     path: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="PATH",
             help="Folder to index, with the folders in it (hidden files are left out), or a .jsonl or .parquet file of "
             "rows with text and, perhaps, id.",
         ),
-    ],
+    ] = None,
+    *,
     store: Store,
+    collection: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="In place of PATH: your app's own collection in the Chroma folder; its soft contexts go beside it.",
+        ),
+    ] = None,
     bundle: OwnBundle = None,
     chunk_tokens: Annotated[
         int | None,
@@ -68,11 +77,18 @@ def index(
     are compressed; run it again to resume after an interruption. Passages of a changed file are replaced; those of a
     deleted file stay unless --prune is given.
     """
-    from ctx_compress_rag.app.indexing import update_index
+    from ctx_compress_rag.app.indexing import compress_collection, update_index
     from ctx_compress_rag.app.inputs import open_input
     from ctx_compress_rag.app.passage_index import open_index
+    from ctx_compress_rag.errors import ConfigError
 
-    given = open_input(path)  # before models are loaded and a store is made
+    if (path is None) == (collection is None):
+        raise ConfigError("give either a folder or file to index, or --collection NAME")
+    if collection is not None:
+        done = compress_collection(store, collection, bundle or DEMO, codec, ray)
+        print(f"collection {collection}: {done.added} passages compressed, {done.unchanged} unchanged")
+        return
+    given = open_input(str(path))  # before models are loaded and a store is made
     quiet_models()
     with open_index(store, bundle, codec=codec, create=True, embedder=embedder, device=device, dtype=dtype) as opened:
         note_what_it_reads(opened.bundle)
@@ -184,17 +200,27 @@ def info(
         print(f"{name:<14} {value}")
 
 
-@command("demo", "--store ./ctx-compress-demo")
-def demo(store: Store = "ctx-compress-demo", bundle: OwnBundle = None) -> None:
+@command("demo", "--invented")
+def demo(
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Chroma folder.  [default: ctx-compress-wikipedia, or ctx-compress-demo]"),
+    ] = None,
+    bundle: OwnBundle = None,
+    invented: Annotated[
+        bool, typer.Option("--invented", help="Passages about an invented world, and the bundle that reads it.")
+    ] = False,
+) -> None:
     """See it work on a small corpus.
 
-    Indexes passages about invented people and places and answers a dozen questions about them. Each is answered with
-    the full text, with soft contexts and without context, and the answers are scored.
+    Indexes paragraphs of Wikipedia and answers a dozen questions about them. Each is answered with the full text, with
+    soft contexts and without context, and the answers are scored.
     """
     from ctx_compress_rag.app.demo import run_demo
 
     quiet_models()
-    report = run_demo(store, bundle)
+    store = store or ("ctx-compress-demo" if invented else "ctx-compress-wikipedia")
+    report = run_demo(store, bundle, invented)
     new, known = report.stored.added, report.stored.unchanged
     print(
         f"{new} passages compressed into {store}"

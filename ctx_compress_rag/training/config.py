@@ -86,6 +86,8 @@ class OptimConfig(Strict):
     small as the demo's learn to answer in a fraction of the steps.
     `compile` is for batches that all have one shape: the whole model, or its "layers", each the same code;
     `workers` are processes that make batches ahead; `bf16` is left out on a CPU without bfloat16 instructions.
+    `checkpoint_layers` keeps of each decoder layer its input alone, and runs the layer again in the backward pass:
+    memory for time, where a bundle is trained.
     """
 
     steps: int = Field(default=48_000, gt=0)
@@ -101,6 +103,7 @@ class OptimConfig(Strict):
     clip_norm: float = Field(default=1.0, gt=0)
     bf16: bool = False
     compile: bool | Literal["layers"] = False
+    checkpoint_layers: bool = False
     workers: int = Field(default=0, ge=0)
     save_every: int = Field(default=500, gt=0)
     log_every: int = Field(default=20, gt=0)

@@ -39,11 +39,11 @@ from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.metrics import Interval, exact_match, token_f1
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.training import loop
 from ctx_compress_rag.training.recipes import find, load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.adaptation import DEMONSTRATIONS, merged_copy, plain_copy, random_adapter
 from helpers.cli import save_bundle
+from helpers.training import killed
 
 
 @pytest.fixture(scope="module")
@@ -182,30 +182,15 @@ def _losses(folder: Path) -> list[float]:
     return [row["loss"] for row in json.loads((folder / "loss.json").read_text())]
 
 
-def test_a_stage_resumes_on_the_same_loss_curve(
-    tmp_path: Path, bundle_folder: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import TrainerCallback
-
+def test_a_stage_resumes_on_the_same_loss_curve(tmp_path: Path, bundle_folder: Path, trained: Path) -> None:
     files = {name: _recipes(tmp_path / name, bundle_folder, steps=4) for name in ("whole", "cut")}
     for each in files.values():
         settings = yaml.safe_load(each["k2"].read_text()) | {"base": str(trained / "out" / "base")}
         each["k2"].write_text(yaml.safe_dump(settings))
     run_recipe(files["whole"]["k2"])
 
-    class Killed(RuntimeError):
-        pass
-
-    class Kill(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 3:
-                raise Killed
-
-    real = loop._Trainer
-    monkeypatch.setattr(loop, "_Trainer", lambda **given: real(**given | {"callbacks": [Kill()]}))
-    with pytest.raises(Killed):
+    with killed(after=3):
         run_recipe(files["cut"]["k2"])
-    monkeypatch.undo()
     run_recipe(files["cut"]["k2"])
     report = json.loads((tmp_path / "cut" / "out" / "k2" / "training_report.json").read_text())
     assert report["resumed"] is True
@@ -371,7 +356,9 @@ def test_the_command_trains_scores_and_goes_on(
 
     # What is there is not made again; what was made otherwise is refused.
     monkeypatch.setattr("ctx_compress_rag.training.run.run_recipe", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr("ctx_compress_rag.adaptation.evaluation._answers", lambda *_: pytest.fail("answered again"))
+    monkeypatch.setattr(
+        "ctx_compress_rag.adaptation.evaluation.generate_together", lambda *_: pytest.fail("answered again")
+    )
     scores = evaluate(tmp_path / "recipes", tmp_path / "scores", questions=6, timed=1, max_new_tokens=4, progress=False)
     assert table(scores).splitlines()[3].split(" | ")[1] == lines[2].split(" | ")[1]
     files["k1"].write_text(files["k1"].read_text().replace("code: 4", "code: 5"))

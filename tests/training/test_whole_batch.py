@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.training.run import run_recipe
@@ -38,13 +39,13 @@ def decoder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Pa
     return folder
 
 
-def _recipe(decoder: Path, stage: str, folder: Path, micro: int) -> Path:
+def _recipe(decoder: Path, stage: str, folder: Path, micro: int, **optim: Any) -> Path:
     recipe = {
         "stage": stage,
         "output": str(folder),
         "decoder": str(decoder),
         "data": {"files": [str(decoder / "data.jsonl")], "max_turns": 2},
-        "optim": {"steps": 1, "batch_size": 4, "micro_batch_size": micro, "log_every": 1, "warmup_ratio": 0.0},
+        "optim": {"steps": 1, "batch_size": 4, "micro_batch_size": micro, "log_every": 1, "warmup_ratio": 0.0, **optim},
         **STAGES[stage],
     }
     path = folder.with_suffix(".yaml")
@@ -68,9 +69,33 @@ def test_processes_change_nothing(decoder: Path, tmp_path: Path) -> None:
     """By torchrun, as several GPUs train."""
     alone = _step(run_recipe(_recipe(decoder, "answer", tmp_path / "alone", 4)))
     shared = _recipe(decoder, "answer", tmp_path / "shared", 1)
+    _train_by_two(shared)
+    assert _step(tmp_path / "shared") == pytest.approx(alone, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_path: Path) -> None:
+    """With gradient checkpointing in the two."""
+    options = {"steps": 10, "learning_rate": 1e-3}
+    run_recipe(_recipe(decoder, "answer", tmp_path / "alone", 4, **options))
+    _train_by_two(_recipe(decoder, "answer", tmp_path / "shared", 1, **options, checkpoint_layers=True))
+    start = run_recipe(_recipe(decoder, "answer", tmp_path / "start", 4, steps=1, learning_rate=1e-9))
+    alone, shared, before = (_weights(folder) for folder in (tmp_path / "alone", tmp_path / "shared", start))
+    assert alone.keys() == shared.keys() == before.keys()
+    moved = [name for name in alone if (alone[name] - before[name]).abs().max() > 1e-3]
+    assert len(moved) > 10  # both adapters and the map
+    for name, weight in alone.items():
+        assert (shared[name] - weight).abs().max() < 2e-4, name
+
+
+def _train_by_two(recipe: Path) -> None:
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ctx_compress_rag.cli"]
     done = subprocess.run(
-        [sys.executable, "-m", *command, "train", str(shared)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-m", *command, "train", str(recipe)], capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert _step(tmp_path / "shared") == pytest.approx(alone, rel=1e-3)
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of a checkpoint's last step, all that was trained."""
+    return load_file(folder / "checkpoints" / "last" / "trained.safetensors")

@@ -13,6 +13,7 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.text.prompts import PromptBuilder
+from ctx_compress_rag.training.checkpointing import checkpoint_layers
 from ctx_compress_rag.training.config import (
     AnswerRecipe,
     CompressionRecipe,
@@ -70,6 +71,8 @@ def bundle_job(
 ) -> Job:
     """A job that trains a bundle and saves it; its report keeps those of the stages before."""
     earlier = {"earlier": bundle.report} if bundle.report else {}
+    if recipe.optim.checkpoint_layers:
+        checkpoint_layers(bundle)
 
     def save(report: dict[str, Any]) -> None:
         bundle.report = report

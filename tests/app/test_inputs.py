@@ -1,0 +1,137 @@
+"""JSONL, Parquet and an app's own collection; that an index is written while its input is still being read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import pytest
+
+from ctx_compress_rag.app.indexing import compress_collection, update_index
+from ctx_compress_rag.app.inputs import Input, Text, open_input
+from ctx_compress_rag.app.passage_index import PassageIndex, open_index
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.errors import DataError, StoreError
+from ctx_compress_rag.stores import SoftContextStore
+from helpers.cli import contents, paragraphs, save_bundle
+
+ROWS = [{"id": f"row{n}", "text": text} for n, text in enumerate(paragraphs(3))]
+
+
+@pytest.fixture(scope="module")
+def bundle_folder(make_tiny_bundle: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_bundle(make_tiny_bundle(), tmp_path_factory.mktemp("bundle"))
+
+
+@pytest.fixture
+def index(tmp_path: Path, bundle_folder: Path) -> Iterator[PassageIndex]:
+    with open_index(tmp_path / "chroma", str(bundle_folder), create=True) as index:
+        yield index
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> Path:
+    if file.suffix == ".parquet":
+        parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+        parquet.write_table(arrow.Table.from_pylist(rows), file)
+    else:
+        file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    return file
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_are_what_files_are_in_a_folder(index: PassageIndex, tmp_path: Path, suffix: str) -> None:
+    file = write(tmp_path / f"rows{suffix}", ROWS)
+    first = update_index(index, open_input(file), progress=False)
+    assert (first.files, first.unchanged) == (len(ROWS), 0) and first.added >= len(ROWS)
+    joined = {row["id"]: "".join(row["text"].split()) for row in ROWS}
+    held: dict[str, str] = {}
+    for text, metadata, *_ in contents(tmp_path / "chroma").values():
+        held[metadata["source"]] = held.get(metadata["source"], "") + "".join(text.split())
+    assert {id: sorted(text) for id, text in held.items()} == {id: sorted(text) for id, text in joined.items()}
+
+    write(file, [{"id": "row0", "text": "Another text."}, *ROWS[2:]])
+    second = update_index(index, open_input(file), prune=True, progress=False)
+    assert (second.added, second.vanished) == (1, 0) and second.replaced and second.pruned
+    assert sorted(index.store.ids()) == sorted(index.sources(str(file)))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"text": "cut', "line 2: no JSON"),
+        ('{"txt": "a"}', 'line 2: there is no "text"'),
+        ('{"text": 3}', 'line 2: there is no "text"'),
+        ('["text"]', 'line 2: there is no "text"'),
+        (r'{"text": "\ud800"}', "line 2: .*not valid Unicode"),
+    ],
+)
+def test_a_bad_row_is_named_and_the_rows_of_the_store_stay(
+    index: PassageIndex, tmp_path: Path, line: str, said: str
+) -> None:
+    file = write(tmp_path / "rows.jsonl", ROWS[:1])
+    update_index(index, open_input(file), progress=False)
+    before = sorted(index.store.ids())
+    file.write_text(json.dumps(ROWS[1]) + "\n" + line)
+    with pytest.raises(DataError, match=f"rows.jsonl, {said}"):
+        update_index(index, open_input(file), prune=True, progress=False)
+    assert set(before) <= set(index.store.ids())
+
+
+def test_no_rows_are_an_error_and_prune_nothing(index: PassageIndex, tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", ROWS[:1])
+    update_index(index, open_input(file), progress=False)
+    file.write_text("\n")
+    with pytest.raises(DataError, match="holds no text"):
+        update_index(index, open_input(file), prune=True, progress=False)
+    assert len(index) >= 1
+    with pytest.raises(DataError, match=r"missing.jsonl': No such file"):
+        open_input(tmp_path / "missing.jsonl")
+
+
+class Endless(Input):
+    """Texts without an end, which says how many were taken."""
+
+    taken = 0
+
+    def texts(self) -> Iterator[Text]:
+        while True:
+            self.taken += 1
+            if self.taken > 2000:
+                raise KeyboardInterrupt
+            yield Text(f"t{self.taken}", f"Passage {self.taken} says that the river runs south.", False, 1)
+
+
+def test_passages_are_stored_before_the_rest_is_read(
+    index: PassageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in an input without an end: what came before is stored, and little was read ahead."""
+    given = Endless(tmp_path, 1)
+    real, ahead = Bundle.compress, []
+
+    def watched(self: Bundle, texts: Any, *args: Any, **kwargs: Any) -> Any:
+        ahead.append(given.taken - len(index.store))
+        if len(ahead) == 4:
+            raise KeyboardInterrupt
+        return real(self, texts, *args, **kwargs)
+
+    monkeypatch.setattr(Bundle, "compress", watched)
+    with pytest.raises(KeyboardInterrupt):
+        update_index(index, given, progress=False)
+    assert len(index.store) >= 500 and max(ahead) <= 250
+
+
+def test_an_apps_own_collection(tmp_path: Path, bundle_folder: Path) -> None:
+    client = chromadb.PersistentClient(str(tmp_path / "chroma"))
+    rag = client.create_collection("docs", embedding_function=None)
+    texts = [row["text"][:120] for row in ROWS]
+    rag.add(ids=[row["id"] for row in ROWS], embeddings=[[1.0, 0.0]] * len(ROWS), documents=texts)
+    assert compress_collection(tmp_path / "chroma", "docs", str(bundle_folder)) == (len(ROWS), 0)
+    rag.update(ids=["row1"], embeddings=[[1.0, 0.0]], documents=["Another text."])
+    assert compress_collection(tmp_path / "chroma", "docs", str(bundle_folder)) == (1, len(ROWS) - 1)
+    with SoftContextStore(rag, Bundle.from_pretrained(bundle_folder)) as store:
+        assert store.has(["Another text."], ["row1"]) == [True]
+    with pytest.raises(StoreError, match=r"no collection 'dogs'.*there are docs, docs-ctx"):
+        compress_collection(tmp_path / "chroma", "dogs", str(bundle_folder))
