@@ -55,7 +55,7 @@ def test_means_over_sets_count_each_once_and_cases_say_what_the_context_did() ->
         questions = [Question(("p",), f"q{i}", ("yes",)) for i in range(count)]
         keys = {"none": (NONE, None), "full": (FULL, None), "soft": (SOFT, 4)}
         made = {keys[k]: Answers(["oh yes" if c == "y" else "no" for c in v], 9.0, None) for k, v in right.items()}
-        return harness._scores(questions, made)
+        return harness.scores_of(questions, made)
 
     one = scores({"none": "yynn", "full": "ynyn", "soft": "yyyn"}, 4)
     two = scores({"none": "nn", "full": "yy", "soft": "nn"}, 2)
