@@ -61,6 +61,10 @@ def eval_(
     batch_size: BatchSize = 16,
     device: Device = None,
     dtype: Dtype = None,
+    in_domain: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME...", help="Sets (files without suffix) whose like the bundle was trained on."),
+    ] = None,
     output: Output = "ctx-compress-eval",
 ) -> None:
     """Score a bundle beside its baselines.
@@ -94,6 +98,7 @@ def eval_(
         template=template,
         max_new_tokens=max_tokens,
         batch_size=batch_size,
+        in_domain=in_domain or (),
     )
     print(f"{text}; also in {output}")
 

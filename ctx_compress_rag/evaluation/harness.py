@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,8 @@ class Score:
         declined: share of the questions without an answer that were declined; None where there are none.
         declined_error: its standard error.
         wrongly_declined: share of the questions with an answer that were declined.
+        cases: share of answers that contain an accepted one, by what no context and full text contain: "FT" are the
+            questions that full text alone answers (ArcAligner, figure 6); each with how many questions there are.
     """
 
     system: str
@@ -82,6 +84,7 @@ class Score:
     declined: float | None
     declined_error: float | None
     wrongly_declined: float
+    cases: dict[str, tuple[float, int]] = field(default_factory=dict)
 
 
 def questions_of(examples: Sequence[Example], limit: int | None = None) -> list[Question]:
@@ -291,7 +294,12 @@ def scores_of(questions: Sequence[Question], answers: SystemAnswers) -> list[Sco
     }
     f1 = {key: each(token_f1, texts, asked) for key, texts in said.items()}
     exact = {key: each(exact_match, texts, asked) for key, texts in said.items()}
+    contains = {key: each(contains_answer, texts, asked) for key, texts in said.items()}
     full, none = f1[FULL, None], f1[NONE, None]
+    case = [
+        "FT"[int(alone > 0)] + "FT"[int(read > 0)]
+        for alone, read in zip(contains[NONE, None], contains[FULL, None], strict=True)
+    ]
     return [
         Score(
             system=key[0],
@@ -300,12 +308,20 @@ def scores_of(questions: Sequence[Question], answers: SystemAnswers) -> list[Sco
             exact_match_error=standard_error(exact[key]),
             f1=float(np.mean(f1[key])),
             f1_error=standard_error(f1[key]),
-            contains=float(np.mean(each(contains_answer, said[key], asked))),
+            contains=float(np.mean(contains[key])),
             normalized=teacher_normalized(f1[key], none, full) if key[0] not in (FULL, NONE) else None,
             prompt_tokens=given.prompt_tokens,
             declined=float(np.mean(rest[key])) if rest[key] else None,
             declined_error=standard_error(rest[key]) if len(rest[key]) > 1 else None,
             wrongly_declined=float(np.mean([declined(text) for text in said[key]])),
+            cases={
+                one: (
+                    float(np.mean([v for v, c in zip(contains[key], case, strict=True) if c == one])),
+                    case.count(one),
+                )
+                for one in ("TT", "TF", "FT", "FF")
+                if one in case
+            },
         )
         for key, given in answers.items()
     ]
@@ -320,6 +336,7 @@ def table(scores: Sequence[Score]) -> str:
             "ratio": report.times(s.ratio),
             "EM": report.with_error(s.exact_match, s.exact_match_error),
             "F1": report.with_error(s.f1, s.f1_error),
+            "contains": f"{s.contains:.3f}",
             "teacher-normalised F1": report.interval(s.normalized),
             "prompt tokens": f"{s.prompt_tokens:.0f}",
         }

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import read_jsonl
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
-from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.harness import (
     ANSWER_TOKENS,
@@ -57,6 +58,7 @@ def evaluate_sets(
     template: str | None = None,
     max_new_tokens: int | None = None,
     batch_size: int = 16,
+    in_domain: Sequence[str] = (),
 ) -> str:
     """Score each set; write scores and pictures, and those of several sets together, too.
 
@@ -74,14 +76,18 @@ def evaluate_sets(
         template: see `evaluate`.
         max_new_tokens: see `evaluate`.
         batch_size: see `evaluate`.
+        in_domain: names of the sets whose like the bundle was trained on; the means of the others are given apart.
 
     Returns: the tables.
 
     Raises:
+        ConfigError: no set has a name of `in_domain`.
         DataError: a set has fewer than two questions with an answer that fit.
         RatioError: a ratio cannot be made.
     """
     check_ratios(bundle, ratios)
+    if unknown := sorted(set(in_domain) - set(sets)):
+        raise ConfigError(f"in_domain names {unknown[0]!r}, which is none of the sets: {', '.join(sets)}")
     fit = {name: fitting(bundle, asked, template, max_new_tokens) for name, asked in sets.items()}
     for name, questions in fit.items():
         answered = sum(bool(q.answers) for q in questions)
@@ -122,13 +128,30 @@ def evaluate_sets(
         left_out = f" ({about['too_long']} are longer than the window)" if about["too_long"] else ""
         texts.append(f"{len(questions)} questions from {name}{left_out}")
     if len(results) > 1:
-        save_together(results, output, f"{bundle.config.name}: the share of full text's gain that is kept")
+        texts.append(f"Means of the {len(results)} sets:\n\n{macro_table(results, in_domain)}")
+        save_together(results, output, texts[-1], f"{bundle.config.name}: the share of full text's gain that is kept")
     return "\n\n".join(texts)
 
 
-def save_together(results: Mapping[str, Sequence[Score]], folder: str | Path, title: str) -> None:
+def macro_table(results: Mapping[str, Sequence[Score]], in_domain: Sequence[str] = ()) -> str:
+    """Means over sets, each set counting once; with `in_domain`, F1 of those sets, of the others, and the gap."""
+    rows = []
+    for index, first in enumerate(next(iter(results.values()))):
+        each = {name: scores[index] for name, scores in results.items()}
+        row = {"context": first.system, "ratio": report.times(first.ratio)}
+        for column, key in (("EM", "exact_match"), ("F1", "f1"), ("contains", "contains")):
+            row[column] = f"{mean(getattr(score, key) for score in each.values()):.3f}"
+        if 0 < len(in_domain) < len(results):
+            own = mean(score.f1 for name, score in each.items() if name in in_domain)
+            others = mean(score.f1 for name, score in each.items() if name not in in_domain)
+            row |= {"F1 in domain": f"{own:.3f}", "out of it": f"{others:.3f}", "gap": f"{own - others:+.3f}"}
+        rows.append(row)
+    return report.table(rows)
+
+
+def save_together(results: Mapping[str, Sequence[Score]], folder: str | Path, means: str, title: str) -> None:
     """Write the tables of several data sets into one scores.md, their teacher-normalised curves into normalised.png."""
-    text = "\n\n".join(f"### {name}\n\n{table(scores)}" for name, scores in results.items())
+    text = "\n\n".join([*(f"### {name}\n\n{table(scores)}" for name, scores in results.items()), means])
     folder = report.write(folder, "scores", text)
     panels = {name: curves for name, scores in results.items() if (curves := normalised_curves(scores))}
     if panels:

@@ -12,7 +12,7 @@ import pytest
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import world_examples, write_jsonl
-from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.evaluation import harness
 from ctx_compress_rag.evaluation.harness import (
     FULL,
@@ -24,7 +24,7 @@ from ctx_compress_rag.evaluation.harness import (
     questions_of,
     table,
 )
-from ctx_compress_rag.evaluation.sets import evaluate_sets, fitting, question_sets, spread
+from ctx_compress_rag.evaluation.sets import evaluate_sets, fitting, macro_table, question_sets, spread
 from ctx_compress_rag.metrics import NO_ANSWER, declined, exact_match, token_f1
 
 
@@ -49,6 +49,24 @@ def test_unanswerable_questions_are_scored_by_who_declines_them() -> None:
         assert f"{score.declined:.3f} ±" in table([score])
 
 
+def test_means_over_sets_count_each_once_and_cases_say_what_the_context_did() -> None:
+    def scores(right: dict[str, str], count: int) -> list[harness.Score]:
+        """`right`, for each system: which questions it answers, as a string of y and n."""
+        questions = [Question(("p",), f"q{i}", ("yes",)) for i in range(count)]
+        keys = {"none": (NONE, None), "full": (FULL, None), "soft": (SOFT, 4)}
+        made = {keys[k]: Answers(["oh yes" if c == "y" else "no" for c in v], 9.0, None) for k, v in right.items()}
+        return harness.scores_of(questions, made)
+
+    one = scores({"none": "yynn", "full": "ynyn", "soft": "yyyn"}, 4)
+    two = scores({"none": "nn", "full": "yy", "soft": "nn"}, 2)
+    assert one[2].cases == {"TT": (1.0, 1), "TF": (1.0, 1), "FT": (1.0, 1), "FF": (0.0, 1)}
+    assert two[2].cases == {"FT": (0.0, 2)}
+    head, _, *_, soft = macro_table({"one": one, "two": two}, ["two"]).splitlines()
+    assert head == "| context | ratio | EM | F1 | contains | F1 in domain | out of it | gap |"
+    # Two words, one of them right, are F1 of 2/3: 3/4 of one set's questions, none of the other's.
+    assert soft == "| soft context | 4x | 0.000 | 0.250 | 0.375 | 0.000 | 0.500 | -0.500 |"
+
+
 def test_what_counts_as_declining() -> None:
     assert declined(" the TEXT does not say") == declined("") == 1.0
     assert declined("The text does not say so.") == declined("no") == 0.0
@@ -64,12 +82,15 @@ def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path) -> Non
     sets = question_sets(files, 9)
     assert {name: len(questions) for name, questions in sets.items()} == {"set1": 3, "set2": 5}
     assert len(fitting(tiny_bundle, sets["set2"])) == 4
-    text = evaluate_sets(tiny_bundle, sets, (4,), tmp_path / "out")
+    text = evaluate_sets(tiny_bundle, sets, (4,), tmp_path / "out", in_domain=["set2"])
     assert "3 questions from set1" in text and "4 questions from set2 (1 are longer than the window)" in text
     saved = json.loads((tmp_path / "out" / "set2" / "scores.json").read_text())
     assert (saved["questions"], saved["too_long"]) == (4, 1)
     assert all(row["declined"] is not None for row in saved["scores"])
     assert (tmp_path / "out" / "scores.md").read_text().count("### set") == 2
+    assert "Means of the 2 sets" in text and "out of it" in text
+    with pytest.raises(ConfigError, match="in_domain names 'set3', which is none of the sets: set1, set2"):
+        evaluate_sets(tiny_bundle, sets, (4,), tmp_path / "out", in_domain=["set3"])
     with pytest.raises(DataError, match="two files are named 'set1'"):
         question_sets([files[0], files[0]], 9)
 
