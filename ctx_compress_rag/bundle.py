@@ -26,6 +26,7 @@ from ctx_compress_rag.methods.base.compressor import Compressor, Tokenized
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.model_card import model_card
+from ctx_compress_rag.of_this_process import OfThisProcess
 from ctx_compress_rag.quantization import from_int8, to_int8
 from ctx_compress_rag.ratios import check_window, merge_factor
 from ctx_compress_rag.soft_context import SoftContext
@@ -47,7 +48,7 @@ _TOKENS_PER_BATCH = 8192
 _PASSAGES_PER_ROUND = 256
 
 
-class Bundle:
+class Bundle(OfThisProcess):
     """A compressor, a reader and the decoder they were trained for.
 
     Attributes:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.gguf import GgufDecoder
-from ctx_compress_rag.methods.base.config import Strict
 from ctx_compress_rag.methods.registry import AnyMethodConfig
+from ctx_compress_rag.settings import Strict
 from ctx_compress_rag.text.prompts import TEMPLATES
 
 T = TypeVar("T")
 _WHOLE = TypeAdapter(int)
+_SECONDS = TypeAdapter(Annotated[float, Field(ge=0)])
 
 
 class BundleConfig(Strict):
@@ -85,6 +86,15 @@ def whole(name: str, value: object) -> int:
         ConfigError: it is none.
     """
     return checked(name, value, _WHOLE)
+
+
+def seconds(name: str, value: object) -> float:
+    """A time in seconds given as an argument, 0 or more.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    return checked(name, value, _SECONDS)
 
 
 def explain(error: ValidationError) -> str:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from ctx_compress_rag.errors import BundleError
-from ctx_compress_rag.gguf import sha256
 
 _SUFFIXES = {".json", ".jinja", ".txt", ".model"}
 _OF_WEIGHTS = ".index.json"
@@ -75,3 +75,15 @@ def _canonical(path: Path, content: bytes) -> bytes:
     if isinstance(settings, dict):
         settings = {key: value for key, value in settings.items() if key not in _PASSING}
     return json.dumps(settings, sort_keys=True).encode()
+
+
+def sha256(file: Path) -> str:
+    """A file's SHA-256 in 64 hex digits, remembered as long as its size and time of change stay the same."""
+    status = file.stat()
+    return _sha256(file.resolve(), status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=256)  # large decoders come in dozens of files
+def _sha256(file: Path, size: int, changed: int) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

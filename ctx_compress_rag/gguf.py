@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.metadata
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from ctx_compress_rag.decoder_identity import sha256
 from ctx_compress_rag.errors import BundleError
 from ctx_compress_rag.extras import needs
-from ctx_compress_rag.methods.base.config import Strict
+from ctx_compress_rag.settings import Strict
 
 _MAGIC = b"GGUF"
 _bars = threading.Lock()
@@ -92,18 +92,6 @@ def pinned(decoder: GgufDecoder, revision: str | None = None) -> GgufDecoder:
     if decoder.sha256 is not None:
         return decoder
     return decoder.model_copy(update={"sha256": sha256(gguf_file(decoder, revision))})
-
-
-def sha256(file: Path) -> str:
-    """A file's SHA-256 in 64 hex digits, remembered as long as its size and time of change stay the same."""
-    status = file.stat()
-    return _sha256(file.resolve(), status.st_size, status.st_mtime_ns)
-
-
-@lru_cache(maxsize=256)  # large decoders come in dozens of files
-def _sha256(file: Path, size: int, changed: int) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def load_gguf(file: Path) -> tuple[Any, Any]:

@@ -147,7 +147,10 @@ def test_the_lowest_versions_are_those_that_are_tested() -> None:
     """`make test-lowest` runs with exactly the lower bounds of all that it installs, but for torch's."""
     lines = (ROOT / "constraints-lowest.txt").read_text(encoding="utf-8").splitlines()
     pins = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
-    installed = (EXTRAS[name] for name in ("langchain", "llama-index", "train", "gguf", "sentences", "serve", "test"))
+    installed = (
+        EXTRAS[name]
+        for name in ("langchain", "llama-index", "train", "gguf", "sentences", "structured", "serve", "test")
+    )
     requirements = [Requirement(line) for line in [*PROJECT["dependencies"], *itertools.chain(*installed)]]
     for requirement in requirements:
         if requirement.name not in (PROJECT["name"], "torch"):

@@ -146,5 +146,5 @@ def test_adaptation_code(workplace: Path, talkative: Any) -> None:
     before = llm.invoke(question).content
     given = {"llm": llm, "passage": world_examples("test", 0, 1)[0].passages[0]}
     _run(block, given)
-    assert given["shouting"].invoke(question).content == llm.with_adapter("./shouting").invoke(question).content
+    assert given["adapted"].invoke(question).content == llm.with_adapter("./wool_snow").invoke(question).content
     assert llm.invoke(question).content == before

@@ -36,26 +36,28 @@ class Cost:
 
 
 def measure(
-    decoder: AdaptiveDecoder, systems: Sequence[System], episodes: Sequence[Episode], sampling: Sampling
+    decoder: AdaptiveDecoder, systems: Sequence[System], episodes: Sequence[Episode], sampling: Sampling, timed: int
 ) -> dict[str, Cost]:
-    """The cost of each system, by name.
+    """The cost of each system, by name, over the first `timed` episodes.
 
     Systems take turns at each question, in random order, so that whatever else the machine does falls on all
     of them; the first question is done once more before, for warming up.
     """
     times: dict[str, list[tuple[float, float]]] = {system.name: [] for system in systems}
-    for number, episode in enumerate([episodes[0], *episodes]):
+    given = {system.name: system.given(episodes) for system in systems}
+    for number in range(-1, min(timed, len(episodes))):
         for system in random.Random(number).sample(list(systems), len(systems)):
+            episode = given[system.name][max(number, 0)]
             started = time.perf_counter()
             adapted = decoder.adapt(episode.support, system.adaptation)
             between = _now(decoder)
             adapted.generate([episode.query.chat()], sampling)
             ended = _now(decoder)
-            if number:
+            if number >= 0:
                 times[system.name].append((between - started, ended - between))
     costs = {}
     for system in systems:
-        flops = [flops_of(decoder, system, episode, sampling) for episode in episodes[:_COUNTED]]
+        flops = [flops_of(decoder, system, episode, sampling) for episode in given[system.name][: min(timed, _COUNTED)]]
         costs[system.name] = Cost(
             adapt_ms=1000 * median(adapt for adapt, _ in times[system.name]),
             answer_ms=1000 * median(answer for _, answer in times[system.name]),

@@ -6,6 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from ctx_compress_rag.data.world import Split
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.text.prompts import PromptBuilder
 
+_POOL = 8  # times the demonstrations of a question: as many questions of a file are kept to demonstrate
+
 
 @dataclass(frozen=True)
 class Episode:
@@ -24,12 +27,19 @@ class Episode:
     Attributes:
         task: the task's name.
         support: the demonstrations.
-        query: the question.
+        query: the question, with an answer to train on.
+        answers: every accepted answer; none: the query's own.
     """
 
     task: str
     support: tuple[Demonstration, ...]
     query: Demonstration
+    answers: tuple[str, ...] = ()
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """The answers that count as right."""
+        return self.answers or (self.query.answer,)
 
 
 class Tasks(ABC):
@@ -38,6 +48,14 @@ class Tasks(ABC):
     @abstractmethod
     def draw(self, rng: random.Random, demonstrations: int) -> Episode:
         """An episode of a task drawn at random, with so many demonstrations."""
+
+    @abstractmethod
+    def asked(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
+        """At most so many episodes to score with, no question of theirs twice."""
+
+    @abstractmethod
+    def tuning(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
+        """At most so many episodes to choose settings with, none of whose questions is `asked`."""
 
 
 class FamilyTasks(Tasks):
@@ -52,6 +70,12 @@ class FamilyTasks(Tasks):
         *support, query = (draw(family, self.split, rng) for _ in range(demonstrations + 1))
         return Episode(family.name, tuple(support), query)
 
+    def asked(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
+        return Episodes(self, count, demonstrations, seed)
+
+    def tuning(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
+        return Episodes(FamilyTasks("dev"), count, demonstrations, seed)
+
 
 class FileTasks(Tasks):
     """JSONL files (see `data.examples.read_jsonl`), each of them a task.
@@ -60,7 +84,7 @@ class FileTasks(Tasks):
         files: the files.
         builder: for the decoder's tokens.
         max_context_tokens: a question's passages are cut to this many tokens together, the longest first.
-        max_answer_tokens: answers are cut to this many.
+        max_answer_tokens: answers that are shown or learnt from are cut to this many; accepted ones are whole.
 
     Raises:
         DataError: a file is not there, malformed, or has a single question.
@@ -82,8 +106,41 @@ class FileTasks(Tasks):
         examples = self.examples[name]
         if len(examples) <= demonstrations:
             raise DataError(f"the task {name} has {len(examples)} questions: {demonstrations} demonstrations need more")
-        *support, query = (self._cut(example) for example in rng.sample(examples, demonstrations + 1))
-        return Episode(name, tuple(support), query)
+        *support, query = rng.sample(examples, demonstrations + 1)
+        return self._episode(name, support, query)
+
+    def asked(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
+        """Questions of each file in turn, each once; demonstrations come from a part of the file that is not asked."""
+        return self._spread(count, demonstrations, seed, of_pool=False)
+
+    def tuning(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
+        """Questions of the part that demonstrations come from."""
+        return self._spread(count, demonstrations, seed, of_pool=True)
+
+    def _spread(self, count: int, demonstrations: int, seed: int, of_pool: bool) -> list[Episode]:
+        each: list[list[Episode]] = []
+        for name, examples in self.examples.items():
+            rng = random.Random(f"{seed}:{name}")
+            shuffled = rng.sample(examples, len(examples))
+            size = min(_POOL * demonstrations, len(examples) // 2)
+            if size <= demonstrations:
+                raise DataError(
+                    f"the task {name} has {len(examples)} questions: {demonstrations} demonstrations need "
+                    f"{2 * demonstrations + 2}, of which half are never asked"
+                )
+            pool, rest = shuffled[:size], shuffled[size:]
+            each.append(
+                [
+                    self._episode(name, rng.sample([e for e in pool if e is not query], demonstrations), query)
+                    for query in (pool if of_pool else rest)
+                ]
+            )
+        in_turn = [episode for row in zip_longest(*each) for episode in row if episode is not None]
+        return in_turn[:count]
+
+    def _episode(self, name: str, support: Sequence[Example], query: Example) -> Episode:
+        shown = tuple(self._cut(example) for example in support)
+        return Episode(name, shown, self._cut(query), query.turns[0].answers)
 
     def _cut(self, example: Example) -> Demonstration:
         turn = example.turns[0]

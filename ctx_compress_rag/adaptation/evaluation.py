@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any, Literal
 
 from tqdm.auto import tqdm
@@ -13,14 +14,17 @@ from tqdm.auto import tqdm
 from ctx_compress_rag.adaptation.config import AdaptationRecipe, UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.cost import Cost, measure
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, generate_together
-from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, FileTasks, Tasks, with_slots
+from ctx_compress_rag.adaptation.episodes import Episode, FamilyTasks, FileTasks, Tasks, with_slots
+from ctx_compress_rag.adaptation.methods import TestTimeSGD
 from ctx_compress_rag.adaptation.stages import open_decoder
-from ctx_compress_rag.adaptation.systems import AT_TEST_TIME, BASE, PREDICTED, Recipes, System
+from ctx_compress_rag.adaptation.systems import AT_TEST_TIME, BASE, PREDICTED, Recipes, System, controls, copy_rule
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.figures import new_figure, save
 from ctx_compress_rag.metrics import Interval, exact_match, paired_difference, token_f1
 from ctx_compress_rag.text.prompts import PromptBuilder
+
+_RATES = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the recipe's own
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class SystemScore:
         system: its name.
         exact_match, f1: means over questions with 95 % bootstrap intervals.
         gain: F1 over the base adapter's, question by question, likewise.
-        by_task: mean F1 of each task.
+        by_task: mean exact match and F1 of each task.
         cost: per question.
     """
 
@@ -39,8 +43,14 @@ class SystemScore:
     exact_match: Interval
     f1: Interval
     gain: Interval
-    by_task: dict[str, float]
+    by_task: dict[str, tuple[float, float]]
     cost: Cost
+
+    @property
+    def macro(self) -> tuple[float, float]:
+        """Exact match and F1, each the mean of the tasks' means."""
+        exact, f1 = zip(*self.by_task.values(), strict=True)
+        return mean(exact), mean(f1)
 
 
 def evaluate(
@@ -52,6 +62,7 @@ def evaluate(
     budget: int | None = None,
     questions: int = 400,
     timed: int = 20,
+    tuning: int = 32,
     max_new_tokens: int = 32,
     seed: int = 0,
     progress: bool = True,
@@ -65,11 +76,13 @@ def evaluate(
     Args:
         where: a folder of recipes, or a shipped one by name.
         folder: for answers and scores.
-        files: JSONL files, each a task; none takes the invented world's task families.
+        files: JSONL files, each a task; none takes the invented world's task families. A part of each is never asked:
+            demonstrations come from there.
         split: of the families; "dev" is for choosing recipes' settings.
         budget: most training steps of a recipe, which then trains into `folder`; None leaves recipes as they are.
-        questions: how many.
+        questions: how many, at most.
         timed: how many of them are timed.
+        tuning: questions that choose a learning rate for TT-SGD of the smallest and the largest K; 0 leaves both out.
         max_new_tokens: longest answer.
         seed: of the draws.
         progress: show progress bars.
@@ -86,19 +99,27 @@ def evaluate(
     systems = recipes.systems(decoder)
     shown = [recipe.demonstrations for recipe in recipes.others if isinstance(recipe, UpdatePredictorRecipe)]
     tasks = _tasks(recipes.base, decoder, files, split)
-    drawn = Episodes(tasks, questions, max(shown, default=3), seed)
-    episodes = [with_slots(episode, decoder.store, recipes.base.ratio) for episode in drawn]
+    support = max(shown, default=3)
+    episodes, held_back = (
+        [with_slots(episode, decoder.store, recipes.base.ratio) for episode in drawn]
+        for drawn in (tasks.asked(questions, support, seed), tasks.tuning(tuning, support, seed))
+    )
+    sampling = Sampling(max_new_tokens=max_new_tokens)
     about = {
         "recipes": [recipe.model_dump(mode="json") for recipe in (recipes.base, *recipes.others)],
         "fingerprint": decoder.bundle.fingerprint,
         "data": [Path(file).name for file in files] or f"task families, {split}",
-        "questions": questions,
+        "questions": len(episodes),
+        "tuning": tuning,
         "max_new_tokens": max_new_tokens,
         "seed": seed,
     }
-    sampling = Sampling(max_new_tokens=max_new_tokens)
+    if held_back:
+        systems += _tuned(decoder, systems, held_back, sampling, folder / "tuning", about)
+    systems += controls(systems, decoder, episodes)
+    systems += [] if files else [copy_rule()]
     answers = answer_all(decoder, systems, episodes, sampling, folder / "answers", about, progress)
-    costs = measure(decoder, systems, episodes[:timed], sampling)
+    costs = measure(decoder, systems, episodes, sampling, timed)
     scores = score(episodes, answers, costs)
     about |= {"timed": timed, "device": str(decoder.bundle.backbone.device)}
     text = f"{table(scores)}\n\n{verdict(scores)}"
@@ -150,12 +171,40 @@ def answer_all(
 
 def _answers(decoder: AdaptiveDecoder, system: System, episodes: Sequence[Episode], sampling: Sampling) -> list[str]:
     done: list[str] = []
-    for start in range(0, len(episodes), decoder.batch_size):
-        part = episodes[start : start + decoder.batch_size]
+    given = system.given(episodes)
+    for start in range(0, len(given), decoder.batch_size):
+        part = given[start : start + decoder.batch_size]
         adapted = [decoder.adapt(episode.support, system.adaptation) for episode in part]
         made = generate_together(adapted, [episode.query.chat() for episode in part], sampling)
-        done += [generation.text.strip() for generation in made]
+        done += [system.finish(one.text.strip(), episode) for one, episode in zip(made, part, strict=True)]
     return done
+
+
+def _tuned(
+    decoder: AdaptiveDecoder,
+    systems: Sequence[System],
+    episodes: Sequence[Episode],
+    sampling: Sampling,
+    folder: Path,
+    about: Mapping[str, Any],
+) -> list[System]:
+    """TT-SGD of the fewest and the most steps, each at the learning rate with the best F1 on these episodes."""
+    found = {s.adaptation.steps: s.adaptation for s in systems if isinstance(s.adaptation, TestTimeSGD)}
+    chosen = []
+    for steps in sorted({min(found), max(found)}) if found else ():
+        rates = [factor * found[steps].learning_rate for factor in _RATES]
+        tried = {
+            f"K={steps} {rate:.3g}": System(f"K={steps} {rate:.3g}", replace(found[steps], learning_rate=rate))
+            for rate in rates
+        }
+        answers = answer_all(decoder, list(tried.values()), episodes, sampling, folder, about)
+        f1 = {
+            name: mean(token_f1(text, e.accepted) for text, e in zip(texts, episodes, strict=True))
+            for name, texts in answers.items()
+        }
+        best = max(f1, key=f1.__getitem__)
+        chosen.append(System(f"{AT_TEST_TIME}{steps}, tuned", tried[best].adaptation))
+    return chosen
 
 
 def score(
@@ -164,23 +213,26 @@ def score(
     """Scores of the answers, system by system; one of them is the base adapter."""
 
     def each(metric: Any, system: str) -> list[float]:
-        return [metric(given, [e.query.answer]) for given, e in zip(answers[system], episodes, strict=True)]
+        return [metric(given, e.accepted) for given, e in zip(answers[system], episodes, strict=True)]
 
     base = each(token_f1, BASE)
     nothing = [0.0] * len(episodes)
     scores = []
     for system in answers:
-        f1 = each(token_f1, system)
-        tasks: dict[str, list[float]] = {}
-        for value, episode in zip(f1, episodes, strict=True):
-            tasks.setdefault(episode.task, []).append(value)
+        exact, f1 = each(exact_match, system), each(token_f1, system)
+        tasks: dict[str, list[tuple[float, float]]] = {}
+        for *both, episode in zip(exact, f1, episodes, strict=True):
+            tasks.setdefault(episode.task, []).append((both[0], both[1]))
         scores.append(
             SystemScore(
                 system=system,
-                exact_match=paired_difference(each(exact_match, system), nothing),
+                exact_match=paired_difference(exact, nothing),
                 f1=paired_difference(f1, nothing),
                 gain=paired_difference(f1, base),
-                by_task={task: sum(values) / len(values) for task, values in sorted(tasks.items())},
+                by_task={
+                    task: (mean(e for e, _ in values), mean(f for _, f in values))
+                    for task, values in sorted(tasks.items())
+                },
                 cost=costs[system],
             )
         )
@@ -195,6 +247,7 @@ def table(scores: Sequence[SystemScore]) -> str:
                 "system": s.system,
                 "EM": report.interval(s.exact_match),
                 "F1": report.interval(s.f1),
+                "EM, F1 by task": f"{s.macro[0]:.3f}, {s.macro[1]:.3f}",
                 "F1 over base adapter": "" if s.system == BASE else report.interval(s.gain, "+"),
                 "adapt ms": f"{s.cost.adapt_ms:.1f}",
                 "answer ms": f"{s.cost.answer_ms:.1f}",

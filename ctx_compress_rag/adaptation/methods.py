@@ -170,6 +170,16 @@ class PredictedUpdate(Adaptation):
         with torch.no_grad():
             return Adapted(self.base.plus(self.predictor(pooled)).row(0))
 
+    def mean_over(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Demonstration]]) -> BaseAdapter:
+        """The mean of the updates that are predicted for these contexts, whatever the demonstrations: a control."""
+        rows = [decoder.rows(context) for context in contexts]
+        with torch.no_grad():
+            each = self.predictor(pooled_states(decoder, rows, self.base, self.config.layer))
+        # A sum of products is a product of what is laid side by side.
+        a = {n: t.flatten(0, 1) for n, t in each.a.items()}
+        b = {n: t.transpose(0, 1).flatten(1) / len(rows) for n, t in each.b.items()}
+        return BaseAdapter(self.base.plus(Adapter(a, b, each.scale)))
+
     def save_pretrained(self, folder: str | Path, decoder: str | None = None) -> None:
         """Write the predictor, and the base adapter beside it as a peft adapter, under `base/`."""
         folder = Path(folder)

@@ -162,7 +162,7 @@ def start_update_predictor(recipe: UpdatePredictorRecipe, resume: bool) -> Job:
         pooled, change = solved.rows(torch.arange(min(len(solved), _KEPT)))
         update.predictor.calibrate(pooled, norms(change))
         objective = SolvedMatchingObjective(update, solved, recipe.magnitude_weight)
-        numbers = _passes(len(solved), len(episodes), recipe.seed)
+        numbers = passes(len(solved), len(episodes), recipe.seed)
         return _job(decoder, objective, numbers, _collate_numbers, partial(update.save_pretrained, recipe.output))
     first = [batches.contexts([episode])["contexts"] for episode in episodes[:_SOLVED_NOW]]
     pooled = torch.cat([pooled_states(decoder, contexts, update.base, recipe.layer) for contexts in first])
@@ -215,7 +215,7 @@ def _solved(
     return load_solved(config.folder, base, config.contexts, recipe.inner_steps)
 
 
-def _passes(size: int, count: int, seed: int) -> list[int]:
+def passes(size: int, count: int, seed: int) -> list[int]:
     """`count` numbers below `size`: all of them again and again, each time in another order."""
     numbers: list[int] = []
     while len(numbers) < count:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from ctx_compress_rag.adaptation.config import (
     UpdatePredictorRecipe,
 )
 from ctx_compress_rag.adaptation.decoder import Adaptation, AdaptiveDecoder
+from ctx_compress_rag.adaptation.episodes import Episode
 from ctx_compress_rag.adaptation.methods import BaseAdapter, FewShot, PredictedUpdate, PromptTuning, TestTimeSGD
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.training.recipes import find, load_recipe
@@ -27,14 +30,24 @@ logger = logging.getLogger(__name__)
 ALONE, BASE = "decoder alone", "base adapter"
 AT_TEST_TIME, PREDICTED = "TT-SGD, K=", "RAG-GD, K="  # and the number of steps
 _REPORT_FILE = "training_report.json"
+_AVERAGED = 16  # contexts
 
 
 @dataclass(frozen=True)
 class System:
-    """A way to follow demonstrations, by name."""
+    """A way to follow demonstrations, by name.
+
+    Attributes:
+        name: its name.
+        adaptation: what is made of the demonstrations.
+        given: what it gets in place of a comparison's episodes, one for each.
+        finish: what becomes of an answer.
+    """
 
     name: str
     adaptation: Adaptation
+    given: Callable[[Sequence[Episode]], Sequence[Episode]] = tuple
+    finish: Callable[[str, Episode], str] = lambda answer, episode: answer
 
 
 @dataclass(frozen=True)
@@ -125,6 +138,7 @@ class Recipes:
         """What was trained, and the baselines, in the order of a table."""
         base = Adapter.from_pretrained(self.base.output, decoder.bundle.backbone.model)
         systems = [
+            System("query only", BaseAdapter(None), given=_without_passages),
             System(ALONE, BaseAdapter(None)),
             System(f"{ALONE}, few-shot", FewShot(None)),
             System(BASE, BaseAdapter(base)),
@@ -144,3 +158,41 @@ class Recipes:
             systems.append(System(f"{AT_TEST_TIME}{steps}", TestTimeSGD(base, steps, rate)))
         systems += [System(f"{PREDICTED}{each.config.inner_steps}", each) for each in matching]
         return systems
+
+
+def controls(systems: Sequence[System], decoder: AdaptiveDecoder, episodes: Sequence[Episode]) -> list[System]:
+    """What to tell a predicted update from: one that is the same for all contexts, and that of another task's."""
+    predicted = [system for system in systems if system.name.startswith(PREDICTED)]
+    if not predicted:
+        return []
+    update, steps = predicted[-1].adaptation, predicted[-1].name.removeprefix(PREDICTED)
+    assert isinstance(update, PredictedUpdate)
+    mean = update.mean_over(decoder, [episode.support for episode in episodes[:_AVERAGED]])
+    made = [System(f"mean of the predicted updates, K={steps}", mean)]
+    if len({episode.task for episode in episodes}) > 1:
+        made.append(System(f"predicted from another task, K={steps}", update, given=_of_other_tasks))
+    return made
+
+
+def copy_rule() -> System:
+    """The decoder alone, and after its answer the words that all demonstrations' answers end with."""
+    return System("copied ending", BaseAdapter(None), finish=_with_ending)
+
+
+def _with_ending(answer: str, episode: Episode) -> str:
+    reversed_words = [demonstration.answer.split()[::-1] for demonstration in episode.support]
+    shared = [words[0] for words in takewhile(lambda words: len(set(words)) == 1, zip(*reversed_words, strict=False))]
+    return " ".join([answer, *shared[::-1]])
+
+
+def _without_passages(episodes: Sequence[Episode]) -> list[Episode]:
+    return [replace(episode, query=replace(episode.query, passages=())) for episode in episodes]
+
+
+def _of_other_tasks(episodes: Sequence[Episode]) -> list[Episode]:
+    """The support of the next episode of another task, round and round."""
+    given = []
+    for number, episode in enumerate(episodes):
+        others = (*episodes[number + 1 :], *episodes[:number])
+        given.append(replace(episode, support=next(e.support for e in others if e.task != episode.task)))
+    return given

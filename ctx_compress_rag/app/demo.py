@@ -10,7 +10,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from ctx_compress_rag.app.asking import question_prompt
-from ctx_compress_rag.app.demo_corpus import Corpus, DemoQuestion, demo_corpus
+from ctx_compress_rag.app.demo_corpus import Corpus, DemoQuestion, invented_corpus, wikipedia_corpus
 from ctx_compress_rag.app.passage_index import Hit, PassageIndex, open_index
 from ctx_compress_rag.bulk import Added
 from ctx_compress_rag.evaluation import report
@@ -20,12 +20,10 @@ from ctx_compress_rag.metrics import standard_error, token_f1
 if TYPE_CHECKING:
     from ctx_compress_rag.decoding.decoder import Message, TransformersDecoder
 
-DEMO_BUNDLE = "demo"
+INVENTED_BUNDLE = "demo"
 FULL_TEXT = "full text"
 NO_CONTEXT = "no context"
 
-_SHOWN_RATIO = 16
-_PASSAGES_PER_QUESTION = 4
 _ANSWER_TOKENS = 48
 _TIMED_QUESTIONS = 5
 
@@ -100,23 +98,27 @@ class DemoReport:
         return f"{answers}\n\n{scores}"
 
 
-def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = True) -> DemoReport:
+def run_demo(
+    folder: str | Path, bundle: str | None = None, invented: bool = False, progress: bool = True
+) -> DemoReport:
     """Index the demo's corpus in a Chroma folder, and ask its questions with each kind of context.
 
     The picture is put beside the folder, under its name and `.png`. A second run compresses nothing.
 
     Args:
         folder: the Chroma folder; made if it is not there.
-        bundle: another bundle than the folder's own, or than the demo's where it has none.
+        bundle: another bundle than the folder's own, or than the corpus's where it has none.
+        invented: index passages about an invented world in place of paragraphs of Wikipedia.
         progress: show progress bars.
     """
     from ctx_compress_rag.decoding.decoder import TransformersDecoder
 
     folder = Path(folder)
-    corpus = demo_corpus()
-    with open_index(folder, bundle, create=True, default=DEMO_BUNDLE) as index:
+    corpus = invented_corpus() if invented else wikipedia_corpus()
+    default = INVENTED_BUNDLE if invented else None
+    with open_index(folder, bundle, create=True, default=default) as index:
         stored = index.add(corpus.passages, progress)
-        hits = index.search([question.text for question in corpus.questions], _PASSAGES_PER_QUESTION)
+        hits = index.search([question.text for question in corpus.questions], corpus.retrieved)
         decoder = TransformersDecoder(index.bundle, index.store, batch_size=len(corpus.questions))
         systems = _compare(index, decoder, corpus, hits)
     ratios = [s.ratio for s in systems if s.ratio]
@@ -127,8 +129,8 @@ def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = Tru
             {hit.id for hit in found} >= set(q.needs) for q, found in zip(corpus.questions, hits, strict=True)
         ),
         systems=tuple(systems),
-        shown=_SHOWN_RATIO if _SHOWN_RATIO in ratios else ratios[0],
-        picture=_draw(systems, folder.with_name(f"{folder.name}.png")),
+        shown=corpus.shown if corpus.shown in ratios else ratios[0],
+        picture=_draw(systems, corpus.about, folder.with_name(f"{folder.name}.png")),
     )
 
 
@@ -178,12 +180,12 @@ def _first_token_ms(decoder: TransformersDecoder, prompt: Callable[[int], Sequen
     return 1000 * (time.perf_counter() - began)
 
 
-def _draw(systems: Sequence[DemoSystem], path: Path) -> Path:
+def _draw(systems: Sequence[DemoSystem], about: str, path: Path) -> Path:
     soft = [s for s in systems if s.ratio]
     curve = report.curve("soft context", [(s.ratio or 0, s.score, standard_error(s.scores)) for s in soft])
     levels = {s.label: s.score for s in systems if not s.ratio}
     count = len(systems[0].scores)
-    return plot_scores(path, [curve], levels, title=f"{count} questions about unseen names (bars: standard error)")
+    return plot_scores(path, [curve], levels, title=f"{count} questions, {about} (bars: standard error)")
 
 
 def _table(header: list[str], rows: list[list[str]], widest: list[int]) -> str:

@@ -1,9 +1,11 @@
-"""The demo's small corpus: passages about the invented world's held-out part, and questions about them."""
+"""The demo's small corpora, with questions: paragraphs of Wikipedia, or the invented world's held-out part."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from itertools import permutations
+from pathlib import Path
 
 from ctx_compress_rag.app.passage_index import make_passage
 from ctx_compress_rag.data.world import Entity, Kind, World, WorldTurn
@@ -12,6 +14,7 @@ from ctx_compress_rag.stores import Passage
 WORLDS = 5
 TWO_PASSAGE_QUESTIONS = 4
 QUESTIONS = 12
+_WIKIPEDIA = Path(__file__).with_name("demo_passages.json")
 _KINDS: tuple[Kind, ...] = ("person", "town", "organisation")
 
 
@@ -26,13 +29,35 @@ class DemoQuestion:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Passages and questions; no name in them occurs in the demo bundle's training data."""
+    """Passages and questions, none of which a shipped bundle was trained on.
+
+    Attributes:
+        passages: to index.
+        questions: to ask.
+        retrieved: how many passages a prompt is to hold.
+        shown: the ratio whose answers are shown.
+        about: what the passages are.
+    """
 
     passages: tuple[Passage, ...]
     questions: tuple[DemoQuestion, ...]
+    retrieved: int
+    shown: int
+    about: str
 
 
-def demo_corpus() -> Corpus:
+def wikipedia_corpus() -> Corpus:
+    """Twenty-four paragraphs and twelve questions of XQuAD's English part (CC BY-SA 4.0). Always the same."""
+    data = json.loads(_WIKIPEDIA.read_text(encoding="utf-8"))
+    passages = tuple(make_passage(row["text"], row["title"], "demo") for row in data["passages"])
+    questions = tuple(
+        DemoQuestion(row["question"], tuple(row["answers"]), (str(passages[row["passage"]].id),))
+        for row in data["questions"]
+    )
+    return Corpus(passages, questions, retrieved=2, shown=4, about="paragraphs of Wikipedia")
+
+
+def invented_corpus() -> Corpus:
     """Forty passages and twelve questions, four of which need two passages. Always the same."""
     worlds = _worlds()
     passages = {entity.name: make_passage(entity.passage, entity.name, "demo") for w in worlds for entity in w.entities}
@@ -48,7 +73,9 @@ def demo_corpus() -> Corpus:
         DemoQuestion(turn.question, turn.answers, tuple(str(passages[entity.name].id) for entity in entities))
         for entities, turn in asked
     ]
-    return Corpus(tuple(passages.values()), tuple(questions))
+    return Corpus(
+        tuple(passages.values()), tuple(questions), retrieved=4, shown=16, about="passages about unseen names"
+    )
 
 
 def _worlds() -> list[World]:

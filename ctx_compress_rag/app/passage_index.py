@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
 
 COLLECTION = "passages"
+ENGLISH = "smollm2-135m"
+"""The shipped bundle for a user's own text."""
 BUNDLE_KEY = "ctx_bundle"
 _EMBEDDER_KEY = "ctx_embedder"  # not in indexes made before there was a choice
 _COSINE: Any = {"hnsw": {"space": "cosine"}}
@@ -195,13 +197,6 @@ class PassageIndex:
         return explained(self._connection.where)
 
 
-def default_bundle() -> str:
-    """The shipped bundle for a user's own text: the one that reads English, where it is shipped."""
-    from ctx_compress_rag.bundle import SHIPPED
-
-    return "english" if "english" in SHIPPED else "demo"
-
-
 def open_index(
     folder: str | Path,
     bundle: str | None = None,
@@ -220,7 +215,7 @@ def open_index(
         bundle: a bundle's folder, shipped name or hub id; None takes the one it was made with, or `default`.
         codec: codec of a new store.
         create: make the folder if there is none.
-        default: the bundle of a new index; None takes the shipped one for a user's own text.
+        default: the bundle of a new index; None takes the shipped one that reads English.
         embedder: a sentence-transformers model, by folder or hub id; None takes the one it was made with, or the
             packaged MiniLM.
         device: see `Bundle.from_pretrained`.
@@ -243,7 +238,7 @@ def open_index(
             f"the index in {folder} was made with the embedder {made_with!r}, not {asked!r}: leave --embedder out, or "
             "index into another folder"
         )
-    name = bundle or recorded or default or default_bundle()
+    name = bundle or recorded or default or ENGLISH
     loaded = Bundle.from_pretrained(name, device=device, dtype=dtype)
     return PassageIndex(str(folder), loaded, _lasting(name), codec, asked or made_with)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.serving import time_callers
+from ctx_compress_rag.cli.serving import time_callers, time_first_tokens
 from ctx_compress_rag.cli.shared import (
     DEMO,
     AnswerTokens,
@@ -19,6 +19,8 @@ from ctx_compress_rag.cli.shared import (
     Output,
     OwnBundle,
     Ratios,
+    Server,
+    ServerKey,
     Store,
     Template,
     check_template,
@@ -251,6 +253,14 @@ def bench(
     ratio: Annotated[int, typer.Option(metavar="R", help="For the first token.")] = 16,
     concurrency: Annotated[int | None, typer.Option(metavar="N", help="Time N callers at a time instead.")] = None,
     training: Annotated[bool, typer.Option("--training", help="Time training steps instead.")] = False,
+    prompt: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Time only the first token of BUNDLE's own decoder, at each of its ratios, N passages."
+        ),
+    ] = None,
+    server: Server = None,
+    server_key: ServerKey = None,
     device: Device = None,
     dtype: Dtype = None,
     output: Output = "ctx-compress-bench",
@@ -278,6 +288,9 @@ def bench(
     chunks = list(dict.fromkeys(chunk(given, opened.tokenizer, tokens)))[:passages]
     if concurrency is not None:
         time_callers(opened, chunks, concurrency, ratio)
+        return
+    if prompt is not None:
+        time_first_tokens(opened, chunks, prompt, server, server_key, output)
         return
     if training:
         from ctx_compress_rag.evaluation.training_speed import training_speed, training_table

@@ -137,3 +137,26 @@ def time_callers(bundle: Bundle, passages: Sequence[str], callers: int, ratio: i
     first = f"first piece after {found.first_seconds * 1e3:.0f} ms"
     print(f"{first}; the last stream's over the first's {found.last_first:.2f}")
     print(f"one caller's time over that of transformers' generate {found.alone:.3f}")
+
+
+def time_first_tokens(
+    bundle: Bundle, passages: Sequence[str], count: int, server: str | None, server_key: str | None, output: str
+) -> None:
+    """Print how long the first token takes from so many of the passages, at each ratio that the bundle has."""
+    from dataclasses import asdict
+    from functools import partial
+
+    from ctx_compress_rag.decoding.decoder import TransformersDecoder
+    from ctx_compress_rag.errors import ConfigError
+    from ctx_compress_rag.evaluation import report
+    from ctx_compress_rag.evaluation.speed import first_token, first_token_table
+    from ctx_compress_rag.serving.client import ServerDecoder
+
+    if not 1 <= count <= len(passages):
+        raise ConfigError(f"--prompt {count}: the text has {len(passages)} passages")
+    there = partial(ServerDecoder, server=server, api_key=server_key) if server is not None else TransformersDecoder
+    longest = sorted(passages, key=len)[-count:]
+    found = {ratio: first_token(bundle, longest, ratio, 3, there) for ratio in bundle.config.ratios if ratio <= 16}
+    text = first_token_table(found)
+    report.write(output, "first_token", text, {str(ratio): asdict(first) for ratio, first in found.items()})
+    print(f"{text}\n\nalso in {output}")

@@ -19,7 +19,10 @@ Store = Annotated[str, typer.Option(metavar="DIR", help="Chroma folder.")]
 AnyBundle = Annotated[str, typer.Option(metavar="BUNDLE", help="A bundle's folder or hub id, or a shipped one's name.")]
 OwnBundle = Annotated[
     str | None,
-    typer.Option(metavar="BUNDLE", help="A bundle's folder, hub id, or demo.  [default: the store's own, else demo]"),
+    typer.Option(
+        metavar="BUNDLE",
+        help="A bundle's folder or hub id, or a shipped one's name.  [default: the store's own, else smollm2-135m]",
+    ),
 ]
 Embedder = Annotated[
     str | None,
@@ -85,8 +88,8 @@ def note_what_it_reads(bundle: Bundle) -> None:
     """One line where the bundle was trained for other text than a user's own."""
     if bundle.config.reads != type(bundle.config).model_fields["reads"].default:
         print(
-            f"note: bundle {bundle.config.name!r} reads only {bundle.config.reads}; for your own text, train one for a "
-            "real decoder with `ctx-compress train RECIPE.yaml` and pass it with --bundle",
+            f"note: bundle {bundle.config.name!r} reads only {bundle.config.reads}; for anything else, train one for "
+            "your decoder with `ctx-compress train RECIPE.yaml` and pass it with --bundle",
             file=sys.stderr,
         )
 

@@ -200,17 +200,27 @@ def info(
         print(f"{name:<14} {value}")
 
 
-@command("demo", "--store ./ctx-compress-demo")
-def demo(store: Store = "ctx-compress-demo", bundle: OwnBundle = None) -> None:
+@command("demo", "--invented")
+def demo(
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Chroma folder.  [default: ctx-compress-wikipedia, or ctx-compress-demo]"),
+    ] = None,
+    bundle: OwnBundle = None,
+    invented: Annotated[
+        bool, typer.Option("--invented", help="Passages about an invented world, and the bundle that reads it.")
+    ] = False,
+) -> None:
     """See it work on a small corpus.
 
-    Indexes passages about invented people and places and answers a dozen questions about them. Each is answered with
-    the full text, with soft contexts and without context, and the answers are scored.
+    Indexes paragraphs of Wikipedia and answers a dozen questions about them. Each is answered with the full text, with
+    soft contexts and without context, and the answers are scored.
     """
     from ctx_compress_rag.app.demo import run_demo
 
     quiet_models()
-    report = run_demo(store, bundle)
+    store = store or ("ctx-compress-demo" if invented else "ctx-compress-wikipedia")
+    report = run_demo(store, bundle, invented)
     new, known = report.stored.added, report.stored.unchanged
     print(
         f"{new} passages compressed into {store}"

@@ -1,4 +1,4 @@
-"""The command train."""
+"""The commands data and train."""
 
 from __future__ import annotations
 
@@ -8,6 +8,34 @@ from typing import Annotated
 import typer
 
 from ctx_compress_rag.cli.command import command
+
+
+@command("data", "hotpotqa hotpot_dev_distractor_v1.json --output hotpotqa.jsonl")
+def data(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="squad, hotpotqa, 2wikimultihopqa, musique, nq, triviaqa, popqa, narrativeqa, mrqa or multinews.",
+            show_default=False,
+        ),
+    ],
+    file: Annotated[
+        str | None, typer.Argument(metavar="FILE", help="As it is published.  [default: from the hub]")
+    ] = None,
+    split: Annotated[str, typer.Option(metavar="NAME", help="Of the hub's set.")] = "validation",
+    limit: Annotated[int | None, typer.Option(metavar="N", help="Most questions.  [default: all]")] = None,
+    output: Annotated[str | None, typer.Option(metavar="FILE", help="To write.  [default: NAME.jsonl]")] = None,
+) -> None:
+    """Write a published data set as JSONL.
+
+    Rows have question, answers, context and, for stage ram, evidence: what `train` and `eval` read. Sets without
+    passages (nq, popqa) need a file with retrieved ones under "ctxs".
+    """
+    from ctx_compress_rag.data.published import convert
+
+    written = output or f"{name}.jsonl"
+    print(f"{convert(name, file, written, split=split, limit=limit)} questions in {written}")
 
 
 @command("train", "mean_pooling/teacher mean_pooling/compressor --minutes 60")

@@ -45,7 +45,7 @@ class JsonProcessor(LogitsProcessor):
             from llguidance import LLMatcher
         try:
             grammar = LLMatcher.grammar_from_json_schema(_closed(json.loads(schema)), defaults=_FORM)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"json_schema={schema[:80]}: {error}") from None
         guide = _guide(tokenizer, tuple(sorted(end_ids)))
         self._rows = [LLMatcher(guide, grammar) for _ in range(rows)]

@@ -157,7 +157,7 @@ def evaluate(
         batch_size=batch_size,
         progress=progress,
     )
-    return _scores(questions, answers)
+    return scores_of(questions, answers)
 
 
 def check_ratios(bundle: Bundle, ratios: Sequence[int]) -> None:
@@ -279,7 +279,8 @@ def each(
     return [metric(text, q.answers) for text, q in zip(given, questions, strict=True)]
 
 
-def _scores(questions: Sequence[Question], answers: SystemAnswers) -> list[Score]:
+def scores_of(questions: Sequence[Question], answers: SystemAnswers) -> list[Score]:
+    """The score of each system's answers; full text's and those without context are among them."""
     asked = [q for q in questions if q.answers]
     said = {
         key: [t for t, q in zip(given.texts, questions, strict=True) if q.answers] for key, given in answers.items()

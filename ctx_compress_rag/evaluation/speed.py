@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,8 @@ class FirstToken:
         ratio: median over pairs of soft over text.
         soft_tokens, text_tokens: prompt lengths, a slot counting as one.
         parameters: of the decoder.
+        read_seconds: median time until the soft prompt's vectors are there: markers verified and fetched, slots
+            unpacked and read by the reader, text tokenised. It is part of `soft_seconds`.
     """
 
     soft_seconds: float
@@ -64,6 +66,12 @@ class FirstToken:
     soft_tokens: int
     text_tokens: int
     parameters: int
+    read_seconds: float
+
+    @property
+    def share(self) -> float:
+        """Speed-up over token cut: 1 where time shrinks as the prompt does."""
+        return self.soft_tokens / self.text_tokens / self.ratio
 
 
 def indexing_speed(bundle: Bundle, passages: Sequence[str], folder: str | Path, progress: bool = True) -> IndexingSpeed:
@@ -91,14 +99,29 @@ def indexing_speed(bundle: Bundle, passages: Sequence[str], folder: str | Path, 
     )
 
 
-def first_token(bundle: Bundle, passages: Sequence[str], ratio: int, pairs: int = 7) -> FirstToken:
-    """Time to the first token with `passages` as markers and as text, in turn, after one warm-up of each."""
+def first_token(
+    bundle: Bundle,
+    passages: Sequence[str],
+    ratio: int,
+    pairs: int = 7,
+    opened: Callable[[Bundle, SoftContextStore], TransformersDecoder] = TransformersDecoder,
+) -> FirstToken:
+    """Time to the first token with `passages` as markers and as text, in turn, after one warm-up of each.
+
+    Args:
+        bundle: whose decoder is timed.
+        passages: what the prompt holds.
+        ratio: source tokens per slot.
+        pairs: how often both are timed.
+        opened: makes the decoder, which may be in a server.
+    """
     with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, bundle) as store:
-        decoder = TransformersDecoder(bundle, store)
+        decoder = opened(bundle, store)
         store.ensure(list(passages))
         soft = _chat(mark(store, passages, ratio=ratio))
         text = _chat(passages)
         times = [(_first_piece(decoder, soft), _first_piece(decoder, text)) for _ in range(pairs + 1)][1:]
+        reading = [_seconds(partial(decoder.prepare, [soft])) for _ in range(pairs)]
         lengths = [g.prompt_tokens for g in decoder.generate([soft, text], Sampling(max_new_tokens=1))]
     return FirstToken(
         soft_seconds=median(s for s, _ in times),
@@ -107,6 +130,25 @@ def first_token(bundle: Bundle, passages: Sequence[str], ratio: int, pairs: int 
         soft_tokens=lengths[0],
         text_tokens=lengths[1],
         parameters=sum(p.numel() for p in bundle.backbone.own_state().values()),
+        read_seconds=median(reading),
+    )
+
+
+def first_token_table(found: Mapping[int, FirstToken]) -> str:
+    """What was timed at each ratio, as a Markdown table."""
+    return report.table(
+        [
+            {
+                "ratio": f"{ratio}x",
+                "prompt tokens, soft and text": f"{first.soft_tokens:,}, {first.text_tokens:,}",
+                "cut": f"{first.text_tokens / first.soft_tokens:.1f}",
+                "ms to first token, soft and text": f"{first.soft_seconds * 1e3:.0f}, {first.text_seconds * 1e3:.0f}",
+                "of which until the vectors are there": f"{first.read_seconds * 1e3:.0f}",
+                "speed-up": f"{1 / first.ratio:.1f}",
+                "speed-up over cut": f"{first.share:.2f}",
+            }
+            for ratio, first in found.items()
+        ]
     )
 
 

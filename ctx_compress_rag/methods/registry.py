@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, TypeAdapter
 
-from ctx_compress_rag import methods
+import ctx_compress_rag.methods as methods
 from ctx_compress_rag.methods.base.config import MethodConfig
 from ctx_compress_rag.methods.base.method import METHODS, Method, register
 

@@ -22,8 +22,20 @@ def _unicode(text: str) -> str:
     return text
 
 
+def _schema(schema: dict[str, Any]) -> str:
+    try:
+        text = json.dumps(schema)
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply: make it flatter") from None
+    if len(text) > _SCHEMA_CHARACTERS:
+        raise ValueError(f"the schema has {len(text)} characters and {_SCHEMA_CHARACTERS} are allowed: make it smaller")
+    return text
+
+
 Text = Annotated[str, AfterValidator(_unicode)]
 Zero = Annotated[float, Field(ge=0, le=0)]
+
+_SCHEMA_CHARACTERS = 1 << 16  # everyone waits while one is read, for half a second where it is as long as this
 
 _ROLES = {"developer": "system"}
 
@@ -74,7 +86,7 @@ class ObjectFormat(_Request):
 class NamedSchema(_Request):
     """A JSON schema. It holds whether or not `strict` is asked for."""
 
-    wanted: Annotated[dict[str, Any], Field(alias="schema")]
+    text: Annotated[dict[str, Any], AfterValidator(_schema), Field(alias="schema")]
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
@@ -120,7 +132,7 @@ class Generate(_Request):
             top_k=max(self.top_k or 0, 0),
             stop=stop,
             seed=self.seed,
-            json_schema=None if self.schema_wanted is None else json.dumps(self.schema_wanted),
+            json_schema=self.schema_wanted,
         )
 
     @property
@@ -129,8 +141,8 @@ class Generate(_Request):
         return self.max_tokens
 
     @property
-    def schema_wanted(self) -> dict[str, Any] | None:
-        """What the answer is to be JSON of."""
+    def schema_wanted(self) -> str | None:
+        """What the answer is to be JSON of, as JSON."""
         return None
 
     @property
@@ -157,13 +169,13 @@ class ChatCompletion(Generate):
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def schema_wanted(self) -> dict[str, Any] | None:
-        """What the answer is to be JSON of."""
+    def schema_wanted(self) -> str | None:
+        """What the answer is to be JSON of, as JSON."""
         match self.response_format:
             case JsonFormat(json_schema=named):
-                return named.wanted
+                return str(named.text)
             case ObjectFormat():
-                return {"type": "object"}
+                return '{"type": "object"}'
         return None
 
     def prompt(self) -> list[Message]:

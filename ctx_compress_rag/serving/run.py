@@ -12,6 +12,10 @@ from ctx_compress_rag.extras import needs
 with needs("serve"):
     import uvicorn
 
+_KEEP_ALIVE = 75
+"""Seconds that an idle connection stays open. Of clients that keep one for their next request, some send it in the
+moment in which it is closed, and are dropped: the shorter this is, the more of them."""
+
 
 def serve(app: Any, host: str, port: int, *, grace: int = 30, started: Callable[[str], object] = print) -> None:
     """Serve until SIGINT or SIGTERM; then take nothing new, and give what runs `grace` seconds to end.
@@ -27,7 +31,13 @@ def serve(app: Any, host: str, port: int, *, grace: int = 30, started: Callable[
         ConfigError: the address cannot be used.
     """
     config = uvicorn.Config(
-        app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=grace
+        app,
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=grace,
+        timeout_keep_alive=_KEEP_ALIVE,
     )
     try:
         socket = config.bind_socket()

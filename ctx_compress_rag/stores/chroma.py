@@ -13,8 +13,9 @@ from typing import Any, Self
 import chromadb
 from tqdm.auto import tqdm
 
-from ctx_compress_rag.config import whole
+from ctx_compress_rag.config import seconds, whole
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, RatioError
+from ctx_compress_rag.of_this_process import OfThisProcess
 from ctx_compress_rag.ratios import merge_factor
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import audit, records
@@ -52,7 +53,7 @@ Stored = dict[str, Any]
 """The metadata of a record."""
 
 
-class SoftContextStore:
+class SoftContextStore(OfThisProcess):
     """Soft contexts of one bundle, by passage id, in Chroma.
 
     They live in a companion collection `<collection>-ctx`, one record per passage, under the passage's
@@ -105,13 +106,15 @@ class SoftContextStore:
         if ratio is not None:
             ratio = whole("ratio", ratio)
             bundle.check_ratio(ratio)
-        self._companion = Companion(connect(location, collection), bundle, codec, ratio, lock_timeout)
+        timeout, self._skimmed_limit = seconds("lock_timeout", lock_timeout), whole("skimmed_slots", skimmed_slots)
+        if self._skimmed_limit < 0:
+            raise ConfigError(f"skimmed_slots={skimmed_slots}: give 0 or more")
+        self._companion = Companion(connect(location, collection), bundle, codec, ratio, timeout)
         self._names = Names(self._companion)
         self._markers = None if key is None else MarkerCodec(key, self.fingerprint)
         if self._companion.connection.remote:
             self._signer()  # without a key, refused here and not at the first marker
         self._folder_markers: list[MarkerCodec] | None = None
-        self._skimmed_limit = whole("skimmed_slots", skimmed_slots)
         self._skimmed: dict[str, SkimmedSlots] = {}
         self._writing = threading.RLock()
 

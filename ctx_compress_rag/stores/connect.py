@@ -80,9 +80,13 @@ def connect(location: Location, collection: str) -> Connection:
     """Open a location. The companion of collection `x` is `x-ctx`, in the same tenant and database.
 
     Raises:
-        ConfigError: the location is no path, (synchronous) client or collection.
+        ConfigError: the location is no path, (synchronous) client or collection, or the collection no name.
         StoreError: it is no folder.
     """
+    if not isinstance(collection, str) or not collection:
+        raise ConfigError(
+            f"collection={collection!r}: give a name; to stand beside a collection, give it as the location"
+        )
     if isinstance(location, chromadb.Collection):
         if "ctx_format" in (location.metadata or {}):
             raise ConfigError(f"{location.name!r} holds soft contexts itself: give the collection it stands beside")

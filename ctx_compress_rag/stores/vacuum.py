@@ -38,13 +38,13 @@ def vacuum(folder: Folder) -> int:
         for name in names:
             collection = client.get_collection(name, embedding_function=None)
             threshold = (collection.configuration.get("hnsw") or {}).get("sync_threshold")
-            if threshold and collection._model.dimension:  # else nothing was ever written to it
+            if threshold and collection._model.dimension is not None:  # else nothing was ever written to it
                 usual[name] = _CHROMAS_OWN if threshold == _AT_ONCE else threshold  # a vacuum was interrupted
                 collection.modify(configuration={"hnsw": {"sync_threshold": _AT_ONCE}})
     with folder.writing() as client:  # an engine of its own, which has the new thresholds
         for name, threshold in usual.items():
             collection = client.get_collection(name, embedding_function=None)
-            vector: Any = [1.0] + [0.0] * (collection._model.dimension - 1)
+            vector: Any = [1.0] + [0.0] * ((collection._model.dimension or 1) - 1)
             collection.upsert(_PASSING, [vector] * _AT_ONCE)
             collection.delete(_PASSING)
             collection.modify(configuration={"hnsw": {"sync_threshold": threshold}})

@@ -21,11 +21,11 @@ from langchain_core.utils.function_calling import convert_to_json_schema
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, model_validator
 
 from ctx_compress_rag.adaptation import AdaptiveDecoder, serving
-from ctx_compress_rag.adaptation.llm import DecoderLLM
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.decoding.decoder import BATCH_SIZE, Generation, Sampling
 from ctx_compress_rag.decoding.generation import OPTIONS, given_options
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.serving.llm import DecoderLLM
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import OnUnreadable, check_scope, current_scope
 from langchain_ctx_compress.messages import parsed, to_chat

@@ -15,7 +15,7 @@ from ctx_compress_rag.adaptation.methods import PredictorConfig
 from ctx_compress_rag.adaptation.objectives.update_predictor import MatchingObjective, SolvedMatchingObjective
 from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.solved import load_solved, solve
-from ctx_compress_rag.adaptation.stages import _passes
+from ctx_compress_rag.adaptation.stages import passes
 from ctx_compress_rag.adaptation.updates import sgd
 from ctx_compress_rag.errors import ConfigError
 from helpers.adaptation import random_adapter
@@ -97,7 +97,7 @@ def test_contexts_solved_otherwise_are_refused(decoder: AdaptiveDecoder, base: A
 
 
 def test_every_context_is_met_equally_often() -> None:
-    numbers = _passes(5, 13, seed=0)
+    numbers = passes(5, 13, seed=0)
     assert [sorted(numbers[i : i + 5]) for i in (0, 5)] == [list(range(5))] * 2
     assert numbers[:5] != numbers[5:10] and len(set(numbers[10:])) == 3
-    assert _passes(5, 13, seed=0) == numbers != _passes(5, 13, seed=1)
+    assert passes(5, 13, seed=0) == numbers != passes(5, 13, seed=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,11 @@ from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.metrics import Interval, exact_match, token_f1
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.training import loop
 from ctx_compress_rag.training.recipes import find, load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.adaptation import DEMONSTRATIONS, merged_copy, plain_copy, random_adapter
 from helpers.cli import save_bundle
+from helpers.training import killed
 
 
 @pytest.fixture(scope="module")
@@ -181,30 +182,15 @@ def _losses(folder: Path) -> list[float]:
     return [row["loss"] for row in json.loads((folder / "loss.json").read_text())]
 
 
-def test_a_stage_resumes_on_the_same_loss_curve(
-    tmp_path: Path, bundle_folder: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import TrainerCallback
-
+def test_a_stage_resumes_on_the_same_loss_curve(tmp_path: Path, bundle_folder: Path, trained: Path) -> None:
     files = {name: _recipes(tmp_path / name, bundle_folder, steps=4) for name in ("whole", "cut")}
     for each in files.values():
         settings = yaml.safe_load(each["k2"].read_text()) | {"base": str(trained / "out" / "base")}
         each["k2"].write_text(yaml.safe_dump(settings))
     run_recipe(files["whole"]["k2"])
 
-    class Killed(RuntimeError):
-        pass
-
-    class Kill(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 3:
-                raise Killed
-
-    real = loop._Trainer
-    monkeypatch.setattr(loop, "_Trainer", lambda **given: real(**given | {"callbacks": [Kill()]}))
-    with pytest.raises(Killed):
+    with killed(after=3):
         run_recipe(files["cut"]["k2"])
-    monkeypatch.undo()
     run_recipe(files["cut"]["k2"])
     report = json.loads((tmp_path / "cut" / "out" / "k2" / "training_report.json").read_text())
     assert report["resumed"] is True
@@ -314,8 +300,10 @@ def test_the_command_trains_scores_and_goes_on(
     record = json.loads((tmp_path / "scores" / "scores.json").read_text())
     systems = [score["system"] for score in record["scores"]]
     assert systems == [
-        "decoder alone", "decoder alone, few-shot", "base adapter", "base adapter, few-shot", "prompt tuning",
-        "HyperTuning", "TT-SGD, K=1", "TT-SGD, K=2", "RAG-GD, K=1", "RAG-GD, K=2",
+        "query only", "decoder alone", "decoder alone, few-shot", "base adapter", "base adapter, few-shot",
+        "prompt tuning", "HyperTuning", "TT-SGD, K=1", "TT-SGD, K=2", "RAG-GD, K=1", "RAG-GD, K=2",
+        "TT-SGD, K=1, tuned", "TT-SGD, K=2, tuned", "mean of the predicted updates, K=2",
+        "predicted from another task, K=2", "copied ending",
     ]  # fmt: skip
     lines = [line for line in out.splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[0].removeprefix("| ") for line in lines[1:]] == systems
@@ -345,9 +333,32 @@ def test_the_command_trains_scores_and_goes_on(
         assert score["f1"]["low"] <= score["f1"]["value"] <= score["f1"]["high"]
         assert set(score["by_task"]) == {e.task for e in episodes}
 
+    # Controls: no passages; the mean update; another task's demonstrations; the demonstrations' ending.
+    kept = {name: json.loads((tmp_path / "scores" / "answers" / f"{name}.json").read_text())["answers"] for name in (
+        "query_only", "decoder_alone", "copied_ending", "predicted_from_another_task_K=2",
+        "mean_of_the_predicted_updates_K=2",
+    )}  # fmt: skip
+    each = [update.adapt(decoder, episode.support).adapter for episode in episodes]
+    changes = {n: sum(a.b[n] @ a.a[n] for a in each) / 6 for n in base.a}  # of weights, the base's among them
+    mean = update.mean_over(decoder, [episode.support for episode in episodes]).base
+    for name, change in changes.items():
+        torch.testing.assert_close(mean.b[name] @ mean.a[name], change, atol=1e-5, rtol=1e-4)
+    for number, episode in enumerate(episodes):
+        ending = " ".join(episode.query.answer.split()[-3:])
+        assert kept["copied_ending"][number] == f"{kept['decoder_alone'][number]} {ending}"
+        bare = replace(episode.query, passages=())
+        given = decoder.generate([bare.chat()], Sampling(max_new_tokens=4))[0].text.strip()
+        assert kept["query_only"][number] == given
+        others = [e for e in episodes[number + 1 :] + episodes[:number] if e.task != episode.task]
+        adapted = decoder.adapt(others[0].support, update)
+        given = adapted.generate([episode.query.chat()], Sampling(max_new_tokens=4))[0].text.strip()
+        assert kept["predicted_from_another_task_K=2"][number] == given
+
     # What is there is not made again; what was made otherwise is refused.
     monkeypatch.setattr("ctx_compress_rag.training.run.run_recipe", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr("ctx_compress_rag.adaptation.evaluation._answers", lambda *_: pytest.fail("answered again"))
+    monkeypatch.setattr(
+        "ctx_compress_rag.adaptation.evaluation.generate_together", lambda *_: pytest.fail("answered again")
+    )
     scores = evaluate(tmp_path / "recipes", tmp_path / "scores", questions=6, timed=1, max_new_tokens=4, progress=False)
     assert table(scores).splitlines()[3].split(" | ")[1] == lines[2].split(" | ")[1]
     files["k1"].write_text(files["k1"].read_text().replace("code: 4", "code: 5"))
@@ -414,7 +425,10 @@ def test_the_command_reads_files_and_slots(tmp_path: Path, bundle_folder: Path) 
         max_new_tokens=3,
         progress=False,
     )
-    assert [s.system for s in scores][-2:] == ["TT-SGD, K=1", "RAG-GD, K=1"]
+    assert [s.system for s in scores][-4:] == [
+        "TT-SGD, K=1", "RAG-GD, K=1", "TT-SGD, K=1, tuned", "mean of the predicted updates, K=1",
+    ]  # fmt: skip
     assert all(set(s.by_task) == {"two"} for s in scores)
     kept = json.loads((tmp_path / "scores" / "scores.json").read_text())
+    assert kept["questions"] == 3
     assert kept["data"] == ["two.jsonl"]

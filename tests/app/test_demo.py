@@ -11,10 +11,13 @@ import chromadb
 import pytest
 
 from ctx_compress_rag.app.demo import DemoReport, run_demo
-from ctx_compress_rag.app.demo_corpus import demo_corpus
+from ctx_compress_rag.app.demo_corpus import invented_corpus, wikipedia_corpus
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
+from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.data.held_out import held_out
 from ctx_compress_rag.data.world import split_of
+from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.metrics import token_f1
 from helpers.cli import save_bundle
 
@@ -26,12 +29,12 @@ def bundle_folder(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest
 
 @pytest.fixture(scope="module")
 def report(bundle_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> DemoReport:
-    return run_demo(tmp_path_factory.mktemp("demo") / "chroma", str(bundle_folder), progress=False)
+    return run_demo(tmp_path_factory.mktemp("demo") / "chroma", str(bundle_folder), invented=True, progress=False)
 
 
 def test_the_corpus_is_always_the_same_and_unseen_in_training() -> None:
-    corpus = demo_corpus()
-    assert corpus == demo_corpus()
+    corpus = invented_corpus()
+    assert corpus == invented_corpus()
     assert (len(corpus.passages), len(corpus.questions)) == (40, 12)
     assert len({passage.id for passage in corpus.passages}) == 40
     names = [str(passage.metadata["source"]) for passage in corpus.passages]
@@ -41,7 +44,7 @@ def test_the_corpus_is_always_the_same_and_unseen_in_training() -> None:
 
 
 def test_the_needed_passages_hold_the_answers() -> None:
-    corpus = demo_corpus()
+    corpus = invented_corpus()
     text_of = {passage.id: passage.text for passage in corpus.passages}
     for question in corpus.questions:
         parts = question.answers[0].split(" and ")
@@ -51,6 +54,25 @@ def test_the_needed_passages_hold_the_answers() -> None:
             assert part in text_of[id]
     assert sorted(len(question.needs) for question in corpus.questions) == [1] * 8 + [2] * 4
     assert len({question.text for question in corpus.questions}) == 12
+
+
+def test_the_paragraphs_of_wikipedia_hold_the_answers_and_are_held_out_of_training() -> None:
+    corpus = wikipedia_corpus()
+    assert (len(corpus.passages), len(corpus.questions)) == (24, 12)
+    text_of = {passage.id: passage.text for passage in corpus.passages}
+    for question in corpus.questions:
+        (needed,) = question.needs
+        assert any(answer in text_of[needed] for answer in question.answers)
+        with pytest.raises(DataError, match="scored with"):
+            held_out().check([Example((text_of[needed],), (Turn(question.text, question.answers),))])
+
+
+@pytest.mark.slow
+def test_the_english_bundle_reads_wikipedia(tmp_path: Path) -> None:
+    report = run_demo(tmp_path / "chroma", progress=False)
+    full, *soft, none = report.systems
+    assert report.retrieved >= 11
+    assert full.score > soft[0].score > none.score
 
 
 def test_the_report_is_of_one_store_and_one_decoder(report: DemoReport, bundle_folder: Path) -> None:
@@ -74,7 +96,7 @@ def test_the_report_is_of_one_store_and_one_decoder(report: DemoReport, bundle_f
     # 16x: a sixteenth of the tokens of four passages, each rounded up, and what stands between them.
     sixteenth = (full.prompt_tokens - none.prompt_tokens) / 16
     assert sixteenth - 1 <= soft[2].prompt_tokens - none.prompt_tokens <= sixteenth + 8
-    assert full.stored_bytes == sum(len(passage.text.encode()) for passage in demo_corpus().passages)
+    assert full.stored_bytes == sum(len(passage.text.encode()) for passage in invented_corpus().passages)
     assert len({system.stored_bytes for system in soft}) == 1 and none.stored_bytes == 0
 
 
@@ -94,7 +116,7 @@ def test_a_second_run_compresses_nothing_and_says_so(
     monkeypatch.setattr(Bundle, "compress", lambda *args, **kwargs: pytest.fail("compressed again"))
     folder = report.picture.with_suffix("")
     capsys.readouterr()
-    assert main(["demo", "--store", str(folder)]) == 0
+    assert main(["demo", "--invented", "--store", str(folder)]) == 0
     out = capsys.readouterr().out
     assert f"all 40 passages found in {folder}: nothing compressed" in out
     assert str(report.picture.resolve()) in out

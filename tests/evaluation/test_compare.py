@@ -35,6 +35,7 @@ from ctx_compress_rag.evaluation.compare.report import orderings, read_report, t
 from ctx_compress_rag.evaluation.compare.run import Job, Plan, source_tokens
 from ctx_compress_rag.metrics import paired_difference, token_f1
 from ctx_compress_rag.training.examples import load_examples
+from helpers.training import killed
 
 STEPS = 4
 QUESTIONS = 4
@@ -282,35 +283,15 @@ def test_a_finished_entry_is_not_trained_again(
     assert "holds a comparison with steps 4, not 6" in capsys.readouterr().err
 
 
-def test_an_interrupted_entry_goes_on(
-    decoder: Path,
-    command: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_interrupted_entry_goes_on(command: list[str], tmp_path: Path) -> None:
     """Cut off in the second stage: the first is kept, the second resumes, and the bundle is the uninterrupted one's."""
-    from transformers import TrainerCallback
-
-    from ctx_compress_rag.training import loop
-
-    class Killed(RuntimeError):
-        pass
-
-    class Kill(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if "/2/" in args.output_dir and state.global_step == 2:
-                raise Killed
 
     def run(folder: Path) -> int:
         return main([*command, "--output", str(folder), "--entries", "pooled", "--budget", "6"])
 
     assert run(tmp_path / "whole") == 0
-    with monkeypatch.context() as patched:
-        real = loop._OnStep
-        patched.setattr(loop, "_OnStep", lambda hook: type("Both", (Kill, real), {})(hook))
-        with pytest.raises(Killed):
-            run(tmp_path / "cut")
+    with killed(after=1, within="/2/"):
+        run(tmp_path / "cut")
     first = tmp_path / "cut" / "entries" / "pooled" / "1" / "training_report.json"
     before = first.stat().st_mtime_ns
     assert not (tmp_path / "cut" / "results" / "pooled.json").exists()
@@ -455,6 +436,31 @@ def test_orderings_say_what_held(tmp_path: Path) -> None:
     fours, eights = np.mean(noise) - np.mean(low), np.mean(high) - np.mean(low)
     assert f"pooled over tokens {(fours + eights) / 2:+.3f} (" in line
     assert f"; 4x {fours:+.3f} (" in line and f", 8x {eights:+.3f} (" in line
+
+
+@pytest.mark.parametrize(
+    ("winner", "loser", "verdict"),
+    [
+        (0.02, 0.0, "not shown"),  # always a little more, where neither reads its slots
+        (0.3, 0.25, "held"),  # the loser reads its slots
+        (0.3, 0.0, "held"),  # far apart, and the winner does
+    ],
+)
+def test_an_ordering_says_nothing_of_entries_that_do_not_read(
+    tmp_path: Path, winner: float, loser: float, verdict: str
+) -> None:
+    """No context is answered 0.1 of the time, and so are questions whose slots nobody reads."""
+    rng = np.random.default_rng(0)
+    noise = (rng.random(40) * 0.2).tolist()
+    pooled, coarse = ([value + extra for value in noise] for extra in (winner, loser))
+    folder = written(tmp_path, {"pooled": {8: pooled}, "coarse": {8: coarse}})
+    file = folder / "results" / "baselines.json"
+    baselines = json.loads(file.read_text())
+    baselines["scores"][1]["f1"] = rng.permutation(noise).tolist()
+    file.write_text(json.dumps(baselines))
+    line = orderings(comparison(), read_report(comparison(), folder))[0]
+    assert line.startswith(f"- **{verdict}**")
+    assert "(+" in line  # the interval of the difference is above zero each time
 
 
 def test_a_context_off_its_ratio_is_marked(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_unanswerable_questions_are_scored_by_who_declines_them() -> None:
         key: Answers([said[i] for i in rng.integers(5, size=30)], 9.0, None)
         for key in ((FULL, None), (NONE, None), (SOFT, 4))
     }
-    for score in harness._scores(questions, answers):
+    for score in harness.scores_of(questions, answers):
         texts = answers[score.system, score.ratio].texts
         asked = [(t, q.answers) for t, q in zip(texts, questions, strict=True) if q.answers]
         rest = [t for t, q in zip(texts, questions, strict=True) if not q.answers]
@@ -100,5 +100,5 @@ def test_curves_are_of_what_is_kept_of_the_full_text() -> None:
         (SOFT, 4): Answers(["yes"] * 30 + ["no"] * 10, 9.0, None),
         (SOFT, 8): Answers(["yes"] * 10 + ["no"] * 30, 9.0, None),
     }
-    [curve] = normalised_curves(harness._scores(questions, answers))
+    [curve] = normalised_curves(harness.scores_of(questions, answers))
     assert (curve.label, list(curve.ratios), list(curve.scores)) == (SOFT, [4, 8], [0.75, 0.25])

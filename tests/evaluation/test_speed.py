@@ -33,6 +33,8 @@ def test_first_token_compares_prompts_of_the_right_lengths(tiny_bundle: Any) -> 
     # Template and question are the same in both; tokens may merge where a passage meets what is beside it.
     assert first.text_tokens - first.soft_tokens == pytest.approx(tokens - slots, abs=2 * len(passages))
     assert 0 < first.soft_tokens - slots < 40
+    assert 0 < first.read_seconds < first.soft_seconds
+    assert first.share == pytest.approx(first.soft_tokens / first.text_tokens / first.ratio)
     assert first.parameters == sum(p.numel() for p in tiny_bundle.backbone.own_state().values())
 
 

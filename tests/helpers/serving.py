@@ -1,16 +1,24 @@
-"""The real app on a real socket, in a thread of the test's process."""
+"""The real app on a real socket: in a thread of the test's process, or as the command in a process of its own."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 
+from ctx_compress_rag.stores.keys import KEY_VARIABLE
+
 WAIT = 120
+KEY = "anna-" + "x" * 20
 
 
 @contextmanager
@@ -30,3 +38,19 @@ def listening(app: Any) -> Iterator[str]:
         server.should_exit = True
         thread.join(WAIT)
         assert not thread.is_alive()
+
+
+@contextmanager
+def serving(index: Path, *options: str) -> Iterator[tuple[Any, str]]:
+    """The process of `ctx-compress serve` on an index of the bundle `tiny`, for the key `KEY`, and its address."""
+    command = [sys.executable, "-m", "ctx_compress_rag.cli", "serve", "--store", str(index), "--port", "0", *options]
+    environment = {**os.environ, "CTX_COMPRESS_API_KEYS": f"{KEY} anna", KEY_VARIABLE: "k" * 32}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.fullmatch(r"serving 'tiny' at (http://127\.0\.0\.1:\d+/v1)\n", line)
+            assert found, line
+            yield process, found[1]
+        finally:
+            process.kill()

@@ -197,10 +197,10 @@ def test_the_plan_is_in_full_precision_under_autocast(make: Callable[..., Bundle
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         anchors = compressor.anchors(compressor.hidden_states(ids))
         assert anchors.dtype == torch.bfloat16  # so there is something to guard against
-        plan = compressor._transport(anchors, mask, 4).plan
+        plan = compressor.transmission(ids[0].tolist(), 4).plan
         assert compressor.encode(ids, mask, [4])[4].slots.dtype == torch.float32
     assert plan.dtype == torch.float32
-    torch.testing.assert_close(plan[0].sum(0), torch.full((4,), 0.25), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(plan[:, :4].sum(0), torch.full((4,), 0.25), atol=1e-6, rtol=1e-6)
 
 
 # Weights
@@ -224,7 +224,7 @@ def test_an_untrained_plan_keeps_to_its_fields_and_has_converged() -> None:
     compressor = ComprexitCompressor(demo.backbone, ComprexitConfig())
     with torch.no_grad():
         anchors = compressor.anchors(compressor.hidden_states(ids))
-        plan = compressor._transport(anchors, torch.ones_like(ids), 4).plan
+        plan = torch.stack([compressor.transmission(row, 4).plan for row in ids.tolist()])
         sent = compressor.allocation.capacity(anchors).squeeze(-1).softmax(-1)
     own = torch.block_diag(*[torch.ones(4, 1)] * 32)
     assert 0.45 < float((plan * own).sum((1, 2)).mean()) < 0.75

@@ -108,6 +108,13 @@ class Tower(BaseModel):
     material: Literal["stone", "wood"]
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
 def json_format(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
 
@@ -302,6 +309,8 @@ def test_nobody_gets_in_without_a_key(url: str, header: str | None) -> None:
         ({"response_format": {"type": "xml"}}, 400, "response_format"),
         ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
         ({"response_format": json_format({"type": "nothing"})}, 400, "json_schema"),
+        ({"response_format": json_format({"enum": ["x" * 99] * 700})}, 400, "65536 are allowed"),
+        ({"response_format": json_format(nested(400))}, 400, "recursion"),
         ({"response_format": json_format({"$ref": "http://somewhere/else"})}, 400, "json_schema"),
         ({"best": 1}, 400, "best is not supported here"),
         ({"model": "gpt-4o"}, 404, "no model 'gpt-4o'"),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import chromadb
+import numpy as np
 import pytest
 
 from ctx_compress_rag.errors import ConfigError, RatioError, StoreError
@@ -126,3 +130,32 @@ def test_a_passage_of_megabytes_is_refused_before_work(store: SoftContextStore, 
 def test_a_key_that_is_no_bytes_is_refused(tmp_path: Path, bundle: WordBundle, key: Any) -> None:
     with pytest.raises(ConfigError, match=f"a marker key is bytes, got {type(key).__name__}"):
         SoftContextStore(tmp_path, bundle, key=key)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lock_timeout": "soon"},
+        {"lock_timeout": -1},
+        {"lock_timeout": math.nan},
+        {"skimmed_slots": -1},
+        {"collection": None},
+        {"collection": 5},
+        {"collection": ""},
+    ],
+)
+def test_an_impossible_option_is_refused_by_name_before_a_folder_is_made(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))}="):
+        SoftContextStore(tmp_path / "new", WordBundle(), **wrong)
+    assert not (tmp_path / "new").exists()
+
+
+def test_numbers_of_numpy_and_as_text_are_options(tmp_path: Path) -> None:
+    with SoftContextStore(tmp_path, WordBundle(), lock_timeout="8", skimmed_slots=np.int64(4)) as store:  # type: ignore[arg-type]
+        assert add(store, 1).added == 1
+
+
+def test_a_store_cannot_be_pickled_and_deep_copies_share_it(store: SoftContextStore) -> None:
+    with pytest.raises(ConfigError, match="SoftContextStore belongs to this process: open it"):
+        pickle.dumps([store])
+    assert copy.deepcopy({"store": store})["store"] is store

@@ -14,8 +14,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctx_compress_rag import bundle as bundle_module
-from ctx_compress_rag.app import passage_index
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import world_examples, write_jsonl
@@ -239,15 +237,6 @@ def test_a_bundle_in_eight_bits_is_smaller_and_itself_again(make_tiny_bundle: An
     with torch.no_grad(), again.text_decoder() as decoder:
         torch.testing.assert_close(model(ids).logits, decoder(ids).logits, atol=1e-4, rtol=1e-4)
     assert Bundle.from_pretrained(tmp_path / "int8").fingerprint == again.fingerprint
-
-
-def test_the_english_bundle_is_the_default_where_it_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Path(bundle_module.__file__).parent / "bundles" / "english"
-    assert ("english" in bundle_module.SHIPPED) == folder.is_dir()
-    monkeypatch.setitem(bundle_module.SHIPPED, "english", Path("there"))
-    assert passage_index.default_bundle() == "english"
-    monkeypatch.delitem(bundle_module.SHIPPED, "english")
-    assert passage_index.default_bundle() == "demo"
 
 
 def test_minilm_becomes_a_causal_decoder_that_reads_embeddings() -> None:

@@ -21,6 +21,7 @@ from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
 from helpers import architectures
+from helpers.training import killed
 
 NO_SLOTS = torch.zeros(1, 1, dtype=torch.bool)
 EXAMPLES = [
@@ -368,12 +369,10 @@ def _losses(folder: Path) -> list[float]:
     return [row["loss"] for row in json.loads((folder / "loss.json").read_text())]
 
 
-def test_a_recipe_resumes_on_the_same_loss_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_resumes_on_the_same_loss_curve(tmp_path: Path) -> None:
     """Both stages run from recipe to bundle; one cut off after step 3 ends like one that was not."""
-    from transformers import TrainerCallback
 
     from ctx_compress_rag.bundle import Bundle
-    from ctx_compress_rag.training import loop
 
     whole_teacher, whole_student = _tiny_recipes(tmp_path / "whole", steps=6)
     run_recipe(whole_teacher)
@@ -381,23 +380,12 @@ def test_a_recipe_resumes_on_the_same_loss_curve(tmp_path: Path, monkeypatch: py
     whole = _losses(tmp_path / "whole" / "student")
     assert len(whole) == 6 and all(math.isfinite(x) for x in whole)
 
-    class Killed(RuntimeError):
-        pass
-
-    class Kill(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 3:
-                raise Killed
-
     _, student = _tiny_recipes(tmp_path / "cut", steps=6)
     student.write_text(
         student.read_text().replace(str(tmp_path / "cut" / "teacher"), str(tmp_path / "whole" / "teacher"))
     )
-    real = loop._OnStep
-    monkeypatch.setattr(loop, "_OnStep", lambda hook: type("Both", (Kill, real), {})(hook))
-    with pytest.raises(Killed):
+    with killed(after=3):
         run_recipe(student)
-    monkeypatch.undo()
     run_recipe(student)
     report = json.loads((tmp_path / "cut" / "student" / "training_report.json").read_text())
     assert report["resumed"] is True

@@ -14,6 +14,7 @@ import torch
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import world_examples
+from ctx_compress_rag.decoding.change import opened
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import ConfigError, ServerError
@@ -69,11 +70,9 @@ def tie(decoder: TransformersDecoder, prompt: Any, one: str, other: str) -> floa
     same = next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
     )
-    [pieces] = decoder.pieces([prompt])
-    batch = splice(backbone.embeddings, [[*pieces, torch.tensor(first[:same], dtype=torch.long)]])
-    soft = any(piece.is_floating_point() for piece in pieces)
-    reading = decoder.bundle.soft_decoder(batch.slot_mask) if soft else decoder.bundle.text_decoder()
-    with torch.no_grad(), reading as model:
+    [asked] = decoder.prepare([prompt])
+    batch = splice(backbone.embeddings, [asked.then(torch.tensor(first[:same], dtype=torch.long))])
+    with torch.no_grad(), opened(decoder.bundle, asked.soft, batch.slot_mask) as model:
         top = model(**batch.model_inputs()).logits[0, -1].topk(2).values
     return float(top[0] - top[1])
 
@@ -98,6 +97,17 @@ def test_chats_raw_prompts_and_streams(
     assert expected[0].slots and "Reedwen" in expected[0].text
 
 
+def test_prompts_with_and_without_slots_at_a_time(
+    there: ServerDecoder, here: TransformersDecoder, soft: list[dict[str, str]]
+) -> None:
+    """The server reads them with an adapter and without one, in the same batches."""
+    plain = [{"role": "user", "content": QUESTION}]
+    expected = here.generate([soft, plain], TOKENS)
+    assert [there.generate([prompt], TOKENS)[0] for prompt in (soft, plain)] == expected
+    for _ in range(4):
+        assert there.generate([soft, plain] * 6, TOKENS) == expected * 6
+
+
 def test_stops_lengths_and_counts(there: ServerDecoder, here: TransformersDecoder, soft: list[dict[str, str]]) -> None:
     whole = there.generate([soft], TOKENS)[0]
     cut = there.generate([soft], Sampling(16, stop=("Reedwen",)))[0]
@@ -106,14 +116,14 @@ def test_stops_lengths_and_counts(there: ServerDecoder, here: TransformersDecode
     one = there.generate([soft], Sampling(1))[0]
     assert (one.completion_tokens, one.finish_reason) == (1, "length")
     assert (one.prompt_tokens, one.slots) == (whole.prompt_tokens, whole.slots)
-    [pieces] = here.pieces([soft])
-    assert one.prompt_tokens == sum(map(len, pieces))
+    [asked] = here.prepare([soft])
+    assert one.prompt_tokens == asked.length
 
 
 def test_sampling(there: ServerDecoder, soft: list[dict[str, str]]) -> None:
     greedy = there.generate([soft], TOKENS)[0].text
     assert there.generate([soft], Sampling(16, temperature=2.0, top_k=1))[0].text == greedy
-    hot = [there.generate([soft], Sampling(16, temperature=4.0, seed=seed))[0].text for seed in (1, 1, 2, 3)]
+    hot = [there.generate([soft], Sampling(16, temperature=2.0, seed=seed))[0].text for seed in (1, 1, 2, 3, 4, 5)]
     assert hot[0] == hot[1] and len(set(hot)) > 1
 
 
@@ -126,7 +136,7 @@ async def test_many_at_once(there: ServerDecoder, here: TransformersDecoder, sof
 
 def test_a_stream_that_is_left_ends_there_too(vllm: Any, there: ServerDecoder, soft: list[dict[str, str]]) -> None:
     endless = "One two three one two three one two"
-    pieces = there.stream(endless, Sampling(1500, temperature=3.0, seed=0))
+    pieces = there.stream(endless, Sampling(1500, temperature=2.0, seed=0))
     next(pieces)
     pieces.close()  # type: ignore[attr-defined]
     until = time.monotonic() + 30
@@ -147,7 +157,7 @@ def test_what_is_refused(vllm: Any, store: SoftContextStore, there: ServerDecode
         spoiled.backbone.embeddings.weight.mul_(float("inf"))
     hurt = ServerDecoder(spoiled, store, **vllm.fields)
     with pytest.raises(ServerError, match="NaN or infinity"):
-        hurt.generate([mark(store, [PASSAGE], ratio=4)[0]], TOKENS)
+        hurt.generate([f"{mark(store, [PASSAGE], ratio=4)[0]} {QUESTION}"], TOKENS)
     assert there.generate([QUESTION], TOKENS)
 
 

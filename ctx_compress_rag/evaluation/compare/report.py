@@ -161,10 +161,10 @@ def _costs(row: EntryRow) -> dict[str, str]:
 def orderings(comparison: Comparison, found: Results) -> list[str]:
     """For each ordering of the papers, whether it held: the difference in F1 over the same questions."""
     rows = {row.name: row for row in found.rows}
-    return [_ordering(ordering, rows) for ordering in comparison.orderings]
+    return [_ordering(ordering, rows, found.none) for ordering in comparison.orderings]
 
 
-def _ordering(ordering: Ordering, rows: dict[str, EntryRow]) -> str:
+def _ordering(ordering: Ordering, rows: dict[str, EntryRow], none: list[float]) -> str:
     missing = [name for name in (ordering.better, ordering.worse) if name not in rows]
     if missing:
         return f"- **not measured**: {ordering.claim} ({', '.join(missing)} has no result)"
@@ -173,14 +173,27 @@ def _ordering(ordering: Ordering, rows: dict[str, EntryRow]) -> str:
     if not shared:
         return f"- **not measured**: {ordering.claim} ({ordering.better} and {ordering.worse} share no ratio)"
     each = [paired_difference(better[ratio].f1, worse[ratio].f1) for ratio in shared]
-    whole = paired_difference(
-        *(np.mean([cells[ratio].f1 for ratio in shared], axis=0).tolist() for cells in (better, worse))
-    )
-    verdict = "held" if whole.low > 0 else "reversed" if whole.high < 0 else "not shown"
+    high, low = (np.mean([cells[ratio].f1 for ratio in shared], axis=0).tolist() for cells in (better, worse))
+    whole = paired_difference(high, low)
+    verdict = "not shown"
+    if whole.low > 0 and _shown(high, low, none):
+        verdict = "held"
+    elif whole.high < 0 and _shown(low, high, none):
+        verdict = "reversed"
     by_ratio = ", ".join(f"{r}x {report.interval(d, '+')}" for r, d in zip(shared, each, strict=True))
     at, apart = (f" at {shared[0]}x", "") if len(shared) == 1 else ("", f"; {by_ratio}")
     over = f"{ordering.better} over {ordering.worse}{at} {report.interval(whole, '+')}{apart}"
     return f"- **{verdict}**: {ordering.claim}: {over}"
+
+
+def _shown(winner: list[float], loser: list[float], none: list[float]) -> bool:
+    """Whether a difference says something of the methods, not of noise about what is answered without a context.
+
+    The loser answers more than no context; or the winner does, and their own intervals are apart.
+    """
+    (won, lost) = (paired_difference(each, [0.0] * len(each)) for each in (winner, loser))
+    reads = [paired_difference(each, none).low > 0 for each in (loser, winner)]
+    return reads[0] or (reads[1] and won.low > lost.high)
 
 
 def text(comparison: Comparison, found: Results) -> str:
@@ -205,8 +218,9 @@ def text(comparison: Comparison, found: Results) -> str:
         f"{baseline}.",
         "",
         "What the papers say, and the difference in F1 over the same questions, mean of all ratios that both have "
-        "(paired bootstrap, 95 % interval). *Held*: the interval is above zero; *reversed*: below; *not shown*: it "
-        "holds zero.",
+        "(paired bootstrap, 95 % interval). *Held*: the interval is above zero; *reversed*: below. Either counts only "
+        "where the loser is above no context, or the winner is and the two scores' own intervals are apart; else it is "
+        "*not shown*.",
         "",
         *orderings(comparison, found),
     ]

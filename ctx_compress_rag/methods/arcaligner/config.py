@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from ctx_compress_rag.methods.base.config import Strict
 from ctx_compress_rag.methods.sentence_slots.config import SentenceUnits
+from ctx_compress_rag.settings import Strict
 
 
 class SelectiveLoraConfig(Strict):

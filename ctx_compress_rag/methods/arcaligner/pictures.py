@@ -8,22 +8,18 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.figures import heat_map, new_figure, width_of
 from ctx_compress_rag.flops import counting
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
 from ctx_compress_rag.methods.sentence_slots.compressor import SentenceSlotsCompressor
-from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.text.prompts import PromptBuilder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ctx_compress_rag.bundle import Bundle
 
-
-def refinement(bundle: Bundle, text: str, ratio: int) -> dict[str, Any]:
+def refinement(bundle: Any, text: str, ratio: int) -> dict[str, Any]:
     """How many loops ArcAligner's gates give each slot at each layer (its paper's figures 5 and 8 to 10).
 
     A slot is refined by what it sees, which is what stands before it in the prompt: the beginning of the first
@@ -43,19 +39,21 @@ def refinement(bundle: Bundle, text: str, ratio: int) -> dict[str, Any]:
     [soft] = bundle.compress([text], ratio)
     template = bundle.config.asked_by
     before, _ = builder.question(template, builder.HOLE, "").ids
-    batch = splice(bundle.backbone.embeddings, [Prompt.of(before, bundle.embed(soft))])
-    once = {"use_cache": False, "logits_to_keep": 1}
+    slots = bundle.embed(soft)
+    prompt = torch.cat([bundle.backbone.embeddings(before.to(slots.device)), slots])[None]
+    is_slot = torch.arange(prompt.shape[1], device=slots.device)[None] >= len(before)
+    inputs = {"inputs_embeds": prompt, "use_cache": False, "logits_to_keep": 1}
     with torch.no_grad(), reader.record_loops() as record:
-        with bundle.soft_decoder(batch.slot_mask) as model, counting() as refined:
-            model(**batch.model_inputs(), **once)
+        with bundle.soft_decoder(is_slot) as model, counting() as refined:
+            model(**inputs)
         with bundle.backbone.use(None) as frozen, counting() as plain:
-            frozen(**batch.model_inputs(), **once)
+            frozen(**inputs)
     layers = sorted(record)
-    loops = torch.stack([record[layer][batch.slot_mask.cpu()] for layer in layers], dim=1)
-    slots = [unit.text for unit in compressor.units(text, ratio, bundle.config.max_tokens)]
+    loops = torch.stack([record[layer][is_slot.cpu()] for layer in layers], dim=1)
+    texts = [unit.text for unit in compressor.units(text, ratio, bundle.config.max_tokens)]
     numbers = {
         "template": template,
-        "slots": slots,
+        "slots": texts,
         "layers": layers,
         "most_loops": reader.config.loops,
         "mean_loops": loops.float().mean(0).tolist(),
@@ -63,7 +61,7 @@ def refinement(bundle: Bundle, text: str, ratio: int) -> dict[str, Any]:
         "flops": refined.get_total_flops(),
         "flops_of_the_frozen_decoder": plain.get_total_flops(),
     }
-    return {"loops.json": numbers, "loops.png": _loops_figure(loops, layers, slots)}
+    return {"loops.json": numbers, "loops.png": _loops_figure(loops, layers, texts)}
 
 
 def _loops_figure(loops: Tensor, layers: Sequence[int], slots: Sequence[str]) -> Figure:

@@ -14,10 +14,8 @@ from ctx_compress_rag.text.tokenising import text_ids
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ctx_compress_rag.bundle import Bundle
 
-
-def transmission(bundle: Bundle, text: str, ratio: int) -> dict[str, Any]:
+def transmission(bundle: Any, text: str, ratio: int) -> dict[str, Any]:
     """ComprExIT's gates over layers and its transmission plan (its paper's figures 5 and 7b).
 
     Returns: `transmission.json`, `plan.png`, and `gates.png` unless the bundle reads the last layer alone.

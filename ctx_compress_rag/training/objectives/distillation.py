@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ class DistillationLoss(WholeBatchMean, SlotObjective):
         return {"loss": loss}
 
 
+@dataclass
 class DistillationCollator:
     """Examples -> the arguments of `DistillationLoss`.
 
@@ -87,14 +89,11 @@ class DistillationCollator:
         seed: of the draws.
     """
 
-    def __init__(
-        self, builder: PromptBuilder, templates: Sequence[str], max_context_tokens: int, repeat: int, seed: int
-    ) -> None:
-        self.builder = builder
-        self.templates = templates
-        self.max_context_tokens = max_context_tokens
-        self.repeat = repeat
-        self.seed = seed
+    builder: PromptBuilder
+    templates: Sequence[str]
+    max_context_tokens: int
+    repeat: int
+    seed: int
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         table = PassageTable()

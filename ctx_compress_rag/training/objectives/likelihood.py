@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class LikelihoodLoss(WholeBatchMean, SlotObjective):
         return {"loss": loss / tokens}
 
 
+@dataclass
 class AnswerCollator:
     """Examples -> the arguments of `LikelihoodLoss`: questions answered from slots.
 
@@ -73,23 +75,13 @@ class AnswerCollator:
         with_text: make the prompts with their passages' text, too, for self-distillation.
     """
 
-    def __init__(
-        self,
-        builder: PromptBuilder,
-        templates: Sequence[str],
-        max_context_tokens: int,
-        seed: int,
-        *,
-        with_text: bool = False,
-    ) -> None:
-        self.builder = builder
-        self.templates = templates
-        self.max_context_tokens = max_context_tokens
-        self.seed = seed
-        self.with_text = with_text
+    builder: PromptBuilder
+    templates: Sequence[str]
+    max_context_tokens: int
+    seed: int
+    with_text: bool = False
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
-        table = PassageTable()
         table = PassageTable()
         prompts: list[HoledPrompt] = []
         text_prompts: list[Prompt] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR
 from ctx_compress_rag.training.objectives.base import PassageTable, PromptBatch
 
 
+@dataclass
 class NextTokenCollator:
     """Examples -> the arguments of `LikelihoodLoss`: text that continues after its compressed beginning.
 
@@ -29,10 +31,9 @@ class NextTokenCollator:
         continuation_tokens: longest continuation.
     """
 
-    def __init__(self, tokenizer: Any, context_tokens: int, continuation_tokens: int) -> None:
-        self.tokenizer = tokenizer
-        self.context_tokens = context_tokens
-        self.continuation_tokens = continuation_tokens
+    tokenizer: Any
+    context_tokens: int
+    continuation_tokens: int
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         bos = self.tokenizer.bos_token_id

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -96,6 +97,7 @@ def _balanced(kinds: Tensor) -> Tensor:
     return (1.0 / (counts[kinds] * (counts > 0).sum())).float()
 
 
+@dataclass
 class PackedSlotData(Dataset[PackedSlots]):
     """The batches of a training, each made when it is asked for; the same number gives the same batch.
 
@@ -106,13 +108,10 @@ class PackedSlotData(Dataset[PackedSlots]):
         recipe: ratios by step, share of repeated passages, rows and length.
     """
 
-    def __init__(
-        self, builder: PromptBuilder, examples: Sequence[Example], texts: Sequence[str], recipe: RepeatAndAnswerRecipe
-    ) -> None:
-        self.builder = builder
-        self.examples = examples
-        self.texts = texts
-        self.recipe = recipe
+    builder: PromptBuilder
+    examples: Sequence[Example]
+    texts: Sequence[str]
+    recipe: RepeatAndAnswerRecipe
 
     def __len__(self) -> int:
         return self.recipe.optim.steps * self.recipe.optim.batch_size

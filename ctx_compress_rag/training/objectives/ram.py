@@ -127,6 +127,7 @@ class RamLoss(WholeBatchMean, SlotObjective):
         return torch.stack([F.cross_entropy(*answer) for answer in answers]).sum()
 
 
+@dataclass
 class RamCollator:
     """Examples -> the arguments of `RamLoss`: each question a prompt of its own, for its context depends on it.
 
@@ -143,14 +144,11 @@ class RamCollator:
         seed: of the draws.
     """
 
-    def __init__(
-        self, builder: PromptBuilder, segment_tokens: int, templates: Sequence[str], max_context_tokens: int, seed: int
-    ) -> None:
-        self.builder = builder
-        self.segment_tokens = segment_tokens
-        self.templates = templates
-        self.max_context_tokens = max_context_tokens
-        self.seed = seed
+    builder: PromptBuilder
+    segment_tokens: int
+    templates: Sequence[str]
+    max_context_tokens: int
+    seed: int
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         passages: dict[str, Segments] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,25 +97,18 @@ class AnswerLoss(WholeBatchMean, nn.Module):
         return (losses * self._weights(attention_mask, answers).flatten()).sum()
 
 
+@dataclass
 class TextCollator:
     """Examples -> a right-padded batch of full-text prompts, each with a template drawn for it.
 
     With `pointing` the batch says what tokens should attend to; passages must then fit uncut.
     """
 
-    def __init__(
-        self,
-        builder: PromptBuilder,
-        templates: Sequence[str],
-        max_context_tokens: int,
-        seed: int,
-        pointing: bool = False,
-    ) -> None:
-        self.builder = builder
-        self.templates = templates
-        self.max_context_tokens = max_context_tokens
-        self.seed = seed
-        self.pointing = pointing
+    builder: PromptBuilder
+    templates: Sequence[str]
+    max_context_tokens: int
+    seed: int
+    pointing: bool = False
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         prompts = []

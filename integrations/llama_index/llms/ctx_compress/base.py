@@ -29,12 +29,12 @@ from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
 from llama_index.core.types import Model
 
 from ctx_compress_rag.adaptation import Adapted, AdaptiveDecoder, serving
-from ctx_compress_rag.adaptation.llm import DecoderLLM
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.decoding.decoder import BATCH_SIZE, Generation, Message, Sampling
 from ctx_compress_rag.decoding.generation import given_options
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.serving.llm import DecoderLLM
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import OnUnreadable, check_scope
 from llama_index.llms.ctx_compress.streams import in_thread

@@ -1,0 +1,185 @@
+"""Small files in the form in which the papers' data sets are published, and rows as the hub gives them."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ctx_compress_rag.cli import main
+from ctx_compress_rag.data.examples import Example, read_jsonl
+from ctx_compress_rag.data.published import SETS, convert
+from ctx_compress_rag.errors import DataError
+
+TEXT = "Brenmoor Light was built in 1874. Ada Quill drew it."
+PAGES = [
+    ["Brenmoor Light", ["Brenmoor Light was built in 1874.", " Ada Quill drew it."]],
+    ["Ada Quill", ["Born 1840."]],
+]
+FACTS = [["Brenmoor Light", 1], ["Ada Quill", 0], ["Ada Quill", 7]]
+WIKI = {"question": "Who drew it?", "answer": "Ada Quill", "context": PAGES, "supporting_facts": FACTS}
+CTXS = [{"title": "Brenmoor Light", "text": TEXT}, {"title": "Tea", "text": "A drink."}]
+JOINED = ("Brenmoor Light\n" + TEXT, "Tea\nA drink.")
+MUSIQUE = {
+    "question": "Who drew it?", "answer": "Ada Quill", "answer_aliases": ["Quill"], "answerable": True,
+    "paragraphs": [
+        {"idx": 0, "title": "Brenmoor Light", "paragraph_text": TEXT, "is_supporting": True},
+        {"idx": 1, "title": "Tea", "paragraph_text": "A drink.", "is_supporting": False},
+    ],
+}  # fmt: skip
+MRQA = {"context": TEXT, "qas": [
+    {
+        "question": "When?", "answers": ["1874", "in 1874"],
+        "detected_answers": [{"text": "1874", "char_spans": [[28, 31]]}],
+    },
+]}  # fmt: skip
+
+
+def lines(path: Path, *rows: Any) -> Path:
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wt", encoding="utf-8") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
+
+
+def squad(folder: Path) -> Path:
+    qas = [
+        {"id": "1", "question": " When was it built?", "answers": [{"text": "1874", "answer_start": 28}] * 2},
+        {"id": "2", "question": "Who paid?", "answers": [], "is_impossible": True},
+    ]
+    article = {"title": "Brenmoor", "paragraphs": [{"context": TEXT, "qas": qas}]}
+    (folder / "squad.json").write_text(json.dumps({"version": "1.1", "data": [article]}))
+    return folder / "squad.json"
+
+
+def trivia(folder: Path) -> Path:
+    (folder / "qa").mkdir()
+    (folder / "evidence" / "wikipedia").mkdir(parents=True)
+    (folder / "evidence" / "wikipedia" / "Light.txt").write_text(TEXT)
+    answer = {"Value": "Ada Quill", "Aliases": ["Quill"], "NormalizedAliases": ["quill"]}
+    pages = [{"Title": "Brenmoor Light", "Filename": "Light.txt"}, {"Title": "Gone", "Filename": "Gone.txt"}]
+    row = {"Question": "Who drew it?", "QuestionId": "q", "Answer": answer, "EntityPages": pages}
+    (folder / "qa" / "wikipedia-dev.json").write_text(json.dumps({"Data": [row]}))
+    return folder / "qa" / "wikipedia-dev.json"
+
+
+def narrative(folder: Path) -> Path:
+    (folder / "third_party" / "wikipedia").mkdir(parents=True)
+    tables = {
+        "third_party/wikipedia/summaries.csv": [
+            ["document_id", "set", "summary", "summary_tokenized"], ["d1", "test", TEXT, TEXT.lower()],
+        ],
+        "qaps.csv": [
+            ["document_id", "set", "question", "answer1", "answer2", "question_tokenized"],
+            ["d1", "test", "Who drew it?", "Ada Quill", "Ada, the keeper", "who drew it ?"],
+        ],
+    }  # fmt: skip
+    for name, rows in tables.items():
+        with (folder / name).open("w", newline="") as out:
+            csv.writer(out).writerows(rows)
+    return folder / "qaps.csv"
+
+
+def news(folder: Path) -> Path:
+    (folder / "test.src").write_text("One NEWLINE_CHAR more. ||||| Two.\n")
+    (folder / "test.tgt").write_text("\u2013 Both.\n")
+    return folder / "test.src"
+
+
+# For each set: the file, and what its first question becomes: question, answers, passages, evidence.
+WIKI_PASSAGES = ("Brenmoor Light\n" + TEXT, "Ada Quill\nBorn 1840.")
+WIKI_ROW = ("Who drew it?", ("Ada Quill",), WIKI_PASSAGES, ("Ada Quill drew it.", "Born 1840."))
+FILES: dict[str, Any] = {
+    "squad": (squad, ("When was it built?", ("1874",), (TEXT,), ("1874",))),
+    "hotpotqa": (lambda f: (f / "h.json").write_text(json.dumps([WIKI])) and f / "h.json", WIKI_ROW),
+    "2wikimultihopqa": (lambda f: (f / "2.json").write_text(json.dumps([WIKI])) and f / "2.json", WIKI_ROW),
+    "musique": (
+        lambda f: lines(f / "m.jsonl", MUSIQUE | {"answerable": False}, MUSIQUE),
+        ("Who drew it?", ("Ada Quill", "Quill"), JOINED, (TEXT,)),
+    ),
+    "nq": (
+        lambda f: (f / "nq.json").write_text(json.dumps([{"question": "When?", "answers": ["1874"], "ctxs": CTXS}]))
+        and f / "nq.json",
+        ("When?", ("1874",), JOINED, ("1874",)),
+    ),
+    "triviaqa": (trivia, ("Who drew it?", ("Ada Quill", "Quill"), JOINED[:1], ("Ada Quill", "Quill"))),
+    "popqa": (
+        lambda f: lines(f / "p.jsonl", {"question": "When?", "possible_answers": '["1874", "MD"]', "ctxs": CTXS}),
+        ("When?", ("1874", "MD"), JOINED, ("1874",)),
+    ),
+    "narrativeqa": (narrative, ("Who drew it?", ("Ada Quill", "Ada, the keeper"), (TEXT,), ("Ada Quill",))),
+    "mrqa": (
+        lambda f: lines(f / "m.jsonl.gz", {"header": {"dataset": "NewsQA"}}, MRQA),
+        ("When?", ("1874", "in 1874"), (TEXT,), ("1874",)),
+    ),
+    "multinews": (news, ("Summarize the documents.", ("Both.",), ("One \n more.", "Two."), ())),
+}  # fmt: skip
+HUB: dict[str, Any] = {
+    "squad": {"question": "When was it built?", "context": TEXT, "answers": {"text": ["1874"], "answer_start": [28]}},
+    "hotpotqa": WIKI | {
+        "context": {"title": [p[0] for p in PAGES], "sentences": [p[1] for p in PAGES]},
+        "supporting_facts": {"title": [f[0] for f in FACTS], "sent_id": [f[1] for f in FACTS]},
+    },
+    "2wikimultihopqa": WIKI | {"context": json.dumps(PAGES), "supporting_facts": json.dumps(FACTS)},
+    "triviaqa": {
+        "question": "Who drew it?", "answer": {"value": "Ada Quill", "aliases": ["Quill"]},
+        "entity_pages": {"title": ["Brenmoor Light"], "wiki_context": [JOINED[0]]},
+        "search_results": {"search_context": []},
+    },
+    "narrativeqa": {
+        "document": {"id": "d1", "summary": {"text": TEXT}}, "question": {"text": "Who drew it?"},
+        "answers": [{"text": "Ada Quill"}, {"text": "Ada, the keeper"}],
+    },
+    "mrqa": {
+        "context": TEXT, "question": "When?", "answers": ["1874", "in 1874"],
+        "detected_answers": {"text": ["1874"], "char_spans": [{"start": [28], "end": [31]}]},
+    },
+    "multinews": {"document": "One \n more. ||||| Two.", "summary": "\u2013 Both."},
+}  # fmt: skip
+
+
+def parts(example: Example) -> tuple[Any, ...]:
+    [turn] = example.turns
+    return turn.question, turn.answers, example.passages, turn.evidence
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_published_file_becomes_rows(name: str, tmp_path: Path) -> None:
+    made, expected = FILES[name]
+    assert main(["data", name, str(made(tmp_path)), "--output", str(tmp_path / "out.jsonl")]) == 0
+    assert [parts(example) for example in read_jsonl(tmp_path / "out.jsonl")] == [expected]
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_row_of_the_hub_becomes_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub cannot be asked here: `datasets` gives rows of its form."""
+    asked: list[Any] = []
+
+    def load_dataset(*names: Any, **options: Any) -> list[Any]:
+        asked.append((names, options))
+        return [HUB[name], HUB[name]]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert convert(name, None, tmp_path / "out.jsonl", split="train", limit=1) == 1
+    [row] = read_jsonl(tmp_path / "out.jsonl")
+    assert parts(row) == FILES[name][1]
+    assert asked == [(SETS[name].hub, {"split": "train", "streaming": True})]
+
+
+def test_what_cannot_be_converted_is_said(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(DataError, match="no data set 'squid': choose from squad, "):
+        convert("squid", None, out)
+    with pytest.raises(DataError, match=r"no data file at .*gone\.json"):
+        convert("hotpotqa", tmp_path / "gone.json", out)
+    with pytest.raises(DataError, match="not in the form of musique .*paragraphs"):
+        convert("musique", lines(tmp_path / "other.jsonl", {"question": "?"}), out)
+    assert not list(tmp_path.glob("out*"))
+    with pytest.raises(DataError, match="no passages: retrieve some first"):
+        convert("nq", lines(tmp_path / "nq.jsonl", {"question": "When?", "answer": ["1874"]}), out)

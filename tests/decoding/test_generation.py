@@ -1,0 +1,177 @@
+"""Where texts end, and how tokens are drawn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.generation import TextWatch, choosers, end_ids
+from ctx_compress_rag.errors import (
+    ConfigError,
+)
+from helpers.decoding import QUESTION
+
+# Where texts end
+
+
+def test_stop_strings_end_the_text_before_them(decoder: TransformersDecoder, prompts: list[Any]) -> None:
+    free = decoder.generate(prompts[:3], Sampling(max_new_tokens=24))
+    for prompt, answer in zip(prompts, free, strict=False):
+        middle = len(answer.text) // 2
+        stop = answer.text[middle : middle + 5]
+        sampling = Sampling(max_new_tokens=24, stop=("never appears", stop))
+        [cut] = decoder.generate([prompt], sampling)
+        assert cut.text == answer.text.split(stop)[0]
+        assert cut.finish_reason == "stop"
+        assert cut.completion_tokens < answer.completion_tokens
+        *pieces, last = decoder.stream(prompt, sampling)
+        assert last == cut and "".join(str(piece) for piece in pieces) == cut.text
+
+
+def test_one_rows_stop_string_leaves_the_others_alone(decoder: TransformersDecoder, prompts: list[Any]) -> None:
+    one, other = decoder.generate([prompts[1], prompts[4]], Sampling(max_new_tokens=12))
+    stop = one.text[3:8]
+    assert stop not in other.text
+    cut, same = decoder.generate([prompts[1], prompts[4]], Sampling(max_new_tokens=12, stop=(stop,)))
+    assert (cut.text, same) == (one.text.split(stop)[0], other)
+
+
+def test_end_tokens_and_budgets(decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = decoder.bundle.tokenizer
+    [free] = decoder.generate([QUESTION], Sampling(max_new_tokens=8))
+    assert (free.completion_tokens, free.finish_reason) == (8, "length")
+    ids = tokenizer(QUESTION)["input_ids"]
+    out = decoder.bundle.backbone.model.generate(
+        input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)).long(), max_new_tokens=8, do_sample=False
+    )[0, len(ids) :].tolist()
+    # The model's own list of end tokens counts, as Llama 3 has several.
+    fifth = out.index(out[4])
+    monkeypatch.setattr(decoder.bundle.backbone.model.generation_config, "eos_token_id", [out[4]])
+    [ended] = decoder.generate([QUESTION], Sampling(max_new_tokens=8))
+    assert (ended.completion_tokens, ended.finish_reason) == (fifth + 1, "stop")
+    assert ended.text == tokenizer.decode(out[:fifth])
+
+
+def test_a_special_token_can_be_a_stop_string(decoder: TransformersDecoder) -> None:
+    tokenizer = decoder.bundle.tokenizer
+    special = tokenizer.convert_tokens_to_ids("<|user|>")
+    assert special in end_ids(tokenizer, None, ["<|user|>"])
+    assert special not in end_ids(tokenizer, None, ["user"])
+
+
+texts = st.text(alphabet="ab é🙂\n", max_size=20)
+
+
+@given(text=texts, stop=st.lists(st.text(alphabet="ab é🙂\n", min_size=1, max_size=4), max_size=3), end=st.booleans())
+@settings(deadline=None, max_examples=200)
+def test_what_is_streamed_is_never_taken_back(tiny_tokenizer: Any, text: str, stop: list[str], end: bool) -> None:
+    """Byte by byte, against str.find on the whole text."""
+    ids = [tiny_tokenizer.convert_tokens_to_ids(t) for t in byte_tokens(text)]
+    if end or not ids:
+        ids.append(tiny_tokenizer.eos_token_id)
+    sent: list[str] = []
+    watch = TextWatch(tiny_tokenizer, stop, {tiny_tokenizer.eos_token_id}, [len(ids)], sent.append)
+    for n in range(1, len(ids) + 1):
+        if bool(watch(torch.tensor([ids[:n]]), None)[0]):
+            break
+        assert all("\ufffd" not in piece for piece in sent)
+    assert watch.done[0] is not None
+    final, _, reason = watch.done[0]
+    ends = [text.find(s) for s in stop if s in text]
+    assert "".join(sent) == final
+    if not ends:
+        assert (final, reason) == (text, "stop" if ids[-1] == tiny_tokenizer.eos_token_id else "length")
+    else:
+        # It ends at the first stop string to be complete; of several complete ones, at the leftmost.
+        first = min(text.find(s) + len(s) for s in stop if s in text)
+        assert final == text[: min(text[:first].find(s) for s in stop if s in text[:first])]
+        assert reason == "stop"
+
+
+def byte_tokens(text: str) -> list[str]:
+    """One token per UTF-8 byte, in the byte-level alphabet."""
+    from tokenizers import pre_tokenizers
+
+    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return [character for piece, _ in pieces for character in piece]
+
+
+# Sampling
+
+
+def test_a_seed_makes_sampling_reproducible(decoder: TransformersDecoder, prompts: list[Any]) -> None:
+    sampling = Sampling(max_new_tokens=12, temperature=2.0, top_p=0.95, top_k=50, seed=7)
+    state = torch.get_rng_state()
+    first = decoder.generate(prompts, sampling)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(12345)
+    assert decoder.generate(prompts, sampling) == first
+    assert decoder.generate(prompts[::-1], sampling)[::-1] == first  # whatever the batch
+    *_, streamed = decoder.stream(prompts[2], sampling)
+    assert streamed == first[2]
+    others = [decoder.generate([QUESTION], Sampling(12, 2.0, seed=seed))[0].text for seed in (1, 2, None, None)]
+    assert len(set(others)) == 4
+    assert (
+        decoder.generate([QUESTION], Sampling(12, 1e-4, seed=1))[0].text
+        == decoder.generate([QUESTION], Sampling(12))[0].text
+    )
+
+
+def test_samples_follow_the_distribution() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0]])
+    draws = 1500
+
+    def frequencies(sampling: Sampling) -> torch.Tensor:
+        processors = choosers(sampling, None, (), 1)
+        drawn = Counter(int(processors(torch.zeros(1, 0).long(), logits.clone()).argmax()) for _ in range(draws))
+        return torch.tensor([drawn[token] / draws for token in range(5)])
+
+    for sampling, expected in (
+        (Sampling(temperature=1.0, seed=0), logits[0].softmax(-1)),
+        (Sampling(temperature=2.0, seed=1), (logits[0] / 2).softmax(-1)),
+        (Sampling(temperature=1.0, top_k=2, seed=2), torch.cat([logits[0, :2].softmax(-1), torch.zeros(3)])),
+        (Sampling(temperature=1.0, top_p=0.8, seed=3), torch.cat([logits[0, :2].softmax(-1), torch.zeros(3)])),
+    ):
+        error = (frequencies(sampling) - expected).abs()
+        assert (error <= 4 * (expected * (1 - expected) / draws).sqrt()).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"temperature": -1.0}, r"temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_p": 0.0}, r"top_p=0.0"),
+        ({"top_p": 1.5}, r"top_p=1.5"),
+        ({"top_k": -1}, "top_k=-1"),
+        ({"stop": "end"}, "stop='end': give a tuple"),
+        ({"stop": ("",)}, "none of them empty"),
+        ({"stop": 5}, "stop=5"),
+        ({"stop": [5]}, "stop="),
+        ({"seed": "a"}, "seed='a'"),
+        ({"seed": 2**70}, "seed=1180591620717411303424"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"max_new_tokens": None}, "max_new_tokens=None"),
+        ({"temperature": "warm"}, "temperature='warm'"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+    ],
+)
+def test_impossible_sampling_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Sampling(**values)
+
+
+def test_numbers_may_be_written_as_people_do(decoder: TransformersDecoder) -> None:
+    written = Sampling("12", 1, 1, "5", ["END"], 3.0)  # type: ignore[arg-type]
+    plain = Sampling(12, 1.0, 1.0, 5, ("END",), 3)
+    assert written == plain and type(written.temperature) is float and hash(written) == hash(plain)
+    assert decoder.generate([QUESTION], written) == decoder.generate([QUESTION], plain)
+    assert decoder.generate([QUESTION], Sampling(4, 1, seed=2**64 - 1))
+    assert TransformersDecoder(decoder.bundle, batch_size="2").batch_size == 2  # type: ignore[arg-type]

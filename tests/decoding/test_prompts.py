@@ -1,0 +1,207 @@
+"""What prompts count for, and which are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import chromadb
+import pytest
+
+from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.errors import (
+    ConfigError,
+    FingerprintMismatchError,
+    MissingPassageError,
+    PayloadError,
+    UnreadableMarkerError,
+)
+from ctx_compress_rag.stores import SoftContextStore
+from helpers.decoding import PASSAGES, QUESTION
+
+# Counting
+
+
+def test_markers_count_as_their_slots(decoder: TransformersDecoder, store: SoftContextStore) -> None:
+    tokenizer = decoder.bundle.tokenizer
+    [soft] = store.get(["c"])
+    assert soft is not None
+    for ratio in (4, 8, 64):
+        slots = soft.merge(ratio // 4).n_slots
+        ids = decoder.token_ids(f"Context:{store.marker('c', ratio)}")
+        assert ids == tokenizer("Context:")["input_ids"] + [tokenizer.pad_token_id] * slots
+    assert decoder.count_tokens("Context: none") == len(tokenizer("Context: none")["input_ids"])
+    assert decoder.count_tokens("") == 0
+    forged = store.marker("c", 4).replace("[[ctx:", "[[ctx:a")
+    assert decoder.count_tokens(forged) == len(tokenizer(forged)["input_ids"])
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt 1 is empty"),
+        (" \n", "prompt 1 is empty"),
+        ([], "prompt 1 is empty"),
+        ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": " "}], "prompt 1 is empty"),
+        ([{"role": "user"}], "prompt 1: a message needs a role and a content"),
+        ({"role": "user", "content": "hi"}, "prompt 1: a message needs"),
+        ([{"role": "user", "content": ["hi"]}], "prompt 1: a message needs"),
+        (None, "prompt 1 is a NoneType"),
+        (5, "prompt 1 is a int"),
+    ],
+)
+def test_unusable_prompts_are_refused(decoder: TransformersDecoder, prompt: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        decoder.generate([QUESTION, prompt])
+
+
+def test_one_string_for_many_prompts_is_refused(decoder: TransformersDecoder) -> None:
+    with pytest.raises(ConfigError, match="give a list"):
+        decoder.generate(QUESTION)
+    with pytest.raises(ConfigError, match="prompts is one NoneType: give a list"):
+        decoder.generate(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a NoneType is no text"):
+        decoder.count_tokens(None)  # type: ignore[arg-type]
+
+
+def test_half_a_character_is_read_as_a_replacement(decoder: TransformersDecoder) -> None:
+    assert decoder.token_ids("bees \ud83d fly") == decoder.token_ids("bees \ufffd fly")
+    broken = [[{"role": "user", "content": "bees \udc1d?"}], "bees \udc1d?"]
+    whole = [[{"role": "user", "content": "bees \ufffd?"}], "bees \ufffd?"]
+    assert decoder.generate(broken, Sampling(4)) == decoder.generate(whole, Sampling(4))
+    assert decoder.bundle.compress(["bees \udc1d fly"])[0].n_slots > 0
+
+
+def test_a_prompt_far_beyond_the_window_is_not_even_tokenised(
+    decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError("tokenised")
+
+    monkeypatch.setattr(decoder, "_tokenizer", SimpleNamespace(as_text=never, encode=never))
+    question = "why? " * 4_000_000
+    for prompt in (question, [{"role": "system", "content": question}, {"role": "user", "content": "Well?"}]):
+        with pytest.raises(ConfigError, match=r"prompt 0 has 20\d{6} characters.*window of 1024"):
+            decoder.generate([prompt])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[-1].content }}",  # no system message, where the context is
+        "",
+        "{% for m in messages %}{{ m.role }}{% endfor %}",
+        "{% for m in messages %}{{ m.content[:5] }}{% endfor %}",
+    ],
+)
+def test_a_chat_template_that_drops_the_context_is_named(
+    store: SoftContextStore, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = TransformersDecoder(store.bundle, store)  # type: ignore[arg-type]
+    monkeypatch.setattr(decoder.bundle.tokenizer, "chat_template", template or "{#empty#}")
+    first = {"role": "user", "content": "Hello."}
+    for context in (store.marker("c", 4), "The bees are on the roof."):
+        chat = [{"role": "system", "content": context}, first, {"role": "assistant", "content": "Hi."}, first]
+        with pytest.raises(ConfigError, match="chat template leaves out or alters the user message"):
+            decoder.generate([chat])
+
+
+def test_a_system_message_that_a_template_drops_goes_before_the_first_question(
+    decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(decoder.bundle.tokenizer, "chat_template", template)
+    chat = [{"role": "system", "content": "Bees hum."}, {"role": "user", "content": "Who hums?"}]
+    [prompt] = decoder.prepare([chat])
+    assert decoder.bundle.tokenizer.decode(prompt.ids()).strip() == "Bees hum.\n\nWho hums?"
+
+
+def test_a_prompt_beyond_the_window_is_refused(decoder: TransformersDecoder, store: SoftContextStore) -> None:
+    window = decoder.bundle.backbone.model.config.max_position_embeddings
+    marker = store.marker("c", 4)
+    slots, one = decoder.count_tokens(marker), len(decoder.bundle.tokenizer(" bees")["input_ids"])
+    prompt = marker + " bees" * (window // one)
+    length = decoder.count_tokens(prompt)
+    with pytest.raises(
+        ConfigError, match=rf"prompt 0 has {length} tokens \({slots} of them slots\).*window of {window}"
+    ):
+        decoder.generate([prompt])
+    with pytest.raises(ConfigError, match=f"window of {window}"):
+        decoder.stream(prompt)  # already at the call
+    fits = marker + " bees" * ((window - slots - 3) // one)
+    room = window - decoder.count_tokens(fits)
+    [answer] = decoder.generate([fits], Sampling(max_new_tokens=room + 40))
+    assert (answer.completion_tokens, answer.finish_reason) == (room, "length")
+
+
+def test_missing_passages(bundle: Any, store: SoftContextStore, caplog: pytest.LogCaptureFixture) -> None:
+    text = "Stavely lies on the river Ash."
+    store.add([text, PASSAGES["b"]], ["d", "e"], progress=False)
+    d, e, b = store.markers(["d", "e", "b"], ratio=4)
+    prompt = f"Context: {d}\n{e}\nQuestion: {QUESTION}"
+    strict = TransformersDecoder(bundle, store)
+    lenient = TransformersDecoder(bundle, store, on_missing="text")
+    sampling = Sampling(max_new_tokens=6)
+    whole = strict.generate([prompt], sampling)
+    assert lenient.generate([prompt], sampling) == whole and not caplog.records
+
+    raw = chromadb.EphemeralClient().get_collection("decoder-ctx", embedding_function=None)
+    [record] = raw.get(ids=["d"])["metadatas"] or []
+    raw.update(ids=["d"], metadatas=[{"payload": str(record["payload"])[:-8]}])
+    with pytest.raises(PayloadError, match="'d' is damaged"):
+        strict.generate([prompt], sampling)
+    # The damaged passage's text, the other's slots; and no slots left where it was the only one.
+    mixed, plain = lenient.generate([prompt, f"{d} {QUESTION}"], sampling)
+    assert [mixed, plain] == strict.generate([prompt.replace(d, text), f"{text} {QUESTION}"], sampling)
+    assert mixed.slots == strict.count_tokens(e) and plain.slots == 0
+    assert "texts are used" in caplog.text
+
+    store.delete(["d"])
+    caplog.clear()
+    literal = TransformersDecoder(bundle).generate([f"{d} {QUESTION}"], sampling)
+    for policy in ("warn", "text"):  # a prompt whose passage is gone does not fail the others
+        others = TransformersDecoder(bundle, store, on_unreadable=policy)
+        gone, kept = others.generate([f"{d} {QUESTION}", f"{b} {QUESTION}"], sampling)
+        assert [gone] == literal and kept.slots == strict.count_tokens(b)
+        assert ("cannot be read" in caplog.text) == (policy == "warn")
+        caplog.clear()
+    for decoder in (strict, lenient):
+        with pytest.raises(MissingPassageError, match="retrieve again"):
+            decoder.generate([prompt], sampling)
+    assert strict.generate([f"{b} {QUESTION}"], sampling)
+    store.delete(["e"])
+
+
+def test_markers_of_others_stay_text(
+    decoder: TransformersDecoder, store: SoftContextStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    foreign = store.marker("a", 4, scope="someone else")
+    with pytest.raises(UnreadableMarkerError, match="not made with this key for scope 'default'"):
+        decoder.generate([f"{foreign} {QUESTION}"], Sampling(max_new_tokens=4))
+    assert not caplog.records
+    decoder = TransformersDecoder(decoder.bundle, store, on_unreadable="warn")
+    [answer] = decoder.generate([f"{foreign} {QUESTION}"], Sampling(max_new_tokens=4))
+    tokenizer = decoder.bundle.tokenizer
+    assert (answer.slots, answer.prompt_tokens) == (0, len(tokenizer(f"{foreign} {QUESTION}")["input_ids"]))
+    assert "left as literal text" in caplog.text
+    [without_store] = TransformersDecoder(decoder.bundle).generate(
+        [f"{foreign} {QUESTION}"], Sampling(max_new_tokens=4)
+    )
+    assert without_store == answer
+
+
+def test_wrong_arguments_are_refused(
+    bundle: Any, store: SoftContextStore, make_tiny_bundle: Callable[..., Any]
+) -> None:
+    with pytest.raises(ConfigError, match="on_missing='skip'"):
+        TransformersDecoder(bundle, store, on_missing="skip")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="on_unreadable='skip'"):
+        TransformersDecoder(bundle, store, on_unreadable="skip")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="batch_size=0"):
+        TransformersDecoder(bundle, store, batch_size=0)
+    with pytest.raises(FingerprintMismatchError, match=bundle.fingerprint[:12]):
+        TransformersDecoder(make_tiny_bundle(seed=9), store)
