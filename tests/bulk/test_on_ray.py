@@ -17,6 +17,7 @@ from ctx_compress_rag.bulk.on_ray import fill_on_ray, store_dataset
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import FingerprintMismatchError, WorkerError
 from ctx_compress_rag.stores import Passage, SoftContextStore
+from ctx_compress_rag.stores.keys import KEY_VARIABLE
 from helpers.cli import assert_same_contents, contents, save_bundle, write_docs
 
 ray = pytest.importorskip("ray", reason="needs the extra ray")
@@ -30,6 +31,7 @@ def bundle_folder(make_tiny_bundle: Any, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -44,7 +46,10 @@ def stored(folder: Path) -> int:
         client.close()
 
 
-def test_killed_and_run_again_it_compresses_only_what_is_missing(bundle_folder: Path, tmp_path: Path) -> None:
+def test_killed_and_run_again_it_compresses_only_what_is_missing(
+    bundle_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "one key for both folders")
     docs = write_docs(tmp_path / "docs", files=40)
     command = [sys.executable, "-m", "ctx_compress_rag.cli", "index", str(docs), "--bundle", str(bundle_folder)]
     command += ["--chunk-tokens", "48", "--store"]

@@ -53,6 +53,7 @@ def measure(count: int) -> None:
             print(f", again in {seconds(lambda: opened.add(passages, progress=False)):.2f} s", end="")
             print(f", sources {seconds(lambda: opened.sources('/docs')):.2f} s", end="")
             print(f", info {seconds(lambda: inspect_index(folder)):.2f} s", end="")
+            print(f", {(opened.store.info().disk_bytes or 0) / count:.0f} bytes a passage", end="")
             fetch(opened)
 
 

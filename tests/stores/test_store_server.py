@@ -11,7 +11,7 @@ from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, Store
 from ctx_compress_rag.stores import AddReport, SoftContextStore
 from ctx_compress_rag.stores.keys import KEY_VARIABLE
 from helpers.server import chroma_server
-from helpers.store import WordBundle, assert_same, passage
+from helpers.store import WRITE, WordBundle, assert_same, passage, start_python
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +118,30 @@ def test_a_record_that_the_server_takes_in_no_request_is_named(client: ClientAPI
     with pytest.raises(StoreError, match="'big' takes .* bytes .*smaller passages"):
         store.add(["some words", " ".join(["word"] * 4200)], ["small", "big"], progress=False)
     assert store.ids() == ["small"]
+
+
+def test_two_processes_write_and_four_read_one_server(client: ClientAPI, port: int) -> None:
+    """Readers see a passage whole or not at all, and nothing of what was written is lost."""
+    code = f"""{WRITE}
+import chromadb
+bundle, role, start = WordBundle(), sys.argv[2], int(sys.argv[3])
+store = SoftContextStore(chromadb.HttpClient("127.0.0.1", int(sys.argv[1])), bundle, collection="shared")
+if role == "write":
+    for n in range(start, start + 60, 20):
+        store.add([passage(i) for i in range(n, n + 20)], [f"p{{i}}" for i in range(n, n + 20)], progress=False)
+else:
+    seen = 0
+    while seen < 120:
+        ids = [f"p{{i}}" for i in range(120)]
+        found = [each for each in zip(ids, store.get(ids), store.get_passages(ids)) if each[1] and each[2]]
+        assert len(found) >= seen, "a passage went away"
+        seen = len(found)
+        for id, soft, kept in found:
+            assert kept.text == passage(int(id[1:])) and soft.n_tokens == 30
+"""
+    roles = [("write", 0), ("write", 60), *[("read", 0)] * 4]
+    workers = [start_python(code, port, *role, stderr=-1) for role in roles]
+    for worker in workers:
+        _, said = worker.communicate(timeout=200)
+        assert worker.returncode == 0, said
+    assert len(SoftContextStore(client, WordBundle(), collection="shared")) == 120
