@@ -96,7 +96,9 @@ def export(bundle: Bundle, folder: str | Path) -> list[str]:
             rank = max(rank, *(len(value) for key, value in state.items() if ".lora_A." in key))
         # With its default targets, prompt embeddings and LoRA together end vLLM's engine.
         command += ["--enable-lora", "--max-lora-rank", str(min(each for each in _RANKS if each >= rank))]
-        command += ["--max-loras", str(len(names.adapters)), "--lora-target-modules", *sorted(targets)]
+        # One place more than there are adapters: on a CPU vLLM takes a prompt's missing adapter, number -1, for the
+        # last place, and would read prompts without slots by it where both are in one batch.
+        command += ["--max-loras", str(len(names.adapters) + 1), "--lora-target-modules", *sorted(targets)]
         command += ["--lora-modules", *(f"{name}={folder / each}" for name, each in names.adapters.items())]
     return command
 

@@ -267,6 +267,7 @@ def test_what_is_exported_is_what_transformers_and_peft_read(talkative: Any, tmp
         ["--served-model-name", "tiny"],
         ["--enable-prompt-embeds", "--dtype", "float32", "--max-model-len", "1024"],
         ["--enable-lora", "--max-lora-rank", "16"],
+        ["--max-loras", "2"],  # one place stays free: see export
         ["--lora-modules", f"tiny-reader={reader}"],
     ):
         at = command.index(words[0])
