@@ -12,6 +12,7 @@ import pytest
 import yaml
 from chromadb.api.shared_system_client import SharedSystemClient
 
+from ctx_compress_rag.app import passage_index
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import world_examples, write_jsonl
 
@@ -48,7 +49,9 @@ def test_the_readme_is_short_and_its_make_commands_are_targets() -> None:
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in made)
 
 
-def test_own_files(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_files(workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the small bundle, on what it reads; the English one would take a minute and a half."""
+    monkeypatch.setattr(passage_index, "ENGLISH", "demo")
     docs = workplace / "my_docs"
     docs.mkdir()
     for number, passage in enumerate(world_examples("test", 0, 1)[0].passages):

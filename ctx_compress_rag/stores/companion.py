@@ -28,7 +28,7 @@ Found = dict[str, dict[str, Any]]
 
 FORMAT = 2  # 1 has records without a seal
 _FORMATS = (1, FORMAT)
-_MANY = 1000  # from here on, one look at a whole column is faster than queries by id
+_MANY = 1000  # from here on, one look at a whole column is faster than one by id
 READ_IDS = 250  # Chroma fails with tens of thousands of ids in one query
 WRITE_RECORDS = 250  # its ingestion is fastest with 100 to 250
 _WRITE_BYTES = 8 << 20  # a server refuses bodies beyond 40 MiB
@@ -161,11 +161,10 @@ class Companion:
     @_answered
     def matching(self, field: str, values: dict[str, str]) -> set[str]:
         """Those of the ids whose record has their own value in `field`; reads no payload."""
-        if len(values) > _MANY:
-            with self._looking() as collection:
-                if isinstance(collection, SqliteCollection):
-                    held = collection.column(field)
-                    return {id for id, value in values.items() if held.get(id) == value}
+        with self._looking() as collection:
+            if isinstance(collection, SqliteCollection):
+                held = collection.column(field, None if len(values) > _MANY else list(values))
+                return {id for id, value in values.items() if held.get(id) == value}
         matching: set[str] = set()
         ids = list(values)
         for start in range(0, len(ids), READ_IDS):

@@ -142,16 +142,20 @@ class SqliteCollection:
                 )
             )
 
-    def column(self, field: str) -> dict[str, Any]:
-        """One field of all records that have it, by id."""
+    def column(self, field: str, ids: Sequence[str] | None = None) -> dict[str, Any]:
+        """One field of all records that have it, or of those with these ids, by id."""
+        statement = (
+            f"select e.embedding_id, {_VALUE} from embeddings e join embedding_metadata m on m.id = e.id "
+            "where e.segment_id = ? and m.key = ?"
+        )
         with self._client._reading() as rows:
-            return dict(
-                rows(
-                    f"select e.embedding_id, {_VALUE} from embedding_metadata m join embeddings e on e.id = m.id "
-                    "where e.segment_id = ? and m.key = ?",
-                    (self._segment, field),
-                )
-            )
+            if ids is None:
+                return dict(rows(statement, (self._segment, field)))
+            found: dict[str, Any] = {}
+            for part in _parts(ids):
+                of_part = f"{statement} and e.embedding_id in ({_marks(part)})"
+                found |= dict(rows(of_part, (self._segment, field, *part)))
+            return found
 
 
 _ROWS = "select e.embedding_id, e.id from embeddings e where e.segment_id = ?"

@@ -46,7 +46,9 @@ def test_a_folder_gets_text_and_record(tmp_path: Path) -> None:
 
 def test_speed_is_a_table() -> None:
     speed = IndexingSpeed(10, 2560, 78.42, 98.21, 1.312, disk_bytes=302, payload_bytes=100)
-    first = FirstToken(0.0123, 0.0804, 0.1532, soft_tokens=83, text_tokens=1007, parameters=110_000_000)
+    first = FirstToken(
+        0.0123, 0.0804, 0.1532, soft_tokens=83, text_tokens=1007, parameters=110_000_000, read_seconds=0.001
+    )
     text = speed_table(speed, first, 16)
     for cells in (
         "10 (2,560) |",

@@ -459,7 +459,7 @@ def test_loops_cost_what_they_do() -> None:
     ids = architectures.random_ids("Llama", (20, 170))
     torch.manual_seed(0)
     readers = [make_reader(lora=None, gated_layers=[0], loops=loops) for loops in (2, 0)]
-    batch = splice(readers[0].backbone.embeddings, [[ids[0], torch.randn(10, 64), ids[1]]])
+    batch = splice(readers[0].backbone.embeddings, [Prompt.of(ids[0], torch.randn(10, 64), ids[1])])
     counted, records = [], []
     for reader in readers:
         with counting() as counter, reader.record_loops() as loops:

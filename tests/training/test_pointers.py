@@ -147,8 +147,10 @@ def test_muon_and_adamw_make_the_steps_that_each_makes_alone() -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(ours, lambda step: 0.5**step)
     for step in range(4):
         ids = torch.randint(0, 64, (2, 8))
-        for each in (model, twin):
-            each(input_ids=ids, labels=ids).loss.backward()
+        model(input_ids=ids, labels=ids).loss.backward()
+        # Muon orthogonalises in bfloat16, which turns the last bits of a gradient into large ones: both get the same.
+        for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+            two.grad = None if one.grad is None else one.grad.clone()
         for optimiser, rate in zip(theirs, (0.01, 1e-3), strict=True):
             optimiser.param_groups[0]["lr"] = rate * 0.5**step
             optimiser.step()
@@ -161,8 +163,7 @@ def test_muon_and_adamw_make_the_steps_that_each_makes_alone() -> None:
             again.load_state_dict(copy.deepcopy(ours.state_dict()))
             schedule.optimizer = ours = again
     for (name, one), two in zip(model.named_parameters(), twin.parameters(), strict=True):
-        # Muon orthogonalises in bfloat16: the last bits of a gradient show.
-        assert torch.allclose(one, two, atol=1e-4), name
+        assert torch.allclose(one, two, atol=1e-6), name
 
 
 def test_muon_leaves_frozen_weights_alone() -> None:
