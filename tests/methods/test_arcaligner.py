@@ -19,6 +19,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.flops import counting
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
+from ctx_compress_rag.prompt import Prompt
 from helpers import architectures
 from helpers.arcaligner import LORA, alone, make_reader, prompts, read
 
