@@ -24,8 +24,9 @@ INVENTED_BUNDLE = "demo"
 FULL_TEXT = "full text"
 NO_CONTEXT = "no context"
 
-_ANSWER_TOKENS = 48
-_TIMED_QUESTIONS = 5
+_ANSWER_TOKENS = 32
+_COARSEST = 32
+_TIMED_QUESTIONS = 3
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ def _compare(
         *(
             (f"soft context {ratio}x", ratio, soft_bytes, prompts_at(ratio))
             for ratio in sorted(index.bundle.config.ratios)
+            if ratio <= _COARSEST
         ),
         (NO_CONTEXT, None, 0, lambda i: question_prompt(index.store, corpus.questions[i].text, [], None)),
     ]
