@@ -173,6 +173,11 @@ def check_codec(name: str) -> str:
     return name
 
 
+def _checksum(code: int, dim: int, body: bytes) -> int:
+    """Over the body; where padding hides the width (int4), over that, too."""
+    return zlib.crc32(body, dim if code == 3 else 0)
+
+
 def encode(soft: SoftContext, codec: str = DEFAULT_CODEC) -> str:
     """A SoftContext as a base64 string.
 
@@ -187,7 +192,7 @@ def encode(soft: SoftContext, codec: str = DEFAULT_CODEC) -> str:
         raise PayloadError(f"{int((~np.isfinite(slots)).sum())} of {slots.size} slot values are NaN or infinite")
     runs = _runs(soft.token_counts.tolist())
     body = b"".join(_RUN.pack(*run) for run in runs) + packer.pack(slots)
-    header = _HEADER.pack(FORMAT, packer.code, *slots.shape, len(runs), zlib.crc32(body))
+    header = _HEADER.pack(FORMAT, packer.code, *slots.shape, len(runs), _checksum(packer.code, slots.shape[1], body))
     return base64.b64encode(header + body).decode("ascii")
 
 
@@ -210,7 +215,7 @@ def decode(payload: str) -> SoftContext:
     expected = runs_end + codec.size(n_slots, dim)
     if not n_slots * dim or len(body) != expected:
         raise PayloadError(f"the payload has {len(body)} bytes where ({n_slots}, {dim}) slots need {expected}")
-    if zlib.crc32(body) != crc:
+    if _checksum(code, dim, body) != crc:
         raise PayloadError("the payload is corrupt: its checksum does not match")
     runs = list(_RUN.iter_unpack(body[:runs_end]))
     if sum(length for _, length in runs) != n_slots:
