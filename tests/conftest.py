@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,3 +66,11 @@ def talkative(make_tiny_bundle: Callable[..., Any]) -> Any:
     from helpers.langchain import talkative_bundle
 
     return talkative_bundle(make_tiny_bundle)
+
+
+@pytest.fixture(scope="module")
+def bundle_folder(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved bundle, for what opens one by its address."""
+    from helpers.cli import save_bundle
+
+    return save_bundle(make_tiny_bundle(), tmp_path_factory.mktemp("bundle"))

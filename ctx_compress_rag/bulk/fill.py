@@ -55,10 +55,9 @@ def fill(
     No more than `LOOKED_UP` passages are held at a time. After an interruption the same call goes on with what is
     missing.
     """
-    for group, missing in lookups(target, passages):
-        unchanged = len(group) - len(missing)
-        for batch in in_batches({str(passage.id): passage for passage in missing}, LOOKED_UP):
-            made = compress({"id": list(batch), "text": [passage.text for passage in batch.values()]})
+    for unchanged, batches in lookups(target, passages):
+        for batch in batches:
+            made = compress(columns(batch))
             target.put(list(batch.values()), made)
             yield Added(len(batch), unchanged)
             unchanged = 0
@@ -66,11 +65,17 @@ def fill(
             yield Added(0, unchanged)
 
 
-def lookups(target: Target, passages: Iterable[Passage]) -> Iterator[tuple[list[Passage], list[Passage]]]:
-    """Groups of passages in order, and which of each group are missing."""
+def lookups(target: Target, passages: Iterable[Passage]) -> Iterator[tuple[int, Iterator[dict[str, Passage]]]]:
+    """Of each group of passages, in order, how many are stored, and the others by id, in batches to compress."""
     stream = iter(passages)
     while group := list(islice(stream, LOOKED_UP)):
-        yield group, target.missing(group)
+        missing = target.missing(group)
+        yield len(group) - len(missing), in_batches({str(passage.id): passage for passage in missing}, LOOKED_UP)
+
+
+def columns(batch: Mapping[str, Passage]) -> dict[str, list[str]]:
+    """A batch as `CompressPassages` takes it."""
+    return {"id": list(batch), "text": [passage.text for passage in batch.values()]}
 
 
 def total(parts: Iterable[Added]) -> Added:

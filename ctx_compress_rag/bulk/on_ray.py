@@ -9,11 +9,11 @@ from contextlib import suppress
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from ctx_compress_rag.bulk.fill import LOOKED_UP, Added, Target, lookups
+from ctx_compress_rag.bulk.fill import Added, Target, columns, lookups
 from ctx_compress_rag.bulk.worker import CompressPassages
 from ctx_compress_rag.errors import ConfigError, WorkerError
 from ctx_compress_rag.extras import needs
-from ctx_compress_rag.stores.passages import Passage, in_batches
+from ctx_compress_rag.stores.passages import Passage
 
 if TYPE_CHECKING:
     from ctx_compress_rag.stores import SoftContextStore
@@ -50,11 +50,11 @@ def fill_on_ray(target: Target, passages: Iterable[Passage], workers: int, make:
 
     def feed() -> None:
         try:
-            for group, missing in lookups(target, passages):
-                unchanged.append(len(group) - len(missing))
-                for batch in in_batches({str(passage.id): passage for passage in missing}, LOOKED_UP):
+            for stored, batches in lookups(target, passages):
+                unchanged.append(stored)
+                for batch in batches:
                     waiting.update(batch)
-                    queue.put({"id": list(batch), "text": [passage.text for passage in batch.values()]})
+                    queue.put(columns(batch))
         except BaseException as error:  # told by the thread that stores
             faults.append(error)
         finally:

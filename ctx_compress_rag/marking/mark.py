@@ -210,6 +210,14 @@ def mark(
     return _shown(store, texts, wanted, chosen, *how)
 
 
+def _excuse(error: Exception, on_unreadable: OnUnreadable, message: str, what: str) -> None:
+    """Raise the error, warn of it, or say nothing: as the caller chose."""
+    if on_unreadable == "error":
+        raise error
+    if on_unreadable == "warn":
+        logger.warning(message, what, error)
+
+
 def _is_whole(
     store: SoftContextStore, text: str, id: str, scope: str | None, on_missing: OnMissing, on_unreadable: OnUnreadable
 ) -> bool:
@@ -226,10 +234,7 @@ def _is_whole(
             store.delete([id], scope)
             store.add([Passage(text, id, stored.metadata)], progress=False, scope=scope)
     except (PayloadError, StoreWriteError) as error:
-        if on_unreadable == "error":
-            raise
-        if on_unreadable == "warn":
-            logger.warning("left as text, since what is stored of it cannot be read: passage %s (%s)", id, error)
+        _excuse(error, on_unreadable, "left as text, since what is stored of it cannot be read: passage %s (%s)", id)
         return False
     return True
 
@@ -336,10 +341,7 @@ def try_expand(
     try:
         originals = iter(store.text_of(markers))
     except (MissingPassageError, PayloadError) as error:
-        if on_unreadable == "error":
-            raise
-        if on_unreadable == "warn":
-            logger.warning("left as text, since a marker in it cannot be read: %.80r (%s)", text, error)
+        _excuse(error, on_unreadable, "left as text, since a marker in it cannot be read: %.80r (%s)", text)
         return None
     return "".join(next(originals) if isinstance(part, Marker) else part for part in parts)
 

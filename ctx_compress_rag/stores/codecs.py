@@ -39,10 +39,12 @@ _STEPS = 8
 class Codec(Protocol):
     """Packs a finite float32 matrix (S, D) into bytes and back.
 
-    `code` is what the payload's header says; it never changes once released.
+    `code` is what the payload's header says; it never changes once released. Where a codec is `padded`, matrices of
+    several widths have one size, and the checksum covers the width, too.
     """
 
     code: int
+    padded: bool
 
     def pack(self, slots: Floats) -> bytes: ...
 
@@ -57,6 +59,7 @@ class Fp16:
     """IEEE half precision: relative error 2e-4, two bytes a value."""
 
     code = 1
+    padded = False
 
     def pack(self, slots: Floats) -> bytes:
         if np.abs(slots).max() > _FP16_MAX:
@@ -81,6 +84,7 @@ class Int8:
     """
 
     code = 2
+    padded = False
 
     def pack(self, slots: Floats) -> bytes:
         scales = np.abs(slots).max(axis=0).astype(np.float64) / 127
@@ -118,6 +122,7 @@ class Int4:
     """
 
     code = 3
+    padded = True
     _group = 32
 
     def pack(self, slots: Floats) -> bytes:
@@ -173,9 +178,8 @@ def check_codec(name: str) -> str:
     return name
 
 
-def _checksum(code: int, dim: int, body: bytes) -> int:
-    """Over the body; where padding hides the width (int4), over that, too."""
-    return zlib.crc32(body, dim if code == 3 else 0)
+def _checksum(codec: Codec, dim: int, body: bytes) -> int:
+    return zlib.crc32(body, dim if codec.padded else 0)
 
 
 def encode(soft: SoftContext, codec: str = DEFAULT_CODEC) -> str:
@@ -192,7 +196,7 @@ def encode(soft: SoftContext, codec: str = DEFAULT_CODEC) -> str:
         raise PayloadError(f"{int((~np.isfinite(slots)).sum())} of {slots.size} slot values are NaN or infinite")
     runs = _runs(soft.token_counts.tolist())
     body = b"".join(_RUN.pack(*run) for run in runs) + packer.pack(slots)
-    header = _HEADER.pack(FORMAT, packer.code, *slots.shape, len(runs), _checksum(packer.code, slots.shape[1], body))
+    header = _HEADER.pack(FORMAT, packer.code, *slots.shape, len(runs), _checksum(packer, slots.shape[1], body))
     return base64.b64encode(header + body).decode("ascii")
 
 
@@ -215,7 +219,7 @@ def decode(payload: str) -> SoftContext:
     expected = runs_end + codec.size(n_slots, dim)
     if not n_slots * dim or len(body) != expected:
         raise PayloadError(f"the payload has {len(body)} bytes where ({n_slots}, {dim}) slots need {expected}")
-    if _checksum(code, dim, body) != crc:
+    if _checksum(codec, dim, body) != crc:
         raise PayloadError("the payload is corrupt: its checksum does not match")
     runs = list(_RUN.iter_unpack(body[:runs_end]))
     if sum(length for _, length in runs) != n_slots:

@@ -42,13 +42,7 @@ from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.training.recipes import find, load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.adaptation import DEMONSTRATIONS, merged_copy, plain_copy, random_adapter
-from helpers.cli import save_bundle
 from helpers.training import killed
-
-
-@pytest.fixture(scope="module")
-def bundle_folder(make_tiny_bundle: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bundle(make_tiny_bundle(), tmp_path_factory.mktemp("bundle"))
 
 
 @pytest.fixture(scope="module")

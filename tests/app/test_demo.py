@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import chromadb
 import pytest
@@ -19,12 +17,6 @@ from ctx_compress_rag.data.held_out import held_out
 from ctx_compress_rag.data.world import split_of
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.metrics import token_f1
-from helpers.cli import save_bundle
-
-
-@pytest.fixture(scope="module")
-def bundle_folder(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bundle(make_tiny_bundle(), tmp_path_factory.mktemp("bundle"))
 
 
 @pytest.fixture(scope="module")

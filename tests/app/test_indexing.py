@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from ctx_compress_rag.app.passage_index import PassageIndex, inspect_index, make
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError, DataError, FingerprintMismatchError, StoreError
 from ctx_compress_rag.text.minilm import load_minilm
-from helpers.cli import contents, paragraphs, save_bundle, write_docs, write_documents
+from helpers.cli import contents, paragraphs, write_docs, write_documents
 
 
 def texts(given: Input) -> dict[str, str]:
@@ -165,17 +164,6 @@ def compressed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Bundle, "compress", watched)
     return seen
-
-
-@pytest.fixture(scope="module")
-def bundle_folder(make_tiny_bundle: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bundle(make_tiny_bundle(), tmp_path_factory.mktemp("bundle"))
-
-
-@pytest.fixture
-def index(tmp_path: Path, bundle_folder: Path) -> Iterator[PassageIndex]:
-    with open_index(tmp_path / "chroma", str(bundle_folder), create=True) as index:
-        yield index
 
 
 def update(index: PassageIndex, folder: Path, **options: Any) -> IndexReport:

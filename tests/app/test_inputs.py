@@ -12,24 +12,13 @@ import pytest
 
 from ctx_compress_rag.app.indexing import compress_collection, update_index
 from ctx_compress_rag.app.inputs import Input, Text, open_input
-from ctx_compress_rag.app.passage_index import PassageIndex, open_index
+from ctx_compress_rag.app.passage_index import PassageIndex
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import DataError, StoreError
 from ctx_compress_rag.stores import SoftContextStore
-from helpers.cli import contents, paragraphs, save_bundle
+from helpers.cli import contents, paragraphs
 
 ROWS = [{"id": f"row{n}", "text": text} for n, text in enumerate(paragraphs(3))]
-
-
-@pytest.fixture(scope="module")
-def bundle_folder(make_tiny_bundle: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bundle(make_tiny_bundle(), tmp_path_factory.mktemp("bundle"))
-
-
-@pytest.fixture
-def index(tmp_path: Path, bundle_folder: Path) -> Iterator[PassageIndex]:
-    with open_index(tmp_path / "chroma", str(bundle_folder), create=True) as index:
-        yield index
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> Path:

@@ -18,15 +18,10 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import FingerprintMismatchError, WorkerError
 from ctx_compress_rag.stores import Passage, SoftContextStore
 from ctx_compress_rag.stores.keys import KEY_VARIABLE
-from helpers.cli import assert_same_contents, contents, save_bundle, write_docs
+from helpers.cli import assert_same_contents, contents, write_docs
 
 ray = pytest.importorskip("ray", reason="needs the extra ray")
 pytestmark = pytest.mark.slow  # a cluster takes half a minute to start
-
-
-@pytest.fixture(scope="module")
-def bundle_folder(make_tiny_bundle: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bundle(make_tiny_bundle(), tmp_path_factory.mktemp("bundle"))
 
 
 @pytest.fixture(scope="module")

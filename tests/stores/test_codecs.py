@@ -143,6 +143,17 @@ def test_a_changed_byte_is_noticed(codec: str, data: st.DataObject) -> None:
         decode(base64.b64encode(raw).decode())
 
 
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_every_changed_byte_of_the_header_is_noticed(codec: str) -> None:
+    """Padding gives several widths one size (int4): 3 x 4 numbers are as many bytes as 3 x 5."""
+    raw = base64.b64decode(encode(context(np.arange(12, dtype=np.float32).reshape(3, 4)), codec))
+    for place in range(18):
+        for change in range(1, 256):
+            changed = raw[:place] + bytes([raw[place] ^ change]) + raw[place + 1 :]
+            with pytest.raises(PayloadError):
+                decode(base64.b64encode(changed).decode())
+
+
 @settings(deadline=None)
 @given(st.text() | st.binary().map(lambda raw: base64.b64encode(raw).decode()))
 def test_rubbish_is_a_payload_error(rubbish: str) -> None:
