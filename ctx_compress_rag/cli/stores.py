@@ -10,7 +10,6 @@ import typer
 
 from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import (
-    DEMO,
     AnswerTokens,
     Device,
     Dtype,
@@ -79,13 +78,13 @@ def index(
     """
     from ctx_compress_rag.app.indexing import compress_collection, update_index
     from ctx_compress_rag.app.inputs import open_input
-    from ctx_compress_rag.app.passage_index import open_index
+    from ctx_compress_rag.app.passage_index import ENGLISH, open_index
     from ctx_compress_rag.errors import ConfigError
 
     if (path is None) == (collection is None):
         raise ConfigError("give either a folder or file to index, or --collection NAME")
     if collection is not None:
-        done = compress_collection(store, collection, bundle or DEMO, codec, ray)
+        done = compress_collection(store, collection, bundle or ENGLISH, codec, ray)
         print(f"collection {collection}: {done.added} passages compressed, {done.unchanged} unchanged")
         return
     given = open_input(str(path))  # before models are loaded and a store is made
