@@ -15,7 +15,7 @@ demo: $(VENV)/.demo-installed
 	$(BIN)/ctx-compress demo
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 check: $(VENV)/.dev-installed
 	$(BIN)/ruff check .
