@@ -67,7 +67,8 @@ def load_decoder(
     Returns: the model in eval mode with frozen parameters, and the tokenizer, padding on the left.
 
     Raises:
-        ConfigError: there is no such device, the dtype is none that weights can have, or both `device` and `device_map` are given.
+        ConfigError: there is no such device, the dtype is none that weights can have, or both `device` and
+            `device_map` are given.
         BundleError: it cannot be loaded; the message names what was asked for.
         MissingExtraError: it is a GGUF file, and a package that reads those is not installed.
     """

@@ -163,7 +163,8 @@ def compress_collection(
         bundle: a bundle's folder, shipped name or hub id.
         codec: codec of a new store.
         ray_workers: as in `update_index`.
-        device, dtype: see `Bundle.from_pretrained`.
+        device: see `Bundle.from_pretrained`.
+        dtype: see `Bundle.from_pretrained`.
 
     Raises:
         StoreError: there is no such folder or collection, or it has no texts.

@@ -118,11 +118,12 @@ def first_token(
     with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, bundle) as store:
         decoder = opened(bundle, store)
         store.ensure(list(passages))
-        soft = _chat(mark(store, passages, ratio=ratio))
-        text = _chat(passages)
-        times = [(_first_piece(decoder, soft), _first_piece(decoder, text)) for _ in range(pairs + 1)][1:]
-        reading = [_seconds(partial(decoder.prepare, [soft])) for _ in range(pairs)]
-        lengths = [g.prompt_tokens for g in decoder.generate([soft, text], Sampling(max_new_tokens=1))]
+        markers = mark(store, passages, ratio=ratio)
+        # A number leads each: a server keeps what it has read of a prompt for others that begin alike.
+        prompts = [(_chat([f"{number}.", *markers]), _chat([f"{number}.", *passages])) for number in range(pairs + 1)]
+        times = [(_first_piece(decoder, soft), _first_piece(decoder, text)) for soft, text in prompts][1:]
+        reading = [_seconds(partial(decoder.prepare, [soft])) for soft, _ in prompts[1:]]
+        lengths = [g.prompt_tokens for g in decoder.generate(prompts[0], Sampling(max_new_tokens=1))]
     return FirstToken(
         soft_seconds=median(s for s, _ in times),
         text_seconds=median(t for _, t in times),
