@@ -156,7 +156,7 @@ def time_first_tokens(
         raise ConfigError(f"--prompt {count}: the text has {len(passages)} passages")
     there = partial(ServerDecoder, server=server, api_key=server_key) if server is not None else TransformersDecoder
     longest = sorted(passages, key=len)[-count:]
-    found = {ratio: first_token(bundle, longest, ratio, 3, there) for ratio in bundle.config.ratios if ratio <= 16}
+    found = first_token(bundle, longest, [ratio for ratio in bundle.config.ratios if ratio <= 16], 5, there)
     text = first_token_table(found)
     report.write(output, "first_token", text, {str(ratio): asdict(first) for ratio, first in found.items()})
     print(f"{text}\n\nalso in {output}")

@@ -25,7 +25,7 @@ from ctx_compress_rag.cli.shared import (
     quiet_models,
 )
 
-_ANSWER_TOKENS = 256
+_ANSWER_TOKENS = 512
 
 
 @command("index", "./my_docs --store ./chroma")
