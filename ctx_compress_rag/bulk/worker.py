@@ -43,8 +43,9 @@ class CompressPassages:
     ) -> None:
         from ctx_compress_rag.bundle import Bundle
 
-        loaded = isinstance(bundle, str)
-        self.bundle = Bundle.from_pretrained(bundle, device=device, dtype=dtype) if loaded else bundle
+        if isinstance(bundle, str):
+            bundle = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
+        self.bundle = bundle
         self.ratio = self.bundle.config.base_ratio if ratio is None else ratio
         self.bundle.check_ratio(self.ratio)
         self.codec = check_codec(codec)
