@@ -56,9 +56,10 @@ def test_no_two_prompts_begin_alike(tiny_bundle: Any) -> None:
     assert len(set(asked)) == 6
 
 
-def test_training_steps_that_are_compared_have_one_loss(tiny_bundle: Any) -> None:
-    before = tiny_bundle.fingerprint
-    speed = training_speed(tiny_bundle, World("test", 0).passages()[:12], pairs=1, progress=False)
+def test_training_steps_that_are_compared_have_one_loss(make_tiny_bundle: Any) -> None:
+    bundle = make_tiny_bundle()  # of its own: a CPU that has bfloat16 leaves the frozen weights in it
+    before = bundle.fingerprint
+    speed = training_speed(bundle, World("test", 0).passages()[:12], pairs=1, progress=False)
     assert speed.packed_loss == pytest.approx(speed.plain_loss, rel=1e-4 if speed.dtype == "float32" else 0.02)
     assert speed.factor == pytest.approx(speed.packed / speed.plain)
-    assert tiny_bundle.fingerprint == before
+    assert bundle.fingerprint == before
