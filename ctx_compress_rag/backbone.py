@@ -26,10 +26,19 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def choose_device(device: str | torch.device | None = None) -> tuple[torch.device, torch.dtype]:
-    """The device asked for, else CUDA, else MPS, else the CPU; bfloat16 on CUDA, float32 elsewhere."""
+    """The device asked for, else CUDA, else MPS, else the CPU; bfloat16 on CUDA, float32 elsewhere.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+        torch.zeros(1, device=chosen).item()
+    except (RuntimeError, AssertionError) as error:  # torch says by the latter that it was built without CUDA
+        said = str(error).partition("\n")[0]
+        raise ConfigError(f"device={str(device)!r} cannot be used here ({said}): choose cuda, mps or cpu") from error
     dtype = torch.bfloat16 if chosen.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
     return chosen, dtype
 
@@ -58,7 +67,8 @@ def load_decoder(
     Returns: the model in eval mode with frozen parameters, and the tokenizer, padding on the left.
 
     Raises:
-        ConfigError: the dtype is none that weights can have, or both `device` and `device_map` are given.
+        ConfigError: there is no such device, the dtype is none that weights can have, or both `device` and
+            `device_map` are given.
         BundleError: it cannot be loaded; the message names what was asked for.
         MissingExtraError: it is a GGUF file, and a package that reads those is not installed.
     """

@@ -52,6 +52,12 @@ def test_what_is_no_dtype(folder: Path, dtype: Any) -> None:
         Bundle.from_pretrained(folder, dtype=dtype)
 
 
+@pytest.mark.parametrize("device", ["nowhere", "meta", "cpu:x", "cuda:99"])
+def test_what_is_no_device_here(folder: Path, device: str) -> None:
+    with pytest.raises(ConfigError, match=f"device='{device}' cannot be used here .*: choose cuda, mps or cpu"):
+        Bundle.from_pretrained(folder, device=device)
+
+
 def test_a_device_map_places_the_decoder(folder: Path) -> None:
     plain, mapped = Bundle.from_pretrained(folder), Bundle.from_pretrained(folder, device_map="auto")
     assert TransformersDecoder(mapped).generate(["Who kept bees?"], Sampling(6)) == TransformersDecoder(plain).generate(

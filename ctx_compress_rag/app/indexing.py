@@ -122,7 +122,7 @@ def update_index(
         if ray_workers is None:
             parts = fill(index, cut, CompressPassages(index.bundle, **index.making))
         else:
-            parts = fill_on_ray(index, cut, ray_workers, {"bundle": index.bundle_name, **index.making})
+            parts = fill_on_ray(index, cut, ray_workers, {"bundle": index.bundle_name, **index.loading, **index.making})
         for part in parts:
             added, unchanged = added + part.added, unchanged + part.unchanged
             bar.set_postfix_str(f"{added + unchanged} passages", refresh=False)
@@ -144,7 +144,14 @@ def update_index(
 
 
 def compress_collection(
-    folder: str | Path, name: str, bundle: str, codec: str | None = None, ray_workers: int | None = None
+    folder: str | Path,
+    name: str,
+    bundle: str,
+    codec: str | None = None,
+    ray_workers: int | None = None,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
 ) -> Added:
     """Compress the texts of an app's own Chroma collection into soft contexts beside it, page by page.
 
@@ -156,6 +163,8 @@ def compress_collection(
         bundle: a bundle's folder, shipped name or hub id.
         codec: codec of a new store.
         ray_workers: as in `update_index`.
+        device: see `Bundle.from_pretrained`.
+        dtype: see `Bundle.from_pretrained`.
 
     Raises:
         StoreError: there is no such folder or collection, or it has no texts.
@@ -169,7 +178,8 @@ def compress_collection(
     except NotFoundError:
         names = ", ".join(sorted(each.name for each in client.list_collections()))
         raise StoreError(f"no collection {name!r} in {str(folder)!r}: there are {names or 'none'}") from None
-    loaded = Bundle.from_pretrained(bundle)
+    loading = {"device": device, "dtype": dtype}
+    loaded = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
     with SoftContextStore(collection, loaded, codec=codec) as store:
         make: dict[str, Any] = {"ratio": store.base_ratio, "codec": store.codec}
         passages = passages_in(collection)
@@ -177,5 +187,5 @@ def compress_collection(
             if ray_workers is None:
                 parts = fill(Soft(store), passages, CompressPassages(loaded, **make))
             else:
-                parts = fill_on_ray(Soft(store), passages, ray_workers, {"bundle": bundle, **make})
+                parts = fill_on_ray(Soft(store), passages, ray_workers, {"bundle": bundle, **loading, **make})
             return total(shown(parts, bar))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import MappingProxyType, SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from chromadb.errors import NotFoundError
@@ -70,15 +70,25 @@ class PassageIndex:
         bundle: the bundle.
         store: the soft contexts.
         bundle_name: its address, from which another process loads it.
+        loading: the device and dtype that were asked for, for that process, too.
         embedder: what passages and questions are compared by.
     """
 
-    def __init__(self, folder: str | Path, bundle: Bundle, bundle_name: str, codec: str | None, embedder: str) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        bundle: Bundle,
+        bundle_name: str,
+        codec: str | None,
+        embedder: str,
+        loading: Mapping[str, str | None] = MappingProxyType({}),
+    ) -> None:
         self.bundle = bundle
         self.embedder = embedder
         self.store = SoftContextStore(folder, bundle, collection=COLLECTION, codec=codec)
         self._connection = connect(folder, COLLECTION)
         self.bundle_name = bundle_name
+        self.loading = loading
 
     def add(self, passages: Sequence[Passage], progress: bool = True) -> Added:
         """Store the passages that are missing, batch by batch; after an interruption the same call goes on.
@@ -240,7 +250,8 @@ def open_index(
         )
     name = bundle or recorded or default or ENGLISH
     loaded = Bundle.from_pretrained(name, device=device, dtype=dtype)
-    return PassageIndex(str(folder), loaded, _lasting(name), codec, asked or made_with)
+    loading = {"device": device, "dtype": dtype}
+    return PassageIndex(str(folder), loaded, _lasting(name), codec, asked or made_with, loading)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ class CompressPassages:
         ratio: source tokens per slot; None takes the bundle's base ratio.
         codec: the store's codec.
         embedder: makes `vector`, too: a sentence-transformers model, or "minilm".
+        device, dtype: of a bundle that is loaded here, as `Bundle.from_pretrained` takes them.
 
     Raises:
         BundleError, RatioError, ConfigError: as `Bundle.from_pretrained` does, or an argument is impossible.
@@ -37,10 +38,14 @@ class CompressPassages:
         ratio: int | None = None,
         codec: str = DEFAULT_CODEC,
         embedder: str | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
     ) -> None:
         from ctx_compress_rag.bundle import Bundle
 
-        self.bundle = Bundle.from_pretrained(bundle) if isinstance(bundle, str) else bundle
+        if isinstance(bundle, str):
+            bundle = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
+        self.bundle = bundle
         self.ratio = self.bundle.config.base_ratio if ratio is None else ratio
         self.bundle.check_ratio(self.ratio)
         self.codec = check_codec(codec)

@@ -308,7 +308,7 @@ def bench(
     with tempfile.TemporaryDirectory() as folder:
         speed = indexing_speed(opened, chunks, folder)
     longest = sorted(chunks, key=len)[-4:]
-    first = first_token(random_bundle(opened.tokenizer), longest, ratio)
+    first = first_token(random_bundle(opened.tokenizer), longest, [ratio])[ratio]
     text = speed_table(speed, first, ratio)
     report.write(output, "bench", text, {"indexing": asdict(speed), "first_token": asdict(first), "ratio": ratio})
     print(f"{text}\n\nalso in {output}")

@@ -113,8 +113,9 @@ def time_callers(bundle: Bundle, passages: Sequence[str], callers: int, ratio: i
     """Print what callers at a time get, each with four of the passages as soft contexts."""
     import tempfile
 
+    from ctx_compress_rag.decoding.decoder import TransformersDecoder
     from ctx_compress_rag.errors import ConfigError
-    from ctx_compress_rag.evaluation.concurrency import EndlessDecoder, concurrency
+    from ctx_compress_rag.evaluation.concurrency import concurrency, endless
     from ctx_compress_rag.marking.mark import mark
     from ctx_compress_rag.stores import SoftContextStore
     from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
@@ -123,13 +124,13 @@ def time_callers(bundle: Bundle, passages: Sequence[str], callers: int, ratio: i
         raise ConfigError(f"--concurrency {callers}: give 2 or more callers")
     if not passages:
         raise ConfigError("the text has no passages: give a longer one")
-    with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, bundle) as store:
+    with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, bundle) as store, endless(bundle):
         chats = []
         for caller in range(callers):
             own = [passages[(4 * caller + place) % len(passages)] for place in range(4)]
             text = PASSAGE_SEPARATOR.join(mark(store, own, ratio=ratio))
             chats.append(messages(TEMPLATES[0], text, "What is it about?"))
-        found = concurrency(EndlessDecoder(bundle, store, batch_size=callers), chats)
+        found = concurrency(TransformersDecoder(bundle, store, batch_size=callers), chats)
     print(f"{callers} callers, 4 passages each at {ratio}x, 64 tokens of the bundle's own decoder")
     print(f"tokens/s one after the other {found.turns_rate:.0f}")
     print(f"tokens/s in one batch {found.batch_rate:.0f}")
@@ -156,7 +157,7 @@ def time_first_tokens(
         raise ConfigError(f"--prompt {count}: the text has {len(passages)} passages")
     there = partial(ServerDecoder, server=server, api_key=server_key) if server is not None else TransformersDecoder
     longest = sorted(passages, key=len)[-count:]
-    found = {ratio: first_token(bundle, longest, ratio, 3, there) for ratio in bundle.config.ratios if ratio <= 16}
+    found = first_token(bundle, longest, [ratio for ratio in bundle.config.ratios if ratio <= 16], 5, there)
     text = first_token_table(found)
     report.write(output, "first_token", text, {str(ratio): asdict(first) for ratio, first in found.items()})
     print(f"{text}\n\nalso in {output}")

@@ -25,7 +25,7 @@ from ctx_compress_rag.cli.shared import (
     quiet_models,
 )
 
-_ANSWER_TOKENS = 256
+_ANSWER_TOKENS = 512
 
 
 @command("index", "./my_docs --store ./chroma")
@@ -84,7 +84,13 @@ def index(
     if (path is None) == (collection is None):
         raise ConfigError("give either a folder or file to index, or --collection NAME")
     if collection is not None:
-        done = compress_collection(store, collection, bundle or ENGLISH, codec, ray)
+        not_for_it = {"--embedder": embedder, "--prune": prune or None, "--chunk-tokens": chunk_tokens}
+        if refused := [name for name, value in not_for_it.items() if value is not None]:
+            raise ConfigError(
+                f"--collection takes no {', '.join(refused)}: your app's collection keeps its own passages and vectors"
+            )
+        quiet_models()
+        done = compress_collection(store, collection, bundle or ENGLISH, codec, ray, device=device, dtype=dtype)
         print(f"collection {collection}: {done.added} passages compressed, {done.unchanged} unchanged")
         return
     given = open_input(str(path))  # before models are loaded and a store is made

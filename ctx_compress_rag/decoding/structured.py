@@ -15,15 +15,27 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.extras import needs
 
 _NO_SPACE = {"add_prefix_space": False, "prepend_scheme": "never"}
-
-
-# A small decoder that may go on with white space, or with fields that nobody asked for, does so for ever.
+# A small decoder that may go on with white space does so for ever.
 _FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def schema_text(schema: object) -> object:
     """A JSON schema (a dict, or its JSON) as JSON; anything else as it is, for pydantic to refuse."""
     return json.dumps(schema) if isinstance(schema, dict) else schema
+
+
+def closed_schema(schema: str) -> Any:
+    """A schema, given as JSON, with no fields but those it names, unless it says that there may be others.
+
+    A small decoder that may go on with fields that nobody asked for does so for ever.
+
+    Raises:
+        ConfigError: it is no JSON, or nested too deep.
+    """
+    try:
+        return _closed(json.loads(schema))
+    except (ValueError, RecursionError) as error:
+        raise _refused(schema, error) from None
 
 
 class JsonProcessor(LogitsProcessor):
@@ -43,14 +55,15 @@ class JsonProcessor(LogitsProcessor):
     def __init__(self, schema: str, tokenizer: Any, end_ids: Collection[int], rows: int) -> None:
         with needs("structured"):
             from llguidance import LLMatcher
+        closed = closed_schema(schema)
         try:
-            grammar = LLMatcher.grammar_from_json_schema(_closed(json.loads(schema)), defaults=_FORM)
+            grammar = LLMatcher.grammar_from_json_schema(closed, defaults=_FORM)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"json_schema={schema[:80]}: {error}") from None
+            raise _refused(schema, error) from None
         guide = _guide(tokenizer, tuple(sorted(end_ids)))
         self._rows = [LLMatcher(guide, grammar) for _ in range(rows)]
         if said := self._rows[0].get_error():
-            raise ConfigError(f"json_schema={schema[:80]}: {said}")
+            raise _refused(schema, said)
         self._end_ids = sorted(end_ids)
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
@@ -68,8 +81,11 @@ class JsonProcessor(LogitsProcessor):
         return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
 
 
+def _refused(schema: str, said: object) -> ConfigError:
+    return ConfigError(f"json_schema={schema[:80]}: {said}")
+
+
 def _closed(schema: Any) -> Any:
-    """The schema with no fields but those it names, unless it says that there may be others."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
+from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
 from ctx_compress_rag.prompt import PromptLike
 
@@ -39,11 +41,16 @@ class Concurrency:
     alone: float
 
 
-class EndlessDecoder(TransformersDecoder):
-    """A decoder whose answers are all of the length that was asked for, to be timed."""
-
-    def _end_ids(self, model_ids: int | list[int] | None, stop: Sequence[str]) -> set[int]:
-        return {-1}
+@contextmanager
+def endless(bundle: Bundle) -> Iterator[None]:
+    """Within it no token ends an answer: all are of the length that is asked for, to be timed."""
+    tokenizer, config = bundle.tokenizer, bundle.backbone.model.generation_config
+    ends = tokenizer.eos_token, config.eos_token_id
+    tokenizer.eos_token = config.eos_token_id = None
+    try:
+        yield
+    finally:
+        tokenizer.eos_token, config.eos_token_id = ends
 
 
 def concurrency(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
 from statistics import median
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Message, Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.methods.base.compressor import Tokenized
@@ -49,11 +50,11 @@ class IndexingSpeed:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """Time to the first token, from markers (fetched from Chroma) and from full text, in pairs.
+    """Time to the first token, from markers (fetched from Chroma) and from full text, in turn.
 
     Attributes:
         soft_seconds, text_seconds: medians.
-        ratio: median over pairs of soft over text.
+        ratio: median over rounds of soft over text.
         soft_tokens, text_tokens: prompt lengths, a slot counting as one.
         parameters: of the decoder.
         read_seconds: median time until the soft prompt's vectors are there: markers verified and fetched, slots
@@ -102,36 +103,37 @@ def indexing_speed(bundle: Bundle, passages: Sequence[str], folder: str | Path, 
 def first_token(
     bundle: Bundle,
     passages: Sequence[str],
-    ratio: int,
-    pairs: int = 7,
+    ratios: Sequence[int],
+    rounds: int = 7,
     opened: Callable[[Bundle, SoftContextStore], TransformersDecoder] = TransformersDecoder,
-) -> FirstToken:
-    """Time to the first token with `passages` as markers and as text, in turn, after one warm-up of each.
+) -> dict[int, FirstToken]:
+    """Time to the first token with `passages` as markers of each ratio and as text, in turn, after a round to warm up.
 
     Args:
         bundle: whose decoder is timed.
         passages: what the prompt holds.
-        ratio: source tokens per slot.
-        pairs: how often both are timed.
+        ratios: source tokens per slot.
+        rounds: how often all is timed.
         opened: makes the decoder, which may be in a server.
     """
     with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, bundle) as store:
         decoder = opened(bundle, store)
         store.ensure(list(passages))
-        soft = _chat(mark(store, passages, ratio=ratio))
-        text = _chat(passages)
-        times = [(_first_piece(decoder, soft), _first_piece(decoder, text)) for _ in range(pairs + 1)][1:]
-        reading = [_seconds(partial(decoder.prepare, [soft])) for _ in range(pairs)]
-        lengths = [g.prompt_tokens for g in decoder.generate([soft, text], Sampling(max_new_tokens=1))]
-    return FirstToken(
-        soft_seconds=median(s for s, _ in times),
-        text_seconds=median(t for _, t in times),
-        ratio=median(s / t for s, t in times),
-        soft_tokens=lengths[0],
-        text_tokens=lengths[1],
-        parameters=sum(p.numel() for p in bundle.backbone.own_state().values()),
-        read_seconds=median(reading),
-    )
+        contents = [*(mark(store, passages, ratio=ratio) for ratio in ratios), passages]
+        found = [[_first_piece(decoder, content) for content in contents] for _ in range(rounds + 1)][1:]
+    *softs, texts = zip(*found, strict=True)
+    return {
+        ratio: FirstToken(
+            soft_seconds=median(each.seconds for each in soft),
+            text_seconds=median(each.seconds for each in texts),
+            ratio=median(one.seconds / other.seconds for one, other in zip(soft, texts, strict=True)),
+            soft_tokens=soft[-1].tokens,
+            text_tokens=texts[-1].tokens,
+            parameters=sum(p.numel() for p in bundle.backbone.own_state().values()),
+            read_seconds=median(each.reading for each in soft),
+        )
+        for ratio, soft in zip(ratios, softs, strict=True)
+    }
 
 
 def first_token_table(found: Mapping[int, FirstToken]) -> str:
@@ -199,17 +201,24 @@ def random_bundle(tokenizer: Any) -> Bundle:
     return bundle
 
 
-def _chat(texts: Sequence[str]) -> list[Message]:
-    chat = messages(TEMPLATES[0], PASSAGE_SEPARATOR.join(texts), "What is it about?")
-    return [dict(message) for message in chat]
+@dataclass(frozen=True)
+class _Asked:
+    """One prompt's first token: its seconds, those until the prompt's vectors were there, the prompt's tokens."""
+
+    seconds: float
+    reading: float
+    tokens: int
 
 
-def _first_piece(decoder: TransformersDecoder, chat: Sequence[Message]) -> float:
-    def run() -> None:
-        # One token is all that is made, so this is the time to the first.
-        decoder.generate([chat], Sampling(max_new_tokens=1))
-
-    return _seconds(run)
+def _first_piece(decoder: TransformersDecoder, contents: Sequence[str]) -> _Asked:
+    # Each prompt begins in its own way: a server keeps what it has read for prompts that begin alike.
+    context = PASSAGE_SEPARATOR.join([token_hex(4), *contents])
+    chat = [dict(message) for message in messages(TEMPLATES[0], context, "What is it about?")]
+    reading = _seconds(partial(decoder.prepare, [chat]))
+    started = time.perf_counter()
+    # One token is all that is made, so this is the time to the first.
+    [answer] = decoder.generate([chat], Sampling(max_new_tokens=1))
+    return _Asked(time.perf_counter() - started, reading, answer.prompt_tokens)
 
 
 def _seconds(run: Callable[[], object]) -> float:

@@ -20,6 +20,7 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Put
 from ctx_compress_rag.decoding.generation import Generation, Sampling
 from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.decoding.structured import closed_schema
 from ctx_compress_rag.errors import ConfigError, ServerError
 from ctx_compress_rag.prompt import Prompt, PromptLike
 from ctx_compress_rag.serving.export import dtype_name, served
@@ -135,7 +136,7 @@ class ServerDecoder(AdaptiveDecoder):
             "stream_options": {"include_usage": True},
         }
         if sampling.json_schema is not None:
-            schema = {"name": "answer", "schema": json.loads(sampling.json_schema)}
+            schema = {"name": "answer", "schema": closed_schema(sampling.json_schema)}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         if prompt.soft:
             body["prompt_embeds"] = self._embeds(prompt)

@@ -84,6 +84,9 @@ def export(bundle: Bundle, folder: str | Path) -> list[str]:
     command += ["--dtype", dtype_name(backbone.model.dtype)]
     if backbone.window is not None:
         command += ["--max-model-len", str(backbone.window)]
+    # Where JSON is asked for, a small decoder that may write blank lines before the end writes nothing else; only a
+    # backend that is named, with the server, leaves them out.
+    command += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
     if names.adapters:
         targets: set[str] = set()
         rank = 0

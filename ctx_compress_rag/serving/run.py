@@ -44,6 +44,7 @@ def serve(app: Any, host: str, port: int, *, grace: int = 30, started: Callable[
     except (OSError, SystemExit) as error:
         raise ConfigError(f"cannot listen on {host}:{port}: choose another --port or --host") from error
     with socket:
+        socket.listen(config.backlog)  # whoever reads the address may ask at once; uvicorn answers when it has begun
         shown = f"[{host}]" if ":" in host else host
         started(f"http://{shown}:{socket.getsockname()[1]}/v1")
         uvicorn.Server(config).run(sockets=[socket])

@@ -134,7 +134,7 @@ def test_ask_with_text_is_what_transformers_answers(run: Any, store: Path, bundl
     )
     ids = bundle.tokenizer(chat, add_special_tokens=False, return_tensors="pt")["input_ids"]
     with torch.no_grad(), bundle.text_decoder() as model:
-        new = model.generate(ids, max_new_tokens=256, do_sample=False)[0, ids.shape[1] :]
+        new = model.generate(ids, max_new_tokens=512, do_sample=False)[0, ids.shape[1] :]
     expected = bundle.tokenizer.decode(new, skip_special_tokens=True)
     assert expected.strip()
     assert (answer, int(tokens)) == (expected, ids.shape[1])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ctx_compress_rag.data.world import World
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.evaluation.speed import first_token, indexing_speed
 from ctx_compress_rag.evaluation.training_speed import training_speed
 
@@ -27,20 +28,38 @@ def test_indexing_counts_passages_tokens_and_bytes(tiny_bundle: Any, tmp_path: P
 
 def test_first_token_compares_prompts_of_the_right_lengths(tiny_bundle: Any) -> None:
     passages = World("test", 0).passages()[:3]
-    first = first_token(tiny_bundle, passages, ratio=16, pairs=2)
-    slots = sum(s.merge(4).n_slots for s in tiny_bundle.compress(passages))
+    found = first_token(tiny_bundle, passages, [4, 16], rounds=2)
     tokens = sum(len(tiny_bundle.tokenizer(p, add_special_tokens=False)["input_ids"]) for p in passages)
-    # Template and question are the same in both; tokens may merge where a passage meets what is beside it.
-    assert first.text_tokens - first.soft_tokens == pytest.approx(tokens - slots, abs=2 * len(passages))
-    assert 0 < first.soft_tokens - slots < 40
-    assert 0 < first.read_seconds < first.soft_seconds
-    assert first.share == pytest.approx(first.soft_tokens / first.text_tokens / first.ratio)
-    assert first.parameters == sum(p.numel() for p in tiny_bundle.backbone.own_state().values())
+    softs = tiny_bundle.compress(passages)
+    for ratio, first in found.items():
+        slots = sum(soft.merge(ratio // 4).n_slots for soft in softs)
+        # Template and question are the same in both; what leads the prompt, and where passages meet, takes few tokens.
+        assert first.text_tokens - first.soft_tokens == pytest.approx(tokens - slots, abs=2 * len(passages) + 8)
+        assert 0 < first.soft_tokens - slots < 50
+        assert 0 < first.read_seconds < first.soft_seconds
+        assert first.share == pytest.approx(first.soft_tokens / first.text_tokens / first.ratio)
+        assert first.parameters == sum(p.numel() for p in tiny_bundle.backbone.own_state().values())
+    assert list(found) == [4, 16] and found[16].soft_tokens < found[4].soft_tokens
 
 
-def test_training_steps_that_are_compared_have_one_loss(tiny_bundle: Any) -> None:
-    before = tiny_bundle.fingerprint
-    speed = training_speed(tiny_bundle, World("test", 0).passages()[:12], pairs=1, progress=False)
+def test_no_two_prompts_begin_alike(tiny_bundle: Any) -> None:
+    """A server that keeps what it has read would be timed on what it has kept."""
+    asked: list[str] = []
+
+    class Watched(TransformersDecoder):
+        def generate(self, prompts: Any, *args: Any) -> Any:
+            asked.extend(prompt[-1]["content"][:60] for prompt in prompts)
+            return super().generate(prompts, *args)
+
+    first_token(tiny_bundle, World("test", 0).passages()[:1], [4], rounds=2, opened=Watched)
+    assert len(asked) == 6
+    assert len(set(asked)) == 6
+
+
+def test_training_steps_that_are_compared_have_one_loss(make_tiny_bundle: Any) -> None:
+    bundle = make_tiny_bundle()  # of its own: a CPU that has bfloat16 leaves the frozen weights in it
+    before = bundle.fingerprint
+    speed = training_speed(bundle, World("test", 0).passages()[:12], pairs=1, progress=False)
     assert speed.packed_loss == pytest.approx(speed.plain_loss, rel=1e-4 if speed.dtype == "float32" else 0.02)
     assert speed.factor == pytest.approx(speed.packed / speed.plain)
-    assert tiny_bundle.fingerprint == before
+    assert bundle.fingerprint == before

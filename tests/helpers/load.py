@@ -37,6 +37,13 @@ class Load:
     texts: dict[tuple[str, int], set[str]] = field(default_factory=dict)
     first: list[float] = field(default_factory=list)
 
+    def check(self, clients: int) -> None:
+        """None was dropped, all kinds were asked, and the same question had the same answer."""
+        assert self.failed == []
+        assert set(self.answered) == {"chat", "stream", "text", "compress"}
+        assert self.answered.total() >= clients
+        assert all(len(texts) == 1 for texts in self.texts.values())
+
 
 async def load(url: str, model: str, clients: int, seconds: float, key: str = "none", tokens: int = 8) -> Load:
     """Ask until the time is over; every client waits for its answer before it asks again."""

@@ -1,4 +1,5 @@
-"""The real app on a real socket: in a thread of the test's process, or as the command in a process of its own."""
+"""The real app on a real socket, in a thread of the test's process or as the command in a process of its own; how it is
+asked."""
 
 from __future__ import annotations
 
@@ -13,12 +14,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import uvicorn
 
+from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.keys import KEY_VARIABLE
+from ctx_compress_rag.stores.markers import scope as in_scope
+from helpers.langchain import QUESTION, TEXTS
 
 WAIT = 120
-KEY = "anna-" + "x" * 20
+ANNA, BERT = "anna-" + "x" * 20, "bert-" + "y" * 20
+"""Keys of the scopes `anna` and `bert`."""
 
 
 @contextmanager
@@ -42,9 +49,9 @@ def listening(app: Any) -> Iterator[str]:
 
 @contextmanager
 def serving(index: Path, *options: str) -> Iterator[tuple[Any, str]]:
-    """The process of `ctx-compress serve` on an index of the bundle `tiny`, for the key `KEY`, and its address."""
+    """The process of `ctx-compress serve` on an index of the bundle `tiny`, for the key `ANNA`, and its address."""
     command = [sys.executable, "-m", "ctx_compress_rag.cli", "serve", "--store", str(index), "--port", "0", *options]
-    environment = {**os.environ, "CTX_COMPRESS_API_KEYS": f"{KEY} anna", KEY_VARIABLE: "k" * 32}
+    environment = {**os.environ, "CTX_COMPRESS_API_KEYS": f"{ANNA} anna", KEY_VARIABLE: "k" * 32}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
@@ -54,3 +61,24 @@ def serving(index: Path, *options: str) -> Iterator[tuple[Any, str]]:
             yield process, found[1]
         finally:
             process.kill()
+
+
+def client(url: str, key: str = ANNA) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=WAIT)
+
+
+def marker(store: SoftContextStore, name: str, scope: str = "anna") -> str:
+    return store.marker(store.ensure([TEXTS[name]])[0], 8, scope)
+
+
+def directly(decoder: TransformersDecoder, prompt: Any, scope: str = "anna", **sampling: Any) -> Any:
+    with in_scope(scope):
+        return decoder.generate([prompt], Sampling(**{"max_new_tokens": 12, **sampling}))[0]
+
+
+def chat(store: SoftContextStore, name: str = "tower") -> list[Any]:
+    return [{"role": "user", "content": f"{marker(store, name)}\n\n{QUESTION}"}]
+
+
+def json_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}

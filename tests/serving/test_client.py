@@ -102,12 +102,21 @@ def test_the_bytes_are_the_prompts_vectors_and_nothing_else(
 
 
 def test_text_goes_as_token_ids_to_the_decoder_itself(fake: FakeVllm, there: ServerDecoder, talkative: Any) -> None:
-    there.generate(["Who kept bees?"], Sampling(2, stop=("<|user|>",), json_schema='{"type": "object"}'))
+    there.generate(["Who kept bees?"], Sampling(2, stop=("<|user|>",)))
     [body] = fake.bodies
     assert body["model"] == "tiny" and "prompt_embeds" not in body
     assert body["prompt"] == talkative.tokenizer("Who kept bees?")["input_ids"]
     assert body["stop_token_ids"] == [talkative.tokenizer.convert_tokens_to_ids("<|user|>")]
-    assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
+
+
+def test_a_form_goes_without_fields_that_nobody_asked_for(fake: FakeVllm, there: ServerDecoder) -> None:
+    schema = {"type": "object", "properties": {"arches": {"type": "integer"}}}
+    there.generate(["How many?"], Sampling(2, json_schema=json.dumps(schema)))
+    [body] = fake.bodies
+    sent = body["response_format"]
+    assert sent["type"] == "json_schema" and sent["json_schema"]["schema"] == {**schema, "additionalProperties": False}
+    with pytest.raises(ConfigError, match="json_schema="):
+        there.generate(["How many?"], Sampling(2, json_schema="no json"))
 
 
 def test_answers_and_streams_are_those_of_the_decoder_here(
@@ -267,6 +276,7 @@ def test_what_is_exported_is_what_transformers_and_peft_read(talkative: Any, tmp
         ["--served-model-name", "tiny"],
         ["--enable-prompt-embeds", "--dtype", "float32", "--max-model-len", "1024"],
         ["--enable-lora", "--max-lora-rank", "16"],
+        ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'],
         ["--max-loras", "2"],  # one place stays free: see export
         ["--lora-modules", f"tiny-reader={reader}"],
     ):

@@ -1,25 +1,39 @@
-"""`ctx-compress serve` as a process of its own: it answers, it compresses, and it stops when told."""
+"""`ctx-compress serve` as a process of its own: it answers many at once, it compresses, and it stops when told."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
+import socket
 from pathlib import Path
 
 import httpx
 import pytest
 
 from ctx_compress_rag.cli import main
-from helpers.serving import KEY, WAIT, serving
+from ctx_compress_rag.serving.run import serve
+from helpers.load import load
+from helpers.serving import ANNA, WAIT, serving
 
-HEADERS = {"Authorization": f"Bearer {KEY}"}
+HEADERS = {"Authorization": f"Bearer {ANNA}"}
 
 
 def test_the_command_serves_until_it_is_told_to_stop(index: Path) -> None:
-    limits = ["--max-tokens", "4", "--max-prompt-tokens", "60", "--max-body", "3000"]
+    limits = ["--max-tokens", "4", "--max-prompt-tokens", "60", "--max-body", "4000"]
     with serving(index, *limits) as (process, url):
         check_it_serves(url)
+        asyncio.run(load(url, "tiny", clients=16, seconds=3, key=ANNA)).check(16)
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT) in (0, -signal.SIGTERM)
+
+
+def test_the_address_is_said_when_it_can_be_asked() -> None:
+    def asked(url: str) -> None:
+        with socket.create_connection(("127.0.0.1", int(url.split(":")[2].removesuffix("/v1"))), WAIT):
+            raise KeyboardInterrupt  # or it would serve on
+
+    with pytest.raises(KeyboardInterrupt):
+        serve(None, "127.0.0.1", 0, started=asked)
 
 
 def check_it_serves(url: str) -> None:
@@ -49,8 +63,6 @@ def test_what_cannot_be_served_is_said(
 ) -> None:
     monkeypatch.delenv("CTX_COMPRESS_API_KEYS", raising=False)
     if "cannot listen" in message:
-        import socket
-
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()

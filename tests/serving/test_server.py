@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal
 
-import chromadb
 import httpx
 import openai
 import pytest
@@ -19,50 +16,9 @@ from pydantic import BaseModel, Field, SecretStr
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.serving.app import Limits, create_app
-from ctx_compress_rag.serving.keys import ApiKeys
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import scope as in_scope
-from helpers.langchain import TEXTS
-from helpers.serving import WAIT, listening
-
-ANNA, BERT = "anna-" + "x" * 20, "bert-" + "y" * 20
-QUESTION = "Who built the old tower?"
-
-
-@pytest.fixture(scope="module")
-def store(talkative: Any) -> SoftContextStore:
-    made = SoftContextStore(chromadb.EphemeralClient(), talkative, collection="served", key=b"k" * 16)
-    made.add(list(TEXTS.values()), progress=False)
-    return made
-
-
-@pytest.fixture(scope="module")
-def decoder(talkative: Any, store: SoftContextStore) -> TransformersDecoder:
-    return TransformersDecoder(talkative, store)
-
-
-@pytest.fixture(scope="module")
-def url(decoder: TransformersDecoder) -> Iterator[str]:
-    app = create_app(decoder, ApiKeys({ANNA: "anna", BERT: "bert"}), Limits(body_bytes=100_000, answer_tokens=12))
-    with listening(app) as address:
-        yield address
-
-
-def client(url: str, key: str = ANNA, **options: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=WAIT, **options)
-
-
-def marker(store: SoftContextStore, name: str, scope: str = "anna") -> str:
-    return store.marker(store.ensure([TEXTS[name]])[0], 8, scope)
-
-
-def directly(decoder: TransformersDecoder, prompt: Any, scope: str = "anna", **sampling: Any) -> Any:
-    with in_scope(scope):
-        return decoder.generate([prompt], Sampling(**{"max_new_tokens": 12, **sampling}))[0]
-
-
-def chat(store: SoftContextStore, name: str = "tower") -> list[Any]:
-    return [{"role": "user", "content": f"{marker(store, name)}\n\n{QUESTION}"}]
+from helpers.langchain import QUESTION, TEXTS
+from helpers.serving import ANNA, WAIT, chat, client, directly, json_format, listening, marker
 
 
 def test_a_chat_completion_is_the_decoders_own_answer(
@@ -106,17 +62,6 @@ def test_options_reach_the_decoder(url: str, store: SoftContextStore, decoder: T
 class Tower(BaseModel):
     built: Annotated[int, Field(ge=0, le=9999)]
     material: Literal["stone", "wood"]
-
-
-def nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "string"}
-    for _ in range(depth):
-        schema = {"type": "object", "properties": {"a": schema}}
-    return schema
-
-
-def json_format(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
 
 
 def test_answers_are_json_of_the_schema(url: str, store: SoftContextStore) -> None:
@@ -204,208 +149,6 @@ async def test_asynchronous_clients(url: str, store: SoftContextStore, decoder: 
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=ANNA, max_retries=0) as asked:
         stream = await asked.chat.completions.create(model="tiny", messages=chat(store), stream=True)
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == expected
-
-
-# Tenants
-
-
-def test_a_key_reads_its_own_scopes_markers_only(url: str, store: SoftContextStore) -> None:
-    """Another tenant's marker refuses the request, and says nothing of the passage."""
-    asked = chat(store)
-    own = client(url).chat.completions.create(model="tiny", messages=asked)
-    assert own.usage is not None and own.usage.model_extra != {"slots": 0}
-    for stream in (False, True):
-        with pytest.raises(openai.BadRequestError, match="not made with this key for scope 'bert'") as caught:
-            client(url, BERT).chat.completions.create(model="tiny", messages=asked, stream=stream)
-        assert "anna" not in str(caught.value) and TEXTS["tower"][:20] not in str(caught.value)
-    # Nor does the store's own scope, that of markers written without a server, belong to a key.
-    default = [{"role": "user", "content": store.marker(store.ids()[0], 8)}]
-    with pytest.raises(openai.BadRequestError, match="not made with this key"):
-        client(url).chat.completions.create(model="tiny", messages=default)  # type: ignore[arg-type]
-
-
-def test_scopes_hold_while_tenants_ask_at_once(url: str, store: SoftContextStore) -> None:
-    def slots(number: int) -> tuple[bool, int]:
-        owner, key = (("anna", ANNA), ("bert", BERT))[number % 2]
-        asker = (ANNA, BERT)[number // 2 % 2]
-        content: list[Any] = [{"role": "user", "content": f"{marker(store, 'tower', owner)} {number}"}]
-        try:
-            reply = client(url, asker).chat.completions.create(model="tiny", messages=content, max_tokens=2)
-        except openai.BadRequestError:
-            return asker == key, 0
-        assert reply.usage is not None and reply.usage.model_extra is not None
-        return asker == key, reply.usage.model_extra["slots"]
-
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(slots, range(24)))
-    assert all((count > 0) is own for own, count in found)
-
-
-def test_compress_writes_markers_of_the_keys_scope(url: str, store: SoftContextStore) -> None:
-    text = "The Harrow Institute was founded in 1911, and it moved to Stavely after the flood."
-    before = len(store)
-    found = {}
-    for key, scope in ((ANNA, "anna"), (BERT, "bert")):
-        reply = httpx.post(
-            f"{url}/v1/compress",
-            json={"input": [text, TEXTS["mill"]], "ratio": 8},
-            headers={"Authorization": f"Bearer {key}"},
-            timeout=WAIT,
-        )
-        assert reply.status_code == 200, reply.text
-        shown = [item["text"] for item in reply.json()["data"]]
-        assert shown == store.markers(store.ensure([text, TEXTS["mill"]], scope=scope), 8, scope)
-        found[scope] = shown
-        assert len(store.ids(scope)) == 1  # the other text is everyone's
-    assert len(store) == before + 2
-    assert not set(found["anna"]) & set(found["bert"])
-    for size, said in (({"ratio": 3}, "ratio 3 cannot be made"), ({"reduction": 4}, "reduction=4: bundle 'tiny'")):
-        reply = httpx.post(
-            f"{url}/v1/compress", json={"input": text, **size}, headers={"Authorization": f"Bearer {ANNA}"}
-        )
-        assert reply.status_code == 400 and said in reply.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong", f"Basic {ANNA}", f"Bearer {ANNA}x", "Bearer é"])
-def test_nobody_gets_in_without_a_key(url: str, header: str | None) -> None:
-    headers = {} if header is None else {"Authorization": header.encode()}
-    for method, path in (
-        ("POST", "/v1/chat/completions"),
-        ("POST", "/v1/completions"),
-        ("POST", "/v1/compress"),
-        ("GET", "/v1/models"),
-        ("GET", "/v1/models/tiny"),
-    ):
-        body = {"model": "tiny", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x"}
-        reply = httpx.request(method, url + path, headers=headers, json=body if method == "POST" else None)
-        assert reply.status_code == 401, path
-        assert reply.headers["WWW-Authenticate"] == "Bearer"
-        assert reply.json()["error"]["code"] == "invalid_api_key"
-    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
-
-
-# What is refused
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "message"),
-    [
-        ({"messages": []}, 400, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "messages.0"),
-        ({"messages": [{"role": "user", "content": " "}]}, 400, "empty"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": "bees " * 3000}]}, 400, "window of 1024"),
-        ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"max_tokens": "many"}, 400, "max_tokens"),
-        ({"temperature": -1}, 400, "temperature"),
-        ({"temperature": "Infinity"}, 400, "temperature"),
-        ({"top_p": 0}, 400, "top_p"),
-        ({"stop": [""]}, 400, "stop"),
-        ({"n": 2}, 400, "n:"),
-        ({"logprobs": True}, 400, "logprobs"),
-        ({"tools": [{"type": "function"}]}, 400, "tools"),
-        ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
-        ({"response_format": {"type": "xml"}}, 400, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
-        ({"response_format": json_format({"type": "nothing"})}, 400, "json_schema"),
-        ({"response_format": json_format({"enum": ["x" * 99] * 700})}, 400, "65536 are allowed"),
-        ({"response_format": json_format(nested(400))}, 400, "recursion"),
-        ({"response_format": json_format({"$ref": "http://somewhere/else"})}, 400, "json_schema"),
-        ({"best": 1}, 400, "best is not supported here"),
-        ({"model": "gpt-4o"}, 404, "no model 'gpt-4o'"),
-    ],
-)
-def test_what_is_not_served_is_refused_by_name(url: str, body: dict[str, Any], status: int, message: str) -> None:
-    whole = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **body}
-    for stream in (False, True):
-        reply = httpx.post(
-            f"{url}/v1/chat/completions",
-            content=json.dumps({**whole, "stream": stream}),
-            headers={"Authorization": f"Bearer {ANNA}", "Content-Type": "application/json"},
-            timeout=WAIT,
-        )
-        assert reply.status_code == status, reply.text
-        assert message in reply.json()["error"]["message"]
-        assert reply.json()["error"]["type"] == "invalid_request_error"
-
-
-def test_bodies_that_are_no_request(url: str) -> None:
-    headers = {"Authorization": f"Bearer {ANNA}", "Content-Type": "application/json"}
-    for content in (b"", b"{", b"[" * 50_000, b"\xff\xfe", b'"text"', b"null"):
-        reply = httpx.post(f"{url}/v1/chat/completions", content=content, headers=headers)
-        assert reply.status_code == 400, (content[:10], reply.text)
-        assert reply.json()["error"]["message"]
-    assert httpx.get(f"{url}/v1/nothing", headers=headers).status_code == 404
-    assert httpx.get(f"{url}/v1/completions", headers=headers).status_code == 405
-
-
-def test_a_long_body_is_refused_before_it_is_read(url: str) -> None:
-    sent = 0
-
-    def endless() -> Iterator[bytes]:
-        nonlocal sent
-        while sent < 50_000_000:
-            sent += 65536
-            yield b" " * 65536
-
-    for content in (b" " * 200_000, endless()):
-        try:
-            reply = httpx.post(f"{url}/v1/compress", content=content, headers={"Authorization": f"Bearer {ANNA}"})
-        except httpx.WriteError:
-            continue  # the server had answered and closed
-        assert reply.status_code == 413
-        assert "longer than 100000 bytes" in reply.json()["error"]["message"]
-    assert sent < 50_000_000
-
-
-def test_a_deleted_passage_is_said_and_no_path_is_shown(url: str, store: SoftContextStore) -> None:
-    text = "Stavely lies on the river Ash."
-    [id] = store.ensure([text])
-    gone = store.marker(id, 4, "anna")
-    store.delete([id])
-    for stream in (False, True):
-        with pytest.raises(openai.NotFoundError, match="compress again") as caught:
-            client(url).chat.completions.create(
-                model="tiny", messages=[{"role": "user", "content": gone}], stream=stream
-            )
-        assert caught.value.code == "passage_not_found"
-
-
-def test_faults_of_the_server_are_not_explained_to_clients(
-    url: str, store: SoftContextStore, decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("/secret/path")
-
-    handle = decoder.bundle.backbone.model.register_forward_pre_hook(fail)
-    try:
-        for stream in (False, True):
-            with pytest.raises(openai.InternalServerError, match="its log says why") as caught:
-                client(url).chat.completions.create(model="tiny", messages=chat(store), stream=stream)
-            assert "secret" not in str(caught.value)
-    finally:
-        handle.remove()
-    assert client(url).chat.completions.create(model="tiny", messages=chat(store)).choices
-
-
-def test_an_error_in_the_middle_of_a_stream_reaches_the_client(
-    url: str, store: SoftContextStore, decoder: TransformersDecoder
-) -> None:
-    passes: list[int] = []
-
-    def fail(*_: Any, **__: Any) -> None:
-        passes.append(1)
-        if len(passes) > 6:
-            raise RuntimeError("broken")
-
-    handle = decoder.bundle.backbone.model.register_forward_pre_hook(fail)
-    try:
-        stream = client(url).chat.completions.create(model="tiny", messages=chat(store), stream=True)
-        with pytest.raises(openai.APIError, match="failed to answer"):
-            list(stream)
-    finally:
-        handle.remove()
 
 
 # Under load

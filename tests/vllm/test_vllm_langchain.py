@@ -7,8 +7,9 @@ from typing import Any, Literal
 import pytest
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
+from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.stores import SoftContextStore
 from integrations.langchain_app.test_langchain_standard import Model
 from langchain_ctx_compress import ChatCompressedContext
@@ -38,11 +39,14 @@ class TestIntegration(_There, ChatModelIntegrationTests):
 class Bridge(BaseModel):
     """What is asked of a passage."""
 
+    builder: str = Field(max_length=20)
     material: Literal["stone", "wood"]
     arches: Literal[1, 2, 3]
 
 
 async def test_answers_of_a_form(vllm: Any, store: SoftContextStore) -> None:
     llm = ChatCompressedContext(store=store, max_tokens=60, **vllm.fields).with_structured_output(Bridge)
-    assert isinstance(llm.invoke("The bridge?"), Bridge)
-    assert isinstance(await llm.ainvoke("The bridge?"), Bridge)
+    marker = mark(store, ["The bridge of Velmora is of stone and has two arches."], ratio=4)[0]
+    for asked in ("The bridge?", f"{marker} The bridge?"):
+        for answer in (llm.invoke(asked), await llm.ainvoke(asked)):
+            assert isinstance(answer, Bridge)

@@ -221,7 +221,7 @@ async def test_a_router_to_several_engines(app: App, events: Events, way: str) -
     *answers, summary = app.check_calls(events)
     assert len(answers) == 2 and text == summary
     asked = events.ended[-1].messages[-1].content
-    assert all(answer in asked for answer in answers)
+    assert all(answer.strip() in asked for answer in answers)
     assert restore_sources(response) == [*app.nodes(), *app.nodes()]
 
 
@@ -265,10 +265,11 @@ async def test_a_second_turn_keeps_the_conversation(app: App, events: Events, mo
     second, _ = await chat(engine, way, "And when?")
     assert app.check_calls(events) == [first, second]
     assert all(sum(app.slots(str(call.messages))) > 0 for call in events.ended)
-    assert first in "\n".join(message.content or "" for message in events.ended[1].messages)
+    kept = first.strip()  # LlamaIndex strips what was streamed
+    assert kept in "\n".join(message.content or "" for message in events.ended[1].messages)
     condensed = [event for event in events.all if isinstance(event, LLMCompletionEndEvent)]
     assert len(condensed) == (mode == "condense_plus_context")
-    assert all(first in event.prompt and event.response.raw["slots"] == 0 for event in condensed)
+    assert all(kept in event.prompt and event.response.raw["slots"] == 0 for event in condensed)
     assert all("[[ctx:" not in (message.content or "") for message in engine.chat_history)
 
 

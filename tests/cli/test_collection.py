@@ -1,0 +1,52 @@
+"""`index --collection`: the options that it takes, and those that it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import pytest
+import torch
+
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.stores import SoftContextStore
+
+TEXT = "Orla kept bees in Pellmouth, by the old mill on the river, until the flood of the year 1911."
+
+
+@pytest.fixture
+def command(tmp_path: Path, bundle_folder: Path) -> list[object]:
+    """Compresses an app's collection of one text."""
+    client = chromadb.PersistentClient(str(tmp_path / "chroma"))
+    made = client.create_collection("docs", embedding_function=None)
+    made.add(ids=["orla"], embeddings=[[1.0, 0.0]], documents=[TEXT])
+    client.close()
+    return ["index", "--collection", "docs", "--store", tmp_path / "chroma", "--bundle", bundle_folder]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_passages_are_compressed_in_the_dtype_and_on_the_device(
+    run: Any, command: list[object], bundle_folder: Path, tmp_path: Path, dtype: str
+) -> None:
+    assert run(*command, "--dtype", dtype, "--device", "cpu", "--codec", "fp16") == 0
+    assert "1 passages compressed, 0 unchanged" in run.out
+    collection = chromadb.PersistentClient(str(tmp_path / "chroma")).get_collection("docs", embedding_function=None)
+    with SoftContextStore(collection, Bundle.from_pretrained(bundle_folder)) as store:
+        [stored] = store.get(["orla"])
+    assert stored is not None
+    for other in ("float32", "bfloat16"):
+        [made] = Bundle.from_pretrained(bundle_folder, dtype=other).compress([TEXT])
+        assert torch.equal(stored.slots.half(), made.slots.half()) is (other == dtype)
+
+
+def test_a_device_that_is_not_there_is_told(run: Any, command: list[object]) -> None:
+    assert "device='nowhere' cannot be used here" in run.fails(*command, "--device", "nowhere")
+
+
+@pytest.mark.parametrize("option", [("--embedder", "minilm"), ("--prune",), ("--chunk-tokens", "64")])
+def test_what_is_of_no_use_to_a_collection_is_refused(
+    run: Any, command: list[object], option: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert f"--collection takes no {option[0]}: " in run.fails(*command, *option)
+    assert [each.name for each in chromadb.PersistentClient(str(tmp_path / "chroma")).list_collections()] == ["docs"]

@@ -1,0 +1,225 @@
+"""What the server refuses: other tenants' markers, requests that it does not serve, and what went wrong inside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.stores import SoftContextStore
+from helpers.langchain import TEXTS
+from helpers.serving import ANNA, BERT, WAIT, chat, client, json_format, marker
+
+# Tenants
+
+
+def test_a_key_reads_its_own_scopes_markers_only(url: str, store: SoftContextStore) -> None:
+    """Another tenant's marker refuses the request, and says nothing of the passage."""
+    asked = chat(store)
+    own = client(url).chat.completions.create(model="tiny", messages=asked)
+    assert own.usage is not None and own.usage.model_extra != {"slots": 0}
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="not made with this key for scope 'bert'") as caught:
+            client(url, BERT).chat.completions.create(model="tiny", messages=asked, stream=stream)
+        assert "anna" not in str(caught.value) and TEXTS["tower"][:20] not in str(caught.value)
+    # Nor does the store's own scope, that of markers written without a server, belong to a key.
+    default = [{"role": "user", "content": store.marker(store.ids()[0], 8)}]
+    with pytest.raises(openai.BadRequestError, match="not made with this key"):
+        client(url).chat.completions.create(model="tiny", messages=default)  # type: ignore[arg-type]
+
+
+def test_scopes_hold_while_tenants_ask_at_once(url: str, store: SoftContextStore) -> None:
+    def slots(number: int) -> tuple[bool, int]:
+        owner, key = (("anna", ANNA), ("bert", BERT))[number % 2]
+        asker = (ANNA, BERT)[number // 2 % 2]
+        content: list[Any] = [{"role": "user", "content": f"{marker(store, 'tower', owner)} {number}"}]
+        try:
+            reply = client(url, asker).chat.completions.create(model="tiny", messages=content, max_tokens=2)
+        except openai.BadRequestError:
+            return asker == key, 0
+        assert reply.usage is not None and reply.usage.model_extra is not None
+        return asker == key, reply.usage.model_extra["slots"]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(slots, range(24)))
+    assert all((count > 0) is own for own, count in found)
+
+
+def test_compress_writes_markers_of_the_keys_scope(url: str, store: SoftContextStore) -> None:
+    text = "The Harrow Institute was founded in 1911, and it moved to Stavely after the flood."
+    before = len(store)
+    found = {}
+    for key, scope in ((ANNA, "anna"), (BERT, "bert")):
+        reply = httpx.post(
+            f"{url}/v1/compress",
+            json={"input": [text, TEXTS["mill"]], "ratio": 8},
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=WAIT,
+        )
+        assert reply.status_code == 200, reply.text
+        shown = [item["text"] for item in reply.json()["data"]]
+        assert shown == store.markers(store.ensure([text, TEXTS["mill"]], scope=scope), 8, scope)
+        found[scope] = shown
+        assert len(store.ids(scope)) == 1  # the other text is everyone's
+    assert len(store) == before + 2
+    assert not set(found["anna"]) & set(found["bert"])
+    for size, said in (({"ratio": 3}, "ratio 3 cannot be made"), ({"reduction": 4}, "reduction=4: bundle 'tiny'")):
+        reply = httpx.post(
+            f"{url}/v1/compress", json={"input": text, **size}, headers={"Authorization": f"Bearer {ANNA}"}
+        )
+        assert reply.status_code == 400 and said in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong", f"Basic {ANNA}", f"Bearer {ANNA}x", "Bearer é"])
+def test_nobody_gets_in_without_a_key(url: str, header: str | None) -> None:
+    headers = {} if header is None else {"Authorization": header.encode()}
+    for method, path in (
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/compress"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/tiny"),
+    ):
+        body = {"model": "tiny", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x"}
+        reply = httpx.request(method, url + path, headers=headers, json=body if method == "POST" else None)
+        assert reply.status_code == 401, path
+        assert reply.headers["WWW-Authenticate"] == "Bearer"
+        assert reply.json()["error"]["code"] == "invalid_api_key"
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+
+
+# What is refused
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"messages": []}, 400, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "messages.0"),
+        ({"messages": [{"role": "user", "content": " "}]}, 400, "empty"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "bees " * 3000}]}, 400, "window of 1024"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"max_tokens": "many"}, 400, "max_tokens"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"temperature": "Infinity"}, 400, "temperature"),
+        ({"top_p": 0}, 400, "top_p"),
+        ({"stop": [""]}, 400, "stop"),
+        ({"n": 2}, 400, "n:"),
+        ({"logprobs": True}, 400, "logprobs"),
+        ({"tools": [{"type": "function"}]}, 400, "tools"),
+        ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
+        ({"response_format": {"type": "xml"}}, 400, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
+        ({"response_format": json_format({"type": "nothing"})}, 400, "json_schema"),
+        ({"response_format": json_format({"enum": ["x" * 99] * 700})}, 400, "65536 are allowed"),
+        ({"response_format": json_format(nested(400))}, 400, "recursion"),
+        ({"response_format": json_format({"$ref": "http://somewhere/else"})}, 400, "json_schema"),
+        ({"best": 1}, 400, "best is not supported here"),
+        ({"model": "gpt-4o"}, 404, "no model 'gpt-4o'"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(url: str, body: dict[str, Any], status: int, message: str) -> None:
+    whole = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **body}
+    for stream in (False, True):
+        reply = httpx.post(
+            f"{url}/v1/chat/completions",
+            content=json.dumps({**whole, "stream": stream}),
+            headers={"Authorization": f"Bearer {ANNA}", "Content-Type": "application/json"},
+            timeout=WAIT,
+        )
+        assert reply.status_code == status, reply.text
+        assert message in reply.json()["error"]["message"]
+        assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_bodies_that_are_no_request(url: str) -> None:
+    headers = {"Authorization": f"Bearer {ANNA}", "Content-Type": "application/json"}
+    for content in (b"", b"{", b"[" * 50_000, b"\xff\xfe", b'"text"', b"null"):
+        reply = httpx.post(f"{url}/v1/chat/completions", content=content, headers=headers)
+        assert reply.status_code == 400, (content[:10], reply.text)
+        assert reply.json()["error"]["message"]
+    assert httpx.get(f"{url}/v1/nothing", headers=headers).status_code == 404
+    assert httpx.get(f"{url}/v1/completions", headers=headers).status_code == 405
+
+
+def test_a_long_body_is_refused_before_it_is_read(url: str) -> None:
+    sent = 0
+
+    def endless() -> Iterator[bytes]:
+        nonlocal sent
+        while sent < 50_000_000:
+            sent += 65536
+            yield b" " * 65536
+
+    for content in (b" " * 200_000, endless()):
+        try:
+            reply = httpx.post(f"{url}/v1/compress", content=content, headers={"Authorization": f"Bearer {ANNA}"})
+        except httpx.WriteError:
+            continue  # the server had answered and closed
+        assert reply.status_code == 413
+        assert "longer than 100000 bytes" in reply.json()["error"]["message"]
+    assert sent < 50_000_000
+
+
+def test_a_deleted_passage_is_said_and_no_path_is_shown(url: str, store: SoftContextStore) -> None:
+    text = "Stavely lies on the river Ash."
+    [id] = store.ensure([text])
+    gone = store.marker(id, 4, "anna")
+    store.delete([id])
+    for stream in (False, True):
+        with pytest.raises(openai.NotFoundError, match="compress again") as caught:
+            client(url).chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": gone}], stream=stream
+            )
+        assert caught.value.code == "passage_not_found"
+
+
+def test_faults_of_the_server_are_not_explained_to_clients(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("/secret/path")
+
+    handle = decoder.bundle.backbone.model.register_forward_pre_hook(fail)
+    try:
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="its log says why") as caught:
+                client(url).chat.completions.create(model="tiny", messages=chat(store), stream=stream)
+            assert "secret" not in str(caught.value)
+    finally:
+        handle.remove()
+    assert client(url).chat.completions.create(model="tiny", messages=chat(store)).choices
+
+
+def test_an_error_in_the_middle_of_a_stream_reaches_the_client(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder
+) -> None:
+    passes: list[int] = []
+
+    def fail(*_: Any, **__: Any) -> None:
+        passes.append(1)
+        if len(passes) > 6:
+            raise RuntimeError("broken")
+
+    handle = decoder.bundle.backbone.model.register_forward_pre_hook(fail)
+    try:
+        stream = client(url).chat.completions.create(model="tiny", messages=chat(store), stream=True)
+        with pytest.raises(openai.APIError, match="failed to answer"):
+            list(stream)
+    finally:
+        handle.remove()
