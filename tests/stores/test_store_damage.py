@@ -16,6 +16,7 @@ import pytest
 from ctx_compress_rag.errors import PayloadError, StoreError
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.stores import AddReport, Passage, SoftContextStore, codecs
+from ctx_compress_rag.stores.seven_bits import to_bytes, to_text
 from helpers.store import WordBundle, add, assert_same, passage
 
 KEY = b"sixteen bytes or more"
@@ -27,11 +28,11 @@ def bomb(row: Row, _: Row) -> Row:
 
 
 def loud(row: Row, _: Row) -> Row:
-    raw = bytearray(base64.b64decode(row["payload"]))
+    raw = bytearray(to_bytes(row["payload"]))
     head, run = struct.calcsize("<BBIIII"), 2 * 8
     raw[head + run : head + run + 4] = np.float32(3e38).tobytes()
     raw[head - 4 : head] = struct.pack("<I", zlib.crc32(raw[head:]))
-    return {"payload": base64.b64encode(raw).decode()}
+    return {"payload": to_text(bytes(raw))}
 
 
 DAMAGE: dict[str, Callable[[Row, Row], Row]] = {
