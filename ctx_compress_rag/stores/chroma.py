@@ -14,7 +14,7 @@ import chromadb
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.config import seconds, whole
-from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, RatioError
+from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, RatioError, StoreError
 from ctx_compress_rag.of_this_process import OfThisProcess
 from ctx_compress_rag.ratios import merge_factor
 from ctx_compress_rag.soft_context import SoftContext
@@ -554,11 +554,10 @@ class SoftContextStore(OfThisProcess):
     def _sealers(self) -> list[MarkerCodec]:
         """Of the keys that records may be sealed with: the store's, and the folder's own from before it had that."""
         if self._folder_markers is None:
-            path = self._companion.connection.path
-            there = path is not None and (path / KEY_FILE).exists()
-            self._folder_markers = (
-                [MarkerCodec(key_from_file(path / KEY_FILE), self.fingerprint)] if there and path else []
-            )
+            path, self._folder_markers = self._companion.connection.path, []
+            if path is not None and (path / KEY_FILE).exists():
+                with suppress(StoreError):  # another user's; where there is no other key, `_signer` says so
+                    self._folder_markers = [MarkerCodec(key_from_file(path / KEY_FILE), self.fingerprint)]
         return [self._signer(), *self._folder_markers]
 
     def _signer(self) -> MarkerCodec:

@@ -162,3 +162,7 @@ def test_a_key_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     os.chown(path, 65534, -1)
     with pytest.raises(StoreError, match="belongs to user 65534"):
         add(SoftContextStore(tmp_path, WordBundle()), 1)
+    monkeypatch.setenv("CTX_COMPRESS_KEY", "as the error says: set this")
+    with SoftContextStore(tmp_path, WordBundle()) as store:
+        add(store, 1)
+        assert store.get(["p0"])[0] is not None
