@@ -26,9 +26,9 @@ class Turns:
         return self._owner == threading.get_ident()
 
     @property
-    def wanted(self) -> bool:
-        """Whether a thread waits for it."""
-        return bool(self._waiting)
+    def waiting(self) -> int:
+        """How many threads wait for it."""
+        return len(self._waiting)
 
     def __enter__(self) -> None:
         with self._changed:

@@ -18,23 +18,23 @@ def test_each_waits_for_those_before_it() -> None:
             order.append(number)
 
     with turns:
-        assert turns.held and not turns.wanted
+        assert turns.held and not turns.waiting
         for number in range(5):
             thread = threading.Thread(target=take, args=(number,))
             thread.start()
             threads.append(thread)
             until = time.monotonic() + WAIT
-            while len(turns._waiting) <= number:
+            while turns.waiting <= number:
                 assert time.monotonic() < until
                 time.sleep(0.001)
-        assert turns.wanted
+        assert turns.waiting
         with turns:  # reentrant, whoever waits
             assert order == []
     with turns:
         assert order == [0, 1, 2, 3, 4]
     for thread in threads:
         thread.join(WAIT)
-    assert not turns.held and not turns.wanted
+    assert not turns.held and not turns.waiting
 
 
 def test_only_one_has_it() -> None:

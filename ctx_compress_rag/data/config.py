@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from ctx_compress_rag.settings import Strict
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class TextData(_Strict):
+class TextData(Strict):
     """Plain text: a .txt or .txt.xz file, or the contexts of a .jsonl or .jsonl.gz file.
 
     Attributes:
@@ -24,7 +22,7 @@ class TextData(_Strict):
     words: int = Field(default=256, gt=0)
 
 
-class MixData(_Strict):
+class MixData(Strict):
     """How question-answering examples become realistic prompts.
 
     Attributes:
@@ -52,7 +50,7 @@ class MixData(_Strict):
         return self
 
 
-class ProbeConfig(_Strict):
+class ProbeConfig(Strict):
     """Questions answered as training goes, for a curve of score against training tokens; never trained on.
 
     Attributes:
@@ -68,7 +66,7 @@ class ProbeConfig(_Strict):
     ratios: list[int] = [4, 16]
 
 
-class SourceConfig(_Strict):
+class SourceConfig(Strict):
     """Data that a bundle or its decoder was trained on, for its model card."""
 
     data: str

@@ -95,7 +95,7 @@ class Sampling:
         chosen = own | {name: value for name, value in given.items() if value is not None}
         max_tokens, stop = chosen.pop("max_tokens"), chosen.pop("stop")
         return cls(
-            max_new_tokens=max_tokens,
+            max_new_tokens=checked("max_tokens", max_tokens, _rules()["max_new_tokens"]),
             stop=(stop,) if isinstance(stop, str) else stop or (),
             json_schema=schema,
             **chosen,

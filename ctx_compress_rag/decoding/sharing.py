@@ -134,7 +134,7 @@ class Sharing:
                 steps += 1
                 if not alone and steps >= _STEPS:
                     return
-                if first.bundle.backbone.lock.wanted or self._others(group):
+                if first.bundle.backbone.lock.waiting or self._others(group):
                     return
 
     def _others(self, group: _Group) -> bool:

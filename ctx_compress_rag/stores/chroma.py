@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,27 +12,27 @@ import chromadb
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.config import seconds, whole
-from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, RatioError, StoreError
+from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, RatioError
 from ctx_compress_rag.of_this_process import OfThisProcess
 from ctx_compress_rag.ratios import merge_factor
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import audit, records
 from ctx_compress_rag.stores.codecs import payload_codec
 from ctx_compress_rag.stores.collections import as_documents, passages_in
-from ctx_compress_rag.stores.companion import WRITE_RECORDS, Companion, Found
+from ctx_compress_rag.stores.companion import WRITE_RECORDS, Companion
 from ctx_compress_rag.stores.connect import Location, connect
-from ctx_compress_rag.stores.keys import KEY_FILE, find_key, key_from_file
+from ctx_compress_rag.stores.keyring import Keyring
 from ctx_compress_rag.stores.lock import DEFAULT_TIMEOUT
+from ctx_compress_rag.stores.lookup import Lookup, checked_ids
 from ctx_compress_rag.stores.markers import (
     DEFAULT_SCOPE,
     MAX_FACTOR,
     Marker,
-    MarkerCodec,
     OnUnreadable,
     check_scope,
     current_scope,
 )
-from ctx_compress_rag.stores.names import Names
+from ctx_compress_rag.stores.names import Record
 from ctx_compress_rag.stores.passages import (
     AddReport,
     Compresses,
@@ -46,11 +44,8 @@ from ctx_compress_rag.stores.passages import (
     in_batches,
     to_passages,
 )
-from ctx_compress_rag.stores.scopes import own_id, owned, plain_name, readable, record_id, scoped_name
+from ctx_compress_rag.stores.scopes import own_id, owned, plain_name, record_id, scoped_name
 from ctx_compress_rag.stores.skimmed import Skimmed, SkimmedSlots
-
-Stored = dict[str, Any]
-"""The metadata of a record."""
 
 
 class SoftContextStore(OfThisProcess):
@@ -106,16 +101,13 @@ class SoftContextStore(OfThisProcess):
         if ratio is not None:
             ratio = whole("ratio", ratio)
             bundle.check_ratio(ratio)
-        timeout, self._skimmed_limit = seconds("lock_timeout", lock_timeout), whole("skimmed_slots", skimmed_slots)
-        if self._skimmed_limit < 0:
+        timeout, kept = seconds("lock_timeout", lock_timeout), whole("skimmed_slots", skimmed_slots)
+        if kept < 0:
             raise ConfigError(f"skimmed_slots={skimmed_slots}: give 0 or more")
         self._companion = Companion(connect(location, collection), bundle, codec, ratio, timeout)
-        self._names = Names(self._companion)
-        self._markers = None if key is None else MarkerCodec(key, self.fingerprint)
-        if self._companion.connection.remote:
-            self._signer()  # without a key, refused here and not at the first marker
-        self._folder_markers: list[MarkerCodec] | None = None
-        self._skimmed: dict[str, SkimmedSlots] = {}
+        self._keyring = Keyring(self._companion, key)
+        self._lookup = Lookup(self._companion, self._keyring)
+        self._skimmed = SkimmedSlots(kept)
         self._writing = threading.RLock()
 
     # Writing
@@ -155,10 +147,10 @@ class SoftContextStore(OfThisProcess):
         checked = to_passages(as_documents(documents), ids)
         passages = {record_id(id, scope): passage for id, passage in checked.items()}
         with self._writing:
-            same = self._matching("full_hash", records.full_hash, passages)
+            same = self._lookup.matching("full_hash", records.full_hash, passages)
             todo = {key: passage for key, passage in passages.items() if key not in same}
             present = self._companion.existing(list(todo))
-            relabel = self._matching("text_hash", records.text_hash, todo)
+            relabel = self._lookup.matching("text_hash", records.text_hash, todo)
             self._companion.update({key: records.labels(self.fingerprint, key, todo[key]) for key in relabel})
             self._compress({key: passage for key, passage in todo.items() if key not in relabel}, scope, progress)
         return AddReport(len(todo) - len(present), len(present), len(same))
@@ -213,9 +205,9 @@ class SoftContextStore(OfThisProcess):
         """
         scope = self._scope(scope)
         passages = to_passages(texts, ids, repeats=True)
-        if len(self._holding(passages, scope)) < len(passages):
+        if len(self._lookup.holding(passages, scope)) < len(passages):
             with self._writing:  # look again: another thread may have been at the same passages
-                held = self._holding(passages, scope)
+                held = self._lookup.holding(passages, scope)
                 missing = {record_id(id, scope): passage for id, passage in passages.items() if id not in held}
                 self._compress(missing, scope, progress=False)
         return [content_id(text) for text in texts] if ids is None else list(ids)
@@ -224,17 +216,17 @@ class SoftContextStore(OfThisProcess):
         """Delete passages of the scope; how many of them were there. `ctx-compress vacuum` writes them over."""
         scope = self._scope(scope)
         with self._writing:
-            present = self._companion.existing([record_id(id, scope) for id in _checked_ids(ids)])
+            present = self._companion.existing([record_id(id, scope) for id in checked_ids(ids)])
             self._companion.delete(present)
         return len(present)
 
     def damaged(self) -> list[str]:
         """The ids of passages, of all scopes, whose records are not as they were written. Reads every record."""
-        return [own_id(key) for key in audit.damaged(self._companion, self._sealers())]
+        return [own_id(key) for key in audit.damaged(self._companion, self._keyring.sealers())]
 
     def discard_damaged(self) -> list[str]:
         """Delete what `damaged` finds; the next `add` of the same passages compresses them again."""
-        bad = audit.damaged(self._companion, self._sealers())
+        bad = audit.damaged(self._companion, self._keyring.sealers())
         self._companion.delete(bad)
         return [own_id(key) for key in bad]
 
@@ -245,7 +237,7 @@ class SoftContextStore(OfThisProcess):
         could write to the store: without the old key, a forged record looks like a true one.
         """
         with self._writing:
-            return audit.reseal(self._companion, self._signer())
+            return audit.reseal(self._companion, self._keyring.signer())
 
     def close(self) -> None:
         """Close the engine; the store cannot be used afterwards. Without effect the second time."""
@@ -288,7 +280,7 @@ class SoftContextStore(OfThisProcess):
 
     def has(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[bool]:
         """Whether each text is stored under its id: False where it is missing or stored with another text."""
-        held = self._holding(to_passages(texts, ids, repeats=True), self._scope(scope))
+        held = self._lookup.holding(to_passages(texts, ids, repeats=True), self._scope(scope))
         return [id in held for id in ([content_id(text) for text in texts] if ids is None else ids)]
 
     def ids(self, scope: str | None = None) -> list[str]:
@@ -318,7 +310,7 @@ class SoftContextStore(OfThisProcess):
             slots=sizes.slots,
             source_tokens=sizes.tokens,
             payload_bytes=sizes.payload,
-            disk_bytes=_folder_bytes(connection.path) if connection.path else None,
+            disk_bytes=connection.disk_bytes(),
         )
 
     @property
@@ -371,8 +363,8 @@ class SoftContextStore(OfThisProcess):
             raise MissingPassageError(f"passage {missing[0]!r} is not stored ({len(missing)} are not): add it first")
         for key, stored in dict(found.values()).items():
             records.check_payload(key, stored)
-        signer = self._signer()
-        self._names.learn(found.values())
+        signer = self._keyring.signer()
+        self._lookup.names.learn(found.values())
         written = []
         for id in ids:
             slots = found[id][1]["slots"]
@@ -393,20 +385,10 @@ class SoftContextStore(OfThisProcess):
         Raises:
             ConfigError: together they have more slots than are kept.
         """
-        needed = sum(part.cost for part in parts)
-        if needed > self._skimmed_limit:
-            raise ConfigError(
-                f"a prompt needs {needed} skimmed slots and the store keeps {self._skimmed_limit}: "
-                f"retrieve fewer passages, or open the store with skimmed_slots={needed} or more"
-            )
-        signer, scope = self._signer(), self._scope(scope)
-        kept = self._skimmed_of(scope)
-        written = []
-        for part in parts:
-            name = signer.skimmed(*part.fields)
-            kept.put(name, part)
-            written.append(signer.write_skimmed(name, part.soft.n_slots, scope))
-        return written
+        scope, signer = self._scope(scope), self._keyring.signer()
+        names = [signer.skimmed(*part.fields) for part in parts]
+        self._skimmed.put(scope, dict(zip(names, parts, strict=True)))
+        return [signer.write_skimmed(name, part.soft.n_slots, scope) for name, part in zip(names, parts, strict=True)]
 
     def split(self, text: str, scope: str | None = None, on_unreadable: OnUnreadable = "warn") -> list[str | Marker]:
         """Text parts and markers of a prompt, in order.
@@ -414,7 +396,7 @@ class SoftContextStore(OfThisProcess):
         Raises:
             UnreadableMarkerError: a marker is of another key or scope, and on_unreadable is "error"; else text.
         """
-        return self._signer().split(text, self._scope(scope), on_unreadable)
+        return self._keyring.signer().split(text, self._scope(scope), on_unreadable)
 
     def fetch(self, markers: Sequence[Marker]) -> list[SoftContext]:
         """The soft contexts that markers stand for, at the markers' ratios, in order.
@@ -442,47 +424,6 @@ class SoftContextStore(OfThisProcess):
 
     # Inside
 
-    def _matching(
-        self, field: str, digest: Callable[[str, str, Passage], str], passages: dict[str, Passage]
-    ) -> set[str]:
-        """Record ids whose stored hash is the passage's. The hashes cover the id: none can match another's record."""
-        hashes = {key: digest(self.fingerprint, key, passage) for key, passage in passages.items()}
-        return self._companion.matching(field, hashes)
-
-    def _holding(self, passages: dict[str, Passage], scope: str) -> set[str]:
-        """Ids of the passages that a record which the scope may read holds with their text."""
-        held: set[str] = set()
-        for place in readable(scope):
-            rest = {record_id(id, place): passage for id, passage in passages.items() if id not in held}
-            held.update(own_id(key) for key in self._matching("text_hash", records.text_hash, rest))
-        return held
-
-    def _find(
-        self, ids: Sequence[str], scope: str | None, texts: Sequence[str] | None
-    ) -> dict[str, tuple[str, Stored]]:
-        """By passage id, the scope's own record or else the default scope's; only of the text where one is given.
-
-        A record comes with its own id, and as it was sealed.
-        """
-        expected = None if texts is None else to_passages(texts, _checked_ids(ids), repeats=True)
-        places = readable(self._scope(scope))
-        stored = self._companion.read([record_id(id, place) for id in _checked_ids(ids) for place in places])
-        found: dict[str, tuple[str, Stored]] = {}
-        for id in ids:
-            for key in (record_id(id, place) for place in places):
-                if key in stored and (
-                    expected is None
-                    or stored[key].get("text_hash") == records.text_hash(self.fingerprint, key, expected[id])
-                ):
-                    found.setdefault(id, (key, stored[key]))
-        self._check_seals(dict(found.values()))
-        return found
-
-    def _check_seals(self, stored: Found) -> None:
-        signers = self._sealers() if stored else []
-        for key, row in stored.items():
-            records.check_seal(key, row, signers, self._companion.sealed)
-
     def _compress(self, passages: dict[str, Passage], scope: str, progress: bool) -> None:
         if not passages:
             return
@@ -495,7 +436,7 @@ class SoftContextStore(OfThisProcess):
                 bar.update(len(batch))
 
     def _put(self, passages: dict[str, Passage], payloads: Sequence[str], scope: str) -> None:
-        signer = self._signer()
+        signer = self._keyring.signer()
         rows = {
             key: records.record(
                 key,
@@ -509,35 +450,13 @@ class SoftContextStore(OfThisProcess):
         }
         self._companion.upsert(rows)
 
-    def _by_marker(
-        self, markers: Sequence[Marker]
-    ) -> tuple[dict[Marker, Skimmed], dict[Marker, tuple[str, dict[str, Any]]]]:
-        """Skimmed parts, and (record id, record) of stored passages, by marker; all are there."""
-        kept = {marker: self._skimmed_of(marker.scope).get(marker.passage) for marker in markers if marker.skimmed}
-        parts = {marker: part for marker, part in kept.items() if part is not None}
-        if len(parts) < len(kept):
-            raise MissingPassageError(
-                f"the slots of {len(kept) - len(parts)} skimmed part(s) are gone: they hold for one question, in the "
-                f"memory of the store that wrote their markers, which keeps the last {self._skimmed_limit} of a scope; "
-                "give postprocessor and LLM the same store, retrieve again, or open it with a larger skimmed_slots"
-            )
-        names = {
-            marker: [scoped_name(marker.passage, place) for place in readable(marker.scope)]
-            for marker in markers
-            if not marker.skimmed
-        }
-        found: dict[Marker, tuple[str, Stored]] = self._names.find(names)
-        missing = [marker for marker in names if marker not in found]
-        if missing:
-            raise MissingPassageError(
-                f"no passage in {self._companion.connection.where} for {len(missing)} marker(s), the first "
-                f"{missing[0].id!r}: it was deleted or its text changed after the prompt was made; retrieve again"
-            )
-        self._check_seals(dict(found.values()))
-        return parts, found
+    def _find(self, ids: Sequence[str], scope: str | None, texts: Sequence[str] | None) -> dict[str, Record]:
+        return self._lookup.by_id(ids, self._scope(scope), texts)
 
-    def _skimmed_of(self, scope: str) -> SkimmedSlots:
-        return self._skimmed.setdefault(scope, SkimmedSlots(self._skimmed_limit))
+    def _by_marker(self, markers: Sequence[Marker]) -> tuple[dict[Marker, Skimmed], dict[Marker, Record]]:
+        """Skimmed parts, and records of stored passages, by marker; all are there."""
+        stored = [marker for marker in markers if not marker.skimmed]
+        return self._skimmed.find([marker for marker in markers if marker.skimmed]), self._lookup.by_marker(stored)
 
     def _factor(self, ratio: int) -> int:
         ratio = whole("ratio", ratio)
@@ -550,32 +469,3 @@ class SoftContextStore(OfThisProcess):
 
     def _scope(self, scope: str | None) -> str:
         return current_scope() or self.scope if scope is None else check_scope(scope)
-
-    def _sealers(self) -> list[MarkerCodec]:
-        """Of the keys that records may be sealed with: the store's, and the folder's own from before it had that."""
-        if self._folder_markers is None:
-            path, self._folder_markers = self._companion.connection.path, []
-            if path is not None and (path / KEY_FILE).exists():
-                with suppress(StoreError):  # another user's; where there is no other key, `_signer` says so
-                    self._folder_markers = [MarkerCodec(key_from_file(path / KEY_FILE), self.fingerprint)]
-        return [self._signer(), *self._folder_markers]
-
-    def _signer(self) -> MarkerCodec:
-        if self._markers is None:  # not before it is needed: reading alone must not make a key file
-            connection = self._companion.connection
-            self._markers = MarkerCodec(find_key(connection.path, remote=connection.remote), self.fingerprint)
-        return self._markers
-
-
-def _checked_ids(ids: Sequence[str]) -> Sequence[str]:
-    if isinstance(ids, str):
-        raise ConfigError(f"ids must be a list, got the str {ids!r}")
-    return ids
-
-
-def _folder_bytes(folder: Path) -> int:
-    size = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # SQLite's journal comes and goes
-            size += path.stat().st_size if path.is_file() else 0
-    return size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,16 @@ class Connection:
             return
         with self.folder.writing(timeout) as client:
             yield client
+
+    def disk_bytes(self) -> int | None:
+        """Bytes of the whole folder; None for a server or memory."""
+        if self.path is None:
+            return None
+        size = 0
+        for file in self.path.rglob("*"):
+            with suppress(FileNotFoundError):  # SQLite's journal comes and goes
+                size += file.stat().st_size if file.is_file() else 0
+        return size
 
     def close(self) -> None:
         """Close what this library opened."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ctx_compress_rag.errors import ConfigError, MissingPassageError
 from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.stores.markers import Marker
 
 
 @dataclass(frozen=True)
@@ -46,15 +49,56 @@ class Skimmed:
 
 
 class SkimmedSlots:
-    """Parts of passages by name; beyond `limit` slots the least recently used go. Safe in threads.
+    """Parts of passages by scope and name; beyond `limit` slots of a scope the least recently used go. Safe in threads.
 
-    Each scope has one of its own, so that no tenant's questions evict another's slots.
+    Each scope has room of its own, so that no tenant's questions evict another's slots.
 
     They are not written to the store: readers have no writer's lock, and every question would add its own.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self._scopes: dict[str, _LeastRecentlyUsed] = {}
+
+    def put(self, scope: str, parts: Mapping[str, Skimmed]) -> None:
+        """Keep the parts that one prompt needs; a part of the same name gives way.
+
+        Raises:
+            ConfigError: together they have more slots than are kept.
+        """
+        needed = sum(part.cost for part in parts.values())
+        if needed > self.limit:
+            raise ConfigError(
+                f"a prompt needs {needed} skimmed slots and the store keeps {self.limit}: "
+                f"retrieve fewer passages, or open the store with skimmed_slots={needed} or more"
+            )
+        kept = self._of(scope)
+        for name, part in parts.items():
+            kept.put(name, part)
+
+    def find(self, markers: Sequence[Marker]) -> dict[Marker, Skimmed]:
+        """The parts that markers stand for.
+
+        Raises:
+            MissingPassageError: one is no longer in memory.
+        """
+        parts = {marker: self._of(marker.scope).get(marker.passage) for marker in markers}
+        found = {marker: part for marker, part in parts.items() if part is not None}
+        if len(found) < len(parts):
+            raise MissingPassageError(
+                f"the slots of {len(parts) - len(found)} skimmed part(s) are gone: they hold for one question, in the "
+                f"memory of the store that wrote their markers, which keeps the last {self.limit} of a scope; "
+                "give postprocessor and LLM the same store, retrieve again, or open it with a larger skimmed_slots"
+            )
+        return found
+
+    def _of(self, scope: str) -> _LeastRecentlyUsed:
+        return self._scopes.setdefault(scope, _LeastRecentlyUsed(self.limit))
+
+
+class _LeastRecentlyUsed:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._kept: OrderedDict[str, Skimmed] = OrderedDict()
         self._size = 0
         self._lock = threading.Lock()
@@ -65,7 +109,7 @@ class SkimmedSlots:
             self._drop(name)
             self._kept[name] = part
             self._size += part.cost
-            while self._size > self.limit and len(self._kept) > 1:
+            while self._size > self._limit:
                 self._drop(next(iter(self._kept)))
 
     def get(self, name: str) -> Skimmed | None:

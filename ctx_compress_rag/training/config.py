@@ -6,19 +6,14 @@ import random
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ctx_compress_rag.data.config import MixData, ProbeConfig, SourceConfig, TextData
 from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.registry import AnyMethodConfig
+from ctx_compress_rag.settings import Strict
 from ctx_compress_rag.text.prompts import PARAPHRASES, TEMPLATES
-
-
-class Strict(BaseModel):
-    """Settings, unknown keys refused by name."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class WorldData(Strict):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
+from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -39,29 +39,33 @@ def merge_lora(model: nn.Module) -> None:
 
     With weights in bfloat16 the sum is rounded as the weights are.
     """
-    from peft.tuners.lora.layer import Linear
-
     for module in model.modules():
         base = getattr(module, "base_layer", None)
         if type(module) is Linear and isinstance(base, nn.Linear) and not base.weight.requires_grad:
-            module.forward = partial(_forward, module, module.forward)  # type: ignore[method-assign]
+            # Another class, not another `forward` of the object's own: layers of one class share their compiled code.
+            module.__class__ = _MergedLinear
 
 
-def _forward(layer: Any, plain: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    active = [name for name in layer.active_adapters if name in layer.lora_A]
-    simple = len(active) == 1 and not (args or kwargs or layer.disable_adapters or layer.merged)
-    if not simple or active[0] in layer.lora_variant or not isinstance(layer.lora_dropout[active[0]], nn.Identity):
-        return plain(x, *args, **kwargs)  # type: ignore[no-any-return]
-    (name,) = active
-    a, b, base = layer.lora_A[name], layer.lora_B[name], layer.base_layer
-    # Autocast does not look into a function of one's own.
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else base.weight.dtype
-    with torch.autocast(device, enabled=False):
-        product: Tensor = _MergedProduct.apply(  # type: ignore[no-untyped-call]
-            x.to(dtype), base.weight.to(dtype), a.weight, b.weight, layer.scaling[name]
-        )
-        for bias in (base.bias, b.bias if b.bias is None else b.bias * layer.scaling[name]):
-            if bias is not None:
-                product = product + bias.to(dtype)
-    return product
+class _MergedLinear(Linear):
+    """peft's LoRA over a linear layer, computed as one product."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        simple = len(active) == 1 and not (args or kwargs or self.disable_adapters or self.merged)
+        if not simple or active[0] in self.lora_variant or not isinstance(self.lora_dropout[active[0]], nn.Identity):
+            return super().forward(x, *args, **kwargs)
+        (name,) = active
+        base: Any = self.base_layer
+        a: Any = self.lora_A[name]
+        b: Any = self.lora_B[name]
+        # Autocast does not look into a function of one's own.
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else base.weight.dtype
+        with torch.autocast(device, enabled=False):
+            product: Tensor = _MergedProduct.apply(  # type: ignore[no-untyped-call]
+                x.to(dtype), base.weight.to(dtype), a.weight, b.weight, self.scaling[name]
+            )
+            for bias in (base.bias, b.bias if b.bias is None else b.bias * self.scaling[name]):
+                if bias is not None:
+                    product = product + bias.to(dtype)
+        return product

@@ -137,7 +137,7 @@ def test_eight_streams_take_the_passes_of_one(decoder: TransformersDecoder) -> N
 
         with held(decoder):
             futures = [pool.submit(read, number) for number in range(8)]
-            wait_for(lambda: decoder.bundle.backbone.lock.wanted)
+            wait_for(lambda: decoder.bundle.backbone.lock.waiting)
             time.sleep(0.3)
         texts = {future.result(WAIT) for future in futures}
     assert len(texts) == 1

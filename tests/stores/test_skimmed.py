@@ -77,19 +77,23 @@ def test_the_least_recently_used_go(limit: int, steps: list[tuple[bool, int, int
     """Against a plain list of what is kept, oldest first."""
     kept, plain = SkimmedSlots(limit), OrderedDict[str, int]()
     for put, n, slots in steps:
-        name = str(n)
-        if put:
-            kept.put(name, part(n, slots))
+        name = str(n) * 17
+        if put and slots > limit:
+            with pytest.raises(ConfigError, match=f"needs {slots} skimmed slots and the store keeps {limit}"):
+                kept.put("s", {name: part(n, slots)})
+        elif put:
+            kept.put("s", {name: part(n, slots)})
             plain.pop(name, None)
             plain[name] = max(1, slots)
-            while sum(plain.values()) > limit and len(plain) > 1:
+            while sum(plain.values()) > limit:
                 plain.popitem(last=False)
+        elif name in plain:
+            marker = Marker(name + "aaa", slots, skimmed=True, scope="s")
+            assert kept.find([marker])[marker].passage == f"passage {n}"
+            plain.move_to_end(name)
         else:
-            found = kept.get(name)
-            assert (found is not None) == (name in plain)
-            if found is not None:
-                assert found.passage == f"passage {n}" and found.cost == plain[name]
-                plain.move_to_end(name)
+            with pytest.raises(MissingPassageError):
+                kept.find([Marker(name + "aaa", slots, skimmed=True, scope="s")])
 
 
 def test_slots_that_went_are_a_clear_error(bundle: Bundle, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 import yaml
 
-from ctx_compress_rag.data.examples import Example, Turn, check_held_out, read_jsonl, world_examples, write_jsonl
-from ctx_compress_rag.errors import ConfigError, DataError
+from ctx_compress_rag.data.examples import Example, Turn, world_examples
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
@@ -211,83 +211,6 @@ def test_base_models_get_the_space_before_an_answer(name: str, answer: str) -> N
     whole = tokenizer((tokenizer.bos_token or "") + text, add_special_tokens=False)["input_ids"]
     assert prompt.ids().tolist() == [*whole, tokenizer.eos_token_id]
     assert tokenizer.decode(prompt.ids()[prompt.answers]).strip().startswith(answer)
-
-
-def test_jsonl_round_trip_and_grouping(tmp_path: Path) -> None:
-    examples = world_examples("dev", 1, 4, max_turns=3)
-    rows = write_jsonl(tmp_path / "data.jsonl", examples)
-    assert rows == sum(len(e.turns) for e in examples)
-    assert read_jsonl(tmp_path / "data.jsonl", max_turns=3) == examples
-    assert len(read_jsonl(tmp_path / "data.jsonl")) == rows
-
-
-@pytest.mark.parametrize("row", ['{"question": "Q"}', "[1]", "{", '{"question": "Q", "answers": [], "context": "c"}'])
-def test_a_bad_row_is_named(tmp_path: Path, row: str) -> None:
-    good = json.dumps({"question": "Q", "answers": ["a"], "context": "c"})
-    (tmp_path / "data.jsonl").write_text(f"{good}\n{row}\n")
-    with pytest.raises(DataError, match=r"data\.jsonl:2"):
-        read_jsonl(tmp_path / "data.jsonl")
-
-
-def test_held_out_passages_and_questions_never_reach_training() -> None:
-    held_out = world_examples("test", 0, 8)
-    check_held_out(world_examples("train", 0, 200), held_out)
-    with pytest.raises(DataError, match="passage"):
-        check_held_out([*EXAMPLES, held_out[3]], held_out)
-    question = Example(("Another text.",), held_out[3].turns)
-    with pytest.raises(DataError, match="question"):
-        check_held_out([*EXAMPLES, question], held_out)
-
-
-def test_passages_without_questions_share_none() -> None:
-    """Rows of texts, and of reconstruction, have a blank question each."""
-    rows = [Example((text,), (Turn(" ", (text,)),)) for text in ("Kormoor lies on the Halen.", "Pell trades in salt.")]
-    check_held_out(rows[:1], rows[1:])
-    with pytest.raises(DataError, match="passage"):
-        check_held_out(rows, rows[1:])
-
-
-def test_splits_of_the_world_share_no_name() -> None:
-    """Names are what tells facts apart, so no passage or question of one split can be of another."""
-    from ctx_compress_rag.data.world import World
-
-    def roots(split: Any) -> set[str]:
-        # The compound part of a name is its last word (people, towns) or its first (organisations).
-        names = [e for seed in range(150) for e in World(split, seed).entities]
-        return {n.name.split()[0] if n.kind == "organisation" else n.name.split()[-1] for n in names}
-
-    train, dev, test = roots("train"), roots("dev"), roots("test")
-    assert not train & test and not train & dev and not dev & test
-    assert min(len(train), len(dev), len(test)) > 50
-
-
-def test_worlds_of_one_kind_are_as_many_as_asked_for() -> None:
-    """In a prompt of such a world all passages are about one kind of thing, so that only names tell them apart."""
-    from ctx_compress_rag.data import wording
-    from ctx_compress_rag.data.world import examples
-
-    surnames, towns, organisations = (
-        {head + tail for head in heads for tail in tails}
-        for heads, tails in (
-            (wording.SURNAME_HEADS, wording.SURNAME_TAILS),
-            (wording.TOWN_HEADS, wording.TOWN_TAILS),
-            (wording.ORGANISATION_HEADS, wording.ORGANISATION_TAILS),
-        )
-    )
-
-    def alike(passages: tuple[str, ...]) -> bool:
-        """Whether the first sentences, which name what a passage is about, can all be of one kind."""
-        words = [{word.rstrip(".") for word in passage.split(". ")[0].split()} for passage in passages]
-        return any(all(w & names for w in words) for names in (surnames, towns, organisations))
-
-    def share(wanted: float) -> float:
-        drawn = list(examples("train", 7, 400, alike=wanted))
-        return sum(alike(e.passages) for e in drawn) / len(drawn)
-
-    assert share(1.0) == 1.0
-    assert share(0.0) < 0.1
-    assert 0.4 < share(0.5) < 0.65
-    assert list(examples("train", 7, 8)) == list(examples("train", 7, 8, alike=0.0))
 
 
 def test_curriculum_is_the_same_at_every_call() -> None:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.data.world import EXAMPLES_PER_WORLD
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.settings import Strict
 from ctx_compress_rag.training.config import CompressionRecipe
 from ctx_compress_rag.training.recipes import parse_recipe
 
@@ -27,11 +28,7 @@ _FILLED_IN = ("name", "output", "decoder", "bundle", "ratios")
 _FILLED_IN_OF_OPTIM = ("steps", "batch_size", "save_every")
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class CurriculumShare(_Strict):
+class CurriculumShare(Strict):
     """From this share of the stage's steps on, train these ratios, or `sample` of them drawn for each step."""
 
     share: float = Field(ge=0, lt=1)
@@ -51,7 +48,7 @@ class Stage(BaseModel):
     curriculum: list[CurriculumShare] = []
 
 
-class Entry(_Strict):
+class Entry(Strict):
     """What is trained and gets a line in the table.
 
     Attributes:
@@ -72,7 +69,7 @@ class Entry(_Strict):
     stages: list[Stage] = []
 
 
-class Ordering(_Strict):
+class Ordering(Strict):
     """A claim of a paper: that one entry scores better than another, at every ratio that both have."""
 
     claim: str
@@ -80,7 +77,7 @@ class Ordering(_Strict):
     worse: str
 
 
-class Comparison(_Strict):
+class Comparison(Strict):
     """A whole comparison.
 
     Attributes:

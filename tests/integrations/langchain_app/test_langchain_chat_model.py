@@ -66,7 +66,12 @@ def test_sampling_options(app: App) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"temperature": -1}, "-1"), ({"max_tokens": 0}, "0"), ({"top_p": 2}, "2"), ({"max_token": 9}, "max_token")],
+    [
+        ({"temperature": -1}, "-1"),
+        ({"max_tokens": 0}, "^max_tokens=0"),
+        ({"top_p": 2}, "2"),
+        ({"max_token": 9}, "max_token"),
+    ],
 )
 def test_impossible_model_options_are_refused(app: App, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

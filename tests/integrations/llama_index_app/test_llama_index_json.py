@@ -14,6 +14,7 @@ from llama_index.core.selectors import LLMMultiSelector
 from llama_index.core.tools import QueryEngineTool
 from pydantic import BaseModel
 
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.extras import MissingExtraError
 from helpers.llama_index import QUESTION, App
 
@@ -56,6 +57,14 @@ class Tower(BaseModel):
 def test_a_template_with_a_pydantic_parser(app: App) -> None:
     prompt = PromptTemplate("Describe {what}.", output_parser=PydanticOutputParser(Tower))
     Tower.model_validate_json(app.llm(max_tokens=50).predict(prompt, what="the tower"))
+
+
+async def test_cut_json_names_the_limit(app: App) -> None:
+    llm = app.llm(max_tokens=3)
+    with pytest.raises(ConfigError, match="max_tokens=3 cut the JSON"):
+        llm.structured_predict(Tower, PromptTemplate("Describe the tower."))
+    with pytest.raises(ConfigError, match="max_tokens=3 cut the JSON"):
+        await llm.astructured_predict(Tower, PromptTemplate("Describe the tower."))
 
 
 def test_without_the_extra_the_message_names_it(app: App, monkeypatch: pytest.MonkeyPatch) -> None:

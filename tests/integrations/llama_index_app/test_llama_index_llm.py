@@ -90,8 +90,10 @@ def test_what_the_llm_refuses(app: App, llm: CompressedContextLLM) -> None:
         llm.complete("a question", max_length=3)
     with pytest.raises(ConfigError, match="image block"):
         llm.chat([ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png")])])
-    with pytest.raises(ValueError, match="temperature=-1"):
+    with pytest.raises(ConfigError, match="^temperature=-1"):
         app.llm(temperature=-1)
+    with pytest.raises(ConfigError, match="^max_tokens=0"):
+        app.llm(max_tokens=0)
     with pytest.raises(ValueError, match="max_length"):
         app.llm(max_length=3)
 

@@ -85,7 +85,8 @@ class CompressedContextLLM(DecoderLLM, LLM):
         max_retries: how often a request is sent again where the server is not reached or too busy.
 
     Raises:
-        ConfigError: a call has an unknown argument, or a message holds something other than text.
+        ConfigError: a call has an unknown argument, a message holds something other than text, or `max_tokens` cut
+            an answer that is JSON.
         UnreadableMarkerError: at a call, a marker is of another key or scope, or was changed.
         MissingPassageError: at a call, a marker's passage was deleted or its text changed.
         StoreError: at a call, the store cannot be reached.
@@ -125,13 +126,9 @@ class CompressedContextLLM(DecoderLLM, LLM):
             super().__init__(**given_options(fields))
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
-
-    def model_post_init(self, context: Any, /) -> None:
-        """Open the decoder, and refuse impossible sampling settings."""
-        super().model_post_init(context)
         if self.scope is not None:
             check_scope(self.scope)
-        self._sampling({})
+        self._sampling({})  # impossible values are refused here, not at the first question
         _ = self.decoder
 
     @classmethod
@@ -276,8 +273,9 @@ class CompressedContextLLM(DecoderLLM, LLM):
         return Sampling.of(self, {**self._json, **given})
 
     def _generate(self, prompt: Prompt, given: dict[str, Any]) -> Generation:
+        sampling = self._sampling(given)
         with self._in_scope():
-            return self.decoder.generate([prompt], self._sampling(given))[0]
+            return _whole(self.decoder.generate([prompt], sampling)[0], sampling)
 
     def _stream(self, prompt: Prompt, given: dict[str, Any]) -> Pieces:
         with self._in_scope():  # the prompt is read before this returns, none of it during iteration
@@ -290,7 +288,16 @@ class CompressedContextLLM(DecoderLLM, LLM):
         # A stream can be stopped, a call in a thread cannot: whoever is cancelled gives the decoder back.
         async with aclosing(in_thread(await self._astream(prompt, given))) as pieces:
             *_, done = [piece async for piece in pieces]
-        return cast(Generation, done)
+        return _whole(cast(Generation, done), self._sampling(given))
+
+
+def _whole(answer: Generation, sampling: Sampling) -> Generation:
+    """The answer, unless it is JSON that was cut: the engines that parse it do not say so."""
+    if sampling.json_schema is not None and answer.finish_reason == "length":
+        raise ConfigError(
+            f"max_tokens={sampling.max_new_tokens} cut the JSON: give a larger one; so far it is {answer.text!r}"
+        )
+    return answer
 
 
 def _constrained(output_cls: type[Model], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:

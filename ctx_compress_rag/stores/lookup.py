@@ -1,0 +1,87 @@
+"""Which record a reader gets: of its own scope before the shared one, of the text it names, as it was sealed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ctx_compress_rag.errors import ConfigError, MissingPassageError
+from ctx_compress_rag.stores import records
+from ctx_compress_rag.stores.companion import Companion
+from ctx_compress_rag.stores.keyring import Keyring
+from ctx_compress_rag.stores.markers import Marker
+from ctx_compress_rag.stores.names import Names, Record
+from ctx_compress_rag.stores.passages import Passage, to_passages
+from ctx_compress_rag.stores.scopes import own_id, readable, record_id, scoped_name
+
+
+class Lookup:
+    """Finds records by passage, by id and by marker. Safe in threads."""
+
+    def __init__(self, companion: Companion, keyring: Keyring) -> None:
+        self._companion = companion
+        self._keyring = keyring
+        self.names = Names(companion)
+
+    def matching(
+        self, field: str, digest: Callable[[str, str, Passage], str], passages: Mapping[str, Passage]
+    ) -> set[str]:
+        """Record ids whose stored hash is the passage's. The hashes cover the id: none can match another's record."""
+        fingerprint = self._companion.fingerprint
+        return self._companion.matching(field, {key: digest(fingerprint, key, each) for key, each in passages.items()})
+
+    def holding(self, passages: Mapping[str, Passage], scope: str) -> set[str]:
+        """Ids of the passages that a record which the scope may read holds with their text."""
+        held: set[str] = set()
+        for place in readable(scope):
+            rest = {record_id(id, place): passage for id, passage in passages.items() if id not in held}
+            held.update(own_id(key) for key in self.matching("text_hash", records.text_hash, rest))
+        return held
+
+    def by_id(self, ids: Sequence[str], scope: str, texts: Sequence[str] | None) -> dict[str, Record]:
+        """By passage id, the scope's own record or else the default scope's; only of the text where one is given.
+
+        Raises:
+            PayloadError: a record is not as it was sealed; the message names the passage.
+        """
+        expected = None if texts is None else to_passages(texts, checked_ids(ids), repeats=True)
+        places = readable(scope)
+        stored = self._companion.read([record_id(id, place) for id in checked_ids(ids) for place in places])
+        found: dict[str, Record] = {}
+        for id in ids:
+            for key in (record_id(id, place) for place in places):
+                if key in stored and (
+                    expected is None
+                    or stored[key].get("text_hash") == records.text_hash(self._companion.fingerprint, key, expected[id])
+                ):
+                    found.setdefault(id, (key, stored[key]))
+        self._keyring.check(dict(found.values()))
+        return found
+
+    def by_marker(self, markers: Sequence[Marker]) -> dict[Marker, Record]:
+        """The records that markers of stored passages stand for.
+
+        Raises:
+            MissingPassageError: one is not there.
+            PayloadError: a record is not as it was sealed.
+        """
+        names = {each: [scoped_name(each.passage, place) for place in readable(each.scope)] for each in markers}
+        found: dict[Marker, Record] = self.names.find(names)
+        missing = [marker for marker in names if marker not in found]
+        if missing:
+            raise MissingPassageError(
+                f"no passage in {self._companion.connection.where} for {len(missing)} marker(s), the first "
+                f"{missing[0].id!r}: it was deleted or its text changed after the prompt was made; retrieve again"
+            )
+        self._keyring.check(dict(found.values()))
+        return found
+
+
+def checked_ids(ids: Sequence[str]) -> Sequence[str]:
+    """The ids, if they are a list and not one id's letters.
+
+    Raises:
+        ConfigError: a string.
+    """
+    if isinstance(ids, str):
+        raise ConfigError(f"ids must be a list, got the str {ids!r}")
+    return ids
