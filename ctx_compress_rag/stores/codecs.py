@@ -1,4 +1,4 @@
-"""Soft contexts to and from one base64 string, the form Chroma's metadata can hold.
+"""Soft contexts to and from one string, the form Chroma's metadata can hold.
 
 A payload is a header, the token counts as runs, and the slots as a codec packs them:
 
@@ -12,8 +12,6 @@ The CRC turns a truncated or altered payload into an error instead of a wrong an
 
 from __future__ import annotations
 
-import base64
-import binascii
 import struct
 import zlib
 from typing import Protocol
@@ -24,6 +22,7 @@ from numpy.typing import NDArray
 
 from ctx_compress_rag.errors import ConfigError, PayloadError
 from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.stores.seven_bits import END, n_bytes, to_bytes, to_text
 
 Floats = NDArray[np.float32]
 
@@ -183,7 +182,7 @@ def _checksum(codec: Codec, dim: int, body: bytes) -> int:
 
 
 def encode(soft: SoftContext, codec: str = DEFAULT_CODEC) -> str:
-    """A SoftContext as a base64 string.
+    """A SoftContext as a string.
 
     Raises:
         PayloadError: no slots, a NaN or infinity in them, or a value beyond the codec's range.
@@ -197,19 +196,19 @@ def encode(soft: SoftContext, codec: str = DEFAULT_CODEC) -> str:
     runs = _runs(soft.token_counts.tolist())
     body = b"".join(_RUN.pack(*run) for run in runs) + packer.pack(slots)
     header = _HEADER.pack(FORMAT, packer.code, *slots.shape, len(runs), _checksum(packer, slots.shape[1], body))
-    return base64.b64encode(header + body).decode("ascii")
+    return to_text(header + body)
 
 
 def decode(payload: str) -> SoftContext:
-    """The SoftContext of a base64 string that `encode` made; slots are float32.
+    """The SoftContext of a string that `encode` made, in this version or an earlier one; slots are float32.
 
     Raises:
         PayloadError: the string is truncated, altered, of another format, or not finite.
     """
     try:
-        data = base64.b64decode(payload, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise PayloadError(f"the payload is not base64 ({error})") from error
+        data = to_bytes(payload)
+    except ValueError as error:
+        raise PayloadError(f"the payload is no text of bytes ({error})") from error
     if len(data) < _HEADER.size:
         raise PayloadError(f"the payload is truncated: {len(data)} bytes, shorter than its header")
     version, code, n_slots, dim, n_runs, crc = _HEADER.unpack_from(data)
@@ -234,20 +233,15 @@ def decode(payload: str) -> SoftContext:
 def payload_codec(payload: str) -> str:
     """Name of the codec that a payload says it is of; "" where it says none that is known."""
     try:
-        code = base64.b64decode(payload[:4], validate=True)[1]
+        code = to_bytes(payload[:3] + END if payload.endswith(END) else payload[:4])[1]
     except (ValueError, IndexError):
         return ""
     return next((name for name, codec in CODECS.items() if codec.code == code), "")
 
 
 def payload_bytes(payload: str) -> int:
-    """Bytes of a payload before base64."""
-    return payload_size(len(payload), payload[-2:])
-
-
-def payload_size(length: int, end: str) -> int:
-    """The same from a payload's length and its last two characters."""
-    return length // 4 * 3 - end.count("=")
+    """Bytes that a payload stands for."""
+    return n_bytes(len(payload), payload[-2:])
 
 
 def _runs(counts: list[int]) -> list[tuple[int, int]]:

@@ -14,11 +14,12 @@ import httpx
 from chromadb.errors import ChromaError, NotFoundError
 
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, StoreError, StoreWriteError
-from ctx_compress_rag.stores.codecs import DEFAULT_CODEC, check_codec, payload_size
+from ctx_compress_rag.stores.codecs import DEFAULT_CODEC, check_codec, payload_bytes
 from ctx_compress_rag.stores.connect import Connection
 from ctx_compress_rag.stores.passages import Compresses
 from ctx_compress_rag.stores.records import Record
 from ctx_compress_rag.stores.scopes import own_id
+from ctx_compress_rag.stores.seven_bits import n_bytes
 from ctx_compress_rag.stores.sqlite import SqliteClient, SqliteCollection
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ _CONFIGURATION: Any = {
 
 
 class Sizes(NamedTuple):
-    """Sums over all records; `payload` in bytes before base64."""
+    """Sums over all records; `payload` in bytes before they became text."""
 
     records: int
     slots: int
@@ -137,11 +138,11 @@ class Companion:
             if isinstance(collection, SqliteCollection):
                 slots, tokens = collection.sums(["slots", "tokens"])
                 payloads = list(collection.column_tails("payload"))
-                return Sizes(collection.count(), slots, tokens, sum(payload_size(*each) for each in payloads))
+                return Sizes(collection.count(), slots, tokens, sum(n_bytes(*each) for each in payloads))
             total, ids = Sizes(0, 0, 0, 0), list(collection.get(include=[])["ids"])
             for start in range(0, len(ids), READ_IDS):
                 for row in collection.get(ids=ids[start : start + READ_IDS], include=["metadatas"])["metadatas"]:
-                    size = payload_size(len(row["payload"]), row["payload"][-2:])
+                    size = payload_bytes(row["payload"])
                     total = Sizes(
                         total.records + 1,
                         total.slots + row["slots"],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+from ctx_compress_rag.errors import StoreError
 from ctx_compress_rag.stores import records
 from ctx_compress_rag.stores.companion import Companion, Found
 from ctx_compress_rag.stores.keys import KEY_FILE, find_key, key_from_file
@@ -36,11 +39,10 @@ class Keyring:
     def sealers(self) -> list[MarkerCodec]:
         """Of the keys that records may be sealed with: the store's, and the folder's own from before it had that."""
         if self._of_folder is None:
-            path = self._companion.connection.path
-            there = path is not None and (path / KEY_FILE).exists()
-            self._of_folder = (
-                [MarkerCodec(key_from_file(path / KEY_FILE), self._companion.fingerprint)] if there and path else []
-            )
+            path, self._of_folder = self._companion.connection.path, []
+            if path is not None and (path / KEY_FILE).exists():
+                with suppress(StoreError):  # another user's; where there is no other key, `signer` says so
+                    self._of_folder = [MarkerCodec(key_from_file(path / KEY_FILE), self._companion.fingerprint)]
         return [self.signer(), *self._of_folder]
 
     def check(self, found: Found) -> None:

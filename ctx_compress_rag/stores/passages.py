@@ -90,7 +90,7 @@ class SyncReport(AddReport):
 class StoreInfo:
     """What is in a store.
 
-    `payload_bytes` are the encoded slots before base64. `disk_bytes` is the whole folder, with whatever
+    `payload_bytes` are the encoded slots before they became text. `disk_bytes` is the whole folder, with whatever
     else Chroma keeps there; it and `payload_share` (payload over disk) are None for a store without one.
     """
 

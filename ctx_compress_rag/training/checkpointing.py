@@ -33,13 +33,18 @@ _STATE = (
 )
 
 
-def checkpoint_layers(bundle: Bundle) -> int:
-    """Checkpoint every layer of a bundle's decoder and of copies of it, from now on; how many they are."""
+def layers_of(bundle: Bundle) -> list[nn.Module]:
+    """Every layer of a bundle's decoder and of copies of it."""
     mask = torch.zeros(1, 1, dtype=torch.bool)
     with bundle.reader.decoder(mask) as reader:
         models = (bundle.backbone.model, bundle.compressor, bundle.reader, reader)
     modules = {id(module): module for model in models for module in model.modules()}.values()
-    layers = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+    return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+
+
+def checkpoint_layers(bundle: Bundle) -> int:
+    """Checkpoint every layer of a bundle's decoder and of copies of it, from now on; how many they are."""
+    layers = layers_of(bundle)
     hooked = [module for module in bundle.reader.modules() if "_slots" in vars(module)]
     for layer in layers:
         layer.forward = partial(_forward, [*layer.modules(), *hooked], layer.forward)

@@ -83,6 +83,7 @@ class OptimConfig(Strict):
     `workers` are processes that make batches ahead; `bf16` is left out on a CPU without bfloat16 instructions.
     `checkpoint_layers` keeps of each decoder layer its input alone, and runs the layer again in the backward pass:
     memory for time, where a bundle is trained.
+    `shard_frozen` shares the frozen weights of decoder layers out to all processes, where a bundle is trained.
     """
 
     steps: int = Field(default=48_000, gt=0)
@@ -99,6 +100,7 @@ class OptimConfig(Strict):
     bf16: bool = False
     compile: bool | Literal["layers"] = False
     checkpoint_layers: bool = False
+    shard_frozen: bool = False
     workers: int = Field(default=0, ge=0)
     save_every: int = Field(default=500, gt=0)
     log_every: int = Field(default=20, gt=0)
@@ -306,6 +308,15 @@ class CompressionRecipe(Recipe):
             raise ValueError("reader_from_teacher needs a teacher, for an untrained reader to start from")
         if self.bundle and (self.revision or self.teacher):
             raise ValueError("revision and teacher are the bundle's own: leave them out")
+        return self
+
+    @model_validator(mode="after")
+    def _the_same_passes_in_all_processes(self) -> CompressionRecipe:
+        if self.optim.shard_frozen and any(part.each == "example" for part in self.curriculum):
+            raise ValueError(
+                "shard_frozen gathers weights for a pass that all processes make, and with `each: example` one of them "
+                "may draw no example for a ratio: leave one of the two out"
+            )
         return self
 
     def curriculum_at(self, step: int) -> RatioStep:

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -23,6 +24,7 @@ from ctx_compress_rag.flops import counting
 from ctx_compress_rag.training.compiled import bfloat16_pays
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.muon import MuonAdamW
+from ctx_compress_rag.training.sharding import sharded
 from ctx_compress_rag.training.throughput import Meter
 from ctx_compress_rag.training.whole_batch import WholeBatchMean, items_of
 
@@ -59,6 +61,7 @@ class Job:
         on_step: called with the number of each step before it is made.
         probe: called every `probe_every` steps and after the last; its scores go to the report, with the tokens.
         probe_every: steps between two probes.
+        shared_out: decoder layers whose frozen weights each process holds a part of.
     """
 
     model: nn.Module
@@ -69,6 +72,7 @@ class Job:
     on_step: StepHook | None = None
     probe: Probe | None = None
     probe_every: int = 1
+    shared_out: Sequence[nn.Module] = ()
 
 
 class ExampleDataset(Dataset[Any]):
@@ -303,7 +307,9 @@ def train(
     trainer.meter = Meter()
     trainer.before = _progress(Path(checkpoint)) if checkpoint else {}
     trainer.began = time.monotonic()
-    trainer.train(resume_from_checkpoint=checkpoint)
+    split = sharded(job.shared_out, model, arguments.device.type) if processes > 1 and job.shared_out else nullcontext()
+    with split:
+        trainer.train(resume_from_checkpoint=checkpoint)
     step = trainer.state.global_step
     rows: list[dict[str, Any]] = trainer.state.log_history
     history = [row for row in rows if "loss" in row]

@@ -1,8 +1,10 @@
-"""How `info`, `sources` and indexing again what is known grow with an index.
+"""How indexing, the folder, fetching and the first token grow with an index; `info` and indexing again, too.
 
-`PYTHONPATH=tests python tests/helpers/growth.py 1000 10000` prints it for indexes of so many passages. They have 30
-words and vectors of 32 numbers, and the bundle takes no time: what is left is the store's own. Then the time in which 8
-passages are fetched, checked against their seals, beside Chroma's own for the same records.
+`PYTHONPATH=tests python tests/helpers/growth.py docs/growth.png 1000 10000 50000` prints it for indexes of so many
+passages, and plots it. Passages have 12 made-up words and vectors of 32 numbers. The bundle is `demo`; what it made of
+the first 250 passages stands for the others, so that compressing takes no time: what is left is the store's own. Then
+8 passages are fetched and checked against their seals, beside Chroma's own `get` of the same records, and a prompt with
+them is answered up to its first token, at 4x.
 """
 
 from __future__ import annotations
@@ -12,25 +14,32 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import cycle, islice
 from typing import Any, cast
 
+import chromadb
 import numpy as np
 
+from ctx_compress_rag import Bundle
 from ctx_compress_rag.app.passage_index import PassageIndex, inspect_index, make_passage
 from ctx_compress_rag.bulk import worker
-from helpers.store import WordBundle, passage
+from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.figures import new_figure, save
+from helpers.store import passage
 
-FETCHED, PAIRS = 8, 200
+MADE, WORDS, FETCHED, ROUNDS, RATIO = 250, 12, 8, 100, 4
+PLOTTED = ("index a passage (CPU ms)", "bytes a passage", "fetch of 8 (ms)", "first token (ms)")
 
 
-def seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
+CPU = time.process_time  # of all threads: what is done once must not count what else the machine does
+Work = dict[str, Callable[[], object]]
+
+
+def ms(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    began = clock()
     work()
-    return time.perf_counter() - began
-
-
-def median_ms(times: Sequence[float]) -> str:
-    return f"{1000 * statistics.median(times):.1f} ms"
+    return 1000 * (clock() - began)
 
 
 def vectors(texts: Sequence[str], embedder: str) -> Any:
@@ -39,36 +48,71 @@ def vectors(texts: Sequence[str], embedder: str) -> Any:
     return drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
 
 
-def measure(count: int) -> None:
-    passages = [make_passage(passage(n), f"file{n // 20}.txt", "/docs") for n in range(count)]
-    with tempfile.TemporaryDirectory() as folder:
-
-        def index() -> PassageIndex:
-            return PassageIndex(folder, cast(Any, WordBundle()), "words", None, "none")
-
-        with index() as opened:
-            first = seconds(lambda: opened.add(passages, progress=False))
-        with index() as opened:
-            print(f"{count} passages: indexed in {first:.0f} s", end="")
-            print(f", again in {seconds(lambda: opened.add(passages, progress=False)):.2f} s", end="")
-            print(f", sources {seconds(lambda: opened.sources('/docs')):.2f} s", end="")
-            print(f", info {seconds(lambda: inspect_index(folder)):.2f} s", end="")
-            print(f", {(opened.store.info().disk_bytes or 0) / count:.0f} bytes a passage", end="")
-            fetch(opened)
+def bundle_without_work() -> Bundle:
+    bundle = Bundle.from_pretrained("demo")
+    made = cycle(bundle.compress([passage(n, WORDS) for n in range(MADE)]))
+    cast(Any, bundle).compress = lambda texts, ratio=None: list(islice(made, len(texts)))
+    return bundle
 
 
-def fetch(index: PassageIndex) -> None:
-    ids, store = index.store.ids()[:: max(1, len(index.store) // FETCHED)][:FETCHED], index.store
-    markers = cast(Any, [part for each in store.markers(ids, 4) for part in store.split(each)])
-    with store._companion._reading() as raw:
-        checked, plain = [], []
-        for _ in range(PAIRS):
-            checked.append(seconds(lambda: store.fetch(markers)))
-            plain.append(seconds(lambda: raw.get(ids=ids, include=["metadatas"])))
-    print(f", fetch of {FETCHED} {median_ms(checked)} (Chroma alone {median_ms(plain)})")
+def indexed(folder: str, bundle: Bundle, count: int, stack: ExitStack) -> tuple[dict[str, float], Work]:
+    """Milliseconds and bytes of an index, by what they are of; and what is to be timed beside the other indexes."""
+    passages = [make_passage(passage(n, WORDS), f"file{n // 20}.txt", "/docs") for n in range(count)]
+
+    def index() -> PassageIndex:
+        return PassageIndex(folder, bundle, "demo", None, "none")
+
+    with index() as opened:
+        first = ms(lambda: opened.add(passages, progress=False), CPU)
+    with index() as opened:
+        found = {
+            "passages": count,
+            "index a passage (CPU ms)": first / count,
+            "bytes a passage": (opened.store.info().disk_bytes or 0) / count,
+            "again, nothing new (CPU ms)": ms(lambda: opened.add(passages, progress=False), CPU),
+            "sources (CPU ms)": ms(lambda: opened.sources("/docs"), CPU),
+            "info (CPU ms)": ms(lambda: inspect_index(folder), CPU),
+        }
+        ids = opened.store.ids()[:: count // FETCHED][:FETCHED]
+        written = opened.store.markers(ids, RATIO)
+    store = stack.enter_context(index()).store  # which has not seen the markers
+    markers = cast(Any, [part for each in written for part in store.split(each)])
+    found["first fetch of 8 (CPU ms)"] = ms(lambda: store.fetch(markers), CPU)
+    raw = chromadb.PersistentClient(folder).get_collection("passages-ctx", embedding_function=None)
+    decoder = TransformersDecoder(bundle, store)
+    prompt = [{"role": "user", "content": " ".join(written) + "\n\nWho?"}]
+    return found, {
+        "fetch of 8 (ms)": lambda: store.fetch(markers),
+        "Chroma's own part (ms)": lambda: raw.get(ids=ids, include=["metadatas"]),
+        "first token (ms)": lambda: decoder.generate([prompt], Sampling(max_new_tokens=1)),
+    }
+
+
+def measure(sizes: Sequence[int]) -> list[dict[str, float]]:
+    bundle = bundle_without_work()
+    with ExitStack() as stack:
+        folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in sizes]
+        made = [indexed(folder, bundle, count, stack) for folder, count in zip(folders, sizes, strict=True)]
+        # In turn, so that a machine that is shared is as busy for one as for the other.
+        rounds = [[[ms(each) for each in work.values()] for _, work in made] for _ in range(ROUNDS)]
+        for (found, work), times in zip(made, zip(*rounds, strict=True), strict=True):
+            found |= dict(zip(work, map(statistics.median, zip(*times, strict=True)), strict=True))
+        return [found for found, _ in made]
+
+
+def plot(path: str, rows: Sequence[dict[str, float]]) -> None:
+    figure = new_figure(10, 2.6)
+    for axes, name in zip(figure.subplots(1, len(PLOTTED)), PLOTTED, strict=True):
+        axes.plot([row["passages"] for row in rows], [row[name] for row in rows], "o-")
+        axes.set(xscale="log", xlabel="passages", title=name)
+        axes.set_ylim(0, 1.2 * max(row[name] for row in rows))
+        axes.grid(alpha=0.3)
+    save(figure, path)
 
 
 if __name__ == "__main__":
     worker.passage_vectors = vectors
-    for each in sys.argv[1:]:
-        measure(int(each))
+    measured = measure([int(size) for size in sys.argv[2:]])
+    for row in measured:
+        print(", ".join(f"{name} {value:.4g}" for name, value in row.items()))
+    plot(sys.argv[1], measured)

@@ -20,6 +20,7 @@ from llama_index.core import MockEmbedding, VectorStoreIndex
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import TextNode
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import world_examples
@@ -33,10 +34,11 @@ from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import Marker
 from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
-from ctx_compress_rag.training.checkpointing import checkpoint_layers
+from ctx_compress_rag.training.checkpointing import checkpoint_layers, layers_of
 from ctx_compress_rag.training.config import CompressionRecipe, ReconstructionRecipe
 from ctx_compress_rag.training.objectives.reconstruction import passages_of
 from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
+from ctx_compress_rag.training.sharding import sharded
 from ctx_compress_rag.training.stages.compression import OBJECTIVES
 from helpers.sentences import DIM, save_encoder
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
@@ -341,25 +343,44 @@ def test_a_step_of_each_stage_moves_what_is_trained_and_nothing_else(
         assert len(moved) == len(parameters) - len(still), stage
 
 
-def test_checkpointed_layers_give_the_same_gradients_and_keep_less(
-    make: Callable[..., Bundle], case: tuple[str, str]
-) -> None:
-    """Compressor and reader take turns on one decoder, under adapters and hooks of their own."""
-    name, form = case
-    recipe: Any = next(recipe for recipe in recipes(name).values() if cast(Any, recipe).stage in OBJECTIVES)
+@pytest.fixture
+def loss_of(case: tuple[str, str]) -> Callable[[Bundle], tuple[torch.nn.Module, Tensor]]:
+    """The objective of a method's first recipe, and its loss, over the same examples each time."""
+    recipe: Any = next(recipe for recipe in recipes(case[0]).values() if cast(Any, recipe).stage in OBJECTIVES)
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_context_tokens": 96})})
     examples = world_examples("train", 900, 4, max_turns=2, passages=(2,))
-    gradients: list[dict[str, Tensor]] = []
-    kept: list[int] = []
-    for checkpointed in (False, True):
-        bundle = make(name, form, seed=4)
-        if checkpointed:
-            assert checkpoint_layers(bundle) >= 2
+
+    def made(bundle: Bundle) -> tuple[torch.nn.Module, Tensor]:
         objective, collate = OBJECTIVES[recipe.stage](recipe, bundle)
         objective.train()
         objective.ratios = [2, 4] if bundle.compressor.question_aware else [4]
         torch.manual_seed(0)
         batch = collate(passages_of(examples) if isinstance(recipe, ReconstructionRecipe) else examples)
+        return objective, objective(**batch)["loss"]
+
+    return made
+
+
+def assert_same_gradients(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys() != set()
+    for parameter, gradient in one.items():
+        torch.testing.assert_close(other[parameter], gradient)
+
+
+def gradients_of(objective: torch.nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad for n, p in objective.named_parameters() if p.grad is not None}
+
+
+def test_checkpointed_layers_give_the_same_gradients_and_keep_less(
+    make: Callable[..., Bundle], case: tuple[str, str], loss_of: Callable[[Bundle], tuple[torch.nn.Module, Tensor]]
+) -> None:
+    """Compressor and reader take turns on one decoder, under adapters and hooks of their own."""
+    gradients: list[dict[str, Tensor]] = []
+    kept: list[int] = []
+    for checkpointed in (False, True):
+        bundle = make(*case, seed=4)
+        if checkpointed:
+            assert checkpoint_layers(bundle) >= 2
         storages: dict[int, int] = {}
 
         def pack(tensor: Tensor, held: dict[int, int] = storages) -> Tensor:
@@ -367,14 +388,49 @@ def test_checkpointed_layers_give_the_same_gradients_and_keep_less(
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = objective(**batch)["loss"]
+            objective, loss = loss_of(bundle)
         kept.append(sum(storages.values()))
         loss.backward()
-        gradients.append({n: p.grad for n, p in objective.named_parameters() if p.grad is not None})
-    assert gradients[0].keys() == gradients[1].keys() != set()
-    for parameter, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][parameter], gradient)
+        gradients.append(gradients_of(objective))
+    assert_same_gradients(*gradients)
     assert kept[1] < kept[0]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_layers_whose_frozen_weights_are_shared_out_give_the_same_gradients(
+    make: Callable[..., Bundle],
+    case: tuple[str, str],
+    loss_of: Callable[[Bundle], tuple[torch.nn.Module, Tensor]],
+    process_group: None,
+    checkpointed: bool,
+) -> None:
+    """By one process here; by two in tests/training/test_whole_batch.py."""
+    plain, bundle = make(*case, seed=4), make(*case, seed=4)
+    objective, loss = loss_of(plain)
+    loss.backward()
+    if checkpointed:
+        checkpoint_layers(bundle)
+    layers, before = layers_of(bundle), bits(bundle)
+    assert len(layers) >= 2
+    with sharded(layers, torch.nn.Module(), "cpu"):
+        held = [p for layer in layers for p in layer.parameters()]
+        shares = {p.placements for p in held if isinstance(p, DTensor)}
+        assert shares == ({(Shard(0),)} if not all(p.requires_grad for p in held) else set())
+        shared_objective, loss = loss_of(bundle)
+        loss.backward()
+    assert_same_gradients(gradients_of(objective), gradients_of(shared_objective))
+    after = bits(bundle)
+    assert before.keys() == after.keys()
+    assert [name for name, weight in before.items() if not torch.equal(after[name], weight)] == []
+    bundle.compress(PASSAGES)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """This process alone, as torch.distributed sees it."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 def unread(method: str, parameter: str) -> bool:

@@ -13,7 +13,8 @@ from hypothesis.extra import numpy as arrays
 
 from ctx_compress_rag.errors import ConfigError, PayloadError
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.stores.codecs import CODECS, DEFAULT_CODEC, decode, encode, payload_bytes
+from ctx_compress_rag.stores.codecs import CODECS, DEFAULT_CODEC, decode, encode, payload_bytes, payload_codec
+from ctx_compress_rag.stores.seven_bits import to_bytes, to_text
 
 shapes = st.tuples(st.integers(1, 20), st.integers(1, 12))
 
@@ -21,6 +22,11 @@ shapes = st.tuples(st.integers(1, 20), st.integers(1, 12))
 def matrices(limit: float) -> st.SearchStrategy[np.ndarray]:
     values = st.floats(-limit, limit, width=32, allow_nan=False)
     return shapes.flatmap(lambda shape: arrays.arrays(np.float32, shape, elements=values))
+
+
+def in_base64(raw: bytes) -> str:
+    """As earlier versions wrote payloads."""
+    return base64.b64encode(raw).decode()
 
 
 def context(slots: np.ndarray, counts: list[int] | None = None) -> SoftContext:
@@ -137,25 +143,25 @@ def test_a_cut_payload_is_noticed(codec: str, data: st.DataObject) -> None:
 @settings(deadline=None)
 @given(st.sampled_from(sorted(CODECS)), st.data())
 def test_a_changed_byte_is_noticed(codec: str, data: st.DataObject) -> None:
-    raw = bytearray(base64.b64decode(encode(context(np.arange(12, dtype=np.float32).reshape(3, 4)), codec)))
+    raw = bytearray(to_bytes(encode(context(np.arange(12, dtype=np.float32).reshape(3, 4)), codec)))
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(PayloadError):
-        decode(base64.b64encode(raw).decode())
+        decode(to_text(bytes(raw)))
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_every_changed_byte_of_the_header_is_noticed(codec: str) -> None:
     """Padding gives several widths one size (int4): 3 x 4 numbers are as many bytes as 3 x 5."""
-    raw = base64.b64decode(encode(context(np.arange(12, dtype=np.float32).reshape(3, 4)), codec))
+    raw = to_bytes(encode(context(np.arange(12, dtype=np.float32).reshape(3, 4)), codec))
     for place in range(18):
         for change in range(1, 256):
             changed = raw[:place] + bytes([raw[place] ^ change]) + raw[place + 1 :]
             with pytest.raises(PayloadError):
-                decode(base64.b64encode(changed).decode())
+                decode(to_text(changed))
 
 
 @settings(deadline=None)
-@given(st.text() | st.binary().map(lambda raw: base64.b64encode(raw).decode()))
+@given(st.text() | st.text().map(lambda text: text + "~") | st.binary().map(to_text) | st.binary().map(in_base64))
 def test_rubbish_is_a_payload_error(rubbish: str) -> None:
     with pytest.raises(PayloadError):
         decode(rubbish)
@@ -165,14 +171,14 @@ def test_nan_written_by_another_program_is_noticed() -> None:
     body = struct.pack("<II", 4, 1) + np.array([1, np.nan], "<f2").tobytes()
     raw = struct.pack("<BBIIII", 1, CODECS["fp16"].code, 1, 2, 1, zlib.crc32(body)) + body
     with pytest.raises(PayloadError, match="NaN"):
-        decode(base64.b64encode(raw).decode())
+        decode(to_text(raw))
 
 
 def test_counts_that_do_not_cover_the_slots_are_noticed() -> None:
     body = struct.pack("<II", 4, 2**31) + np.array([1, 2], "<f2").tobytes()
     raw = struct.pack("<BBIIII", 1, CODECS["fp16"].code, 1, 2, 1, zlib.crc32(body)) + body
     with pytest.raises(PayloadError, match="cover"):
-        decode(base64.b64encode(raw).decode())
+        decode(to_text(raw))
 
 
 def test_unknown_codec_names_the_choices() -> None:
@@ -183,5 +189,18 @@ def test_unknown_codec_names_the_choices() -> None:
 
 @settings(deadline=None)
 @given(st.binary(max_size=50))
-def test_payload_bytes_counts_without_decoding(raw: bytes) -> None:
-    assert payload_bytes(base64.b64encode(raw).decode()) == len(raw)
+def test_bytes_are_written_seven_bits_a_character(raw: bytes) -> None:
+    bits = "".join(f"{byte:08b}" for byte in raw)
+    sevens = [int(bits[start : start + 7].ljust(7, "0"), 2) for start in range(0, len(bits), 7)]
+    text = to_text(raw)
+    assert text == "".join(chr(seven or 128) for seven in sevens) + "~"
+    assert to_bytes(text) == to_bytes(in_base64(raw)) == raw
+    assert payload_bytes(text) == payload_bytes(in_base64(raw)) == len(raw)
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_payloads_of_earlier_versions_are_read(codec: str) -> None:
+    payload = encode(context(np.arange(12, dtype=np.float32).reshape(3, 4)), codec)
+    earlier = in_base64(to_bytes(payload))
+    assert torch.equal(decode(earlier).slots, decode(payload).slots)
+    assert payload_codec(earlier) == payload_codec(payload) == codec

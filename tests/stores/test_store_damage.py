@@ -16,6 +16,7 @@ import pytest
 from ctx_compress_rag.errors import PayloadError, StoreError
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.stores import AddReport, Passage, SoftContextStore, codecs
+from ctx_compress_rag.stores.seven_bits import to_bytes, to_text
 from helpers.store import WordBundle, add, assert_same, passage
 
 KEY = b"sixteen bytes or more"
@@ -27,11 +28,11 @@ def bomb(row: Row, _: Row) -> Row:
 
 
 def loud(row: Row, _: Row) -> Row:
-    raw = bytearray(base64.b64decode(row["payload"]))
+    raw = bytearray(to_bytes(row["payload"]))
     head, run = struct.calcsize("<BBIIII"), 2 * 8
     raw[head + run : head + run + 4] = np.float32(3e38).tobytes()
     raw[head - 4 : head] = struct.pack("<I", zlib.crc32(raw[head:]))
-    return {"payload": base64.b64encode(raw).decode()}
+    return {"payload": to_text(bytes(raw))}
 
 
 DAMAGE: dict[str, Callable[[Row, Row], Row]] = {
@@ -161,3 +162,7 @@ def test_a_key_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     os.chown(path, 65534, -1)
     with pytest.raises(StoreError, match="belongs to user 65534"):
         add(SoftContextStore(tmp_path, WordBundle()), 1)
+    monkeypatch.setenv("CTX_COMPRESS_KEY", "as the error says: set this")
+    with SoftContextStore(tmp_path, WordBundle()) as store:
+        add(store, 1)
+        assert store.get(["p0"])[0] is not None

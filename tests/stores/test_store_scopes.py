@@ -176,6 +176,7 @@ def test_a_store_without_scopes_made_before_opens_and_reads(tmp_path: Path, bund
     """Records as the first release wrote them: the id alone, hashed with text and bundle."""
     from ctx_compress_rag.stores import codecs
     from ctx_compress_rag.stores.markers import MarkerCodec
+    from ctx_compress_rag.stores.seven_bits import to_bytes
 
     key, text = b"a key of sixteen bytes", passage(3)
 
@@ -196,7 +197,7 @@ def test_a_store_without_scopes_made_before_opens_and_reads(tmp_path: Path, bund
         },
     )
     row = {
-        "payload": codecs.encode(bundle.at(text, 4)),
+        "payload": base64.b64encode(to_bytes(codecs.encode(bundle.at(text, 4)))).decode(),
         "text": deflated,
         "text_hash": digest(bundle.fingerprint, "old", text),
         "full_hash": digest(bundle.fingerprint, "old", text, "{}"),
@@ -209,6 +210,7 @@ def test_a_store_without_scopes_made_before_opens_and_reads(tmp_path: Path, bund
     for scope in (markers.DEFAULT_SCOPE, "ann"):
         with SoftContextStore(tmp_path, bundle, key=key, scope=scope) as store:
             assert_same(store.get(["old"])[0], bundle.at(text, 4))
+            assert store.info().payload_bytes == len(to_bytes(row["payload"]))
             [marker] = mark(store, [text], ["old"])
             assert expand(store, marker) == text
     assert bundle.calls == []

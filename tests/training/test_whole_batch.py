@@ -74,11 +74,14 @@ def test_processes_change_nothing(decoder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard_frozen", [False, True])
+def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_path: Path, shard_frozen: bool) -> None:
     """With gradient checkpointing in the two."""
     options = {"steps": 10, "learning_rate": 1e-3}
     run_recipe(_recipe(decoder, "answer", tmp_path / "alone", 4, **options))
-    _train_by_two(_recipe(decoder, "answer", tmp_path / "shared", 1, **options, checkpoint_layers=True))
+    _train_by_two(
+        _recipe(decoder, "answer", tmp_path / "shared", 1, **options, checkpoint_layers=True, shard_frozen=shard_frozen)
+    )
     start = run_recipe(_recipe(decoder, "answer", tmp_path / "start", 4, steps=1, learning_rate=1e-9))
     alone, shared, before = (_weights(folder) for folder in (tmp_path / "alone", tmp_path / "shared", start))
     assert alone.keys() == shared.keys() == before.keys()

@@ -13,7 +13,7 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.text.prompts import PromptBuilder
-from ctx_compress_rag.training.checkpointing import checkpoint_layers
+from ctx_compress_rag.training.checkpointing import checkpoint_layers, layers_of
 from ctx_compress_rag.training.config import (
     AnswerRecipe,
     CompressionRecipe,
@@ -87,6 +87,7 @@ def bundle_job(
         on_step=on_step,
         probe=soft_probe(bundle, recipe.probe) if recipe.probe else None,
         probe_every=recipe.probe.every if recipe.probe else 1,
+        shared_out=layers_of(bundle) if recipe.optim.shard_frozen else (),
     )
 
 
