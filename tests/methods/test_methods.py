@@ -10,88 +10,26 @@ from typing import Any, cast
 
 import pytest
 import torch
-from langchain_classic.chains import create_retrieval_chain
-from langchain_classic.chains.combine_documents import create_stuff_documents_chain
-from langchain_classic.retrievers import ContextualCompressionRetriever
-from langchain_core.documents import Document
-from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.retrievers import BaseRetriever
-from llama_index.core import MockEmbedding, VectorStoreIndex
-from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.schema import TextNode
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import world_examples
-from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.splice import splice
-from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.methods.base.compressor import PassageBatch, SlotBatch, Tokenized
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import Marker
-from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
 from ctx_compress_rag.training.checkpointing import checkpoint_layers, layers_of
 from ctx_compress_rag.training.config import CompressionRecipe, ReconstructionRecipe
 from ctx_compress_rag.training.objectives.reconstruction import passages_of
 from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
 from ctx_compress_rag.training.sharding import sharded
 from ctx_compress_rag.training.stages.compression import OBJECTIVES
-from helpers.sentences import DIM, save_encoder
-from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
-from llama_index.llms.ctx_compress import CompressedContextLLM
-from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor as LlamaPostprocessor
+from helpers.methods import MATRIX, PASSAGES, trained
 
-FULL, FROZEN = {"mode": "full"}, {"mode": "frozen"}
-SENTENCES = {"encoder": "a tiny one", "encoder_dim": DIM}
-SMALL_LORA = {"rank": 4, "alpha": 8, "dropout": 0.0}
-COMPREXIT = {"gate_dim": 8, "slot_dim": 12, "transport_dim": 8, "segment_tokens": 16}
-
-# The smallest configs of each method, one for each of its forms; the first goes through the frameworks, too.
-MATRIX: dict[str, dict[str, dict[str, Any]]] = {
-    "mean_pooling": {
-        "lora": {},
-        "full": {"encoder": FULL, "decoder": FULL, "embedding_skip": True},
-        "plain": {"encoder": FROZEN, "decoder": {"mode": "lora"}, "linear": False},
-        "first layer": {"layers": 1, "positions": 4, "embedding_skip": True, "hidden_map": True},
-        "first layer, full": {"layers": 1, "positions": 4, "encoder": FULL, "decoder": FROZEN},
-    },
-    "compression_tokens": {
-        "bidirectional": {"attention": "bidirectional"},
-        "causal": {"attention": "causal", "encoder": FULL, "decoder": FROZEN},
-        "frozen": {"encoder": FROZEN},
-    },
-    "comprexit": {
-        "transport": COMPREXIT,
-        "window attention": COMPREXIT | {"allocation": "window_attention"},
-        "last layer": COMPREXIT | {"layers": "last"},
-    },
-    "sentence_slots": {
-        "tokens": SENTENCES | {"unit": "tokens"},
-        "sentence": SENTENCES | {"unit": "sentence", "decoder": {"mode": "lora"}},
-        "passage": SENTENCES | {"unit": "passage"},
-    },
-    "arcaligner": {
-        "gates": SENTENCES | {"unit": "tokens", "lora": SMALL_LORA, "loops": 2},
-        "no recursion": SENTENCES | {"unit": "tokens", "lora": SMALL_LORA, "loops": 0},
-        "no lora": SENTENCES | {"unit": "sentence", "lora": None, "loops": 0},
-    },
-    "ram": {
-        "both": {"segment_tokens": 4, "encoder": FULL, "decoder": {"mode": "lora"}},
-        "no skimming": {"segment_tokens": 4, "encoder": {"mode": "lora"}, "decoder": FROZEN, "skimming": "none"},
-        "no close reading": {"segment_tokens": 4, "encoder": FULL, "decoder": FULL, "close_reading": False},
-    },
-}
 CASES = [(name, form) for name in METHODS for form in MATRIX.get(name, ())]
-PASSAGES = [
-    "The harbour of Velmora was built by Oda Brink in 1612, and its lighthouse still burns whale oil.",
-    "Tarin Holt keeps bees. The honey is sold under the name of Old Gold, at the door of the town hall.",
-    "Oda Brink was a mason.",
-    "The river Issel freezes every January, and the people of Velmora then hold a market on the ice. " * 4,
-]
 QUESTION = "Who built the harbour of Velmora?"
 TOKENS = 8
 
@@ -101,34 +39,6 @@ def test_every_method_is_in_the_matrix() -> None:
 
 
 # Bundles
-
-
-@pytest.fixture(scope="module")
-def encoder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny sentence-transformers model."""
-    return str(save_encoder(tmp_path_factory.mktemp("sentences"), tiny_tokenizer))
-
-
-@pytest.fixture(scope="module")
-def make(make_tiny_bundle: Callable[..., Any], encoder: str) -> Callable[[str, str], Bundle]:
-    """A bundle of a method in one of its forms, whose every weight matters: none is what it was initialised to."""
-
-    def made(name: str, form: str, seed: int = 1) -> Bundle:
-        settings = MATRIX[name][form]
-        if "encoder_dim" in settings:
-            settings = settings | {"encoder": encoder}
-        bundle: Bundle = make_tiny_bundle(seed=seed, name=name, **settings)
-        with torch.no_grad():
-            for weight_name, weight in bundle.backbone.own_state().items():
-                if ".layers." in weight_name and weight.ndim == 2:
-                    weight.mul_(15)
-            slots = torch.cat([soft.slots for soft in bundle.compress(PASSAGES)])
-            bundle.reader.initialise(float(slots.pow(2).mean().sqrt()))
-            for parameter in trained(bundle):
-                parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.ndim > 1 else 0.02))
-        return bundle
-
-    return made
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}: {case[1]}")
@@ -142,10 +52,6 @@ def case(request: pytest.FixtureRequest) -> tuple[str, str]:
 def bundle(make: Callable[..., Bundle], case: tuple[str, str]) -> Bundle:
     """Shared by tests that leave it as it is."""
     return make(*case)
-
-
-def trained(bundle: Bundle) -> list[torch.nn.Parameter]:
-    return bundle.compressor.trained_parameters() + bundle.reader.trained_parameters()
 
 
 def bits(bundle: Bundle) -> dict[str, Tensor]:
@@ -232,8 +138,8 @@ def test_training_has_the_slots_of_a_store(bundle: Bundle) -> None:
     with torch.no_grad():
         batch = bundle.compressor(PassageBatch.of(passages), ratios_of(bundle), bundle.config.max_tokens)
     for ratio, slots in batch.items():
-        for trained, stored in zip(slots.rows(), bundle.compress(PASSAGES, ratio), strict=True):
-            assert_close(trained, stored)
+        for in_training, stored in zip(slots.rows(), bundle.compress(PASSAGES, ratio), strict=True):
+            assert_close(in_training, stored)
 
 
 def test_padding_changes_nothing_in_training(bundle: Bundle) -> None:
@@ -437,118 +343,3 @@ def unread(method: str, parameter: str) -> bool:
     return any(
         each.part in parameter and not any(part in parameter for part in each.but) for each in UNREAD.get(method, ())
     )
-
-
-# Asking
-
-
-@pytest.fixture(params=[(name, next(iter(MATRIX[name]))) for name in METHODS if name in MATRIX], ids=lambda c: c[0])
-def app(request: pytest.FixtureRequest, make: Callable[..., Bundle], tmp_path: Path) -> Iterator[SoftContextStore]:
-    """A store of a bundle whose decoder says something: special tokens have no embedding to be likely by."""
-    bundle = make(*request.param, seed=2)
-    with torch.no_grad():
-        bundle.backbone.embeddings.weight[bundle.tokenizer.all_special_ids] = 0
-    with SoftContextStore(tmp_path, bundle, key=b"k" * 32) as store:
-        store.add(PASSAGES[:3], ids=["a", "b", "c"], progress=False)
-        yield store
-
-
-def options(store: SoftContextStore) -> dict[str, Any]:
-    """How a postprocessor is to be asked: at the store's ratio, or 4 of close reading."""
-    return {"reduction": 4} if store.bundle.compressor.question_aware else {}
-
-
-def plain_answer(store: SoftContextStore, chat: list[dict[str, str]]) -> tuple[str, int]:
-    """The answer to a chat with markers, the whole prompt read again for every token; and the slots in it."""
-    bundle = store.bundle
-    assert isinstance(bundle, Bundle)
-    parts = store.split(chat_text(bundle.tokenizer, chat))
-    texts, markers = [""], []
-    for part in parts:
-        if isinstance(part, Marker):
-            markers.append(part)
-            texts.append("")
-        else:
-            texts[-1] += part
-    ids = PromptTokenizer(bundle.tokenizer).encode(texts)
-    slots = [bundle.embed(soft) for soft in store.fetch(markers)]
-    row = [piece for pair in zip(ids, slots, strict=False) for piece in pair] + [ids[-1]]
-    said: list[int] = []
-    for _ in range(TOKENS):
-        batch = splice(bundle.backbone.embeddings, [Prompt.of(*row, torch.tensor(said, dtype=torch.long))])
-        with torch.no_grad(), bundle.soft_decoder(batch.slot_mask) as model:
-            best = int(model(**batch.model_inputs(), use_cache=False).logits[0, -1].argmax())
-        if best == bundle.tokenizer.eos_token_id:
-            break
-        said.append(best)
-    return bundle.tokenizer.decode(said, skip_special_tokens=True), sum(len(part) for part in slots)
-
-
-def test_the_decoder_answers_from_several_passages(app: SoftContextStore) -> None:
-    """With its cache, in a batch, as without: and the answer depends on each passage's slots."""
-    bundle = app.bundle
-    assert isinstance(bundle, Bundle)
-    decoder = TransformersDecoder(bundle, app)
-    chats = []
-    for texts in (PASSAGES[:3], PASSAGES[1:3], PASSAGES[:1]):
-        context = "\n\n".join(mark(app, texts, question=QUESTION, **options(app)))
-        chats.append([{"role": "user", "content": f"{context}\n\nQuestion: {QUESTION}"}])
-    made = decoder.generate(chats, Sampling(max_new_tokens=TOKENS))
-    for chat, generation in zip(chats, made, strict=True):
-        assert (generation.text, generation.slots) == plain_answer(app, chat)
-    assert len({generation.text for generation in made}) > 1
-
-
-class Fixed(BaseRetriever):
-    """Retrieves the same documents for every question."""
-
-    documents: list[Document]
-
-    def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
-        return self.documents
-
-
-def test_langchain_from_retriever_to_answer(app: SoftContextStore) -> None:
-    documents = [Document(id=i, page_content=text) for i, text in zip("abc", PASSAGES[:3], strict=True)]
-    retriever = ContextualCompressionRetriever(
-        base_compressor=CompressedContextPostprocessor(store=app, **options(app)),
-        base_retriever=Fixed(documents=documents),
-    )
-    prompt = ChatPromptTemplate([("system", "Answer.\n\n{context}"), ("human", "{input}")])
-    llm = ChatCompressedContext(store=app, max_tokens=TOKENS)
-    answered = create_retrieval_chain(retriever, create_stuff_documents_chain(llm, prompt)).invoke({"input": QUESTION})
-    context = "\n\n".join(document.page_content for document in answered["context"])
-    chat = [{"role": "system", "content": f"Answer.\n\n{context}"}, {"role": "user", "content": QUESTION}]
-    expected, slots = plain_answer(app, chat)
-    assert (answered["answer"], slots > 0) == (expected, True)
-    assert [d.id for d in answered["context"]] == ["a", "b", "c"]
-    assert all("[[ctx:" in d.page_content for d in answered["context"])
-
-
-def test_llama_index_from_retriever_to_answer(app: SoftContextStore) -> None:
-    nodes = [TextNode(id_=i, text=text) for i, text in zip("abc", PASSAGES[:3], strict=True)]
-    index = VectorStoreIndex(nodes, embed_model=MockEmbedding(8))
-    llm = CompressedContextLLM(store=app, max_tokens=TOKENS)
-    seen: list[list[dict[str, str]]] = []
-    engine = RetrieverQueryEngine.from_args(
-        index.as_retriever(similarity_top_k=3),
-        llm=llm,
-        node_postprocessors=[LlamaPostprocessor(app, **options(app))],
-        response_mode="simple_summarize",
-    )
-    real = type(llm).chat
-
-    def watched(self: Any, messages: Any, **kwargs: Any) -> Any:
-        seen.append([{"role": m.role.value, "content": m.content or ""} for m in messages])
-        return real(self, messages, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(llm), "chat", watched)
-        response = engine.query(QUESTION)
-    [chat] = seen
-    expected, slots = plain_answer(app, chat)
-    # An engine says "Empty Response" for an answer of nothing but spaces.
-    assert str(response).strip() == expected.strip() and expected.strip()
-    assert slots > 0
-    assert {node.text for node in response.source_nodes} == set(PASSAGES[:3])
-    assert not any(text in str(chat) for text in PASSAGES[:3])
