@@ -24,7 +24,11 @@ def model_card(config: BundleConfig, report: Mapping[str, Any], fingerprint: str
         ("Training steps", _steps(report)),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in facts)
-    sources = report.get("recipe", {}).get("sources", [])
+    sources = {
+        (each["data"], each["licence"]): each
+        for stage in _stages(report)
+        for each in stage.get("recipe", {}).get("sources", [])
+    }.values()
     trained_on = (
         "\n## Trained on\n\n| data | licence |\n|---|---|\n"
         + "\n".join(f"| {source['data']} | {source['licence']} |" for source in sources)
@@ -58,10 +62,12 @@ Compression loses detail: run `ctx-compress eval` on your own questions before y
 
 def _steps(report: Mapping[str, Any]) -> str:
     """Steps of all stages, from the first."""
-    stages: list[Any] = []
-    while report:
-        stages.insert(0, report.get("steps", "unknown"))
-        report = report.get("earlier", {})
+    stages = [stage.get("steps", "unknown") for stage in _stages(report)]
     if len(stages) < 2 or "unknown" in stages:
         return str(stages[-1]) if stages else "unknown"
     return f"{sum(stages):,}, in stages of {', '.join(f'{n:,}' for n in stages[:-1])} and {stages[-1]:,}"
+
+
+def _stages(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The reports of all stages, from the first."""
+    return [*_stages(report.get("earlier", {})), report] if report else []

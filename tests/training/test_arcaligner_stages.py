@@ -22,6 +22,7 @@ from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.evaluation.inspect import inspect
 from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig, SelectiveLoraConfig
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
+from ctx_compress_rag.model_card import model_card
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.training import loop
 from ctx_compress_rag.training.config import OptimConfig
@@ -260,6 +261,16 @@ def test_stages_go_on_from_each_other(stages: Path) -> None:
     assert counts[0] == counts[1] < counts[2]
     gates = sum(p.numel() for p in bundles[2].reader.gates.parameters())
     assert counts[2] - counts[1] == gates
+
+
+def test_a_card_names_the_data_of_all_stages_once(stages: Path) -> None:
+    first, second = {"data": "novels", "licence": "none"}, {"data": "questions", "licence": "MIT"}
+    report = {"recipe": {"sources": [second, first]}, "earlier": {"recipe": {"sources": [first]}}}
+    card = model_card(Bundle.from_pretrained(stages / "1" / "bundle").config, report, "f")
+    assert card.endswith(
+        "| data | licence |\n|---|---|\n| novels | none |\n| questions | MIT |\n\nCompression loses detail: run "
+        "`ctx-compress eval` on your own questions before you rely on it.\n"
+    )
 
 
 def test_a_report_keeps_those_of_the_stages_before(stages: Path) -> None:
