@@ -39,10 +39,11 @@ class Keyring:
     def sealers(self) -> list[MarkerCodec]:
         """Of the keys that records may be sealed with: the store's, and the folder's own from before it had that."""
         if self._of_folder is None:
-            path, self._of_folder = self._companion.connection.path, []
+            path, codecs = self._companion.connection.path, list[MarkerCodec]()
             if path is not None and (path / KEY_FILE).exists():
                 with suppress(StoreError):  # another user's; where there is no other key, `signer` says so
-                    self._of_folder = [MarkerCodec(key_from_file(path / KEY_FILE), self._companion.fingerprint)]
+                    codecs.append(MarkerCodec(key_from_file(path / KEY_FILE), self._companion.fingerprint))
+            self._of_folder = codecs  # whole or not at all: other threads read it
         return [self.signer(), *self._of_folder]
 
     def check(self, found: Found) -> None:
