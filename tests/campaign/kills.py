@@ -46,8 +46,8 @@ def run(seconds: float, seed: int) -> Counter[str]:
         points = [(kind, at) for kind in JOBS for at in range(1, work(fresh(), kind, 0) + 1)]
         found["write calls of the three jobs"] = len(points)
         random.Random(seed).shuffle(points)
-        for kind, at in itertools.islice(itertools.cycle(points), MOST):
-            if not more:
+        for kind, at in itertools.cycle(points):
+            if not more or found["kills at chosen calls"] == MOST:
                 break
             folder = fresh()
             if work(folder, kind, at):
