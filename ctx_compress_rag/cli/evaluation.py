@@ -30,6 +30,8 @@ from ctx_compress_rag.cli.shared import (
 )
 from ctx_compress_rag.errors import ConfigError
 
+WORLD_PASSAGES = 4
+
 
 @command("eval", "--bundle runs/mine/bundle --data held_out.jsonl --ratios 4 16")
 def eval_(
@@ -42,7 +44,14 @@ def eval_(
         ),
     ] = None,
     questions: Annotated[int, typer.Option(metavar="N", help="At most this many of each.")] = 200,
-    passages: Annotated[int, typer.Option(metavar="N", help="Of the invented world, per prompt.")] = 4,
+    passages: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="In each prompt: what a question lacks is drawn from the others of its file.  [default: a file's own; "
+            "of the invented world 4]",
+        ),
+    ] = None,
     alike: Annotated[
         bool, typer.Option("--alike", help="Of the invented world, all of a prompt's passages about one kind of thing.")
     ] = False,
@@ -96,8 +105,11 @@ def eval_(
     check_template(template)
     judging = None if judge is None else load_judge(judge)
     quiet_models()
-    sets = question_sets(data or (), questions)
+    if passages is not None and passages < 1:
+        raise ConfigError(f"{passages} passages in a prompt: give 1 or more")
+    sets = question_sets(data or (), questions, passages or 1)
     if not sets:
+        passages = passages or WORLD_PASSAGES
         examples = world_examples("test", 0, questions, max_turns=1, passages=(passages,), alike=float(alike))
         name = f"the invented world, {passages} passages{' of one kind' if alike else ''}"
         sets = {name: questions_of(examples, questions)}

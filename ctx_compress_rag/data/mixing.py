@@ -36,6 +36,15 @@ def mix(files: Sequence[Sequence[Example]], config: MixData, seed: int, block: i
     return _by_length(mixed, block, mixer.rng)
 
 
+def accompanied(examples: Sequence[Example], passages: int, seed: int = 0) -> list[Example]:
+    """Each example's passages in random order among others of the set, half of them near its own; `passages` in all.
+
+    The same seed draws the same. An example that has as many or more keeps its own, in their order.
+    """
+    mixer = _Mixer([examples], MixData(passages=[passages]), random.Random(f"accompanied:{seed}"))
+    return [e if len(e.passages) >= passages else mixer.prompt(e, 0) for e in examples]
+
+
 def _by_length(examples: Sequence[Example], block: int, rng: random.Random) -> list[Example]:
     """Examples in blocks of like length, the blocks in random order, within stretches of 32 blocks."""
     ordered: list[Example] = []

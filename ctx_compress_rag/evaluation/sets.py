@@ -10,6 +10,7 @@ from typing import Any
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import read_jsonl
+from ctx_compress_rag.data.mixing import accompanied
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.evaluation import report
@@ -33,8 +34,10 @@ from ctx_compress_rag.evaluation.perplexity import perplexity_table, reconstruct
 from ctx_compress_rag.evaluation.plots import plot_panels
 
 
-def question_sets(files: Sequence[str], limit: int) -> dict[str, list[Question]]:
+def question_sets(files: Sequence[str], limit: int, passages: int = 1) -> dict[str, list[Question]]:
     """The questions of JSONL files by the file's name without its suffix, at most `limit` of each, evenly spread.
+
+    Where a question has fewer than `passages`, others of its file are put among them.
 
     Raises:
         DataError: two files have the same name.
@@ -44,7 +47,8 @@ def question_sets(files: Sequence[str], limit: int) -> dict[str, list[Question]]
         name = Path(file).name.split(".")[0]
         if name in sets:
             raise DataError(f"two files are named {name!r}: their scores would go into the same folder")
-        sets[name] = spread(questions_of(read_jsonl(file, unanswerable=True)), limit)
+        examples = accompanied(read_jsonl(file, unanswerable=True), passages)
+        sets[name] = spread(questions_of(examples), limit)
     return sets
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.data.examples import world_examples, write_jsonl
+from ctx_compress_rag.data.examples import Example, Turn, world_examples, write_jsonl
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.evaluation import harness
 from ctx_compress_rag.evaluation.harness import (
@@ -93,6 +93,22 @@ def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path) -> Non
         evaluate_sets(tiny_bundle, sets, (4,), tmp_path / "out", in_domain=["set3"])
     with pytest.raises(DataError, match="two files are named 'set1'"):
         question_sets([files[0], files[0]], 9)
+
+
+def test_a_question_s_passage_stands_among_others_of_its_file(tmp_path: Path) -> None:
+    alone = [Example((f"Passage {n}.",), (Turn(f"q{n}", (f"a{n}",)),)) for n in range(200)]
+    alone.append(Example(tuple(f"own {n}" for n in range(6)), (Turn("q200", ("a",)),)))
+    write_jsonl(tmp_path / "set.jsonl", alone)
+    [asked] = question_sets([str(tmp_path / "set.jsonl")], 1000, passages=4).values()
+    assert [q.question for q in asked] == [f"q{n}" for n in range(201)]
+    assert asked[-1].passages == alone[-1].passages
+    written = {passage for example in alone for passage in example.passages}
+    places = [0] * 4
+    for question, example in zip(asked[:-1], alone, strict=False):
+        assert len(set(question.passages)) == 4 and set(question.passages) <= written
+        places[question.passages.index(example.passages[0])] += 1
+    assert min(places) > 25, places  # of 50 on average, with a standard deviation of 6
+    assert question_sets([str(tmp_path / "set.jsonl")], 1000, passages=4)["set"] == asked
 
 
 def test_questions_of_the_world_may_be_among_passages_of_one_kind(tmp_path: Path) -> None:
