@@ -94,9 +94,10 @@ def eval_(
     """
     from ctx_compress_rag.bundle import Bundle
     from ctx_compress_rag.data.examples import world_examples
-    from ctx_compress_rag.evaluation.harness import RATIOS, questions_of
+    from ctx_compress_rag.evaluation.harness import RATIOS
     from ctx_compress_rag.evaluation.judge import load_judge
     from ctx_compress_rag.evaluation.lingua import LLMLingua2
+    from ctx_compress_rag.evaluation.questions import questions_of
     from ctx_compress_rag.evaluation.sets import evaluate_sets, question_sets
     from ctx_compress_rag.text.minilm import load_minilm
 

@@ -12,16 +12,18 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
+from ctx_compress_rag import __version__
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.decoding.decoder import Message, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import report
+from ctx_compress_rag.evaluation.answer_log import AnswerLog
 from ctx_compress_rag.evaluation.baselines import RankedSentence, rank_sentences, select, truncate
 from ctx_compress_rag.evaluation.cost import Cost, cost_table, measure
 from ctx_compress_rag.evaluation.judge import Judge, judge_answers
 from ctx_compress_rag.evaluation.lingua import LLMLingua2
 from ctx_compress_rag.evaluation.plots import Curve, plot_scores
+from ctx_compress_rag.evaluation.questions import Question, digest
 from ctx_compress_rag.marking.mark import mark, size
 from ctx_compress_rag.metrics import (
     Interval,
@@ -50,15 +52,6 @@ ANSWER_TOKENS = 32
 _AT_ONCE = 64  # questions: the slots that close reading makes for a question must stay until they are read
 _SKIMMED = _AT_ONCE * 1024
 _TIMED = 5  # questions, spread over all
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question with the passages given for it; without accepted answers, if they do not say."""
-
-    passages: tuple[str, ...]
-    question: str
-    answers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -103,18 +96,6 @@ class Score:
     cost: Cost | None = None
 
 
-def questions_of(examples: Sequence[Example], limit: int | None = None) -> list[Question]:
-    """One question per turn, the first of each example first, so that a limit spreads over examples."""
-    turns = max(len(e.turns) for e in examples)
-    questions = [
-        Question(e.passages, e.turns[i].question, e.turns[i].answers)
-        for i in range(turns)
-        for e in examples
-        if i < len(e.turns)
-    ]
-    return questions[:limit]
-
-
 @dataclass(frozen=True)
 class Answers:
     """What one system answered at one ratio.
@@ -150,6 +131,7 @@ def evaluate(
     template: str | None = None,
     max_new_tokens: int | None = None,
     batch_size: int = 16,
+    log: str | Path | None = None,
     progress: bool = True,
 ) -> list[Score]:
     """Answer every question from full text, from nothing, and from its context made shorter in each way.
@@ -170,6 +152,8 @@ def evaluate(
         template: the prompt, see `text.prompts`; None takes the bundle's.
         max_new_tokens: longest answer; None takes the bundle's, or 32.
         batch_size: questions per forward pass.
+        log: a JSONL file that keeps the answers; those that it has, of the same questions asked in the same way, are
+            not asked for again.
         progress: show a progress bar.
     """
     systems = [FULL, NONE, SOFT, TRUNCATED]
@@ -186,6 +170,7 @@ def evaluate(
         template=template,
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
+        log=log,
         progress=progress,
     )
     return scores_of(questions, answers, None if judge is None else _verdicts(judge, questions, answers, progress))
@@ -218,6 +203,7 @@ def answer(
     template: str | None = None,
     max_new_tokens: int | None = None,
     batch_size: int = 16,
+    log: str | Path | None = None,
     progress: bool = True,
 ) -> SystemAnswers:
     """Answer every question with each of `systems`: FULL, NONE, SOFT, TRUNCATED, EXTRACTED, LINGUA.
@@ -235,6 +221,23 @@ def answer(
         raise ConfigError("LLMLingua-2 needs its model: give one as lingua, or leave it out")
     template = template or bundle.config.asked_by
     max_new_tokens = max_new_tokens or bundle.config.answer_tokens or ANSWER_TOKENS
+    kept = (
+        None
+        if log is None
+        else AnswerLog(
+            log,
+            {
+                "version": __version__,
+                "fingerprint": bundle.fingerprint,
+                "decoder": f"{bundle.backbone.embeddings.weight.dtype} on {bundle.backbone.device.type}",
+                "questions_sha256": digest(questions),
+                "template": template,
+                "max_new_tokens": max_new_tokens,
+                "codec": codec,
+                "llmlingua": None if lingua is None else lingua.model,
+            },
+        )
+    )
     answers: SystemAnswers = {}
     # One store serves all ratios of a nestable method, and of one that decides when it is asked; of another
     # each ratio needs its own.
@@ -249,7 +252,7 @@ def answer(
             decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
             store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
             prompts = _Prompts(decoder, store, encoder, lingua, template)
-            answers |= _answers(prompts, questions, _keys(left, group), max_new_tokens, cost, progress)
+            answers |= _answers(prompts, questions, _keys(left, group), max_new_tokens, cost, kept, progress)
     return answers
 
 
@@ -313,24 +316,34 @@ def _answers(
     keys: Sequence[Key],
     max_new_tokens: int,
     cost: bool,
+    log: AnswerLog | None,
     progress: bool,
 ) -> SystemAnswers:
     answers: SystemAnswers = {}
-    for key in tqdm(keys, desc="answering", unit="system", disable=not progress):
-        made = []
-        for start in range(0, len(questions), _AT_ONCE):
-            chats = [prompts.make(key, q) for q in questions[start : start + _AT_ONCE]]
-            made += prompts.decoder.generate(chats, Sampling(max_new_tokens=max_new_tokens))
-        answers[key] = Answers(
-            [g.text.strip() for g in made],
-            float(np.mean([g.prompt_tokens for g in made])),
-            prompts.store.info().payload_bytes / len(prompts.store) if key[0] == SOFT else None,
-        )
+    with tqdm(total=len(keys) * len(questions), desc="answering", unit="answer", disable=not progress) as bar:
+        for key in keys:
+            given = [] if log is None else log.given(*key)
+            bar.update(len(given))
+            for start in range(len(given), len(questions), _AT_ONCE):
+                asked = questions[start : start + _AT_ONCE]
+                made = prompts.decoder.generate(
+                    [prompts.make(key, q) for q in asked], Sampling(max_new_tokens=max_new_tokens)
+                )
+                new = [(g.text.strip(), g.prompt_tokens) for g in made]
+                if log is not None:
+                    log.add(*key, [(q.question, q.answers) for q in asked], new)
+                given += new
+                bar.update(len(new))
+            answers[key] = Answers(
+                [text for text, _ in given],
+                float(np.mean([tokens for _, tokens in given])),
+                prompts.store.info().payload_bytes / len(prompts.store) if key[0] == SOFT else None,
+            )
     if not cost:
         return answers
     timed = questions[:: max(1, len(questions) // _TIMED)][:_TIMED]
-    asked = [{key: partial(prompts.make_anew, key, q) for key in keys} for q in timed]
-    costs = measure(prompts.decoder, asked, progress)
+    rounds = [{key: partial(prompts.make_anew, key, q) for key in keys} for q in timed]
+    costs = measure(prompts.decoder, rounds, progress)
     return {key: replace(given, cost=costs[key]) for key, given in answers.items()}
 
 

@@ -18,13 +18,11 @@ from ctx_compress_rag.evaluation.harness import (
     ANSWER_TOKENS,
     KEPT,
     KEPT_LABEL,
-    Question,
     Score,
     check_ratios,
     evaluate,
     normalised_curves,
     prompt_of,
-    questions_of,
     save,
     table,
 )
@@ -32,6 +30,7 @@ from ctx_compress_rag.evaluation.judge import Judge
 from ctx_compress_rag.evaluation.lingua import LLMLingua2
 from ctx_compress_rag.evaluation.perplexity import perplexity_table, reconstruction_perplexity
 from ctx_compress_rag.evaluation.plots import plot_panels
+from ctx_compress_rag.evaluation.questions import Question, questions_of
 
 
 def question_sets(files: Sequence[str], limit: int, passages: int = 1) -> dict[str, list[Question]]:
@@ -69,10 +68,11 @@ def evaluate_sets(
     batch_size: int = 16,
     in_domain: Sequence[str] = (),
 ) -> str:
-    """Score each set; write scores and pictures, and those of several sets together, too.
+    """Score each set; write answers, scores and pictures, and those of several sets together, too.
 
-    A question whose full text does not fit into the decoder's window is left out, and counted. Nothing is answered
-    where a ratio cannot be made or a set is too small.
+    Run again after an interruption, it continues from the answers that are written. A question whose full text does not
+    fit into the decoder's window is left out, and counted. Nothing is answered where a ratio cannot be made or a set is
+    too small.
 
     Args:
         bundle: what is scored.
@@ -118,6 +118,7 @@ def evaluate_sets(
             "questions": len(questions),
             "too_long": len(sets[name]) - len(questions),
         }
+        place = Path(output, name) if len(sets) > 1 else Path(output)
         if judge is not None:
             about["judge"] = type(judge).__name__
         perplexities = []
@@ -137,8 +138,9 @@ def evaluate_sets(
             template=template,
             max_new_tokens=max_new_tokens,
             batch_size=batch_size,
+            log=place / "answers.jsonl",
         )
-        save(scores, Path(output, name) if len(sets) > 1 else output, about)
+        save(scores, place, about)
         texts.append(table(scores))
         if perplexities:
             texts.append(perplexity_table(perplexities))

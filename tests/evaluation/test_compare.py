@@ -229,7 +229,7 @@ def test_scores_are_those_of_the_bundle_alone(finished: Path) -> None:
     """Answers of the trained bundle, one by one, through a store of its own."""
     from ctx_compress_rag.data.examples import world_examples
     from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
-    from ctx_compress_rag.evaluation.harness import questions_of
+    from ctx_compress_rag.evaluation.questions import questions_of
     from ctx_compress_rag.marking.mark import mark
     from ctx_compress_rag.stores import SoftContextStore
     from ctx_compress_rag.text.prompts import TEMPLATES, messages

@@ -13,18 +13,8 @@ from sentence_transformers import SentenceTransformer
 from ctx_compress_rag.data.examples import world_examples
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.evaluation.cost import Cost, cost_table, measure
-from ctx_compress_rag.evaluation.harness import (
-    EXTRACTED,
-    FULL,
-    NONE,
-    SOFT,
-    TRUNCATED,
-    Question,
-    evaluate,
-    prompt_of,
-    questions_of,
-    table,
-)
+from ctx_compress_rag.evaluation.harness import EXTRACTED, FULL, NONE, SOFT, TRUNCATED, evaluate, prompt_of, table
+from ctx_compress_rag.evaluation.questions import Question, questions_of
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.text.prompts import TEMPLATES

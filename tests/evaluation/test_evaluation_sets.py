@@ -14,16 +14,8 @@ from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import Example, Turn, world_examples, write_jsonl
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.evaluation import harness
-from ctx_compress_rag.evaluation.harness import (
-    FULL,
-    NONE,
-    SOFT,
-    Answers,
-    Question,
-    normalised_curves,
-    questions_of,
-    table,
-)
+from ctx_compress_rag.evaluation.harness import FULL, NONE, SOFT, Answers, normalised_curves, table
+from ctx_compress_rag.evaluation.questions import Question, questions_of
 from ctx_compress_rag.evaluation.sets import evaluate_sets, fitting, macro_table, question_sets, spread
 from ctx_compress_rag.metrics import NO_ANSWER, declined, exact_match, token_f1
 

@@ -20,8 +20,9 @@ from transformers import (
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.baselines import count
-from ctx_compress_rag.evaluation.harness import LINGUA, SOFT, TRUNCATED, Question, answer, evaluate
+from ctx_compress_rag.evaluation.harness import LINGUA, SOFT, TRUNCATED, answer, evaluate
 from ctx_compress_rag.evaluation.lingua import LLMLingua2
+from ctx_compress_rag.evaluation.questions import Question
 
 PASSAGES = [
     "Dr. Olu Vane was born in Kessmar in 1903. She loved the sea. Her first job was at the salt works of Pell.",

@@ -370,7 +370,8 @@ def test_a_bundle_knows_how_it_was_asked(tmp_path: Path, monkeypatch: pytest.Mon
     """Its template and longest answer are what it is scored with; they are no part of its fingerprint."""
     from ctx_compress_rag.bundle import Bundle
     from ctx_compress_rag.decoding.decoder import TransformersDecoder
-    from ctx_compress_rag.evaluation.harness import Question, evaluate
+    from ctx_compress_rag.evaluation.harness import evaluate
+    from ctx_compress_rag.evaluation.questions import Question
 
     teacher, student = _tiny_recipes(tmp_path / "run", steps=1)
     run_recipe(teacher)

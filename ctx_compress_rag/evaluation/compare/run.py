@@ -7,7 +7,6 @@ with a result is not trained again; one that was interrupted resumes from its la
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -46,12 +45,11 @@ from ctx_compress_rag.evaluation.harness import (
     NONE,
     SOFT,
     TRUNCATED,
-    Question,
     SystemAnswers,
     answer,
     each,
-    questions_of,
 )
+from ctx_compress_rag.evaluation.questions import Question, digest, questions_of
 from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
@@ -187,7 +185,7 @@ def _claim(plan: Plan, questions: Sequence[Question]) -> None:
         "teacher_sha256": teacher_sha256(plan.teacher),
         "data_sha256": None if plan.data is None else [sha256(file) for file in plan.data.files],
         "test": None if plan.data is None else plan.data.test.name,
-        "test_sha256": None if plan.data is None else _digest(questions),
+        "test_sha256": None if plan.data is None else digest(questions),
         **asdict(plan.budget),
         "questions": plan.questions,
         "ratios": plan.ratios,
@@ -206,11 +204,6 @@ def _claim(plan: Plan, questions: Sequence[Question]) -> None:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-
-
-def _digest(questions: Sequence[Question]) -> str:
-    """SHA-256 of the questions asked: they depend on the file, and on what is left out of it."""
-    return hashlib.sha256(json.dumps([asdict(q) for q in questions]).encode()).hexdigest()
 
 
 def _write_recipes(job: Job) -> None:

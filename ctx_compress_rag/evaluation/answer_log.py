@@ -1,0 +1,60 @@
+"""Answers on disk as they are given: an interrupted evaluation continues from them, and people can read them."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class AnswerLog:
+    """A JSONL file: a line that says what is being scored, then a line for each answer.
+
+    Args:
+        file: a file of the same run is continued, any other is replaced.
+        about: all that answers depend on, as JSON can hold it.
+    """
+
+    def __init__(self, file: str | Path, about: Mapping[str, Any]) -> None:
+        self._file = Path(file)
+        self._given: dict[tuple[str, int | None], list[dict[str, Any]]] = defaultdict(list)
+        head = json.dumps({"run": about}, ensure_ascii=False)
+        whole = self._file.read_bytes().splitlines(keepends=True) if self._file.is_file() else []
+        if whole and not whole[-1].endswith(b"\n"):
+            whole.pop()  # cut off by what ended the run
+        if not whole or whole[0].decode(errors="replace").rstrip("\n") != head:
+            whole = [f"{head}\n".encode()]
+        for line in whole[1:]:
+            row = json.loads(line)
+            self._given[row["system"], row["ratio"]].append(row)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_bytes(b"".join(whole))
+
+    def given(self, system: str, ratio: int | None) -> list[tuple[str, int]]:
+        """The answers that are there of a system, in the questions' order, each with its prompt's tokens."""
+        return [(row["answer"], row["prompt_tokens"]) for row in self._given[system, ratio]]
+
+    def add(
+        self,
+        system: str,
+        ratio: int | None,
+        asked: Sequence[tuple[str, Sequence[str]]],
+        given: Sequence[tuple[str, int]],
+    ) -> None:
+        """Append answers.
+
+        Args:
+            system: what the decoder was given.
+            ratio: source tokens per slot, None where there is none.
+            asked: the next questions, each with its accepted answers.
+            given: the answer to each, and its prompt's tokens.
+        """
+        rows = [
+            {"system": system, "ratio": ratio, "question": question, "accepted": list(accepted)}
+            | {"answer": answer, "prompt_tokens": tokens}
+            for (question, accepted), (answer, tokens) in zip(asked, given, strict=True)
+        ]
+        with self._file.open("a", encoding="utf-8") as out:
+            out.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)

@@ -1,0 +1,36 @@
+"""What is asked when a bundle is scored."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from ctx_compress_rag.data.examples import Example
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with the passages given for it; without accepted answers, if they do not say."""
+
+    passages: tuple[str, ...]
+    question: str
+    answers: tuple[str, ...]
+
+
+def questions_of(examples: Sequence[Example], limit: int | None = None) -> list[Question]:
+    """One question per turn, the first of each example first, so that a limit spreads over examples."""
+    turns = max(len(e.turns) for e in examples)
+    questions = [
+        Question(e.passages, e.turns[i].question, e.turns[i].answers)
+        for i in range(turns)
+        for e in examples
+        if i < len(e.turns)
+    ]
+    return questions[:limit]
+
+
+def digest(questions: Sequence[Question]) -> str:
+    """SHA-256 of questions with their passages and answers."""
+    return hashlib.sha256(json.dumps([asdict(q) for q in questions]).encode()).hexdigest()
