@@ -21,16 +21,20 @@ class AnswerLog:
         self._file = Path(file)
         self._given: dict[tuple[str, int | None], list[dict[str, Any]]] = defaultdict(list)
         head = json.dumps({"run": about}, ensure_ascii=False)
-        whole = self._file.read_bytes().splitlines(keepends=True) if self._file.is_file() else []
-        if whole and not whole[-1].endswith(b"\n"):
-            whole.pop()  # cut off by what ended the run
-        if not whole or whole[0].decode(errors="replace").rstrip("\n") != head:
-            whole = [f"{head}\n".encode()]
-        for line in whole[1:]:
-            row = json.loads(line)
+        lines: list[str] = []
+        if self._file.is_file():
+            with self._file.open(encoding="utf-8", errors="replace") as file:
+                lines = file.readlines()
+        kept = [f"{head}\n"]
+        for line in lines[1:] if lines[:1] == kept else []:
+            try:
+                row = json.loads(line if line.endswith("\n") else "")
+            except ValueError:
+                break  # cut off by what ended the run
             self._given[row["system"], row["ratio"]].append(row)
+            kept.append(line)
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.write_bytes(b"".join(whole))
+        self._file.write_text("".join(kept), encoding="utf-8")
 
     def given(self, system: str, ratio: int | None) -> list[tuple[str, int]]:
         """The answers that are there of a system, in the questions' order, each with its prompt's tokens."""

@@ -11,6 +11,7 @@ import pytest
 from ctx_compress_rag.data.examples import world_examples
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.evaluation import harness
+from ctx_compress_rag.evaluation.answer_log import AnswerLog
 from ctx_compress_rag.evaluation.harness import FULL, NONE, SOFT, TRUNCATED, SystemAnswers, answer
 from ctx_compress_rag.evaluation.questions import Question, questions_of
 
@@ -89,3 +90,10 @@ def test_answers_of_another_run_are_not_taken(
         asked.calls = 0
         scored(tiny_bundle, others, log, **options)
         assert asked.calls == 6 * -(-len(others) // AT_ONCE)
+
+
+def test_any_text_is_read_back(tmp_path: Path) -> None:
+    odd = ["two\nlines", "\u2028\x85\x0b\x1c", "", "{}", "🦀 \r"]
+    AnswerLog(tmp_path / "log", {"run": 1}).add(FULL, None, [("\u2029?", odd)] * len(odd), [(text, 7) for text in odd])
+    assert AnswerLog(tmp_path / "log", {"run": 1}).given(FULL, None) == [(text, 7) for text in odd]
+    assert AnswerLog(tmp_path / "log", {"run": 2}).given(FULL, None) == []
