@@ -286,6 +286,7 @@ def test_the_command_trains_scores_and_goes_on(
     tmp_path: Path, bundle_folder: Path, decoder: AdaptiveDecoder, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    monkeypatch.setitem(evaluate.__kwdefaults__, "tuning", 2)
     files = _recipes(tmp_path, bundle_folder, steps=1)
     command = ["adapt-eval", "--recipes", str(tmp_path / "recipes"), "--questions", "6", "--timed", "1"]
     command += ["--max-tokens", "4", "--output", str(tmp_path / "scores")]
@@ -416,6 +417,7 @@ def test_the_command_reads_files_and_slots(tmp_path: Path, bundle_folder: Path) 
         files=[str(tmp_path / "two.jsonl")],
         questions=3,
         timed=1,
+        tuning=2,
         max_new_tokens=3,
         progress=False,
     )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +10,6 @@ import pytest
 
 from ctx_compress_rag.cli import main
 from helpers.cli import save_bundle, write_docs
-
-TESTS = Path(__file__).parents[1]
 
 
 class Run:
@@ -40,18 +35,6 @@ class Run:
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return Run(capsys)
-
-
-@pytest.fixture(scope="session")
-def python() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs Python in a process of its own, perhaps under another command."""
-
-    def run_python(*args: object, under: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-        env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]))
-        command = [*under, sys.executable, *map(str, args)]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
-
-    return run_python
 
 
 @pytest.fixture(scope="session")

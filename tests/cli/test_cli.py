@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -17,6 +19,7 @@ from ctx_compress_rag.cli import main
 from ctx_compress_rag.stores.keys import KEY_VARIABLE
 from ctx_compress_rag.text.prompts import TEMPLATES
 from helpers.cli import assert_same_contents, contents, write_docs
+from helpers.forked import run_python
 
 QUESTION = "Who is the mayor of the town?"
 
@@ -72,11 +75,12 @@ def test_deleted_files_need_prune(run: Any, bundle_folder: Path, tmp_path: Path)
 
 
 KILLED = """
-import os, signal, sys
+import importlib, os, signal, sys
 from ctx_compress_rag.bulk import worker
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
 
+importlib.import_module("ctx_compress_rag.bulk.fill").LOOKED_UP = 30  # passages of a batch
 stages = {"embedding": (worker, "passage_vectors", 2), "compressing": (Bundle, "compress", 2)}
 owner, name, last = stages[sys.argv[1]]
 real, calls = getattr(owner, name), []
@@ -92,21 +96,21 @@ main(sys.argv[2:])
 """
 
 
-def test_kill_minus_nine_loses_nothing(run: Any, python: Any, bundle_folder: Path, tmp_path: Path) -> None:
+def test_kill_minus_nine_loses_nothing(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
     """Killed while embedding, then while compressing, then run to the end: the store of an uninterrupted run."""
-    folder = write_docs(tmp_path / "docs", files=17)
+    folder = write_docs(tmp_path / "docs", files=4)
     command = ["index", str(folder), "--bundle", str(bundle_folder), "--chunk-tokens", "48", "--store"]
     for stage in ("embedding", "compressing"):
-        done = python("-c", KILLED, stage, *command, str(tmp_path / "killed"))
+        done = run_python(KILLED, stage, *command, tmp_path / "killed")
         assert done.returncode == -signal.SIGKILL, done.stderr
     assert run(*command, tmp_path / "killed") == 0
     resumed = run.out
     assert run(*command, tmp_path / "whole") == 0
     total = len(contents(tmp_path / "whole"))
-    assert total > 500  # more than two batches
+    assert total > 90  # more than three batches
     assert f"{total} passages compressed, 0 unchanged" in run.out
     [(compressed, kept)] = re.findall(r"(\d+) passages compressed, (\d+) unchanged", resumed)
-    assert int(compressed) + int(kept) == total and 0 < int(kept) < total  # two batches were on disk
+    assert int(compressed) + int(kept) == total and 0 < int(kept) < total  # batches were on disk
     assert_same_contents(tmp_path / "killed", tmp_path / "whole")
 
 
@@ -233,13 +237,13 @@ def test_wrong_usage_is_told(run: Any) -> None:
     assert "Option '--ratios' requires an argument" in run.err
 
 
-def test_help_brings_no_torch(python: Any) -> None:
+def test_help_brings_no_torch() -> None:
     code = (
         "import sys; from ctx_compress_rag.cli import main\n"
         "assert main(sys.argv[1:]) == 0\n"
         "assert not {'torch', 'transformers', 'chromadb'} & sys.modules.keys()"
     )
-    done = python("-c", code, "ask", "--help")
+    done = subprocess.run([sys.executable, "-c", code, "ask", "--help"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--ratio" in done.stdout
 

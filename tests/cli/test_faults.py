@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ctx_compress_rag.cli import main
 from ctx_compress_rag.cli.command import app
 from ctx_compress_rag.data.examples import world_examples, write_jsonl
 from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
+from helpers.forked import run_python
 
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
 
@@ -76,14 +77,10 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_full_disk_is_one_line_and_the_same_command_resumes(
-    run: Any,
-    python: Callable[..., subprocess.CompletedProcess[str]],
-    bundle_folder: Path,
-    docs: Path,
-    tmp_path: Path,
+    run: Any, bundle_folder: Path, docs: Path, tmp_path: Path
 ) -> None:
     command = ["index", docs, "--bundle", bundle_folder, "--store", tmp_path / "chroma"]
-    done = python("-c", FULL, *command)
+    done = run_python(FULL, *command)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ctx-compress: error: ") and str(tmp_path / "chroma") in last and "disk I/O error" in last
@@ -91,13 +88,26 @@ def test_a_full_disk_is_one_line_and_the_same_command_resumes(
     assert " 0 unchanged" in run.out
 
 
-def test_a_store_that_cannot_be_written_is_one_line(
-    run: Any,
-    python: Callable[..., subprocess.CompletedProcess[str]],
-    bundle_folder: Path,
-    docs: Path,
-    tmp_path: Path,
-) -> None:
+INDEXED_THRICE = """
+import os, sys
+from pathlib import Path
+import ctx_compress_rag.app.indexing, peft, sentence_transformers  # once for the three
+from ctx_compress_rag.cli import main
+
+docs, store = sys.argv[1:]
+for path in (Path(store, "ctx-compress.lock"), Path(store, "chroma.sqlite3"), Path(store)):
+    mode = path.stat().st_mode
+    path.chmod(mode & ~0o222)
+    if not (child := os.fork()):
+        print("code", main(["index", docs, "--store", store]), file=sys.stderr, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    path.chmod(mode)
+"""
+
+
+def test_a_store_that_cannot_be_written_is_one_line(run: Any, bundle_folder: Path, docs: Path, tmp_path: Path) -> None:
+    """Its lock, its database and its folder."""
     under: tuple[str, ...] = ()
     if os.geteuid() == 0:  # root may write anywhere, unless it gives that up
         if not shutil.which("setpriv"):
@@ -107,16 +117,13 @@ def test_a_store_that_cannot_be_written_is_one_line(
     assert run("index", docs, "--bundle", bundle_folder, "--store", store) == 0
     (docs_of_more := tmp_path / "more").mkdir()
     (docs_of_more / "new.txt").write_text("A passage that is new.")
-    for path in (store / "ctx-compress.lock", store / "chroma.sqlite3", store):
-        mode = path.stat().st_mode
-        path.chmod(mode & ~0o222)
-        try:
-            done = python("-m", "ctx_compress_rag.cli", "index", docs_of_more, "--store", store, under=under)
-        finally:
-            path.chmod(mode)
-        assert done.returncode == 2, (path, done.stderr)
-        assert "Traceback" not in done.stderr
-        assert done.stderr.splitlines()[-1].startswith("ctx-compress: error: ") and str(store) in done.stderr
+    command = [*under, sys.executable, "-c", INDEXED_THRICE, str(docs_of_more), str(store)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    lines = done.stderr.splitlines()
+    ended = [number for number, line in enumerate(lines) if line == "code 2"]
+    assert len(ended) == 3, done.stderr
+    assert all(lines[n - 1].startswith("ctx-compress: error: ") and str(store) in lines[n - 1] for n in ended)
 
 
 # Arguments

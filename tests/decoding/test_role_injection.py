@@ -30,6 +30,7 @@ from ctx_compress_rag.methods.ram.segments import Segments
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.text.tokenising import text_parts, text_tokens
 from helpers import architectures
+from helpers.models import tiny_llama
 from langchain_ctx_compress import ChatCompressedContext
 from llama_index.llms.ctx_compress import CompressedContextLLM
 
@@ -83,12 +84,13 @@ NAMES = [*architectures.NAMES, "SmolLM2", *SHIPPED]
 @pytest.fixture(scope="module", params=NAMES)
 def bundle(request: pytest.FixtureRequest) -> Bundle:
     name = request.param
-    if name in SHIPPED:
-        return Bundle.from_pretrained(name, device="cpu")
-    smol = name == "SmolLM2"
-    model, tokenizer = (
-        (smollm_model(), smollm_tokenizer()) if smol else (architectures.model(name), architectures.tokenizer(name))
-    )
+    if name in SHIPPED:  # the tokenizer is what differs; SmolLM2's own layers would take minutes
+        tokenizer = Bundle.from_pretrained(name, device="cpu").tokenizer
+        model = tiny_llama(tokenizer)
+    elif name == "SmolLM2":
+        model, tokenizer = smollm_model(), smollm_tokenizer()
+    else:
+        model, tokenizer = architectures.model(name), architectures.tokenizer(name)
     model.config.max_position_embeddings = 4096
     config = BundleConfig(name=name, method={"name": "mean_pooling"}, base_ratio=4, ratios=[4], max_tokens=64)
     return Bundle.build(config, Backbone(model.eval(), tokenizer))

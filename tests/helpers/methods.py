@@ -46,7 +46,7 @@ MATRIX: dict[str, dict[str, dict[str, Any]]] = {
     "ram": {
         "both": {"segment_tokens": 4, "encoder": FULL, "decoder": {"mode": "lora"}},
         "no skimming": {"segment_tokens": 4, "encoder": {"mode": "lora"}, "decoder": FROZEN, "skimming": "none"},
-        "no close reading": {"segment_tokens": 4, "encoder": FULL, "decoder": FULL, "close_reading": False},
+        "no close reading": {"segment_tokens": 4, "encoder": FROZEN, "decoder": FULL, "close_reading": False},
     },
 }
 PASSAGES = [

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,13 +13,12 @@ from ctx_compress_rag.ratios import check_window
 from ctx_compress_rag.soft_context import SoftContext, pool
 from ctx_compress_rag.stores import AddReport, SoftContextStore
 
-TESTS = Path(__file__).parents[1]
 WRITE = """
 import sys
 from helpers.store import WordBundle, passage
 from ctx_compress_rag.stores import SoftContextStore
 """
-"""The beginning of a program for `run_python`."""
+"""The beginning of a program for `helpers.forked`."""
 
 
 def word_vectors(text: str, dim: int) -> torch.Tensor:
@@ -75,17 +70,3 @@ def add(store: SoftContextStore, n: int, start: int = 0) -> AddReport:
     """Add passages `start` to `start + n` under the ids p0, p1, and so on."""
     ids = [f"p{i}" for i in range(start, start + n)]
     return store.add([passage(i) for i in range(start, start + n)], ids, progress=False)
-
-
-def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
-    """Run a program that can import these helpers in a process of its own."""
-    with start_python(code, *args, stderr=subprocess.PIPE) as process:
-        out, err = process.communicate(timeout=300)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def start_python(code: str, *args: object, stderr: int | None = None) -> subprocess.Popen[str]:
-    """Start such a program; its output comes by a pipe."""
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]))
-    command = [sys.executable, "-c", code, *map(str, args)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True)

@@ -1,14 +1,12 @@
 """Several processes on one store folder, round after round: writers that keep their object, and readers.
 
-`python tests/helpers/stress.py ROUNDS` runs it and prints the counts.
+`python -m helpers.stress ROUNDS`, run in tests/, does it and prints the counts.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,7 +14,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parents[1]
+from helpers.forked import FORKS
+
 WRITERS, READERS, ADDS, EACH = 4, 4, 5, 13
 STOP = "writers-are-done"
 KEY = b"a key for the stress test"
@@ -63,33 +62,35 @@ def work(order: dict[str, Any]) -> dict[str, int]:
     return done
 
 
+def work_off(pipe: Any) -> None:
+    while order := pipe.recv():
+        pipe.send(work(order))
+
+
 class Worker:
     """A process that works off orders; a new one takes the place of one that died."""
 
     def __init__(self) -> None:
-        env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]))
-        command = [sys.executable, str(Path(__file__)), "work"]
-        self._process = subprocess.Popen(
-            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        self._pipe, end = FORKS.Pipe()
+        self._process = FORKS.Process(target=work_off, args=(end,))
+        self._process.start()
+        end.close()
 
     def start(self, order: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
+        self._pipe.send(order)
 
     def result(self) -> dict[str, int]:
-        assert self._process.stdout is not None and self._process.stderr is not None
-        line = self._process.stdout.readline()
-        if line:
-            return dict(json.loads(line))
-        code, said = self._process.wait(), self._process.stderr.read()
-        self.__init__()  # type: ignore[misc]
-        print(f"a worker died with {code}: {said[-500:]}", file=sys.stderr)
-        return {"died": 1}
+        try:
+            return dict(self._pipe.recv())
+        except EOFError:
+            self._process.join()
+            print(f"a worker died with {self._process.exitcode}", file=sys.stderr)
+            self.__init__()  # type: ignore[misc]
+            return {"died": 1}
 
     def end(self) -> None:
-        self._process.communicate(timeout=60)
+        self._pipe.send(None)
+        self._process.join(60)
 
 
 def rounds(count: int, seed: int = 0) -> dict[str, int]:
@@ -121,8 +122,4 @@ def rounds(count: int, seed: int = 0) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "work":
-        for line in sys.stdin:
-            print(json.dumps(work(json.loads(line))), flush=True)
-    else:
-        print(json.dumps(rounds(int(sys.argv[1]))))
+    print(json.dumps(rounds(int(sys.argv[1]))))

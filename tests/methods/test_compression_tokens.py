@@ -18,7 +18,6 @@ from torch import Tensor
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
-from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import BundleError, RatioError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
 from ctx_compress_rag.methods.base.config import TuneConfig
@@ -33,12 +32,6 @@ from helpers.models import tiny_llama
 ATTENTION = ["causal", "bidirectional"]
 FROZEN = TuneConfig(mode="frozen")
 TEXTS = ["Orla Drumwell was born in Pellmouth, where she kept bees for nine years.", "Pellmouth is a town."]
-EXAMPLES = [
-    Example(
-        ("Orla Reedwen keeps a goat as a pet.", "Kormoor lies on the river Halen."), (Turn("Which pet?", ("a goat",)),)
-    ),
-    Example(("Kormoor lies on the river Halen.",), (Turn("Which river?", ("Halen",)),)),
-]
 
 
 def encode(

@@ -15,7 +15,8 @@ from ctx_compress_rag.errors import MissingPassageError, RatioError, StoreError
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.keys import KEY_FILE, KEY_VARIABLE
 from ctx_compress_rag.stores.markers import scope
-from helpers.store import WRITE, WordBundle, add, assert_same, passage, run_python
+from helpers.forked import run_python
+from helpers.store import WRITE, WordBundle, add, assert_same, passage
 
 
 @pytest.fixture(autouse=True)

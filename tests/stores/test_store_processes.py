@@ -19,8 +19,9 @@ from ctx_compress_rag.errors import StoreLockedError
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.stores import AddReport, SoftContextStore, companion
 from ctx_compress_rag.stores.lock import LOCK_FILE, READERS_FILE
+from helpers.forked import run_python
 from helpers.server import chroma_server
-from helpers.store import WRITE, WordBundle, add, assert_same, passage, run_python
+from helpers.store import WRITE, WordBundle, add, assert_same, passage
 
 
 def test_kill_in_the_middle_loses_nothing_and_a_rerun_completes(tmp_path: Path, bundle: WordBundle) -> None:

@@ -18,7 +18,8 @@ from ctx_compress_rag.errors import PayloadError, StoreError
 from ctx_compress_rag.stores import Passage, SoftContextStore
 from ctx_compress_rag.stores.keys import KEY_FILE
 from ctx_compress_rag.text.minilm import passage_vectors
-from helpers.store import WRITE, WordBundle, add, assert_same, passage, run_python
+from helpers.forked import Forked, run_python
+from helpers.store import WRITE, WordBundle, add, assert_same, passage
 
 N = 130  # beyond 100 Chroma writes an index
 KEY = b"sixteen bytes or more"
@@ -166,25 +167,12 @@ with SoftContextStore(sys.argv[1], WordBundle()) as store:
         store.add([passage(i) for i in range(n, n + 13)], [f"p{{i}}" for i in range(n, n + 13)], progress=False)
         print(n + 13, flush=True)
 """
-    import os
-    import subprocess
-    import sys
-
-    from helpers.store import TESTS
-
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]))
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)], env=env, stdout=subprocess.PIPE, text=True
-    ) as busy:
-        assert busy.stdout is not None
-        copies: list[tuple[int, Path]] = []
-        try:
-            for n in range(4):
-                written = int(busy.stdout.readline())
-                back_up_store(folder, tmp_path / f"copy{n}")
-                copies.append((written, tmp_path / f"copy{n}"))
-        finally:
-            busy.kill()
+    copies: list[tuple[int, Path]] = []
+    with Forked(code, folder) as busy:
+        for n in range(4):
+            written = int(busy.stdout.readline())
+            back_up_store(folder, tmp_path / f"copy{n}")
+            copies.append((written, tmp_path / f"copy{n}"))
     for written, copied in copies:
         assert (copied / KEY_FILE).stat().st_mode & 0o777 == 0o600
         with SoftContextStore(copied, bundle) as store:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import chromadb
 import pytest
@@ -10,8 +11,9 @@ from chromadb.api import ClientAPI
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, StoreError
 from ctx_compress_rag.stores import AddReport, SoftContextStore
 from ctx_compress_rag.stores.keys import KEY_VARIABLE
+from helpers.forked import Forked
 from helpers.server import chroma_server
-from helpers.store import WRITE, WordBundle, assert_same, passage, start_python
+from helpers.store import WRITE, WordBundle, assert_same, passage
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +142,8 @@ else:
             assert kept.text == passage(int(id[1:])) and soft.n_tokens == 30
 """
     roles = [("write", 0), ("write", 60), *[("read", 0)] * 4]
-    workers = [start_python(code, port, *role, stderr=-1) for role in roles]
-    for worker in workers:
-        _, said = worker.communicate(timeout=200)
-        assert worker.returncode == 0, said
+    with ExitStack() as running:
+        for worker in [running.enter_context(Forked(code, port, *role)) for role in roles]:
+            ended = worker.finished()
+            assert ended.returncode == 0, ended.stderr
     assert len(SoftContextStore(client, WordBundle(), collection="shared")) == 120

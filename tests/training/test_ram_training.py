@@ -23,29 +23,13 @@ from ctx_compress_rag.training.config import RamRecipe
 from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
 from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import run_recipe
-from helpers.ram import EXAMPLES, FROZEN, PLAIN, collator, move, objective, plain_ids, plain_segments, ram_bundle
+from helpers.ram import EXAMPLES, FROZEN, PLAIN, collator, objective, plain_ids, ram_bundle
+from helpers.training import killed
 
 
 @pytest.fixture(scope="module")
 def bundle(tiny_tokenizer: Any) -> Bundle:
     return ram_bundle(tiny_tokenizer)
-
-
-@pytest.mark.parametrize("encoder", ["lora", "full", "frozen"])
-@pytest.mark.parametrize("decoder", ["lora", "full", "frozen"])
-def test_gradients_reach_what_is_trained_and_nothing_else(tiny_tokenizer: Any, encoder: str, decoder: str) -> None:
-    """One optimiser step moves every trained parameter and leaves every other bit as it was."""
-    made = ram_bundle(tiny_tokenizer, encoder={"mode": encoder}, decoder={"mode": decoder})
-    loss = objective(made)
-    base = {n: p.detach().clone() for n, p in made.backbone.own_state().items()}
-    trained = {n: p for n, p in loss.named_parameters() if p.requires_grad}
-    move(made)  # LoRA's B starts at zero, which leaves A without a gradient in the first step
-    before = {n: p.detach().clone() for n, p in trained.items()}
-    loss(**collator(made)(EXAMPLES))["loss"].backward()
-    torch.optim.SGD(trained.values(), lr=1.0).step()
-    assert any("projection" in name for name in trained)
-    assert not [n for n, p in trained.items() if torch.equal(p, before[n])]
-    assert all(torch.equal(p, base[n]) for n, p in made.backbone.own_state().items())
 
 
 def test_the_choice_itself_passes_no_gradient(tiny_tokenizer: Any) -> None:
@@ -142,26 +126,15 @@ def recipe_file(folder: Path, decoder: Path, data: Path, steps: int) -> Path:
     return folder / "recipe.yaml"
 
 
-def test_a_recipe_makes_a_bundle_and_resumes(bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_makes_a_bundle_and_resumes(bundle: Bundle, tmp_path: Path) -> None:
     """Ratios are drawn again at each step, and yet a run that was cut off ends like one that was not."""
     bundle.backbone.model.save_pretrained(tmp_path / "decoder")
     bundle.tokenizer.save_pretrained(tmp_path / "decoder")
     write_jsonl(tmp_path / "data.jsonl", EXAMPLES * 4)
     whole = run_recipe(recipe_file(tmp_path / "whole", tmp_path / "decoder", tmp_path / "data.jsonl", 4))
     cut = recipe_file(tmp_path / "cut", tmp_path / "decoder", tmp_path / "data.jsonl", 4)
-    with monkeypatch.context() as patch:
-        from transformers import Trainer
-
-        real = Trainer.training_step
-
-        def dies(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.state.global_step == 3:
-                raise KeyboardInterrupt
-            return real(self, *args, **kwargs)
-
-        patch.setattr(Trainer, "training_step", dies)
-        with pytest.raises(KeyboardInterrupt):
-            run_recipe(cut)
+    with killed(after=3):
+        run_recipe(cut)
     run_recipe(cut)
 
     def losses(folder: Path) -> list[float]:
@@ -171,24 +144,6 @@ def test_a_recipe_makes_a_bundle_and_resumes(bundle: Bundle, tmp_path: Path, mon
     assert json.loads((tmp_path / "cut" / "run" / "training_report.json").read_text())["resumed"] is True
     made = Bundle.from_pretrained(whole / "bundle")
     assert isinstance(made.config.method, RamConfig) and made.report["steps"] == 4
-
-
-@pytest.mark.parametrize(
-    "change", [{}, {"encoder": {"mode": "lora"}, "decoder": {"mode": "lora"}}, {"skimming": "none"}]
-)
-def test_a_saved_bundle_has_the_same_bits(tiny_tokenizer: Any, tmp_path: Path, change: dict[str, Any]) -> None:
-    made = ram_bundle(tiny_tokenizer, **change)
-    move(made)
-    made.save_pretrained(tmp_path)
-    loaded = Bundle.from_pretrained(tmp_path)
-    assert loaded.fingerprint == made.fingerprint and loaded.config == made.config
-    texts = list(EXAMPLES[0].passages)
-    for a, b in zip(made.compress(texts), loaded.compress(texts), strict=True):
-        assert torch.equal(a.slots, b.slots) and torch.equal(a.token_counts, b.token_counts)
-    question = plain_ids(made, "Which pet?")
-    segments = plain_segments(made, texts[0])
-    one, two = (b.compressor.skim(segments, b.compressor.question(question), 64) for b in (made, loaded))
-    assert torch.equal(one, two) and len(one) == (0 if change.get("skimming") == "none" else len(segments))
 
 
 def test_yes_and_no_are_found_nowhere(tiny_tokenizer: Any) -> None:

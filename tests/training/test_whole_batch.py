@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from safetensors.torch import load_file
 
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.training.run import run_recipe
+from helpers.forked import COMMAND, Forked
 from helpers.models import tiny_llama
 
 EXAMPLES = [
@@ -66,20 +69,28 @@ def test_micro_batches_change_nothing(decoder: Path, tmp_path: Path, stage: str)
 
 
 def test_processes_change_nothing(decoder: Path, tmp_path: Path) -> None:
-    """By torchrun, as several GPUs train."""
+    """Two, told who they are as torchrun tells it."""
     alone = _step(run_recipe(_recipe(decoder, "answer", tmp_path / "alone", 4)))
-    shared = _recipe(decoder, "answer", tmp_path / "shared", 1)
-    _train_by_two(shared)
+    recipe = _recipe(decoder, "answer", tmp_path / "shared", 1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    with ExitStack() as running:
+        ranks = [{**env, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+        for one in [running.enter_context(Forked(COMMAND, "train", recipe, env=rank)) for rank in ranks]:
+            ended = one.finished()
+            assert ended.returncode == 0, ended.stderr[-2000:]
     assert _step(tmp_path / "shared") == pytest.approx(alone, rel=1e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard_frozen", [False, True])
 def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_path: Path, shard_frozen: bool) -> None:
-    """With gradient checkpointing in the two."""
+    """As several GPUs train, by torchrun, with gradient checkpointing."""
     options = {"steps": 10, "learning_rate": 1e-3}
     run_recipe(_recipe(decoder, "answer", tmp_path / "alone", 4, **options))
-    _train_by_two(
+    _by_torchrun(
         _recipe(decoder, "answer", tmp_path / "shared", 1, **options, checkpoint_layers=True, shard_frozen=shard_frozen)
     )
     start = run_recipe(_recipe(decoder, "answer", tmp_path / "start", 4, steps=1, learning_rate=1e-9))
@@ -91,7 +102,7 @@ def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_p
         assert (shared[name] - weight).abs().max() < 2e-4, name
 
 
-def _train_by_two(recipe: Path) -> None:
+def _by_torchrun(recipe: Path) -> None:
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ctx_compress_rag.cli"]
     done = subprocess.run(
         [sys.executable, "-m", *command, "train", str(recipe)], capture_output=True, text=True, timeout=500, check=False
