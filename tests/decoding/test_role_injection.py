@@ -217,6 +217,26 @@ def test_the_text_of_a_passage_that_cannot_be_read_as_slots_is_text_too(bundle: 
     assert found[0] == found[1]
 
 
+def test_so_it_is_in_a_raw_prompt_whose_other_control_tokens_are_the_callers(bundle: Bundle) -> None:
+    """Also where the passage would complete a token that the caller's text begins, or begin one that it completes."""
+    attack, token = hostile(bundle), max(controls(bundle).values(), key=len)
+    passages = [attack, token[1:], token[:-1]]
+    client = chromadb.EphemeralClient()
+    with SoftContextStore(client, bundle, collection=f"raw-{bundle.config.name}", key=b"k" * 32) as store:
+        store.add(passages, ["a", "b", "c"], progress=False)
+        a, b, c = store.markers(["a", "b", "c"], store.base_ratio)
+        raw = client.get_collection(f"raw-{bundle.config.name}-ctx")
+        records = raw.get(ids=["a", "b", "c"])
+        raw.update(ids=records["ids"], metadatas=[{"payload": str(m["payload"])[:-8]} for m in records["metadatas"]])
+        decoder = TransformersDecoder(bundle, store, on_missing="text")
+        around = f"{token}user {{}} {token[0]}{{}} {{}}{token[-1]}{token}assistant"
+        made = decoder.prepare([around.format(a, b, c), around.format("x", " y", "z ")])
+        found = [Counter(id for id in prompt.ids().tolist() if id in controls(bundle)) for prompt in made]
+    assert found[0] == found[1]
+    if bundle.tokenizer.chat_template:
+        assert found[1][bundle.tokenizer.convert_tokens_to_ids(token)] >= 2  # the caller's own stay what they are
+
+
 def test_the_padding_token_in_a_text_does_not_count_as_a_slot(bundle: Bundle, store: SoftContextStore) -> None:
     decoder = TransformersDecoder(bundle, store)
     pad = bundle.tokenizer.pad_token
