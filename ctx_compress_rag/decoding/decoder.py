@@ -211,6 +211,9 @@ class TransformersDecoder:
         prepared = []
         for index, (prompt, messages, change) in enumerate(zip(prompts, split, changes, strict=True)):
             shown = in_raw if isinstance(prompt, str) else texts_of
+            # Before they are joined: a prompt may name one long passage many thousand times.
+            written = sum(len(shown[p]) for parts in messages for p in parts if isinstance(p, Marker) and p in shown)
+            check_characters(f"prompt {index}", written, self._window)
             around = [_around_markers(parts, shown) for parts in messages]
             texts = [texts for texts, _ in around]
             ids = self._raw_ids(texts[0]) if isinstance(prompt, str) else self._chat_ids(prompt, texts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -235,6 +236,25 @@ def test_so_it_is_in_a_raw_prompt_whose_other_control_tokens_are_the_callers(bun
     assert found[0] == found[1]
     if bundle.tokenizer.chat_template:
         assert found[1][bundle.tokenizer.convert_tokens_to_ids(token)] >= 2  # the caller's own stay what they are
+
+
+def test_a_passage_that_stands_there_a_thousand_times_is_not_written_out(bundle: Bundle) -> None:
+    client = chromadb.EphemeralClient()
+    with SoftContextStore(client, bundle, collection=f"often-{bundle.config.name}", key=b"k" * 32) as store:
+        store.add(["The tower is old." + " " * 3_000], ["a"], progress=False)
+        marker = store.marker("a", store.base_ratio)
+        raw = client.get_collection(f"often-{bundle.config.name}-ctx")
+        [metadata] = raw.get(ids=["a"])["metadatas"]
+        raw.update(ids=["a"], metadatas=[{"payload": str(metadata["payload"])[:-8]}])
+        decoder = TransformersDecoder(bundle, store, on_missing="text")
+        prompt = marker * 1_000
+        tracemalloc.start()
+        for each in (prompt, [{"role": "user", "content": prompt}]):
+            with pytest.raises(ConfigError, match=r"prompt 0 has 30\d{5} characters"):
+                decoder.prepare([each])
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 3e6
 
 
 def test_the_padding_token_in_a_text_does_not_count_as_a_slot(bundle: Bundle, store: SoftContextStore) -> None:
