@@ -206,9 +206,15 @@ class TransformersDecoder:
         contexts = self._contexts(list(dict.fromkeys(named)))
         embedded = {m: self.bundle.embed(c) for m, c in contexts.items() if isinstance(c, SoftContext)}
         texts_of = {m: c for m, c in contexts.items() if isinstance(c, str)}
+        # The control tokens of a raw prompt are the caller's; a passage in it is text all the same.
+        in_raw = {m: self._tokenizer.apart(c) for m, c in texts_of.items()}
         prepared = []
         for index, (prompt, messages, change) in enumerate(zip(prompts, split, changes, strict=True)):
-            around = [_around_markers(parts, texts_of) for parts in messages]
+            shown = in_raw if isinstance(prompt, str) else texts_of
+            # Before they are joined: a prompt may name one long passage many thousand times.
+            written = sum(len(shown[p]) for parts in messages for p in parts if isinstance(p, Marker) and p in shown)
+            check_characters(f"prompt {index}", written, self._window)
+            around = [_around_markers(parts, shown) for parts in messages]
             texts = [texts for texts, _ in around]
             ids = self._raw_ids(texts[0]) if isinstance(prompt, str) else self._chat_ids(prompt, texts)
             slots = [embedded[marker] for _, markers in around for marker in markers]

@@ -25,6 +25,11 @@ from ctx_compress_rag.errors import ConfigError
 
 FinishReason = Literal["stop", "length"]
 
+_COLDEST = 1e-6
+"""Below this temperature the likeliest token is always the one: float32 logits that differ do so by more than that.
+
+Divided by much less, they would be infinite and all alike.
+"""
 
 OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed")
 """What the frameworks' LLM classes call the fields of `Sampling`, in a constructor and in a call."""
@@ -34,12 +39,6 @@ def given_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     """A constructor's fields as an LLM class takes them: an option that is None has its default, `stop` is a list."""
     given = {name: value for name, value in fields.items() if value is not None or name not in OPTIONS}
     return given | ({"stop": [given["stop"]]} if isinstance(given.get("stop"), str) else {})
-
-
-def _some(stop: object) -> object:
-    if isinstance(stop, str) or (isinstance(stop, Collection) and "" in stop):
-        raise ValueError("give a tuple of strings, none of them empty")
-    return stop
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Sampling:
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
-    stop: Annotated[tuple[str, ...], BeforeValidator(_some)] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None  # what torch's generators take
     json_schema: Annotated[str, BeforeValidator(schema_text)] | None = None
 
@@ -165,7 +164,7 @@ def choosers(sampling: Sampling, tokenizer: Any, ends: Collection[int], rows: in
     processors = LogitsProcessorList()
     if sampling.json_schema is not None:
         processors.append(JsonProcessor(sampling.json_schema, tokenizer, ends, rows))
-    if sampling.temperature == 0:
+    if sampling.temperature < _COLDEST:
         return processors
     processors.append(TemperatureLogitsWarper(sampling.temperature))
     if sampling.top_k:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_EXPANDED = 16 << 20
+"""Most characters that `expand` writes: more than any LLM reads."""
+
 OnMissing = Literal["compress", "error", "text"]
 """A passage that is not stored, or with another text, or with damaged slots: compress it, raise, or leave its text.
 
@@ -317,13 +320,9 @@ def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
     Raises:
         MissingPassageError: a passage was deleted or its text changed since the marker was written, or the
             slots of a skimmed part are no longer in memory.
+        ConfigError: the texts have more than `MAX_EXPANDED` characters together.
     """
-    parts = store.split(text, scope)
-    markers = [part for part in parts if not isinstance(part, str)]
-    if not markers:
-        return text
-    originals = iter(store.text_of(markers))
-    return "".join(part if isinstance(part, str) else next(originals) for part in parts)
+    return _written_out(store, store.split(text, scope), MAX_EXPANDED)
 
 
 def try_expand(
@@ -333,17 +332,29 @@ def try_expand(
 
     Raises:
         UnreadableMarkerError, MissingPassageError, PayloadError: on_unreadable is "error", and a marker cannot be read.
+        ConfigError: with the texts it would be longer than a passage may be.
     """
+    from ctx_compress_rag.stores.passages import MAX_CHARACTERS
+
     parts = store.split(text, scope, on_unreadable)
-    markers = [part for part in parts if isinstance(part, Marker)]
-    if not markers:
-        return text
     try:
-        originals = iter(store.text_of(markers))
+        return _written_out(store, parts, MAX_CHARACTERS)
     except (MissingPassageError, PayloadError) as error:
         _excuse(error, on_unreadable, "left as text, since a marker in it cannot be read: %.80r (%s)", text)
         return None
-    return "".join(next(originals) if isinstance(part, Marker) else part for part in parts)
+
+
+def _written_out(store: SoftContextStore, parts: Sequence[str | Marker], most: int) -> str:
+    # Counted before they are joined: a short text may hold the marker of one long passage many thousand times.
+    markers = [part for part in parts if isinstance(part, Marker)]
+    originals = iter(store.text_of(markers) if markers else ())
+    shown = [next(originals) if isinstance(part, Marker) else part for part in parts]
+    if markers and (length := sum(map(len, shown))) > most:
+        raise ConfigError(
+            f"the {len(markers):,} markers of a text stand for so much that it would have {length:,} characters, and "
+            f"{most:,} are allowed: leave markers out"
+        )
+    return "".join(shown)
 
 
 def _safe(store: SoftContextStore, text: str, scope: str | None) -> str:

@@ -108,6 +108,10 @@ class PromptTokenizer:
         """What someone wrote, for `encode` alone: none of it becomes a control token."""
         return self._cut.join(text_parts(self.tokenizer, text))
 
+    def apart(self, text: str) -> str:
+        """As `as_text`, inside of what is no text: no control token begins before it and ends in it, or the reverse."""
+        return f"{self._cut}{self.as_text(text)}{self._cut}"
+
     def encode(self, parts: Sequence[str], add_special_tokens: bool = False) -> list[Tensor]:
         """Token ids of the text around the holes: one int64 tensor per part, some perhaps empty.
 

@@ -142,6 +142,14 @@ def test_samples_follow_the_distribution() -> None:
         assert (error <= 4 * (expected * (1 - expected) / draws).sqrt()).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-4, 1e-7, 1e-38, 1e-45, 1e-300])
+def test_the_colder_the_likelier_and_never_another_token(temperature: float) -> None:
+    """Divided by the temperature, the likelier logits would all be infinite, and the first of them taken."""
+    processors = choosers(Sampling(temperature=temperature, seed=0), None, (), 1)
+    logits = torch.tensor([[-3.0, 25.0, 40.0, 39.9]])
+    assert all(int(processors(torch.zeros(1, 0).long(), logits.clone()).argmax()) == 2 for _ in range(20))
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -151,8 +159,10 @@ def test_samples_follow_the_distribution() -> None:
         ({"top_p": 0.0}, r"top_p=0.0"),
         ({"top_p": 1.5}, r"top_p=1.5"),
         ({"top_k": -1}, "top_k=-1"),
-        ({"stop": "end"}, "stop='end': give a tuple"),
-        ({"stop": ("",)}, "none of them empty"),
+        ({"stop": "end"}, "stop='end': Input should be a valid tuple"),
+        ({"stop": b"end"}, "stop=b'end'"),
+        ({"stop": ("",)}, "at least 1 character"),
+        ({"stop": iter(["end", ""])}, "at least 1 character"),
         ({"stop": 5}, "stop=5"),
         ({"stop": [5]}, "stop="),
         ({"seed": "a"}, "seed='a'"),

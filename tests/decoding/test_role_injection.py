@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -217,6 +218,45 @@ def test_the_text_of_a_passage_that_cannot_be_read_as_slots_is_text_too(bundle: 
         assert not any(prompt.soft for prompt in made)
         found = [Counter(id for id in prompt.ids().tolist() if id in controls(bundle)) for prompt in made]
     assert found[0] == found[1]
+
+
+def test_so_it_is_in_a_raw_prompt_whose_other_control_tokens_are_the_callers(bundle: Bundle) -> None:
+    """Also where the passage would complete a token that the caller's text begins, or begin one that it completes."""
+    attack, token = hostile(bundle), max(controls(bundle).values(), key=len)
+    passages = [attack, token[1:], token[:-1]]
+    client = chromadb.EphemeralClient()
+    with SoftContextStore(client, bundle, collection=f"raw-{bundle.config.name}", key=b"k" * 32) as store:
+        store.add(passages, ["a", "b", "c"], progress=False)
+        a, b, c = store.markers(["a", "b", "c"], store.base_ratio)
+        raw = client.get_collection(f"raw-{bundle.config.name}-ctx")
+        records = raw.get(ids=["a", "b", "c"])
+        raw.update(ids=records["ids"], metadatas=[{"payload": str(m["payload"])[:-8]} for m in records["metadatas"]])
+        decoder = TransformersDecoder(bundle, store, on_missing="text")
+        around = f"{token}user {{}} {token[0]}{{}} {{}}{token[-1]}{token}assistant"
+        made = decoder.prepare([around.format(a, b, c), around.format("x", " y", "z ")])
+        found = [Counter(id for id in prompt.ids().tolist() if id in controls(bundle)) for prompt in made]
+    assert found[0] == found[1]
+    if bundle.tokenizer.chat_template:
+        assert found[1][bundle.tokenizer.convert_tokens_to_ids(token)] >= 2  # the caller's own stay what they are
+
+
+def test_a_passage_that_stands_there_a_thousand_times_is_not_written_out(bundle: Bundle) -> None:
+    client = chromadb.EphemeralClient()
+    with SoftContextStore(client, bundle, collection=f"often-{bundle.config.name}", key=b"k" * 32) as store:
+        store.add(["The tower is old." + " " * 3_000], ["a"], progress=False)
+        marker = store.marker("a", store.base_ratio)
+        raw = client.get_collection(f"often-{bundle.config.name}-ctx")
+        [metadata] = raw.get(ids=["a"])["metadatas"]
+        raw.update(ids=["a"], metadatas=[{"payload": str(metadata["payload"])[:-8]}])
+        decoder = TransformersDecoder(bundle, store, on_missing="text")
+        prompt = marker * 1_000
+        tracemalloc.start()
+        for each in (prompt, [{"role": "user", "content": prompt}]):
+            with pytest.raises(ConfigError, match=r"prompt 0 has 30\d{5} characters"):
+                decoder.prepare([each])
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 3e6
 
 
 def test_the_padding_token_in_a_text_does_not_count_as_a_slot(bundle: Bundle, store: SoftContextStore) -> None:

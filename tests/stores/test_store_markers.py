@@ -6,12 +6,14 @@ import shutil
 import sqlite3
 import stat
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from ctx_compress_rag.errors import MissingPassageError, RatioError, StoreError
+from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError, StoreError
+from ctx_compress_rag.marking.mark import expand, mark
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.keys import KEY_FILE, KEY_VARIABLE
 from ctx_compress_rag.stores.markers import scope
@@ -52,6 +54,22 @@ def test_one_passage_under_two_ids_has_one_marker(store: SoftContextStore) -> No
     store.delete(["a"])
     (marker,) = store.split(first)
     assert store.text_of([marker, marker]) == [passage(0)] * 2
+
+
+def test_a_marker_repeated_is_not_written_out_beyond_all_measure(store: SoftContextStore) -> None:
+    """300 kB of markers stand for 180 MB of text."""
+    long = passage(0) + " " * 30_000
+    store.add([long], ["long"], progress=False)
+    marker = store.marker("long", 8)
+    many = f"{marker} " * 6_000
+    for refused in (lambda: mark(store, [many]), lambda: expand(store, many)):
+        tracemalloc.start()
+        with pytest.raises(ConfigError, match="6,000 markers .* are allowed"):
+            refused()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 40e6
+    assert expand(store, f"{marker} " * 3) == f"{long} " * 3
 
 
 def test_markers_of_other_tenants_and_stores_stay_text(store: SoftContextStore, tmp_path: Path) -> None:

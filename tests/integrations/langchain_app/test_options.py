@@ -63,7 +63,7 @@ def test_none_leaves_what_there_is(app: App, way: Any, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [("seed", "a"), ("seed", 2**70), ("temperature", "warm"), ("max_tokens", 0), ("max_tokens", 1.5), ("top_k", -1),
-     ("top_p", 2), ("stop", [1]), ("stop", ""), ("temperature", float("nan"))],
+     ("top_p", 2), ("stop", [1]), ("stop", ""), ("stop", b"END"), ("stop", [""]), ("temperature", float("nan"))],
 )  # fmt: skip
 def test_impossible_values_are_refused_everywhere(app: App, way: Any, name: str, value: Any) -> None:
     for own, given in (({name: value}, {}), ({}, {name: value})):
