@@ -188,6 +188,8 @@ class Folder:
         try:
             return chromadb.PersistentClient(self._spelling, tenant=self._tenant, database=self._database)
         except (ChromaError, ValueError) as error:
+            # Chroma keeps the engine that could not start, and would give it to the next who asks.
+            SharedSystemClient._identifier_to_system.pop(self._spelling, None)
             raise StoreError(
                 f"Chroma cannot open {self.path} ({error}): see that it is a Chroma folder of a version that this one "
                 "reads, or restore it from a backup"

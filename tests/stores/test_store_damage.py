@@ -166,3 +166,18 @@ def test_a_key_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     with SoftContextStore(tmp_path, WordBundle()) as store:
         add(store, 1)
         assert store.get(["p0"])[0] is not None
+
+
+def test_a_process_reads_a_damaged_folder_once_it_is_restored(tmp_path: Path) -> None:
+    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
+        store.add([passage(1)], ["one"], progress=False)
+    database = tmp_path / "chroma.sqlite3"
+    whole = database.read_bytes()
+    database.write_bytes(b"no database" * 500)
+    for _ in range(3):
+        with pytest.raises(StoreError, match="cannot open"), SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
+            store.add([passage(2)], ["two"], progress=False)
+    database.write_bytes(whole)
+    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
+        assert store.add([passage(2)], ["two"], progress=False).added == 1
+        assert sorted(store.ids()) == ["one", "two"]
