@@ -6,12 +6,15 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.extras import needs
 
 TEXTS = (".txt", ".md")
 DOCUMENTS = (".pdf", ".docx", ".html", ".htm")
+_MOST_GROWN = 64 << 20
+"""Bytes by which a Word file, a zip, may grow when it is unpacked; images hardly do, and no book has so much text."""
 
 
 def readable() -> tuple[str, ...]:
@@ -28,7 +31,11 @@ def read_file(path: Path) -> str:
     try:
         if path.suffix.lower() in TEXTS:
             return path.read_text(encoding="utf-8-sig")
+        if path.suffix.lower() == ".docx":
+            _check_growth(path)
         return str(_converter().convert_local(path).markdown)
+    except DataError:
+        raise
     except UnicodeDecodeError as error:
         raise DataError(
             f"it is not UTF-8 (byte {error.start}); convert it, for instance with iconv -f LATIN1 -t UTF-8"
@@ -37,6 +44,13 @@ def read_file(path: Path) -> str:
         raise DataError(f"it cannot be read ({error.strerror})") from error
     except Exception as error:  # as many kinds as there are formats and parsers
         raise DataError(f"it is no {path.suffix} file that markitdown can read ({type(error).__name__})") from error
+
+
+def _check_growth(path: Path) -> None:
+    with ZipFile(path) as packed:  # it reads no more of a part than the part's header says
+        grown = sum(part.file_size - part.compress_size for part in packed.infolist())
+    if grown > _MOST_GROWN:
+        raise DataError(f"unpacked it has {grown:,} bytes more, and {_MOST_GROWN:,} are allowed: cut it in two")
 
 
 @cache

@@ -268,6 +268,8 @@ def _malformed(error: _Validated) -> RequestError:
     """The first fault of a body; of a union's, all that begin at the same field are one."""
     found = error.errors()[0]
     places = [str(place) for place in found["loc"] if place != "body"]
+    # Pydantic's own names of a union's branches, `function-after[...]`, say nothing to a client.
+    places = places[:1] + [place for place in places[1:] if "[" not in place]
     field = places[0] if places else None
     what = f"{'.'.join(places) or 'body'}: {found['msg']}"
     if found["type"] == "extra_forbidden":

@@ -70,7 +70,7 @@ class ServerDecoder(AdaptiveDecoder):
         super().__init__(bundle, store, on_missing=on_missing, on_unreadable=on_unreadable)
         if not server.startswith(("http://", "https://")):
             raise ConfigError(f"server={server!r}: give an address that begins with http:// or https://")
-        if timeout <= 0:
+        if not timeout > 0:  # nor NaN
             raise ConfigError(f"timeout={timeout}: give seconds, more than 0")
         if max_retries < 0:
             raise ConfigError(f"max_retries={max_retries}: give 0 or more")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,18 @@ def test_documents_are_read_as_markdown(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(texts(scan)) == ["plain.txt"]
     assert "5 of other types (2 .docx, 2 .pdf, 1 .html)" in scan.skipped()
     assert "pip install 'ctx-compress-rag[documents]'" in scan.skipped()
+
+
+def test_a_word_file_that_unpacks_to_far_more_than_it_has_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_documents(tmp_path, "amber")
+    shutil.copy(tmp_path / "letter.docx", tmp_path / "bomb.docx")
+    with zipfile.ZipFile(tmp_path / "bomb.docx", "a", zipfile.ZIP_DEFLATED) as docx:
+        docx.writestr("word/more.xml", bytes(65 << 20))
+    assert (tmp_path / "bomb.docx").stat().st_size < 1 << 20
+    assert {"letter.docx"} == {source for source in texts(open_input(tmp_path)) if source.endswith(".docx")}
+    assert "67,108,864 are allowed" in caplog.text
 
 
 def test_a_file_or_a_missing_path_is_no_folder(tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ def test_the_servers_window_holds(fake: FakeVllm, there: ServerDecoder, talkativ
     [
         ({"server": "localhost:8000"}, "server='localhost:8000'"),
         ({"timeout": 0}, "timeout=0"),
+        ({"timeout": float("nan")}, "timeout=nan"),
         ({"max_retries": -1}, "max_retries=-1"),
     ],
 )

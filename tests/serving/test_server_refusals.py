@@ -119,6 +119,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"temperature": "Infinity"}, 400, "temperature"),
         ({"top_p": 0}, 400, "top_p"),
         ({"stop": [""]}, 400, "stop"),
+        ({"stop": 5}, 400, "stop: Input should be a valid string"),
         ({"n": 2}, 400, "n:"),
         ({"logprobs": True}, 400, "logprobs"),
         ({"tools": [{"type": "function"}]}, 400, "tools"),
