@@ -33,7 +33,7 @@ def run_by(count: int, folder: Path, *tasks: tuple[Any, ...]) -> list[list[dict[
 
 
 def _held(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Numbers of this process: of parameters and optimiser states, and bytes of all tensors that are alive."""
+    """Numbers of this process: of parameters and optimiser states, and bytes of all floats that are alive."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -43,7 +43,8 @@ def _held(model: Any, optimizer: Any) -> dict[str, Any]:
     gc.collect()  # what trainings that were broken off have left
     states = [v for state in optimizer.state.values() for v in state.values() if v.dim()]
     plain = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and not isinstance(t, DTensor)]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in plain if t.device.type == "cpu"}
+    floats = [t for t in plain if t.is_floating_point() and t.device.type == "cpu"]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in floats}
     return {
         "trained": sum(own(p) for p in model.parameters() if p.requires_grad),
         "states": sum(map(own, states)),

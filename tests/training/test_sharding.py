@@ -62,6 +62,7 @@ STAGES: dict[str, dict[str, Any]] = {
 
 MICRO = {"packed": 1}
 """Examples of a micro-batch in one process: a packed batch is made whole."""
+PROBED = ("adapter", "mean pooling")
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,8 @@ def _recipe(decoder: Path, name: str, folder: Path, micro: int, **optim: Any) ->
         "optim": {"log_every": 1, "warmup_ratio": 0.0, **optim},
         **STAGES[name],
     }
+    if name in PROBED:
+        recipe["probe"] = {"file": str(decoder / "data.jsonl"), "every": 5, "questions": 2, "ratios": [4]}
     path = folder.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(recipe))
     return path
@@ -154,7 +157,9 @@ def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_p
     shared = _recipe(decoder, name, tmp_path / "shared", 1, shard="all", checkpoint_layers=True)
     [[first], [second]] = run_by(2, tmp_path / "told", ("train", shared))
     _assert_same_weights(tmp_path / "alone", tmp_path / "shared")
-    trained = json.loads((tmp_path / "shared" / "training_report.json").read_text())["trained_parameters"]
+    alone, report = (json.loads((tmp_path / each / "training_report.json").read_text()) for each in ("alone", "shared"))
+    assert _scores(report) == _scores(alone) and bool(_scores(alone)) == (name in PROBED)
+    trained = report["trained_parameters"]
     # A matrix of an odd number of rows, of which one process has a row more.
     assert first["trained"] + second["trained"] == trained and first["trained"] < 0.51 * trained
     assert first["states"] + second["states"] == 2 * trained and first["states"] < 0.51 * 2 * trained
@@ -179,6 +184,11 @@ def test_compiled_layers_with_shared_out_weights_resume(decoder: Path, tmp_path:
     for shard in ("frozen", "all"):
         _assert_same_weights(tmp_path / "alone", tmp_path / shard)
     assert all(each["graphs"] > 0 for process in held for each in process)
+
+
+def _scores(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of the probes, by step; how many tokens there were, a process of several only estimates."""
+    return [{key: value for key, value in probe.items() if key != "tokens"} for probe in report["probes"]]
 
 
 def _saved(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
