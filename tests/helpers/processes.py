@@ -50,7 +50,6 @@ def _held(model: Any, optimizer: Any) -> dict[str, Any]:
         "states": sum(map(own, states)),
         "bytes": sum(storages.values()),
         "bytes in modules": sum(_bytes_in_modules().values()),
-        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
     }
 
 
@@ -67,7 +66,6 @@ def _bytes_in_modules() -> dict[int, int]:
 
 def _run(rank: int, tasks: list[Any]) -> list[dict[str, Any]]:
     import pytest
-    import torch
     from transformers import TrainerCallback, trainer
 
     from ctx_compress_rag.errors import ConfigError, TimeUpError
@@ -82,9 +80,6 @@ def _run(rank: int, tasks: list[Any]) -> list[dict[str, Any]]:
                 held.append(_held(model, optimizer))
 
     trainer.DEFAULT_CALLBACKS.append(Holding)
-    # Traced as always, and not made machine code, which takes minutes.
-    compile_with = torch.nn.Module.compile
-    torch.nn.Module.compile = lambda layer, dynamic: compile_with(layer, backend="aot_eager", dynamic=dynamic)
     for what, recipe, *after in tasks:
         if what == "kill":
             with killed(after[0]):

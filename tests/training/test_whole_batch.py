@@ -74,13 +74,13 @@ def test_processes_change_nothing(decoder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard_frozen", [False, True])
-def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_path: Path, shard_frozen: bool) -> None:
-    """With gradient checkpointing in the two."""
+@pytest.mark.parametrize("shard", [None, "frozen"])
+def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_path: Path, shard: str | None) -> None:
+    """With gradient checkpointing in the two; `shard: all` is in test_sharding.py."""
     options = {"steps": 10, "learning_rate": 1e-3}
     run_recipe(_recipe(decoder, "answer", tmp_path / "alone", 4, **options))
     _train_by_two(
-        _recipe(decoder, "answer", tmp_path / "shared", 1, **options, checkpoint_layers=True, shard_frozen=shard_frozen)
+        _recipe(decoder, "answer", tmp_path / "shared", 1, **options, checkpoint_layers=True, shard=shard)
     )
     start = run_recipe(_recipe(decoder, "answer", tmp_path / "start", 4, steps=1, learning_rate=1e-9))
     alone, shared, before = (_weights(folder) for folder in (tmp_path / "alone", tmp_path / "shared", start))
