@@ -79,9 +79,7 @@ def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_p
     """With gradient checkpointing in the two; `shard: all` is in test_sharding.py."""
     options = {"steps": 10, "learning_rate": 1e-3}
     run_recipe(_recipe(decoder, "answer", tmp_path / "alone", 4, **options))
-    _train_by_two(
-        _recipe(decoder, "answer", tmp_path / "shared", 1, **options, checkpoint_layers=True, shard=shard)
-    )
+    _train_by_two(_recipe(decoder, "answer", tmp_path / "shared", 1, **options, checkpoint_layers=True, shard=shard))
     start = run_recipe(_recipe(decoder, "answer", tmp_path / "start", 4, steps=1, learning_rate=1e-9))
     alone, shared, before = (_weights(folder) for folder in (tmp_path / "alone", tmp_path / "shared", start))
     assert alone.keys() == shared.keys() == before.keys()
