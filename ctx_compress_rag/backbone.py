@@ -176,7 +176,7 @@ class Backbone:
         self.tokenizer = tokenizer
         self.lock = Turns()
         self._adapters: set[str] = set()
-        self._trained: list[nn.Parameter] = []
+        self._trained: set[str] = set()
         self._active: str | None = None
 
     @property
@@ -232,7 +232,7 @@ class Backbone:
         for parameter in parameters:
             # peft gives adapters the decoder's precision; bfloat16 would lose most of a small step.
             parameter.data = parameter.data.float()
-        self._trained.extend(parameters)
+        self._trained.add(name)
         self._activate(self._active)
         return parameters
 
@@ -266,10 +266,8 @@ class Backbone:
                     module.set_adapter(adapter)
                 module.enable_adapters(adapter is not None)
         # peft freezes whatever is not active; what is being trained stays trainable.
-        for parameter in self.model.parameters():
-            parameter.requires_grad_(False)
-        for parameter in self._trained:
-            parameter.requires_grad_(True)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_("lora_" in name and any(f".{trained}." in name for trained in self._trained))
 
     @property
     def adapters(self) -> frozenset[str]:

@@ -10,6 +10,7 @@ import sys
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -73,11 +74,20 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_the_picture_is_what_its_script_writes() -> None:
-    spec = importlib.util.spec_from_file_location("picture", ROOT / "docs" / "picture.py")
+    module = script("picture")
+    assert module.PICTURE.read_text(encoding="utf-8") == module.picture()
+
+
+def test_the_table_of_memory_is_what_its_script_counts() -> None:
+    assert script("memory").table() in (ROOT / "docs" / "larger_decoders.md").read_text(encoding="utf-8")
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.PICTURE.read_text(encoding="utf-8") == module.picture()
+    return module
 
 
 def test_the_command_line_page_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ and ArcAligner hooks its updates to the layers for one prompt. So a layer is run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -37,18 +37,29 @@ def layers_of(bundle: Bundle) -> list[nn.Module]:
     """Every layer of a bundle's decoder and of copies of it."""
     mask = torch.zeros(1, 1, dtype=torch.bool)
     with bundle.reader.decoder(mask) as reader:
-        models = (bundle.backbone.model, bundle.compressor, bundle.reader, reader)
-    modules = {id(module): module for model in models for module in model.modules()}.values()
+        return layers_in([bundle.backbone.model, bundle.compressor, bundle.reader, reader])
+
+
+def layers_in(models: Iterable[nn.Module]) -> list[nn.Module]:
+    """The layers of transformers models, each once, wherever in these modules they are."""
+    modules = dict.fromkeys(module for model in models for module in model.modules())
     return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
 
 
-def checkpoint_layers(bundle: Bundle) -> int:
-    """Checkpoint every layer of a bundle's decoder and of copies of it, from now on; how many they are."""
-    layers = layers_of(bundle)
-    hooked = [module for module in bundle.reader.modules() if "_slots" in vars(module)]
+def checkpoint_layers(layers: Sequence[nn.Module], also: Sequence[nn.Module] = ()) -> None:
+    """Checkpoint these layers from now on.
+
+    Args:
+        layers: of a decoder.
+        also: other modules whose state decides what the layers do, as it does for what `hooked_by` gives.
+    """
     for layer in layers:
-        layer.forward = partial(_forward, [*layer.modules(), *hooked], layer.forward)
-    return len(layers)
+        layer.forward = partial(_forward, [*layer.modules(), *also], layer.forward)
+
+
+def hooked_by(bundle: Bundle) -> list[nn.Module]:
+    """What of a bundle's reader hooks updates to its decoder's layers."""
+    return [module for module in bundle.reader.modules() if "_slots" in vars(module)]
 
 
 def _forward(modules: list[nn.Module], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

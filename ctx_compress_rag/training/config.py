@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -89,8 +90,10 @@ class OptimConfig(Strict):
     of any shape;
     `workers` are processes that make batches ahead; `bf16` is left out on a CPU without bfloat16 instructions.
     `checkpoint_layers` keeps of each decoder layer its input alone, and runs the layer again in the backward pass:
-    memory for time, where a bundle is trained.
-    `shard_frozen` shares the frozen weights of decoder layers out to all processes, where a bundle is trained.
+    memory for time.
+    `shard` shares weights out to all processes of a torchrun (`training.sharding`): "frozen" those of decoder layers
+    that are not trained, where a bundle is trained; "all" these and what is trained, with gradients and optimiser
+    states, in every stage. `shard_frozen: true` is its earlier name.
     """
 
     steps: int = Field(default=48_000, gt=0)
@@ -107,10 +110,27 @@ class OptimConfig(Strict):
     bf16: bool = False
     compile: bool | Literal["layers"] = False
     checkpoint_layers: bool = False
-    shard_frozen: bool = False
+    shard: Literal["frozen", "all"] | None = None
     workers: int = Field(default=0, ge=0)
     save_every: int = Field(default=500, gt=0)
     log_every: int = Field(default=20, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier_name(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "shard_frozen" not in values:
+            return values
+        warnings.warn("optim.shard_frozen is now optim.shard: frozen", DeprecationWarning, stacklevel=2)
+        values = dict(values)
+        return {"shard": "frozen"} | values if values.pop("shard_frozen") else values
+
+    @model_validator(mode="after")
+    def _shares_layers(self) -> OptimConfig:
+        if self.shard and self.compile is True:
+            raise ValueError("shard gathers weights layer by layer: take compile: layers, not compile: true")
+        if self.shard == "all" and self.muon_learning_rate is not None:
+            raise ValueError("shard: all is for AdamW, and Muon needs whole matrices: leave muon_learning_rate out")
+        return self
 
     @model_validator(mode="after")
     def _whole_micro_batches(self) -> OptimConfig:
@@ -157,6 +177,11 @@ class Recipe(BaseRecipe):
         return self
 
 
+def _refuse_frozen(recipe: Recipe) -> None:
+    if recipe.optim.shard == "frozen":
+        raise ValueError(f"shard: frozen is for stages that train a bundle: for stage {recipe.stage} take shard: all")
+
+
 class PretrainRecipe(Recipe):
     """Language modelling on packed text: windows without padding, cut from each text at a new place every time.
 
@@ -174,6 +199,11 @@ class PretrainRecipe(Recipe):
     revision: str | None = None
     minilm: int | None = Field(default=None, gt=0)
     window: int = Field(default=1024, gt=1)
+
+    @model_validator(mode="after")
+    def _shares_all(self) -> PretrainRecipe:
+        _refuse_frozen(self)
+        return self
 
     @model_validator(mode="after")
     def _one_decoder(self) -> PretrainRecipe:
@@ -233,6 +263,11 @@ class TeacherRecipe(Recipe):
     context_loss_weight: float = Field(default=0.0, ge=0)
     pointing: PointingConfig | None = None
     packing: PackingConfig | None = None
+
+    @model_validator(mode="after")
+    def _shares_all(self) -> TeacherRecipe:
+        _refuse_frozen(self)
+        return self
 
     @model_validator(mode="after")
     def _packing_trains_answers(self) -> TeacherRecipe:
@@ -321,10 +356,10 @@ class CompressionRecipe(Recipe):
 
     @model_validator(mode="after")
     def _the_same_passes_in_all_processes(self) -> CompressionRecipe:
-        if self.optim.shard_frozen and any(part.each == "example" for part in self.curriculum):
+        if self.optim.shard and any(part.each == "example" for part in self.curriculum):
             raise ValueError(
-                "shard_frozen gathers weights for a pass that all processes make, and with `each: example` one of them "
-                "may draw no example for a ratio: leave one of the two out"
+                "shard gathers weights for a pass that all processes make, and with `each: example` one of them may "
+                "draw no example for a ratio: leave one of the two out"
             )
         return self
 

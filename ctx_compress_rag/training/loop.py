@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from ctx_compress_rag.errors import ConfigError, TimeUpError
@@ -24,7 +26,8 @@ from ctx_compress_rag.flops import counting
 from ctx_compress_rag.training.compiled import bfloat16_pays
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.muon import MuonAdamW
-from ctx_compress_rag.training.sharding import sharded
+from ctx_compress_rag.training.parts import FOLDER, load_parts, save_parts
+from ctx_compress_rag.training.sharding import at_hand, is_shared_out, sharded
 from ctx_compress_rag.training.throughput import Meter
 from ctx_compress_rag.training.whole_batch import WholeBatchMean, items_of
 
@@ -61,7 +64,7 @@ class Job:
         on_step: called with the number of each step before it is made.
         probe: called every `probe_every` steps and after the last; its scores go to the report, with the tokens.
         probe_every: steps between two probes.
-        shared_out: decoder layers whose frozen weights each process holds a part of.
+        layers: the decoder layers that it runs; processes that share weights out gather them layer by layer.
     """
 
     model: nn.Module
@@ -72,7 +75,7 @@ class Job:
     on_step: StepHook | None = None
     probe: Probe | None = None
     probe_every: int = 1
-    shared_out: Sequence[nn.Module] = ()
+    layers: Sequence[nn.Module] = ()
 
 
 class ExampleDataset(Dataset[Any]):
@@ -105,7 +108,10 @@ class _StopAt(TrainerCallback):
         self.deadline = deadline
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if time.monotonic() >= self.deadline:
+        over = torch.tensor(int(time.monotonic() >= self.deadline), device=args.device)
+        if args.world_size > 1:
+            torch.distributed.broadcast(over, 0)  # a process that went on alone would wait for the others for ever
+        if over:
             control.should_save = control.should_log = control.should_training_stop = True
 
 
@@ -123,7 +129,7 @@ class _Probing(TrainerCallback):
             model.eval()
             # Prompts have lengths of their own, and compiled layers would be compiled for each.
             eager = torch.compiler.set_stance("force_eager")
-            with torch.no_grad(), eager, self.trainer.compute_loss_context_manager():
+            with torch.no_grad(), eager, at_hand(model), self.trainer.compute_loss_context_manager():
                 scores = self.probe()
             model.train()
             loss_is_due = control.should_log
@@ -186,15 +192,40 @@ class _Trainer(Trainer):
         return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        if not self.args.should_save:
+            return  # the main process writes, and all processes come here
         folder = Path(output_dir or self.args.output_dir)  # type: ignore[arg-type]
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(trainable_state(cast(nn.Module, self.model)), folder / _TRAINED_FILE)
+        if not is_shared_out(self.model):
+            save_file(trainable_state(cast(nn.Module, self.model)), folder / _TRAINED_FILE)
         (folder / _PROGRESS_FILE).write_text(json.dumps(self.progress()), encoding="utf-8")
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not is_shared_out(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        assert self.optimizer and self.lr_scheduler  # made before the first step
+        save_parts(cast(nn.Module, self.model), self.optimizer, Path(output_dir))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        load_trainable_state(
-            cast(nn.Module, model or self.model), load_file(Path(resume_from_checkpoint) / _TRAINED_FILE)
-        )
+        folder = Path(resume_from_checkpoint)
+        if (folder / FOLDER).exists():
+            return  # what is trained comes with the optimiser's states
+        if is_shared_out(self.model):
+            raise ConfigError(f"{folder} is of a training without `shard: all`: resume it without, or remove it")
+        load_trainable_state(cast(nn.Module, model or self.model), load_file(folder / _TRAINED_FILE))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (Path(checkpoint) / FOLDER).exists():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        assert self.optimizer and self.lr_scheduler
+        load_parts(cast(nn.Module, self.model), self.optimizer, Path(checkpoint))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
 
 
 def training_device() -> str:
@@ -307,8 +338,12 @@ def train(
     trainer.meter = Meter()
     trainer.before = _progress(Path(checkpoint)) if checkpoint else {}
     trainer.began = time.monotonic()
-    split = sharded(job.shared_out, model, arguments.device.type) if processes > 1 and job.shared_out else nullcontext()
-    with split:
+    shard = optim.shard if processes > 1 else None
+    if shard == "all":
+        # Accelerate's word for autocast without DDP, which parts of weights do not need.
+        prepare = partial(trainer.accelerator.prepare_model, evaluation_mode=True)
+        trainer.accelerator.prepare_model = prepare
+    with sharded(model, job.layers, shard, arguments.device.type) if shard else nullcontext():
         trainer.train(resume_from_checkpoint=checkpoint)
     step = trainer.state.global_step
     rows: list[dict[str, Any]] = trainer.state.log_history

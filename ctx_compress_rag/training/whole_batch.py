@@ -14,6 +14,9 @@ class WholeBatchMean(ABC):
 
     The mean over a micro-batch would make a short answer's tokens count for more than a long one's, and the more so,
     the smaller the micro-batches.
+
+    Among the bases of a loss it comes after the module: torch's `fully_shard` exchanges a module's class, which Python
+    allows only so.
     """
 
     accepts_loss_kwargs: ClassVar[bool] = True

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.codecs import decode, encode
-from ctx_compress_rag.training.checkpointing import checkpoint_layers, layers_of
+from ctx_compress_rag.training.checkpointing import checkpoint_layers, hooked_by, layers_of
 from ctx_compress_rag.training.config import CompressionRecipe, ReconstructionRecipe
 from ctx_compress_rag.training.objectives.reconstruction import passages_of
 from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
@@ -252,22 +252,30 @@ def test_a_step_of_each_stage_moves_what_is_trained_and_nothing_else(
         assert len(moved) == len(parameters) - len(still), stage
 
 
+Batch = dict[str, Any]
+
+
 @pytest.fixture
-def loss_of(case: tuple[str, str]) -> Callable[[Bundle], tuple[torch.nn.Module, Tensor]]:
-    """The objective of a method's first recipe, and its loss, over the same examples each time."""
+def objective_of(case: tuple[str, str]) -> Callable[[Bundle], tuple[torch.nn.Module, Batch]]:
+    """The objective of a method's first recipe, and a batch of the same examples each time."""
     recipe: Any = next(recipe for recipe in recipes(case[0]).values() if cast(Any, recipe).stage in OBJECTIVES)
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_context_tokens": 96})})
     examples = world_examples("train", 900, 4, max_turns=2, passages=(2,))
 
-    def made(bundle: Bundle) -> tuple[torch.nn.Module, Tensor]:
+    def made(bundle: Bundle) -> tuple[torch.nn.Module, Batch]:
         objective, collate = OBJECTIVES[recipe.stage](recipe, bundle)
         objective.train()
         objective.ratios = [2, 4] if bundle.compressor.question_aware else [4]
-        torch.manual_seed(0)
         batch = collate(passages_of(examples) if isinstance(recipe, ReconstructionRecipe) else examples)
-        return objective, objective(**batch)["loss"]
+        return objective, dict(batch)
 
     return made
+
+
+def loss_of(objective: torch.nn.Module, batch: Batch) -> Tensor:
+    torch.manual_seed(0)
+    loss: Tensor = objective(**batch)["loss"]
+    return loss
 
 
 def assert_same_gradients(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -277,11 +285,14 @@ def assert_same_gradients(one: dict[str, Tensor], other: dict[str, Tensor]) -> N
 
 
 def gradients_of(objective: torch.nn.Module) -> dict[str, Tensor]:
-    return {n: p.grad for n, p in objective.named_parameters() if p.grad is not None}
+    found = {n: p.grad for n, p in objective.named_parameters() if p.grad is not None}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
 
 
 def test_checkpointed_layers_give_the_same_gradients_and_keep_less(
-    make: Callable[..., Bundle], case: tuple[str, str], loss_of: Callable[[Bundle], tuple[torch.nn.Module, Tensor]]
+    make: Callable[..., Bundle],
+    case: tuple[str, str],
+    objective_of: Callable[[Bundle], tuple[torch.nn.Module, Batch]],
 ) -> None:
     """Compressor and reader take turns on one decoder, under adapters and hooks of their own."""
     gradients: list[dict[str, Tensor]] = []
@@ -289,15 +300,18 @@ def test_checkpointed_layers_give_the_same_gradients_and_keep_less(
     for checkpointed in (False, True):
         bundle = make(*case, seed=4)
         if checkpointed:
-            assert checkpoint_layers(bundle) >= 2
+            layers = layers_of(bundle)
+            assert len(layers) >= 2
+            checkpoint_layers(layers, hooked_by(bundle))
         storages: dict[int, int] = {}
 
         def pack(tensor: Tensor, held: dict[int, int] = storages) -> Tensor:
             held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
+        objective, batch = objective_of(bundle)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            objective, loss = loss_of(bundle)
+            loss = loss_of(objective, batch)
         kept.append(sum(storages.values()))
         loss.backward()
         gradients.append(gradients_of(objective))
@@ -305,32 +319,37 @@ def test_checkpointed_layers_give_the_same_gradients_and_keep_less(
     assert kept[1] < kept[0]
 
 
-def test_layers_whose_frozen_weights_are_shared_out_give_the_same_gradients(
+@pytest.mark.parametrize(("what", "checkpointed"), [("frozen", False), ("all", True)])
+def test_weights_that_are_shared_out_give_the_same_gradients(
     make: Callable[..., Bundle],
     case: tuple[str, str],
-    loss_of: Callable[[Bundle], tuple[torch.nn.Module, Tensor]],
+    objective_of: Callable[[Bundle], tuple[torch.nn.Module, Batch]],
     process_group: None,
+    what: Literal["frozen", "all"],
+    checkpointed: bool,
 ) -> None:
-    """Checkpointed or not, by one process here; by two in tests/training/test_whole_batch.py."""
-    objective, loss = loss_of(make(*case, seed=4))
-    loss.backward()
-    for checkpointed in (False, True):
-        bundle = make(*case, seed=4)
-        if checkpointed:
-            checkpoint_layers(bundle)
-        layers, before = layers_of(bundle), bits(bundle)
-        assert len(layers) >= 2
-        with sharded(layers, torch.nn.Module(), "cpu"):
-            held = [p for layer in layers for p in layer.parameters()]
-            shares = {p.placements for p in held if isinstance(p, DTensor)}
-            assert shares == ({(Shard(0),)} if not all(p.requires_grad for p in held) else set())
-            shared_objective, loss = loss_of(bundle)
-            loss.backward()
-        assert_same_gradients(gradients_of(objective), gradients_of(shared_objective))
-        after = bits(bundle)
-        assert before.keys() == after.keys()
-        assert [name for name, weight in before.items() if not torch.equal(after[name], weight)] == []
-        bundle.compress(PASSAGES)
+    """By one process here; by two in tests/training/test_whole_batch.py."""
+    plain, bundle = make(*case, seed=4), make(*case, seed=4)
+    objective, batch = objective_of(plain)
+    loss_of(objective, batch).backward()
+    shared_objective, batch = objective_of(bundle)
+    layers, before = layers_of(bundle), bits(bundle)
+    assert len(layers) >= 2
+    if checkpointed:
+        checkpoint_layers(layers, hooked_by(bundle))
+    with sharded(shared_objective, layers, what, "cpu"):
+        held = {p for module in [shared_objective, *layers] for p in module.parameters()}
+        inside = {p for layer in layers for p in layer.parameters()}
+        wanted = {p for p in held if (p.requires_grad and what == "all") or (not p.requires_grad and p in inside)}
+        assert {p for p in held if isinstance(p, DTensor)} == wanted
+        assert {p.placements for p in wanted if isinstance(p, DTensor)} <= {(Shard(0),)}
+        loss_of(shared_objective, batch).backward()
+        gradients = gradients_of(shared_objective)
+    assert_same_gradients(gradients_of(objective), gradients)
+    after = bits(bundle)
+    assert before.keys() == after.keys()
+    assert [name for name, weight in before.items() if not torch.equal(after[name], weight)] == []
+    bundle.compress(PASSAGES)
 
 
 @pytest.fixture

@@ -203,12 +203,12 @@ def test_curriculum_is_the_same_at_every_call() -> None:
 
 def test_processes_that_share_weights_draw_no_ratio_for_each_example(tmp_path: Path) -> None:
     recipe = yaml.safe_load((SHIPPED / "demo" / "mean_pooling.yaml").read_text())
-    recipe["optim"]["shard_frozen"] = True
+    recipe["optim"]["shard"] = "frozen"
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     load_recipe(tmp_path / "recipe.yaml")
     recipe["curriculum"] = [{"step": 0, "ratios": [4, 8], "sample": 1, "each": "example"}]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    with pytest.raises(ConfigError, match="shard_frozen"):
+    with pytest.raises(ConfigError, match="each: example"):
         load_recipe(tmp_path / "recipe.yaml")
 
 

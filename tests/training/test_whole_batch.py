@@ -85,14 +85,12 @@ def test_processes_change_nothing(decoder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard_frozen", [False, True])
-def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_path: Path, shard_frozen: bool) -> None:
-    """As several GPUs train, by torchrun, with gradient checkpointing."""
+@pytest.mark.parametrize("shard", [None, "frozen"])
+def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_path: Path, shard: str | None) -> None:
+    """By torchrun, as several GPUs train, with gradient checkpointing; `shard: all` is in test_sharding.py."""
     options = {"steps": 10, "learning_rate": 1e-3}
     run_recipe(_recipe(decoder, "answer", tmp_path / "alone", 4, **options))
-    _by_torchrun(
-        _recipe(decoder, "answer", tmp_path / "shared", 1, **options, checkpoint_layers=True, shard_frozen=shard_frozen)
-    )
+    _by_torchrun(_recipe(decoder, "answer", tmp_path / "shared", 1, **options, checkpoint_layers=True, shard=shard))
     start = run_recipe(_recipe(decoder, "answer", tmp_path / "start", 4, steps=1, learning_rate=1e-9))
     alone, shared, before = (_weights(folder) for folder in (tmp_path / "alone", tmp_path / "shared", start))
     assert alone.keys() == shared.keys() == before.keys()

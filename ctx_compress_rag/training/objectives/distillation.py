@@ -22,7 +22,7 @@ from ctx_compress_rag.training.whole_batch import WholeBatchMean
 REPEAT = "Repeat the text."
 
 
-class DistillationLoss(WholeBatchMean, SlotObjective):
+class DistillationLoss(SlotObjective, WholeBatchMean):
     """Sum over ratios of KL(teacher || student) on the answers' tokens (eq. 5-6), mean over the batch's examples.
 
     Args:

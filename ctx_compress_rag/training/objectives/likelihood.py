@@ -19,7 +19,7 @@ from ctx_compress_rag.training.objectives.base import PassageTable, PromptBatch,
 from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 
-class LikelihoodLoss(WholeBatchMean, SlotObjective):
+class LikelihoodLoss(SlotObjective, WholeBatchMean):
     """Cross-entropy of the answers' tokens given the slots, mean over the batch's tokens, summed over its ratios.
 
     What the answers are, the collator decides: answers to questions, the passages' own text

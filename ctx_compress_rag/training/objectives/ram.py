@@ -42,7 +42,7 @@ class RamRow:
     positives: list[bool]
 
 
-class RamLoss(WholeBatchMean, SlotObjective):
+class RamLoss(SlotObjective, WholeBatchMean):
     """L_nll + L_con (eq. 9), mean over the batch's questions.
 
     The ratio is drawn for each question from the step's ratios (section 4.1). Prompts are put together as

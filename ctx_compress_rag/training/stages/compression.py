@@ -14,7 +14,7 @@ from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.text.prompts import PromptBuilder
-from ctx_compress_rag.training.checkpointing import checkpoint_layers, layers_of
+from ctx_compress_rag.training.checkpointing import checkpoint_layers, hooked_by, layers_of
 from ctx_compress_rag.training.compiled import make_fast
 from ctx_compress_rag.training.config import (
     AnswerRecipe,
@@ -74,8 +74,9 @@ def bundle_job(
 ) -> Job:
     """A job that trains a bundle and saves it; its report keeps those of the stages before."""
     earlier = {"earlier": bundle.report} if bundle.report else {}
+    layers = layers_of(bundle)
     if recipe.optim.checkpoint_layers:
-        checkpoint_layers(bundle)
+        checkpoint_layers(layers, hooked_by(bundle))
 
     def save(report: dict[str, Any]) -> None:
         bundle.report = report
@@ -90,7 +91,7 @@ def bundle_job(
         on_step=on_step,
         probe=soft_probe(bundle, recipe.probe) if recipe.probe else None,
         probe_every=recipe.probe.every if recipe.probe else 1,
-        shared_out=layers_of(bundle) if recipe.optim.shard_frozen else (),
+        layers=layers,
     )
 
 

@@ -19,6 +19,7 @@ from ctx_compress_rag.data.config import TextData
 from ctx_compress_rag.data.held_out import held_out
 from ctx_compress_rag.data.texts import JSONL_SUFFIXES, documents
 from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.training.checkpointing import checkpoint_layers, layers_in
 from ctx_compress_rag.training.config import Guard, PretrainRecipe
 from ctx_compress_rag.training.loop import Job, training_device
 from ctx_compress_rag.training.minilm_decoder import minilm_decoder
@@ -189,6 +190,9 @@ def start(recipe: PretrainRecipe, resume: bool) -> Job:
         recipe.optim.steps * recipe.optim.batch_size,
         recipe.seed,
     )
+    layers = layers_in([decoder])
+    if recipe.optim.checkpoint_layers:
+        checkpoint_layers(layers)
     return Job(
         AnswerLoss(decoder, 1.0),
         windows,
@@ -198,6 +202,7 @@ def start(recipe: PretrainRecipe, resume: bool) -> Job:
             "text_tokens": {str(text.file): len(row) for text, row in zip(data.texts, rows, strict=True)},
             "rounds": round(len(windows) / windows.per_round, 4),
         },
+        layers=layers,
     )
 
 

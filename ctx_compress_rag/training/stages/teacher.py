@@ -17,6 +17,7 @@ from ctx_compress_rag.data.world import tokenizer_texts
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import lora_config
 from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
+from ctx_compress_rag.training.checkpointing import checkpoint_layers, layers_in
 from ctx_compress_rag.training.compiled import bfloat16_pays, compile_layers, round_frozen
 from ctx_compress_rag.training.config import TeacherRecipe
 from ctx_compress_rag.training.examples import load_examples
@@ -30,7 +31,7 @@ from ctx_compress_rag.training.tokenizer import train_tokenizer
 from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 
-class AnswerLoss(WholeBatchMean, nn.Module):
+class AnswerLoss(nn.Module, WholeBatchMean):
     """Next-token loss on answer tokens, and with a small weight on the rest: a weighted mean over the batch.
 
     Args:
@@ -206,6 +207,10 @@ def start(recipe: TeacherRecipe, resume: bool) -> Job:
         heads = (PointingHeads(decoder, (point.name_layer, point.copy_layer)), point.weight) if point else None
         model = AnswerLoss(decoder, recipe.context_loss_weight, heads)
 
+    layers = layers_in([decoder])
+    if recipe.optim.checkpoint_layers:
+        checkpoint_layers(layers)
+
     def save(report: dict[str, Any]) -> None:
         if recipe.tune.mode == "lora":
             # A peft adapter folder: the `teacher` of a distillation recipe. Left to itself, peft would ask the hub
@@ -215,7 +220,15 @@ def start(recipe: TeacherRecipe, resume: bool) -> Job:
             save_decoder(decoder, tokenizer, recipe.output)
 
     probe = text_probe(decoder, tokenizer, recipe.probe, data.templates[0]) if recipe.probe else None
-    return Job(model, examples, collate, save, probe=probe, probe_every=recipe.probe.every if recipe.probe else 1)
+    return Job(
+        model,
+        examples,
+        collate,
+        save,
+        probe=probe,
+        probe_every=recipe.probe.every if recipe.probe else 1,
+        layers=layers,
+    )
 
 
 def _texts(recipe: TeacherRecipe, examples: Sequence[Example]) -> Iterator[str]:

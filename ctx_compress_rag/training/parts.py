@@ -1,0 +1,47 @@
+"""Checkpoints of a training that is shared out: each process writes its parts, and any number of them reads them back.
+
+By torch's distributed checkpoints, in safetensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+FOLDER = "parts"
+
+
+def save_parts(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
+    """Write what is trained and the optimiser's states; every process calls it."""
+    state = {name: p.detach() for name, p in _trained(model)}
+    for name, p in _trained(model):
+        state |= {f"{name}/{key}": value for key, value in optimizer.state[p].items()}
+    save(state, storage_writer=HuggingFaceStorageWriter(str(checkpoint / FOLDER), save_distributed=True))
+
+
+def load_parts(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
+    """Put back what `save_parts` wrote, into parameters that are shared out in another way, or whole."""
+    reader = HuggingFaceStorageReader(str(checkpoint / FOLDER))
+    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    state: dict[str, Tensor] = {}
+    for name, p in _trained(model):
+        state[name] = p.detach()
+        for key in (key for key in stored if key.startswith(f"{name}/")):
+            shape, dtype = stored[key].size, stored[key].properties.dtype
+            like = torch.zeros_like(p, dtype=dtype) if shape == p.shape else torch.zeros(shape, dtype=dtype)
+            state[key] = optimizer.state[p][key.removeprefix(f"{name}/")] = like
+    if odd := state.keys() ^ stored.keys():
+        raise ValueError(f"the checkpoint is of another model: {len(odd)} tensors differ, for example {min(odd)}")
+    load(state, storage_reader=reader)
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)

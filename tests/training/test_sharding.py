@@ -1,0 +1,232 @@
+"""Weights shared out to two processes: those of one process, each with its part, whole again when they are saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.tensor import DTensor
+
+from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
+from ctx_compress_rag.training.checkpointing import layers_of
+from ctx_compress_rag.training.compiled import compile_layers
+from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
+from ctx_compress_rag.training.recipes import parse_recipe
+from ctx_compress_rag.training.run import run_recipe
+from ctx_compress_rag.training.sharding import sharded
+from helpers.methods import COMPREXIT, SMALL_LORA
+from helpers.models import tiny_llama
+from helpers.processes import run_by
+
+FULL, LORA = {"mode": "full"}, {"mode": "lora"}
+EXAMPLES = [
+    Example(("Orla Reedwen keeps a goat.",), (Turn("Which pet?", ("a goat",)),)),
+    Example(("Kormoor lies on the river Halen.",), (Turn("Where is it?", ("on the river Halen, near the sea " * 4,)),)),
+    Example(("Pell trades in salt.",), (Turn("What?", ("salt",)), Turn("Who?", ("Pell, the town of salt and tin",)))),
+    Example(("The ferry leaves at dawn.",), (Turn("When?", ("at dawn, every day but on Sundays, if at all",)),)),
+]
+SLOTS = {"name": "tiny", "ratios": [4, 8], "window": 64}
+STAGES: dict[str, dict[str, Any]] = {
+    "teacher": {"stage": "teacher", "tune": FULL, "context_loss_weight": 0.2},
+    "adapter": {"stage": "teacher", "tune": LORA},
+    "mean pooling": {"stage": "answer", **SLOTS, "method": {"name": "mean_pooling", "encoder": FULL, "decoder": FULL}},
+    "mean pooling, LoRA": {"stage": "distillation", **SLOTS, "method": {"name": "mean_pooling"}},
+    "ram": {
+        "stage": "ram",
+        **SLOTS,
+        "method": {"name": "ram", "segment_tokens": 4, "encoder": FULL, "decoder": LORA},
+        "base_ratio": 4,
+        "ratios": [2],
+    },
+    "arcaligner": {
+        "stage": "reconstruction",
+        **SLOTS,
+        "method": {"name": "arcaligner", "encoder_dim": 384, "unit": "tokens", "lora": SMALL_LORA},
+    },
+    "comprexit": {
+        "stage": "next_token",
+        **SLOTS,
+        "method": {"name": "comprexit", **COMPREXIT},
+    },
+    "packed": {
+        "stage": "repeat_and_answer",
+        **SLOTS,
+        "method": {"name": "mean_pooling"},
+        "window": 128,
+        "packing": {"rows": 2, "passage_rows": 2, "length": 128, "examples": 2},
+    },
+    "pretraining": {"stage": "pretrain", "window": 32},
+}
+
+
+MICRO = {"packed": 1}
+"""Examples of a micro-batch in one process: a packed batch is made whole."""
+PROBED = ("adapter", "mean pooling")
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+    """With a head of its own, which is trained, too."""
+    folder = tmp_path_factory.mktemp("decoder")
+    torch.manual_seed(0)
+    tiny_llama(tiny_tokenizer, tie_word_embeddings=False).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    write_jsonl(folder / "data.jsonl", EXAMPLES)
+    (folder / "text.txt").write_text(" ".join(passage for e in EXAMPLES for passage in e.passages) * 20)
+    return folder
+
+
+def _recipe(decoder: Path, name: str, folder: Path, micro: int, **optim: Any) -> Path:
+    optim = {"steps": 10, "learning_rate": 1e-3, "batch_size": 4, "micro_batch_size": micro, **optim}
+    questions = {"files": [str(decoder / "data.jsonl")], "max_turns": 2}
+    recipe = {
+        "output": str(folder),
+        "decoder": str(decoder),
+        "data": {"texts": [{"file": str(decoder / "text.txt")}]} if name == "pretraining" else questions,
+        "optim": {"log_every": 1, "warmup_ratio": 0.0, **optim},
+        **STAGES[name],
+    }
+    if name in PROBED:
+        recipe["probe"] = {"file": str(decoder / "data.jsonl"), "every": 5, "questions": 2, "ratios": [4]}
+    path = folder.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def _assert_same_weights(one: Path, other: Path) -> None:
+    """Of two trainings' last steps; and that training moved them."""
+    a, b = (load_file(folder / "checkpoints" / "last" / "trained.safetensors") for folder in (one, other))
+    assert a.keys() == b.keys() != set()
+    for name, weight in a.items():
+        assert (b[name] - weight).abs().max() < 2e-5, name
+    losses = [row["loss"] for row in json.loads((one / "loss.json").read_text())]
+    assert max(losses) > 1.001 * min(losses)
+
+
+def test_two_processes_resume_with_half_of_a_decoder_each(decoder: Path, tmp_path: Path) -> None:
+    """Killed after two of four steps, they go on, and so does one process alone: all end with the weights of one."""
+    steps = {"steps": 4, "save_every": 1}
+    run_recipe(_recipe(decoder, "teacher", tmp_path / "whole", 4, **steps))
+    shared, late, alone = (
+        _recipe(decoder, "teacher", tmp_path / name, 1, shard="all", **steps) for name in ("shared", "late", "alone")
+    )
+    longer = _recipe(decoder, "teacher", tmp_path / "whole", 4, shard="all", steps=5)
+    tasks = [("kill", alone, 2), ("hurry", late), ("refuse", longer), ("kill", shared, 2), ("train", shared)]
+    held = run_by(2, tmp_path / "told", *tasks)
+    run_recipe(alone)
+    for folder in ("shared", "alone"):
+        _assert_same_weights(tmp_path / "whole", tmp_path / folder)
+        report = json.loads((tmp_path / folder / "training_report.json").read_text())
+        assert report["resumed"] is True
+    trained = report["trained_parameters"]
+    assert [each["trained"] for [each] in held] == [trained / 2] * 2
+    assert [each["states"] for [each] in held] == [trained] * 2
+    # Weights and two states in float32, halved; a tenth for data, positions and whatever else there is.
+    assert all(each["bytes"] < 1.1 * 3 * 4 * trained / 2 for [each] in held)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"shard": "frozen"}, "shard: all"),
+        ({"shard": "all", "muon_learning_rate": 1e-3}, "muon_learning_rate"),
+        ({"shard": "all", "compile": True}, "compile: layers"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused_by_name(
+    decoder: Path, tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    recipe = yaml.safe_load(_recipe(decoder, "teacher", tmp_path / "run", 1).read_text())
+    with pytest.raises(ConfigError, match=named):
+        parse_recipe(recipe | {"optim": change}, "test")
+
+
+def test_the_earlier_name_of_sharing_frozen_weights_is_known(decoder: Path, tmp_path: Path) -> None:
+    recipe = yaml.safe_load(_recipe(decoder, "mean pooling", tmp_path / "run", 1).read_text())
+    for value, shard in ((True, "frozen"), (False, None)):
+        with pytest.warns(DeprecationWarning, match="shard: frozen"):
+            assert parse_recipe(recipe | {"optim": {"shard_frozen": value}}, "test").optim.shard == shard
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAGES)
+def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_path: Path, name: str) -> None:
+    """In micro-batches and with gradient checkpointing in the two; and what they save has the same files."""
+    run_recipe(_recipe(decoder, name, tmp_path / "alone", MICRO.get(name, 4)))
+    shared = _recipe(decoder, name, tmp_path / "shared", 1, shard="all", checkpoint_layers=True)
+    [[first], [second]] = run_by(2, tmp_path / "told", ("train", shared))
+    _assert_same_weights(tmp_path / "alone", tmp_path / "shared")
+    alone, report = (json.loads((tmp_path / each / "training_report.json").read_text()) for each in ("alone", "shared"))
+    assert _scores(report) == _scores(alone) and bool(_scores(alone)) == (name in PROBED)
+    trained = report["trained_parameters"]
+    # A matrix of an odd number of rows, of which one process has a row more.
+    assert first["trained"] + second["trained"] == trained and first["trained"] < 0.51 * trained
+    assert first["states"] + second["states"] == 2 * trained and first["states"] < 0.51 * 2 * trained
+    # Nothing else holds a weight as it was before it was shared out.
+    assert first["bytes"] < 1.1 * (first["bytes in modules"] + 4 * first["states"])
+    one, two = _saved(tmp_path / "alone"), _saved(tmp_path / "shared")
+    assert one.keys() == two.keys()
+    for file, tensors in one.items():
+        torch.testing.assert_close(two[file], tensors, rtol=0, atol=1e-3)  # of half precision; dtypes are compared, too
+
+
+@pytest.mark.slow
+def test_shared_out_frozen_weights_resume(decoder: Path, tmp_path: Path) -> None:
+    """Killed after two of four steps, as one process that is not."""
+    name, steps = "mean pooling, LoRA", {"steps": 4, "save_every": 1}
+    run_recipe(_recipe(decoder, name, tmp_path / "alone", 4, **steps))
+    shared = _recipe(decoder, name, tmp_path / "shared", 1, shard="frozen", **steps)
+    run_by(2, tmp_path / "told", ("kill", shared, 2), ("train", shared))
+    _assert_same_weights(tmp_path / "alone", tmp_path / "shared")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["frozen", "all"])
+def test_compiled_layers_with_shared_out_weights_give_the_same_gradients(
+    make_tiny_bundle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, what: Literal["frozen", "all"]
+) -> None:
+    """By one process; traced as always, and not made machine code, which takes minutes."""
+    counter = CompileCounter()
+    compile_with = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda layer, dynamic: compile_with(layer, backend=counter, dynamic=dynamic)
+    )
+    gradients: list[dict[str, torch.Tensor]] = []
+    for shared in (False, True):
+        bundle = make_tiny_bundle(seed=4)
+        loss = LikelihoodLoss(bundle)
+        loss.ratios = [4]
+        batch = AnswerCollator(PromptBuilder(bundle.tokenizer), TEMPLATES[:1], 512, seed=0)(EXAMPLES[:2])
+        if not shared:
+            loss(**batch)["loss"].backward()
+            gradients.append({n: p.grad for n, p in loss.named_parameters() if p.grad is not None})
+            continue
+        compile_layers(bundle.backbone.model, dynamic=True)
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        with sharded(loss, layers_of(bundle), what, "cpu"):
+            loss(**batch)["loss"].backward()
+            found = {n: p.grad for n, p in loss.named_parameters() if p.grad is not None}
+            gradients.append({n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()})
+        torch.distributed.destroy_process_group()
+    assert counter.frame_count > 0
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+
+
+def _scores(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of the probes, by step; how many tokens there were, a process of several only estimates."""
+    return [{key: value for key, value in probe.items() if key != "tokens"} for probe in report["probes"]]
+
+
+def _saved(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The files that a stage saves, and the tensors in them."""
+    files = {str(f.relative_to(folder)): f for f in folder.rglob("*") if f.is_file() and "checkpoints" not in f.parts}
+    return {name: load_file(file) if file.suffix == ".safetensors" else {} for name, file in files.items()}
