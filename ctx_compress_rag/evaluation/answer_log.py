@@ -23,8 +23,8 @@ class AnswerLog:
         head = json.dumps({"run": about}, ensure_ascii=False)
         lines: list[str] = []
         if self._file.is_file():
-            with self._file.open(encoding="utf-8", errors="replace") as file:
-                lines = file.readlines()
+            with self._file.open(encoding="utf-8", errors="replace") as there:
+                lines = there.readlines()
         kept = [f"{head}\n"]
         for line in lines[1:] if lines[:1] == kept else []:
             try:
