@@ -48,9 +48,9 @@ STAGES: dict[str, dict[str, Any]] = {
         "ratios": [2],
     },
     "arcaligner": {
-        "stage": "reconstruction",
+        "stage": "answer",
         **SLOTS,
-        "method": {"name": "arcaligner", "encoder_dim": 384, "unit": "tokens", "lora": SMALL_LORA},
+        "method": {"name": "arcaligner", "encoder": "minilm", "unit": "tokens", "lora": SMALL_LORA},
     },
     "comprexit": {
         "stage": "next_token",
