@@ -155,8 +155,10 @@ def test_missing_passages(bundle: Any, store: SoftContextStore, caplog: pytest.L
     with pytest.raises(PayloadError, match="'d' is damaged"):
         strict.generate([prompt], sampling)
     # The damaged passage's text, the other's slots; and no slots left where it was the only one.
-    mixed, plain = lenient.generate([prompt, f"{d} {QUESTION}"], sampling)
-    assert [mixed, plain] == strict.generate([prompt.replace(d, text), f"{text} {QUESTION}"], sampling)
+    chats = [[{"role": "user", "content": content}] for content in (prompt, f"{d} {QUESTION}")]
+    with_text = [[{"role": "user", "content": chat[0]["content"].replace(d, text)}] for chat in chats]
+    mixed, plain = lenient.generate(chats, sampling)
+    assert [mixed, plain] == strict.generate(with_text, sampling)
     assert mixed.slots == strict.count_tokens(e) and plain.slots == 0
     assert "texts are used" in caplog.text
 
