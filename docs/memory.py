@@ -58,7 +58,7 @@ def row(name: str, frozen: tuple[int, int], trained: tuple[int, int], layer: flo
 
 
 def table() -> str:
-    """It."""
+    """The table, as Markdown."""
     layers, embeddings, head, adapter = numbers()
     each = layers / SHAPE.num_hidden_layers
     # The layer in use and the next one; of one that is trained whole, the gradient, too.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,8 @@ from safetensors.torch import load_file
 
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.training.run import run_recipe
-from helpers.forked import COMMAND, Forked
 from helpers.models import tiny_llama
+from helpers.processes import run_by
 
 EXAMPLES = [
     Example(("Orla Reedwen keeps a goat.",), (Turn("Which pet?", ("a goat",)),)),
@@ -71,16 +69,7 @@ def test_micro_batches_change_nothing(decoder: Path, tmp_path: Path, stage: str)
 def test_processes_change_nothing(decoder: Path, tmp_path: Path) -> None:
     """Two, told who they are as torchrun tells it."""
     alone = _step(run_recipe(_recipe(decoder, "answer", tmp_path / "alone", 4)))
-    recipe = _recipe(decoder, "answer", tmp_path / "shared", 1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    with ExitStack() as running:
-        ranks = [{**env, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-        for one in [running.enter_context(Forked(COMMAND, "train", recipe, env=rank)) for rank in ranks]:
-            ended = one.finished()
-            assert ended.returncode == 0, ended.stderr[-2000:]
+    run_by(2, tmp_path / "told", ("train", _recipe(decoder, "answer", tmp_path / "shared", 1)))
     assert _step(tmp_path / "shared") == pytest.approx(alone, rel=1e-3)
 
 
