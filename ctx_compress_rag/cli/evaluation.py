@@ -103,11 +103,11 @@ def eval_(
 
     if questions < 2:
         raise ConfigError(f"{questions} questions have no standard error: give 2 or more")
+    if passages is not None and passages < 1:
+        raise ConfigError(f"{passages} passages in a prompt: give 1 or more")
     check_template(template)
     judging = None if judge is None else load_judge(judge)
     quiet_models()
-    if passages is not None and passages < 1:
-        raise ConfigError(f"{passages} passages in a prompt: give 1 or more")
     sets = question_sets(data or (), questions, passages or 1)
     if not sets:
         passages = passages or WORLD_PASSAGES
