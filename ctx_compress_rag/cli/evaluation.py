@@ -222,6 +222,7 @@ def compare(
             questions,
             described.ratios,
             described.data,
+            described.dtype,
         )
         train_and_score(described, names, plan, jobs)
     print(text(described, save(described, folder)))

@@ -229,7 +229,7 @@ def test_scores_are_those_of_the_bundle_alone(finished: Path) -> None:
     """Answers of the trained bundle, one by one, through a store of its own."""
     from ctx_compress_rag.data.examples import world_examples
     from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
-    from ctx_compress_rag.evaluation.questions import questions_of
+    from ctx_compress_rag.evaluation.questions import Question, questions_of, with_other_passages
     from ctx_compress_rag.marking.mark import mark
     from ctx_compress_rag.stores import SoftContextStore
     from ctx_compress_rag.text.prompts import TEMPLATES, messages
@@ -237,16 +237,22 @@ def test_scores_are_those_of_the_bundle_alone(finished: Path) -> None:
     bundle = Bundle.from_pretrained(finished / "entries" / "coarse" / "1" / "bundle")
     [score] = results(finished, "coarse")["scores"]
     questions = questions_of(world_examples("test", 0, QUESTIONS, max_turns=1, passages=(1,)))
-    sizes, f1 = [], []
+    sizes, f1, elsewhere = [], [], []
     with SoftContextStore(finished / "store", bundle) as store:
         decoder = TransformersDecoder(bundle, store)
-        for q in questions:
-            [marker] = mark(store, q.passages, ratio=8)
+
+        def score_of(q: Question, passages: tuple[str, ...]) -> float:
+            [marker] = mark(store, passages, ratio=8)
             chat = messages(TEMPLATES[0], marker, q.question)
-            f1.append(token_f1(decoder.generate([chat], Sampling(max_new_tokens=32))[0].text, q.answers))
+            return token_f1(decoder.generate([chat], Sampling(max_new_tokens=32))[0].text, q.answers)
+
+        for q, other in zip(questions, with_other_passages(questions), strict=True):
+            f1.append(score_of(q, q.passages))
+            elsewhere.append(score_of(q, other.passages))
         info = store.info()
         sizes.append(info.payload_bytes / info.passages)
     assert score["f1"] == pytest.approx(f1)
+    assert results(finished, "coarse")["another_passage"] == {"ratio": 8, "f1": pytest.approx(elsewhere)}
     assert score["stored_bytes"] == pytest.approx(sizes[0])
     assert (score["system"], score["ratio"]) == ("soft context", 8)
 
@@ -399,8 +405,8 @@ def test_differences_of_other_questions_are_refused() -> None:
         paired_difference([1, 1], [0, 0, 0])
 
 
-def written(folder: Path, scores: dict[str, dict[int, list[float]]]) -> Path:
-    """A comparison's folder with these F1 scores of entries at ratios."""
+def written(folder: Path, scores: dict[str, dict[int, list[float]]], control: list[float] | None = None) -> Path:
+    """A comparison's folder with these F1 scores of entries at ratios, and of slots of another's passages."""
     count = 40
     (folder / "results").mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"steps": 4, "questions": count, "passages": 1}))
@@ -418,6 +424,7 @@ def written(folder: Path, scores: dict[str, dict[int, list[float]]]) -> Path:
         result = {
             "method": {"name": "mean_pooling"}, "scores": rows, "trained_parameters": 1, "training_seconds": 1.0,
             "training_tokens": 1, "compress_seconds": 1.0, "interrupted": False,
+            "another_passage": {"f1": control or [0.0] * count},
         }  # fmt: skip
         (folder / "results" / f"{name}.json").write_text(json.dumps(result))
     return folder
@@ -448,33 +455,57 @@ def test_orderings_say_what_held(tmp_path: Path) -> None:
         (0.3, 0.0, "held"),  # far apart, and the winner does
     ],
 )
+@pytest.mark.parametrize("guessed", ["no context", "another passage"])
 def test_an_ordering_says_nothing_of_entries_that_do_not_read(
-    tmp_path: Path, winner: float, loser: float, verdict: str
+    tmp_path: Path, winner: float, loser: float, verdict: str, guessed: str
 ) -> None:
-    """No context is answered 0.1 of the time, and so are questions whose slots nobody reads."""
+    """A tenth is answered without a context, or with any slots, and by entries that do not read theirs."""
     rng = np.random.default_rng(0)
     noise = (rng.random(40) * 0.2).tolist()
+    guesses = rng.permutation(noise).tolist()
     pooled, coarse = ([value + extra for value in noise] for extra in (winner, loser))
-    folder = written(tmp_path, {"pooled": {8: pooled}, "coarse": {8: coarse}})
-    file = folder / "results" / "baselines.json"
-    baselines = json.loads(file.read_text())
-    baselines["scores"][1]["f1"] = rng.permutation(noise).tolist()
-    file.write_text(json.dumps(baselines))
+    folder = written(
+        tmp_path, {"pooled": {8: pooled}, "coarse": {8: coarse}}, guesses if guessed == "another passage" else None
+    )
+    if guessed == "no context":
+        file = folder / "results" / "baselines.json"
+        baselines = json.loads(file.read_text())
+        baselines["scores"][1]["f1"] = guesses
+        file.write_text(json.dumps(baselines))
     line = orderings(comparison(), read_report(comparison(), folder))[0]
     assert line.startswith(f"- **{verdict}**")
     assert "(+" in line  # the interval of the difference is above zero each time
 
 
 def test_a_method_is_shown_by_three_standard_errors(tmp_path: Path) -> None:
-    """No context answers nothing here, so that a gain is the score itself."""
+    """No context and other passages answer nothing here, so that a gain is the score itself."""
     rng = np.random.default_rng(2)
     for error, verdict in ((2.9, "not shown"), (3.1, "shown")):
         scores = rng.random(40)
         scores += error * np.std(scores, ddof=1) / math.sqrt(40) - scores.mean()
+        gain = f"{scores.mean():+.3f} ± "
         folder = written(tmp_path / verdict, {"pooled": {4: scores.tolist(), 8: [1.0] * 40}, "coarse": {8: [0.0] * 40}})
         first, second = methods_shown(read_report(comparison(), folder))
-        assert first.startswith(f"- **{verdict}**: pooled over no context at 4x {scores.mean():+.3f} ± ")
-        assert second.startswith("- **not shown**: coarse over no context at 8x +0.000 ")
+        assert first.startswith(f"- **{verdict}**: pooled at 4x: over no context {gain}")
+        assert f"over another passage {gain}" in first
+        assert second.startswith("- **not shown**: coarse at 8x: over no context +0.000 ")
+
+
+def test_a_guess_is_not_shown(tmp_path: Path) -> None:
+    """The same score from another passage's slots: far above no context, and nothing is read."""
+    guess = [0.5, 0.6] * 20
+    [line] = methods_shown(read_report(comparison(), written(tmp_path, {"pooled": {4: guess}}, guess)))
+    assert line.startswith("- **not shown**: pooled at 4x: over no context +0.550 ")
+    assert "over another passage +0.000 " in line
+
+
+def test_a_result_without_a_control_is_named(tmp_path: Path) -> None:
+    file = written(tmp_path, {"pooled": {4: [0.5] * 40}}) / "results" / "pooled.json"
+    result = json.loads(file.read_text())
+    del result["another_passage"]
+    file.write_text(json.dumps(result))
+    with pytest.raises(ConfigError, match=r"pooled\.json is of an earlier version, without a control: delete it"):
+        read_report(comparison(), tmp_path)
 
 
 def test_a_context_off_its_ratio_is_marked(tmp_path: Path) -> None:

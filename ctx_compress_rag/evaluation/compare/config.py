@@ -21,6 +21,7 @@ from ctx_compress_rag.data.world import EXAMPLES_PER_WORLD
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.settings import Strict
+from ctx_compress_rag.training.compiled import bfloat16_pays
 from ctx_compress_rag.training.config import CompressionRecipe
 from ctx_compress_rag.training.recipes import parse_recipe
 
@@ -197,6 +198,11 @@ class Comparison(Strict):
         assert self.first_world is not None  # checked above
         seed = self.first_world + -(-start // EXAMPLES_PER_WORLD)
         return {"world": {"split": "train", "seed": seed, "examples": count, "passages": [passages]}}
+
+    @property
+    def dtype(self) -> str | None:
+        """What the decoder answers in: bfloat16 where entries are trained in it; None is what suits the device."""
+        return "bfloat16" if self.settings.get("optim", {}).get("bf16") and bfloat16_pays() else None
 
     def ratios_of(self, name: str) -> list[int]:
         """The ratios that an entry is trained and scored at, the finest first."""

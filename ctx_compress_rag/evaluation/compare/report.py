@@ -13,12 +13,11 @@ import numpy as np
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.compare.config import Comparison, Ordering
-from ctx_compress_rag.evaluation.compare.run import BASELINES, RUN_FILE
+from ctx_compress_rag.evaluation.compare.run import BASELINES, RUN_FILE, shown_at
 from ctx_compress_rag.evaluation.harness import EXTRACTED, FULL, NONE, SOFT, TRUNCATED
 from ctx_compress_rag.evaluation.plots import MOST_CURVES, Curve, plot_panels
 from ctx_compress_rag.metrics import Interval, paired_difference, standard_error, teacher_normalized
 
-_SHOWN_AT = 4  # the ratio at which a method is asked whether it reads slots at all
 _SHOWN_BY = 3.0  # standard errors
 _OFF_BUDGET = 0.1  # a context this much longer or shorter than a slot for each `ratio` tokens is marked
 
@@ -45,12 +44,26 @@ class Cell:
 
 @dataclass(frozen=True)
 class EntryRow:
-    """A system at all of its ratios, with what its training and compressing took (empty for baselines)."""
+    """A system at all of its ratios.
+
+    Attributes:
+        name: of the system or entry.
+        method: of the entry.
+        cells: by ratio.
+        costs: what its training and compressing took; empty for baselines.
+        control: F1 of each question with slots of another's passages, at the ratio `shown_at`; empty for baselines.
+    """
 
     name: str
     method: str
     cells: dict[int, Cell]
     costs: dict[str, Any]
+    control: list[float]
+
+    def over(self, none: Sequence[float]) -> list[list[float]]:
+        """What each question gains from its own slots: over no context, and over the slots of another's passages."""
+        own = self.cells[shown_at(self.cells)].f1
+        return [[one - other for one, other in zip(own, others, strict=True)] for others in (none, self.control)]
 
 
 @dataclass(frozen=True)
@@ -108,13 +121,16 @@ def read_report(comparison: Comparison, folder: Path) -> Results:
                 )
         return found
 
-    rows = [EntryRow(name, BASELINES, cells(baselines["scores"], name), {}) for name in (EXTRACTED, TRUNCATED)]
+    rows = [EntryRow(name, BASELINES, cells(baselines["scores"], name), {}, []) for name in (EXTRACTED, TRUNCATED)]
     missing = []
     for name in comparison.entries:
         file = folder / "results" / f"{name}.json"
         if file.exists():
             result = json.loads(file.read_text(encoding="utf-8"))
-            rows.append(EntryRow(name, result["method"]["name"], cells(result["scores"], SOFT), result))
+            if "another_passage" not in result:
+                raise ConfigError(f"{file} is of an earlier version, without a control: delete it, and run again")
+            found, control = cells(result["scores"], SOFT), result["another_passage"]["f1"]
+            rows.append(EntryRow(name, result["method"]["name"], found, result, control))
         else:
             missing.append(name)
     return Results(run, full["f1"], none["f1"], full["exact_match"], none["exact_match"], rows, missing)
@@ -161,24 +177,25 @@ def _costs(row: EntryRow) -> dict[str, str]:
 
 
 def methods_shown(found: Results) -> list[str]:
-    """For each entry, whether it answers more than no context by three standard errors, at 4x or its finest ratio."""
+    """For each entry, whether it reads its slots, by three standard errors, at 4x or its finest ratio."""
     lines = []
     for row in (row for row in found.rows if row.costs):
-        ratio = _SHOWN_AT if _SHOWN_AT in row.cells else min(row.cells)
-        gain = [own - without for own, without in zip(row.cells[ratio].f1, found.none, strict=True)]
-        mean, error = float(np.mean(gain)), standard_error(gain)
-        verdict = "shown" if mean > _SHOWN_BY * error else "not shown"
-        lines.append(f"- **{verdict}**: {row.name} over no context at {ratio}x {mean:+.3f} ± {error:.3f}")
+        gains = [(float(np.mean(gain)), standard_error(gain)) for gain in row.over(found.none)]
+        verdict = "shown" if all(mean > _SHOWN_BY * error for mean, error in gains) else "not shown"
+        none, other = (f"{mean:+.3f} ± {error:.3f}" for mean, error in gains)
+        at = f"{row.name} at {shown_at(row.cells)}x"
+        lines.append(f"- **{verdict}**: {at}: over no context {none}, over another passage {other}")
     return lines
 
 
 def orderings(comparison: Comparison, found: Results) -> list[str]:
     """For each ordering of the papers, whether it held: the difference in F1 over the same questions."""
     rows = {row.name: row for row in found.rows}
-    return [_ordering(ordering, rows, found.none) for ordering in comparison.orderings]
+    reads = {name: _reads(row, found.none) for name, row in rows.items() if row.costs}
+    return [_ordering(ordering, rows, reads) for ordering in comparison.orderings]
 
 
-def _ordering(ordering: Ordering, rows: dict[str, EntryRow], none: list[float]) -> str:
+def _ordering(ordering: Ordering, rows: dict[str, EntryRow], reads: dict[str, bool]) -> str:
     missing = [name for name in (ordering.better, ordering.worse) if name not in rows]
     if missing:
         return f"- **not measured**: {ordering.claim} ({', '.join(missing)} has no result)"
@@ -190,9 +207,9 @@ def _ordering(ordering: Ordering, rows: dict[str, EntryRow], none: list[float]) 
     high, low = (np.mean([cells[ratio].f1 for ratio in shared], axis=0).tolist() for cells in (better, worse))
     whole = paired_difference(high, low)
     verdict = "not shown"
-    if whole.low > 0 and _shown(high, low, none):
+    if whole.low > 0 and _shown(high, low, reads[ordering.better], reads[ordering.worse]):
         verdict = "held"
-    elif whole.high < 0 and _shown(low, high, none):
+    elif whole.high < 0 and _shown(low, high, reads[ordering.worse], reads[ordering.better]):
         verdict = "reversed"
     by_ratio = ", ".join(f"{r}x {report.interval(d, '+')}" for r, d in zip(shared, each, strict=True))
     at, apart = (f" at {shared[0]}x", "") if len(shared) == 1 else ("", f"; {by_ratio}")
@@ -200,14 +217,18 @@ def _ordering(ordering: Ordering, rows: dict[str, EntryRow], none: list[float]) 
     return f"- **{verdict}**: {ordering.claim}: {over}"
 
 
-def _shown(winner: list[float], loser: list[float], none: list[float]) -> bool:
-    """Whether a difference says something of the methods, not of noise about what is answered without a context.
+def _reads(row: EntryRow, none: Sequence[float]) -> bool:
+    """Whether an entry gains from its own slots, past the 95 % interval."""
+    return all(paired_difference(gain, [0.0] * len(gain)).low > 0 for gain in row.over(none))
 
-    The loser answers more than no context; or the winner does, and their own intervals are apart.
+
+def _shown(winner: list[float], loser: list[float], winner_reads: bool, loser_reads: bool) -> bool:
+    """Whether a difference says something of the methods, not of how two decoders guess.
+
+    The loser reads its slots; or the winner does, and their own intervals are apart.
     """
-    (won, lost) = (paired_difference(each, [0.0] * len(each)) for each in (winner, loser))
-    reads = [paired_difference(each, none).low > 0 for each in (loser, winner)]
-    return reads[0] or (reads[1] and won.low > lost.high)
+    won, lost = (paired_difference(each, [0.0] * len(each)) for each in (winner, loser))
+    return loser_reads or (winner_reads and won.low > lost.high)
 
 
 def text(comparison: Comparison, found: Results) -> str:
@@ -235,15 +256,16 @@ def text(comparison: Comparison, found: Results) -> str:
         "",
         f"{baseline}.",
         "",
-        "*Shown*: an entry answers more than no context by three standard errors of the difference, at 4x, or where it "
-        "has no 4x at its finest ratio.",
+        "*Shown*: an entry answers more from a passage's slots than without context, and more than from the slots of "
+        "another question's passage, each by three standard errors of the difference, at 4x, or where it has no 4x at "
+        "its finest ratio. The second tells reading from guessing: without context a decoder may decline.",
         "",
         *methods_shown(found),
         "",
         "What the papers say, and the difference in F1 over the same questions, mean of all ratios that both have "
         "(paired bootstrap, 95 % interval). *Held*: the interval is above zero; *reversed*: below. Either counts only "
-        "where the loser is above no context, or the winner is and the two scores' own intervals are apart; else it is "
-        "*not shown*.",
+        "where the loser reads its slots (both differences above are past their 95 % interval), or the winner does and "
+        "the two scores' own intervals are apart; else it is *not shown*.",
         "",
         *orderings(comparison, found),
     ]

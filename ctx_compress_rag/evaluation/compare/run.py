@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -49,7 +49,7 @@ from ctx_compress_rag.evaluation.harness import (
     answer,
     each,
 )
-from ctx_compress_rag.evaluation.questions import Question, digest, questions_of
+from ctx_compress_rag.evaluation.questions import Question, digest, questions_of, with_other_passages
 from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
@@ -64,6 +64,7 @@ from ctx_compress_rag.training.run import run_recipe
 BASELINES = "baselines"
 RUN_FILE = "run.json"
 
+_SHOWN_AT = 4
 _TIMED_PASSAGES = 50
 _POLL_SECONDS = 2.0
 
@@ -80,6 +81,7 @@ class Plan:
         questions: test questions, with as many passages as the budget says.
         ratios: the comparison's ratios, which the baselines are scored at.
         data: files of questions; None is the invented world.
+        dtype: of the decoder's weights when questions are answered; None takes what suits the device.
     """
 
     output: Path
@@ -89,6 +91,7 @@ class Plan:
     questions: int
     ratios: list[int]
     data: QuestionFiles | None
+    dtype: str | None = None
 
     @property
     def start(self) -> str | GgufDecoder:
@@ -162,7 +165,9 @@ def compare(comparison: Comparison, names: Sequence[str], plan: Plan, jobs: int)
     for name in names:
         folder = plan.output / "entries" / name
         work.append(Job(plan, name, tuple(stage_recipes(comparison, name, plan.budget, plan.start, folder))))
-    _claim(plan, plan.test_questions())
+    questions = plan.test_questions()
+    with_other_passages(questions)  # refused before anything is trained
+    _claim(plan, questions)
     if plan.teacher is not None:
         merge_teacher(plan.decoder, plan.teacher, plan.output / "decoder")
     for job in work:
@@ -189,6 +194,7 @@ def _claim(plan: Plan, questions: Sequence[Question]) -> None:
         **asdict(plan.budget),
         "questions": plan.questions,
         "ratios": plan.ratios,
+        "dtype": plan.dtype,
     }
     # The same weights may have moved.
     named = {"teacher", "test"} if weights is None else {"decoder", "teacher", "test"}
@@ -282,7 +288,7 @@ def run_job(job: Job) -> None:
         result = _baselines(job.plan, questions)
     else:
         reports = [_train_stage(recipe) for recipe in job.recipes]
-        bundle = Bundle.from_pretrained(job.recipes[-1].output / "bundle")
+        bundle = Bundle.from_pretrained(job.recipes[-1].output / "bundle", dtype=job.plan.dtype)
         result = _entry_result(job, bundle, reports, questions)
     result["version"] = __version__
     file = job.plan.result(job.name)
@@ -304,7 +310,8 @@ def _entry_result(
     job: Job, bundle: Bundle, reports: Sequence[Mapping[str, Any]], questions: Sequence[Question]
 ) -> dict[str, Any]:
     compress_seconds = _compress_seconds(bundle, questions)  # before the store is filled: encoders may cache
-    answers = answer(bundle, questions, job.recipes[-1].ratios, (SOFT,), max_new_tokens=ANSWER_TOKENS)
+    ratios = job.recipes[-1].ratios
+    answers = answer(bundle, questions, ratios, (SOFT,), max_new_tokens=ANSWER_TOKENS)
     return {
         "name": job.name,
         "method": bundle.config.method.model_dump(mode="json"),
@@ -321,7 +328,22 @@ def _entry_result(
         "threads": torch.get_num_threads(),
         "device": str(bundle.backbone.device),
         "scores": _scores(answers, questions),
+        "another_passage": _another_passage(bundle, questions, shown_at(ratios)),
     }
+
+
+def shown_at(ratios: Collection[int]) -> int:
+    """The ratio at which an entry is asked whether it reads its slots: 4, or its finest."""
+    return _SHOWN_AT if _SHOWN_AT in ratios else min(ratios)
+
+
+def _another_passage(bundle: Bundle, questions: Sequence[Question], ratio: int) -> dict[str, Any]:
+    """The control: what the questions score with the slots of passages that do not answer them.
+
+    A decoder that declines without a context, and guesses with any slots, scores more with them, and reads nothing.
+    """
+    answers = answer(bundle, with_other_passages(questions), [ratio], (SOFT,), max_new_tokens=ANSWER_TOKENS)
+    return {"ratio": ratio, "f1": each(token_f1, answers[SOFT, ratio].texts, questions)}
 
 
 def _first_examples(recipe: CompressionRecipe) -> dict[str, int]:
@@ -332,7 +354,7 @@ def _first_examples(recipe: CompressionRecipe) -> dict[str, int]:
 
 def _baselines(plan: Plan, questions: Sequence[Question]) -> dict[str, Any]:
     """The decoder with full text, with nothing, and with passages cut to ceil(tokens / ratio) tokens."""
-    model, tokenizer = load_decoder(plan.start)
+    model, tokenizer = load_decoder(plan.start, dtype=plan.dtype)
     frozen = TuneConfig(mode="frozen")
     method = MeanPoolingConfig(encoder=frozen, decoder=frozen)
     base = min(plan.ratios)
