@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
@@ -96,7 +97,8 @@ class Folder(Input):
     def texts(self) -> Iterator[Text]:
         self._unread, self._empty = [], 0
         for file in self.files:
-            source = file.relative_to(self.path).as_posix()
+            # A name of other bytes than UTF-8 is no text, which ids and Chroma need.
+            source = os.fsencode(file.relative_to(self.path).as_posix()).decode(errors="backslashreplace")
             try:
                 size = file.stat().st_size
                 text = read_file(file)

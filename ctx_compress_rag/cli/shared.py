@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
 
 DEMO = "demo"
+
+# Escape codes, marks that turn the direction of writing, and what stands for bytes of a file name that are no text.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 Store = Annotated[str, typer.Option(metavar="DIR", help="Chroma folder.")]
 AnyBundle = Annotated[str, typer.Option(metavar="BUNDLE", help="A bundle's folder or hub id, or a shipped one's name.")]
@@ -72,6 +76,11 @@ def read_text(file: str, what: str = "text") -> str:
     if not text.strip():
         raise DataError(f"{file!r} holds no {what}: write some into it")
     return text
+
+
+def printable(text: str) -> str:
+    """Text that others wrote, for a terminal: what it would obey or cannot show stands as U+FFFD."""
+    return _OBEYED.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
 def check_template(template: str | None) -> None:

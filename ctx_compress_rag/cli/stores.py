@@ -22,6 +22,7 @@ from ctx_compress_rag.cli.shared import (
     Template,
     check_template,
     note_what_it_reads,
+    printable,
     quiet_models,
 )
 
@@ -100,7 +101,7 @@ def index(
         report = update_index(opened, given, chunk_tokens=chunk_tokens, prune=prune, ray_workers=ray)
     print(f"{report.files} {given.kind} in {path}: {report.added} passages compressed, {report.unchanged} unchanged")
     if skipped := given.skipped():
-        print(skipped)
+        print(printable(skipped))
     if report.replaced or report.pruned:
         print(f"removed passages: {report.replaced} of changed files, {report.pruned} of deleted ones")
     if report.vanished:
@@ -164,12 +165,12 @@ def ask(
         for piece in decoder.stream(prompt, sampling):
             if isinstance(piece, str):
                 # Some tokenizers start an answer with a space.
-                print(piece if begun else piece.lstrip(), end="", flush=True)
+                print(printable(piece if begun else piece.lstrip()), end="", flush=True)
                 begun = begun or bool(piece.strip())
             else:
                 print(f"\n\n{piece.prompt_tokens} prompt tokens, {piece.slots} of them slots. Sources:")
     for number, hit in enumerate(hits, 1):
-        print(f"\n[{number}] {hit.source} ({hit.similarity:.2f})\n{indent(hit.text, '    ')}")
+        print(printable(f"\n[{number}] {hit.source} ({hit.similarity:.2f})\n{indent(hit.text, '    ')}"))
 
 
 @command("info", "--store ./chroma")

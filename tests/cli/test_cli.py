@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -121,6 +122,30 @@ def passages_shown(sources: str) -> list[tuple[str, str]]:
     """Texts and files of the passages that `ask` shows, in order."""
     parts = re.split(r"^\[\d+\] (.+) \(-?\d\.\d\d\)\n", sources, flags=re.MULTILINE)[1:]
     return [(dedent(text).strip(), file) for file, text in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def test_a_terminal_obeys_nothing_that_a_file_holds(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
+    """Escape codes, marks that turn the writing and bytes that are no text, in names and in passages."""
+    docs, target = tmp_path / "docs", tmp_path / "chroma"
+    docs.mkdir()
+    (docs / "red\x1b[31m\u202e.txt").write_bytes(b"Anna\x1b]0;mine\x07 is the mayor.\r\nShe is\ttall.")
+    assert run("index", docs, "--store", target, "--bundle", bundle_folder) == 0
+    assert run("ask", QUESTION, "--store", target) == 0
+    assert not set(run.out) & set("\x1b\x07\r\u202e")
+    assert "[1] red\ufffd[31m\ufffd.txt (" in run.out
+    assert "Anna\ufffd]0;mine\ufffd is the mayor.\n    She is\ttall." in run.out
+
+
+def test_a_file_name_that_is_no_text_is_shown_with_its_bytes(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / os.fsdecode(b"caf\xe9.txt")).write_text("Anna is the mayor.")
+    index = ["index", docs, "--store", tmp_path / "chroma", "--prune"]
+    assert run(*index, "--bundle", bundle_folder) == 0
+    assert run("ask", QUESTION, "--store", tmp_path / "chroma") == 0
+    assert "[1] caf\\xe9.txt (" in run.out
+    assert run(*index) == 0
+    assert "0 passages compressed, 1 unchanged" in run.out
 
 
 def test_ask_with_text_is_what_transformers_answers(run: Any, store: Path, bundle_folder: Path) -> None:
