@@ -11,7 +11,13 @@ from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
 
 
 def question_prompt(
-    store: SoftContextStore, question: str, hits: Sequence[Hit], ratio: int | None, template: str = TEMPLATES[0]
+    store: SoftContextStore,
+    question: str,
+    hits: Sequence[Hit],
+    ratio: int | None = None,
+    template: str = TEMPLATES[0],
+    *,
+    as_text: bool = False,
 ) -> list[dict[str, str]]:
     """The chat messages that ask a question about passages, in the form that decoders are trained on.
 
@@ -21,14 +27,15 @@ def question_prompt(
         store: the soft contexts of the passages.
         question: the question.
         hits: the passages; none asks without context.
-        ratio: source tokens per slot, or the reduction of close reading; None puts the passages in as text.
+        ratio: source tokens per slot, or the reduction of close reading; by default the least there is.
         template: the prompt, see `text.prompts`; a bundle says by which it was trained (`config.asked_by`).
+        as_text: put the passages in as text.
 
     Raises:
         RatioError: the ratio cannot be made from what is stored.
     """
     texts = [hit.text for hit in hits]
-    if ratio is not None:
-        ids = [hit.id for hit in hits]
-        texts = mark(store, texts, ids, question=question, **size(store.bundle, ratio))
+    if not as_text:
+        shorter = {} if ratio is None else size(store.bundle, ratio)
+        texts = mark(store, texts, [hit.id for hit in hits], question=question, **shorter)
     return messages(template, PASSAGE_SEPARATOR.join(texts), question)

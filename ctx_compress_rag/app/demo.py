@@ -141,7 +141,7 @@ def _compare(
     from ctx_compress_rag.decoding.decoder import Sampling
 
     def prompts_at(ratio: int | None) -> Callable[[int], Sequence[Message]]:
-        return lambda i: question_prompt(index.store, corpus.questions[i].text, hits[i], ratio)
+        return lambda i: question_prompt(index.store, corpus.questions[i].text, hits[i], ratio, as_text=ratio is None)
 
     text_bytes = sum(len(passage.text.encode()) for passage in corpus.passages)
     soft_bytes = index.store.info().payload_bytes
@@ -152,7 +152,7 @@ def _compare(
             for ratio in sorted(index.bundle.config.ratios)
             if ratio <= _COARSEST
         ),
-        (NO_CONTEXT, None, 0, lambda i: question_prompt(index.store, corpus.questions[i].text, [], None)),
+        (NO_CONTEXT, None, 0, lambda i: question_prompt(index.store, corpus.questions[i].text, [])),
     ]
     systems: list[DemoSystem] = []
     for label, ratio, size, prompt in kinds:

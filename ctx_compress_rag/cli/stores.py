@@ -114,15 +114,15 @@ def ask(
     store: Store,
     bundle: OwnBundle = None,
     ratio: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--ratio",
             "--reduction",
             metavar="R",
             help="Source tokens per slot, a multiple of the store's; of a ram bundle, how many times shorter the "
-            "passages become.",
+            "passages become.  [default: the least there is]",
         ),
-    ] = 16,
+    ] = None,
     k: Annotated[int, typer.Option("--k", metavar="N", help="Passages to retrieve.")] = 4,
     text: Annotated[bool, typer.Option("--text", help="Give the decoder the passages' text, for comparison.")] = False,
     template: Template = None,
@@ -154,7 +154,7 @@ def ask(
         [hits] = opened.search([question], k)
         config = opened.bundle.config
         asked_by = template or config.asked_by
-        prompt = question_prompt(opened.store, question, hits, None if text else ratio, asked_by)
+        prompt = question_prompt(opened.store, question, hits, ratio, asked_by, as_text=text)
         decoder = (
             TransformersDecoder(opened.bundle, opened.store)
             if server is None

@@ -177,33 +177,39 @@ class Recipe(BaseRecipe):
         return self
 
 
-def _refuse_frozen(recipe: Recipe) -> None:
-    if recipe.optim.shard == "frozen":
-        raise ValueError(f"shard: frozen is for stages that train a bundle: for stage {recipe.stage} take shard: all")
-
-
-class PretrainRecipe(Recipe):
-    """Language modelling on packed text: windows without padding, cut from each text at a new place every time.
+class DecoderRecipe(Recipe):
+    """Train a decoder, not a bundle.
 
     Attributes:
         scratch: the decoder made from scratch; or
-        decoder: a folder, hub id or GGUF file to continue from; or
-        minilm: MiniLM's weights turned into a decoder with this many positions (see `training.minilm_decoder`).
+        decoder: a folder, hub id or GGUF file to continue from, at
+        revision: of the hub.
+    """
+
+    scratch: ScratchDecoder | None = None
+    decoder: str | GgufDecoder | None = None
+    revision: str | None = None
+
+    @model_validator(mode="after")
+    def _shares_all(self) -> DecoderRecipe:
+        if self.optim.shard == "frozen":
+            raise ValueError(f"shard: frozen is for stages that train a bundle: for stage {self.stage} take shard: all")
+        return self
+
+
+class PretrainRecipe(DecoderRecipe):
+    """Language modelling on packed text: windows without padding, cut from each text at a new place every time.
+
+    Attributes:
+        minilm: in place of `scratch` and `decoder`, MiniLM's weights turned into a decoder with this many positions
+            (see `training.minilm_decoder`).
         window: tokens of a sequence.
     """
 
     asks = False
     stage: Literal["pretrain"]
-    scratch: ScratchDecoder | None = None
-    decoder: str | GgufDecoder | None = None
-    revision: str | None = None
     minilm: int | None = Field(default=None, gt=0)
     window: int = Field(default=1024, gt=1)
-
-    @model_validator(mode="after")
-    def _shares_all(self) -> PretrainRecipe:
-        _refuse_frozen(self)
-        return self
 
     @model_validator(mode="after")
     def _one_decoder(self) -> PretrainRecipe:
@@ -246,7 +252,7 @@ class PackingConfig(Strict):
     examples: int = Field(default=8, gt=0)
 
 
-class TeacherRecipe(Recipe):
+class TeacherRecipe(DecoderRecipe):
     """Fine-tune (or train from scratch) the decoder on question answering with full text.
 
     `decoder` may be the folder of a LoRA teacher that an earlier stage made: its adapter, as it is, is trained on.
@@ -256,18 +262,10 @@ class TeacherRecipe(Recipe):
     """
 
     stage: Literal["teacher"]
-    decoder: str | GgufDecoder | None = None
-    revision: str | None = None
-    scratch: ScratchDecoder | None = None
     tune: TuneConfig = TuneConfig()
     context_loss_weight: float = Field(default=0.0, ge=0)
     pointing: PointingConfig | None = None
     packing: PackingConfig | None = None
-
-    @model_validator(mode="after")
-    def _shares_all(self) -> TeacherRecipe:
-        _refuse_frozen(self)
-        return self
 
     @model_validator(mode="after")
     def _packing_trains_answers(self) -> TeacherRecipe:

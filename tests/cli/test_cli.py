@@ -171,8 +171,8 @@ def test_ask_with_text_is_what_transformers_answers(run: Any, store: Path, bundl
 
 def test_ask_reads_slots_at_the_ratio(run: Any, store: Path, bundle_folder: Path) -> None:
     tokenizer = Bundle.from_pretrained(bundle_folder, device="cpu").tokenizer
-    for ratio in (4, 16):
-        assert run("ask", QUESTION, "--store", store, "--ratio", ratio) == 0
+    for ratio, option in ((4, []), (4, ["--ratio", 4]), (16, ["--ratio", 16])):
+        assert run("ask", QUESTION, "--store", store, *option) == 0
         report, _, sources = run.out.partition(" of them slots. Sources:\n")
         lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text, _ in passages_shown(sources)]
         assert len(lengths) == 4

@@ -252,4 +252,4 @@ def test_the_command_line_asks_closely(bundle: Bundle, store: SoftContextStore) 
     hits = [Hit(id, text, "a.txt", 0.5) for id, text in zip(ids, PASSAGES, strict=True)]
     [chat] = question_prompt(store, QUESTION, hits, 4)
     assert chat["content"] == messages(TEMPLATES[0], "\n\n".join(ask(store, reduction=4)), QUESTION)[0]["content"]
-    assert PASSAGES[1] in question_prompt(store, QUESTION, hits, None)[0]["content"]
+    assert PASSAGES[1] in question_prompt(store, QUESTION, hits, as_text=True)[0]["content"]
