@@ -48,7 +48,7 @@ class Forked:
         self._process = FORKS.Process(target=_run, args=given)
         self._process.start()
         end.close()
-        self.pid = self._process.pid
+        self.pid, self.sentinel = self._process.pid, self._process.sentinel
         self.stdout = os.fdopen(os.dup(pipe.fileno()), encoding="utf-8")
 
     def wait(self, timeout: float = 300) -> int:

@@ -1,4 +1,4 @@
-"""Recipes run by several processes of this machine, as torchrun runs them: forks of one that has imported it all."""
+"""Recipes run by several processes of this machine, as torchrun runs them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import gc
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
-import traceback
+from contextlib import ExitStack
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+from helpers.forked import Forked
+
+_PROCESS = """
+import json, sys
+from pathlib import Path
+from helpers.processes import run_tasks
+Path(sys.argv[1]).write_text(json.dumps(run_tasks(json.loads(sys.argv[2]))))
+"""
 
 
 def run_by(count: int, folder: Path, *tasks: tuple[Any, ...]) -> list[list[dict[str, Any]]]:
@@ -24,12 +32,29 @@ def run_by(count: int, folder: Path, *tasks: tuple[Any, ...]) -> list[list[dict[
             cannot go on from its checkpoint; ("hurry", recipe), which only the first process has no time for.
     """
     folder.mkdir()
-    command = [sys.executable, "-m", "helpers.processes", str(count), str(folder), json.dumps(tasks, default=str)]
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    settings = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=settings)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    told = [folder / f"{rank}.json" for rank in range(count)]
+    with ExitStack() as running:  # those that wait for one that failed are killed
+        processes = [
+            running.enter_context(
+                Forked(
+                    _PROCESS,
+                    file,
+                    json.dumps(tasks, default=str),
+                    env={key: str(value) for key, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()},
+                )
+            )
+            for rank, file in enumerate(told)
+        ]
+        left = {process.sentinel: process for process in processes}
+        while left:
+            for sentinel in wait(list(left)):
+                done = left.pop(sentinel).finished()
+                assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(file.read_text()) for file in told]
 
 
 def _held(model: Any, optimizer: Any) -> dict[str, Any]:
@@ -64,14 +89,17 @@ def _bytes_in_modules() -> dict[int, int]:
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in own}
 
 
-def _run(rank: int, tasks: list[Any]) -> list[dict[str, Any]]:
+def run_tasks(tasks: list[Any]) -> list[dict[str, Any]]:
+    """What one of the processes does; the environment says which it is."""
     import pytest
+    import torch
     from transformers import TrainerCallback, trainer
 
     from ctx_compress_rag.errors import ConfigError, TimeUpError
     from ctx_compress_rag.training.run import run_recipe
     from helpers.training import killed
 
+    torch.set_num_threads(1)
     held: list[dict[str, Any]] = []
 
     class Holding(TrainerCallback):
@@ -89,46 +117,7 @@ def _run(rank: int, tasks: list[Any]) -> list[dict[str, Any]]:
                 run_recipe(recipe)
         elif what == "hurry":
             with pytest.raises(TimeUpError):
-                run_recipe(recipe, deadline=time.monotonic() + (0.1 if rank == 0 else 3600))
+                run_recipe(recipe, deadline=time.monotonic() + (0.1 if os.environ["RANK"] == "0" else 3600))
         else:
             run_recipe(recipe)
     return held
-
-
-def _main(count: int, folder: Path, tasks: list[Any]) -> int:
-    import accelerate  # noqa: F401
-    import peft  # noqa: F401
-    import torch
-    import torch.distributed.checkpoint
-    import transformers.trainer  # noqa: F401
-
-    torch.set_num_threads(1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = []
-    for rank in range(count):
-        if process := os.fork():
-            processes.append(process)
-            continue
-        os.environ |= {key: str(value) for key, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        try:
-            (folder / f"{rank}.json").write_text(json.dumps(_run(rank, tasks)))
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    failed = 0
-    while processes:
-        process, status = os.wait()
-        processes.remove(process)
-        if status and not failed:
-            failed = 1
-            for other in processes:  # which wait for the one that failed
-                os.kill(other, 9)
-    return failed
-
-
-if __name__ == "__main__":
-    sys.exit(_main(int(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])))
