@@ -150,8 +150,8 @@ def mark(
             that no LLM takes it for its own.
 
     Raises:
-        ConfigError: an argument has an impossible value, an id came with two texts, or close reading has no
-            question.
+        ConfigError: an argument has an impossible value, an id came with two texts, close reading has no question, or
+            texts stand in markers for more than `MAX_EXPANDED` characters together.
         RatioError: the ratio cannot be made, or the passages do not fit into the budget at any ratio.
         MissingPassageError: with on_missing="error", a passage is not stored with this text.
         PayloadError: with on_missing="error", a record is damaged.
@@ -173,7 +173,7 @@ def mark(
         raise ConfigError(f"{len(ids)} ids for {len(texts)} texts: give one id per text")
     if scores is not None and len(scores) != len(texts):
         raise ConfigError(f"{len(scores)} scores for {len(texts)} texts: give one score, or None, per text")
-    opened = [try_expand(store, text, scope, on_unreadable) for text in texts]
+    opened = _all_expanded(store, texts, scope, on_unreadable)
     texts = [defused(old) if new is None else new for old, new in zip(texts, opened, strict=True)]
     names = [content_id(text) for text in texts] if ids is None else list(ids)
     wanted = [i for i, text in enumerate(opened) if text and text.strip()]
@@ -342,6 +342,22 @@ def try_expand(
     except (MissingPassageError, PayloadError) as error:
         _excuse(error, on_unreadable, "left as text, since a marker in it cannot be read: %.80r (%s)", text)
         return None
+
+
+def _all_expanded(
+    store: SoftContextStore, texts: Sequence[str], scope: str | None, on_unreadable: OnUnreadable
+) -> list[str | None]:
+    opened, written = [], 0
+    for text in texts:
+        new = try_expand(store, text, scope, on_unreadable)
+        written += len(new) if new is not None and new != text else 0
+        # Each is short enough to be a passage, and many may hold the marker of one long passage.
+        if written > MAX_EXPANDED:
+            raise ConfigError(
+                f"the markers of {len(texts):,} texts stand for more than {MAX_EXPANDED:,} characters: give fewer texts"
+            )
+        opened.append(new)
+    return opened
 
 
 def _written_out(store: SoftContextStore, parts: Sequence[str | Marker], most: int) -> str:

@@ -17,6 +17,7 @@ from ctx_compress_rag.marking.mark import expand, mark
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.keys import KEY_FILE, KEY_VARIABLE
 from ctx_compress_rag.stores.markers import scope
+from ctx_compress_rag.stores.passages import content_id
 from helpers.forked import run_python
 from helpers.store import WRITE, WordBundle, add, assert_same, passage
 
@@ -69,7 +70,10 @@ def test_a_marker_repeated_is_not_written_out_beyond_all_measure(store: SoftCont
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 40e6
+    with pytest.raises(ConfigError, match="600 texts stand for more than .* give fewer texts"):
+        mark(store, [marker] * 600)
     assert expand(store, f"{marker} " * 3) == f"{long} " * 3
+    assert mark(store, [marker] * 3, ratio=8) == [store.marker(content_id(long), 8)] * 3
 
 
 def test_markers_of_other_tenants_and_stores_stay_text(store: SoftContextStore, tmp_path: Path) -> None:
