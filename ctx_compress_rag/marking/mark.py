@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_EXPANDED = 16 << 20
-"""Most characters that `expand` writes: more than any LLM reads."""
+"""Most characters that markers are written out to by one call of `expand` or `mark`: more than any LLM reads."""
 
 OnMissing = Literal["compress", "error", "text"]
 """A passage that is not stored, or with another text, or with damaged slots: compress it, raise, or leave its text.

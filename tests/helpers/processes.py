@@ -12,6 +12,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from helpers.forked import Forked
 
 _PROCESS = """
@@ -59,7 +61,6 @@ def run_by(count: int, folder: Path, *tasks: tuple[Any, ...]) -> list[list[dict[
 
 def _held(model: Any, optimizer: Any) -> dict[str, Any]:
     """Numbers of this process: of parameters and optimiser states, and bytes of all floats that are alive."""
-    import torch
     from torch.distributed.tensor import DTensor
 
     def own(tensor: Any) -> int:
@@ -80,7 +81,6 @@ def _held(model: Any, optimizer: Any) -> dict[str, Any]:
 
 def _bytes_in_modules() -> dict[int, int]:
     """Of what modules that are alive hold, by storage."""
-    import torch
     from torch.distributed.tensor import DTensor
 
     modules = [m for m in gc.get_objects() if isinstance(m, torch.nn.Module)]
@@ -92,7 +92,6 @@ def _bytes_in_modules() -> dict[int, int]:
 def run_tasks(tasks: list[Any]) -> list[dict[str, Any]]:
     """What one of the processes does; the environment says which it is."""
     import pytest
-    import torch
     from transformers import TrainerCallback, trainer
 
     from ctx_compress_rag.errors import ConfigError, TimeUpError
