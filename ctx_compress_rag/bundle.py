@@ -276,6 +276,19 @@ class Bundle(OfThisProcess):
             self._save_decoder(folder / DECODER_FOLDER, int8)
         self._former = None
         (folder / CONFIG_FILE).write_text(self.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        self._save_report(folder)
+
+    def save_report(self) -> None:
+        """Write `report` and the model card again where the bundle was loaded from; its weights stay as they are.
+
+        Raises:
+            ConfigError: it was made in this process and not loaded.
+        """
+        if self._folder is None:
+            raise ConfigError(f"bundle {self.config.name!r} was made in this process: give save_pretrained a folder")
+        self._save_report(self._folder)
+
+    def _save_report(self, folder: Path) -> None:
         (folder / REPORT_FILE).write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(model_card(self.config, self.report, self.fingerprint), encoding="utf-8")
 

@@ -20,7 +20,7 @@ _COUNTED = 4
 
 
 @dataclass(frozen=True)
-class Cost:
+class AdaptationCost:
     """What a question costs, one at a time.
 
     Attributes:
@@ -37,7 +37,7 @@ class Cost:
 
 def measure(
     decoder: AdaptiveDecoder, systems: Sequence[System], episodes: Sequence[Episode], sampling: Sampling, timed: int
-) -> dict[str, Cost]:
+) -> dict[str, AdaptationCost]:
     """The cost of each system, by name, over the first `timed` episodes.
 
     Systems take turns at each question, in random order, so that whatever else the machine does falls on all
@@ -58,7 +58,7 @@ def measure(
     costs = {}
     for system in systems:
         flops = [flops_of(decoder, system, episode, sampling) for episode in given[system.name][: min(timed, _COUNTED)]]
-        costs[system.name] = Cost(
+        costs[system.name] = AdaptationCost(
             adapt_ms=1000 * median(adapt for adapt, _ in times[system.name]),
             answer_ms=1000 * median(answer for _, answer in times[system.name]),
             adapt_flops=mean(adapt for adapt, _ in flops),

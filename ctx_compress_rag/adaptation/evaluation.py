@@ -12,7 +12,7 @@ from typing import Any, Literal
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.adaptation.config import AdaptationRecipe, UpdatePredictorRecipe
-from ctx_compress_rag.adaptation.cost import Cost, measure
+from ctx_compress_rag.adaptation.cost import AdaptationCost, measure
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, generate_together
 from ctx_compress_rag.adaptation.episodes import Episode, FamilyTasks, FileTasks, Tasks, with_slots
 from ctx_compress_rag.adaptation.methods import TestTimeSGD
@@ -44,7 +44,7 @@ class SystemScore:
     f1: Interval
     gain: Interval
     by_task: dict[str, tuple[float, float]]
-    cost: Cost
+    cost: AdaptationCost
 
     @property
     def macro(self) -> tuple[float, float]:
@@ -208,7 +208,7 @@ def _tuned(
 
 
 def score(
-    episodes: Sequence[Episode], answers: Mapping[str, Sequence[str]], costs: Mapping[str, Cost]
+    episodes: Sequence[Episode], answers: Mapping[str, Sequence[str]], costs: Mapping[str, AdaptationCost]
 ) -> list[SystemScore]:
     """Scores of the answers, system by system; one of them is the base adapter."""
 

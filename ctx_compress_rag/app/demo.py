@@ -10,6 +10,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from ctx_compress_rag.app.asking import question_prompt
+from ctx_compress_rag.app.defaults import INVENTED
 from ctx_compress_rag.app.demo_corpus import Corpus, DemoQuestion, invented_corpus, wikipedia_corpus
 from ctx_compress_rag.app.passage_index import Hit, PassageIndex, open_index
 from ctx_compress_rag.bulk import Added
@@ -20,7 +21,6 @@ from ctx_compress_rag.metrics import standard_error, token_f1
 if TYPE_CHECKING:
     from ctx_compress_rag.decoding.decoder import Message, TransformersDecoder
 
-INVENTED_BUNDLE = "demo"
 FULL_TEXT = "full text"
 NO_CONTEXT = "no context"
 
@@ -66,7 +66,9 @@ class DemoReport:
         questions: the questions.
         retrieved: for how many of them retrieval found every passage that they need.
         systems: full text, soft context from the finest ratio to the coarsest, no context.
+        sources: for each question, where the passages in its prompt are from, the nearest first.
         shown: the ratio whose answers are shown.
+        licence: of the passages.
         picture: the PNG of score against ratio.
     """
 
@@ -74,19 +76,21 @@ class DemoReport:
     questions: tuple[DemoQuestion, ...]
     retrieved: int
     systems: tuple[DemoSystem, ...]
+    sources: tuple[str, ...]
     shown: int
+    licence: str
     picture: Path
 
     def tables(self) -> str:
         """The answers and the scores as text."""
         columns = [s for s in self.systems if s.ratio in (None, self.shown)]
         answers = _table(
-            ["question", "expected", *(s.label for s in columns)],
+            ["question", "expected", *(s.label for s in columns), "read from"],
             [
-                [question.text, question.answers[0], *(" ".join(s.answers[i].split()) for s in columns)]
-                for i, question in enumerate(self.questions)
+                [question.text, question.answers[0], *(" ".join(s.answers[i].split()) for s in columns), source]
+                for i, (question, source) in enumerate(zip(self.questions, self.sources, strict=True))
             ],
-            [46, *[24] * (len(columns) + 1)],
+            [46, *[24] * (len(columns) + 1), 40],
         )
         scores = _table(
             ["context", "answer F1", "prompt tokens", "bytes stored", "first token ms"],
@@ -96,7 +100,7 @@ class DemoReport:
             ],
             [18] * 5,
         )
-        return f"{answers}\n\n{scores}"
+        return f"{answers}\n\n{scores}\n\npassages: {self.licence}"
 
 
 def run_demo(
@@ -116,7 +120,7 @@ def run_demo(
 
     folder = Path(folder)
     corpus = invented_corpus() if invented else wikipedia_corpus()
-    default = INVENTED_BUNDLE if invented else None
+    default = INVENTED if invented else None
     with open_index(folder, bundle, create=True, default=default) as index:
         stored = index.add(corpus.passages, progress)
         hits = index.search([question.text for question in corpus.questions], corpus.retrieved)
@@ -130,7 +134,9 @@ def run_demo(
             {hit.id for hit in found} >= set(q.needs) for q, found in zip(corpus.questions, hits, strict=True)
         ),
         systems=tuple(systems),
+        sources=tuple(", ".join(dict.fromkeys(hit.source for hit in found)) for found in hits),
         shown=corpus.shown if corpus.shown in ratios else ratios[0],
+        licence=corpus.licence,
         picture=_draw(systems, corpus.about, folder.with_name(f"{folder.name}.png")),
     )
 

@@ -15,6 +15,7 @@ WORLDS = 5
 TWO_PASSAGE_QUESTIONS = 4
 QUESTIONS = 12
 _WIKIPEDIA = Path(__file__).with_name("demo_passages.json")
+_XQUAD = "Wikipedia's authors, as chosen for XQuAD, CC BY-SA 4.0"
 _KINDS: tuple[Kind, ...] = ("person", "town", "organisation")
 
 
@@ -37,6 +38,7 @@ class Corpus:
         retrieved: how many passages a prompt is to hold.
         shown: the ratio whose answers are shown.
         about: what the passages are.
+        licence: of the passages, and whose they are.
     """
 
     passages: tuple[Passage, ...]
@@ -44,6 +46,7 @@ class Corpus:
     retrieved: int
     shown: int
     about: str
+    licence: str
 
 
 def wikipedia_corpus() -> Corpus:
@@ -54,7 +57,7 @@ def wikipedia_corpus() -> Corpus:
         DemoQuestion(row["question"], tuple(row["answers"]), (str(passages[row["passage"]].id),))
         for row in data["questions"]
     )
-    return Corpus(passages, questions, retrieved=2, shown=4, about="paragraphs of Wikipedia")
+    return Corpus(passages, questions, retrieved=2, shown=4, about="paragraphs of Wikipedia", licence=_XQUAD)
 
 
 def invented_corpus() -> Corpus:
@@ -74,7 +77,12 @@ def invented_corpus() -> Corpus:
         for entities, turn in asked
     ]
     return Corpus(
-        tuple(passages.values()), tuple(questions), retrieved=4, shown=16, about="passages about unseen names"
+        tuple(passages.values()),
+        tuple(questions),
+        retrieved=4,
+        shown=16,
+        about="passages about unseen names",
+        licence="invented, free to use",
     )
 
 

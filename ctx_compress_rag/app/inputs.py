@@ -59,7 +59,7 @@ class Input(ABC):
         return ""
 
 
-class Folder(Input):
+class FolderInput(Input):
     """The text files and documents of a folder and the folders in it, by name; hidden ones are left out.
 
     A file that is empty or cannot be read is skipped with a warning, one of another type is counted.
@@ -166,7 +166,7 @@ def open_input(path: str | Path) -> Input:
     path = Path(path)
     kind: Any = {**dict.fromkeys(JSONL, Jsonl), **dict.fromkeys(PARQUET, Parquet)}.get(path.suffix.lower())
     if kind is None or path.is_dir():
-        return Folder(path)
+        return FolderInput(path)
     try:
         return kind(path, path.stat().st_size)  # type: ignore[no-any-return]
     except OSError as error:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from chromadb.errors import NotFoundError
 from tqdm.auto import tqdm
 
+from ctx_compress_rag.app.defaults import ENGLISH
 from ctx_compress_rag.bulk import Added, CompressPassages, fill, shown, total
 from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.soft_context import SoftContext
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
 
 COLLECTION = "passages"
-ENGLISH = "smollm2-135m"
-"""The shipped bundle for a user's own text."""
 BUNDLE_KEY = "ctx_bundle"
 _EMBEDDER_KEY = "ctx_embedder"  # not in indexes made before there was a choice
 _COSINE: Any = {"hnsw": {"space": "cosine"}}

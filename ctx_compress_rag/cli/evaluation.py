@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from ctx_compress_rag.app.defaults import ENGLISH, INVENTED, STORE
 from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.serving import time_callers, time_first_tokens
 from ctx_compress_rag.cli.shared import (
-    DEMO,
     AnswerTokens,
     AnyBundle,
     BatchSize,
@@ -35,7 +35,13 @@ WORLD_PASSAGES = 4
 
 @command("eval", "--bundle runs/mine/bundle --data held_out.jsonl --ratios 4 16")
 def eval_(
-    bundle: AnyBundle = DEMO,
+    bundle: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BUNDLE",
+            help="A bundle's folder or hub id, or a shipped one's name.  [default: demo; with --data smollm2-135m]",
+        ),
+    ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,6 +91,7 @@ def eval_(
         list[str] | None,
         typer.Option(metavar="NAME...", help="Sets (files without suffix) whose like the bundle was trained on."),
     ] = None,
+    card: Annotated[bool, typer.Option("--card", help="Write the scores into BUNDLE's model card, too.")] = False,
     output: Output = "ctx-compress-eval",
 ) -> None:
     """Score a bundle beside its baselines.
@@ -114,7 +121,9 @@ def eval_(
         examples = world_examples("test", 0, questions, max_turns=1, passages=(passages,), alike=float(alike))
         name = f"the invented world, {passages} passages{' of one kind' if alike else ''}"
         sets = {name: questions_of(examples, questions)}
-    opened = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
+    opened = Bundle.from_pretrained(bundle or (ENGLISH if data else INVENTED), device=device, dtype=dtype)
+    if data:
+        note_what_it_reads(opened)
     text = evaluate_sets(
         opened,
         sets,
@@ -130,6 +139,7 @@ def eval_(
         max_new_tokens=max_tokens,
         batch_size=batch_size,
         in_domain=in_domain or (),
+        card=card,
     )
     print(f"{text}; also in {output}")
 
@@ -139,7 +149,7 @@ def agree(
     questions: Annotated[
         str, typer.Argument(metavar="FILE", help="A text file with a question on each line; no answers needed.")
     ],
-    store: Store,
+    store: Store = STORE,
     bundle: OwnBundle = None,
     ratios: Ratios = None,
     k: Annotated[int, typer.Option("--k", metavar="N", help="Passages to retrieve.")] = 4,
@@ -174,7 +184,9 @@ def agree(
 
 @command("compare", "--budget 400 --jobs 2 --entries mean_pooling comprexit")
 def compare(
-    comparison: Annotated[str, typer.Argument(metavar="FILE", help="A YAML file of entries, or a shipped one.")] = DEMO,
+    comparison: Annotated[
+        str, typer.Argument(metavar="FILE", help="A YAML file of entries, or a shipped one.")
+    ] = "demo",
     budget: Annotated[int, typer.Option(metavar="STEPS", help="Steps of training for each entry.")] = 1000,
     entries: Annotated[
         list[str] | None, typer.Option(metavar="NAME...", help="Only these.  [default: all in the file]")
@@ -216,7 +228,7 @@ def compare(
     if not table_only:
         plan = Plan(
             folder,
-            described.decoder or str(SHIPPED[DEMO] / DECODER_FOLDER),
+            described.decoder or str(SHIPPED[INVENTED] / DECODER_FOLDER),
             described.teacher,
             Budget(budget, passages),
             questions,
@@ -308,7 +320,7 @@ def inspect(
 @command("bench", "book.txt --passages 1000")
 def bench(
     text: Annotated[str, typer.Argument(metavar="FILE", help="A text to index.")],
-    bundle: AnyBundle = DEMO,
+    bundle: AnyBundle = INVENTED,
     passages: Annotated[int, typer.Option(metavar="N", help="At most this many.")] = 2000,
     tokens: Annotated[int, typer.Option(metavar="N", help="Most per passage.")] = 256,
     ratio: Annotated[int, typer.Option(metavar="R", help="For the first token.")] = 16,
@@ -348,7 +360,7 @@ def bench(
     opened = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
     chunks = list(dict.fromkeys(chunk(given, opened.tokenizer, tokens)))[:passages]
     if concurrency is not None:
-        time_callers(opened, chunks, concurrency, ratio)
+        time_callers(opened, chunks, concurrency, ratio, output)
         return
     if prompt is not None:
         time_first_tokens(opened, chunks, prompt, server, server_key, output)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ctx_compress_rag.app.defaults import STORE
 from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import (
     BatchSize,
@@ -44,7 +45,7 @@ def export(
 
 @command("serve", "--store ./chroma --port 8000")
 def serve(
-    store: Store,
+    store: Store = STORE,
     bundle: OwnBundle = None,
     server: Server = None,
     server_key: ServerKey = None,
@@ -109,13 +110,15 @@ def serve(
         )
 
 
-def time_callers(bundle: Bundle, passages: Sequence[str], callers: int, ratio: int) -> None:
-    """Print what callers at a time get, each with four of the passages as soft contexts."""
+def time_callers(bundle: Bundle, passages: Sequence[str], callers: int, ratio: int, output: str) -> None:
+    """Print what callers at a time get, each with four of the passages as soft contexts and 64 tokens to answer."""
     import tempfile
+    from dataclasses import asdict
 
     from ctx_compress_rag.decoding.decoder import TransformersDecoder
     from ctx_compress_rag.errors import ConfigError
-    from ctx_compress_rag.evaluation.concurrency import concurrency, endless
+    from ctx_compress_rag.evaluation import report
+    from ctx_compress_rag.evaluation.concurrency import concurrency, concurrency_table, endless
     from ctx_compress_rag.marking.mark import mark
     from ctx_compress_rag.stores import SoftContextStore
     from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
@@ -131,13 +134,9 @@ def time_callers(bundle: Bundle, passages: Sequence[str], callers: int, ratio: i
             text = PASSAGE_SEPARATOR.join(mark(store, own, ratio=ratio))
             chats.append(messages(TEMPLATES[0], text, "What is it about?"))
         found = concurrency(TransformersDecoder(bundle, store, batch_size=callers), chats)
-    print(f"{callers} callers, 4 passages each at {ratio}x, 64 tokens of the bundle's own decoder")
-    print(f"tokens/s one after the other {found.turns_rate:.0f}")
-    print(f"tokens/s in one batch {found.batch_rate:.0f}")
-    print(f"tokens/s as streams at a time {found.stream_rate:.0f}, over the batch {found.share:.2f}")
-    first = f"first piece after {found.first_seconds * 1e3:.0f} ms"
-    print(f"{first}; the last stream's over the first's {found.last_first:.2f}")
-    print(f"one caller's time over that of transformers' generate {found.alone:.3f}")
+    text = concurrency_table(found)
+    report.write(output, "concurrency", text, {**asdict(found), "ratio": ratio})
+    print(f"{text}\n\nalso in {output}")
 
 
 def time_first_tokens(

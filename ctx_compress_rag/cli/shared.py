@@ -14,8 +14,6 @@ from ctx_compress_rag.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
 
-DEMO = "demo"
-
 # Escape codes, marks that turn the direction of writing, and what stands for bytes of a file name that are no text.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -60,7 +58,9 @@ ServerKey = Annotated[
     str | None, typer.Option(metavar="KEY", envvar="CTX_COMPRESS_SERVER_KEY", help="The server's API key.")
 ]
 Output = Annotated[str, typer.Option(metavar="DIR", help="Where tables and pictures go.")]
-Ratios = Annotated[list[int] | None, typer.Option(metavar="R...", help="Source tokens per slot.")]
+Ratios = Annotated[
+    list[int] | None, typer.Option(metavar="R...", help="Source tokens per slot; of a ram bundle, reductions.")
+]
 
 
 def read_text(file: str, what: str = "text") -> str:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ctx_compress_rag.app.defaults import ENGLISH, STORE
 from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import (
     AnswerTokens,
@@ -29,7 +30,7 @@ from ctx_compress_rag.cli.shared import (
 _ANSWER_TOKENS = 512
 
 
-@command("index", "./my_docs --store ./chroma")
+@command("index", "./my_docs")
 def index(
     path: Annotated[
         str | None,
@@ -40,7 +41,7 @@ def index(
         ),
     ] = None,
     *,
-    store: Store,
+    store: Store = STORE,
     collection: Annotated[
         str | None,
         typer.Option(
@@ -56,7 +57,7 @@ def index(
         ),
     ] = None,
     prune: Annotated[
-        bool, typer.Option("--prune", help="Remove the passages of files that are gone from DIR.")
+        bool, typer.Option("--prune", help="Remove the passages of files that are gone from PATH.")
     ] = False,
     codec: Annotated[
         str | None, typer.Option(metavar="CODEC", help="How a new store keeps vectors: int8, fp16 or int4.")
@@ -79,7 +80,7 @@ def index(
     """
     from ctx_compress_rag.app.indexing import compress_collection, update_index
     from ctx_compress_rag.app.inputs import open_input
-    from ctx_compress_rag.app.passage_index import ENGLISH, open_index
+    from ctx_compress_rag.app.passage_index import open_index
     from ctx_compress_rag.errors import ConfigError
 
     if (path is None) == (collection is None):
@@ -108,10 +109,10 @@ def index(
         print(f"kept passages of deleted files: {report.vanished} (--prune removes them)")
 
 
-@command("ask", '"Who is the mayor of Nimbridge?" --store ./chroma --ratio 16')
+@command("ask", '"How long does the warranty last?" --ratio 8')
 def ask(
     question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask.")],
-    store: Store,
+    store: Store = STORE,
     bundle: OwnBundle = None,
     ratio: Annotated[
         int | None,
@@ -175,7 +176,7 @@ def ask(
 
 @command("info", "--store ./chroma")
 def info(
-    store: Store,
+    store: Store = STORE,
     prune: Annotated[
         bool, typer.Option("--prune", help="First delete soft contexts whose passage is not in the index.")
     ] = False,

@@ -11,6 +11,7 @@ from statistics import median
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
+from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.prompt import PromptLike
 
 _PAIRS = 3
@@ -39,6 +40,21 @@ class Concurrency:
     last_first: float
     first_seconds: float
     alone: float
+
+
+def concurrency_table(found: Concurrency) -> str:
+    """As a Markdown table."""
+    rows = {
+        "callers": f"{found.callers}",
+        "tokens/s, one caller after the other": f"{found.turns_rate:.0f}",
+        "tokens/s, one batch of all": f"{found.batch_rate:.0f}",
+        "tokens/s, streams at a time": f"{found.stream_rate:.0f}",
+        "streams over the batch": f"{found.share:.2f}",
+        "first piece, ms": f"{found.first_seconds * 1e3:.0f}",
+        "the last stream's first piece over the first's": f"{found.last_first:.2f}",
+        "one caller's time over transformers' generate": f"{found.alone:.3f}",
+    }
+    return report.table([{"measured": name, "": value} for name, value in rows.items()])
 
 
 @contextmanager

@@ -67,6 +67,7 @@ def evaluate_sets(
     max_new_tokens: int | None = None,
     batch_size: int = 16,
     in_domain: Sequence[str] = (),
+    card: bool = False,
 ) -> str:
     """Score each set; write answers, scores and pictures, and those of several sets together, too.
 
@@ -89,6 +90,7 @@ def evaluate_sets(
         max_new_tokens: see `evaluate`.
         batch_size: see `evaluate`.
         in_domain: names of the sets whose like the bundle was trained on; the means of the others are given apart.
+        card: write the scores into the bundle's model card, too.
 
     Returns: the tables.
 
@@ -141,6 +143,8 @@ def evaluate_sets(
             log=place / "answers.jsonl",
         )
         save(scores, place, about)
+        if card:
+            _add_to_card(bundle, name, scores, len(questions))
         texts.append(table(scores))
         if perplexities:
             texts.append(perplexity_table(perplexities))
@@ -150,6 +154,14 @@ def evaluate_sets(
         texts.append(f"Means of the {len(results)} sets:\n\n{macro_table(results, in_domain)}")
         save_together(results, output, texts[-1], f"{bundle.config.name}: the share of full text's gain that is kept")
     return "\n\n".join(texts)
+
+
+def _add_to_card(bundle: Bundle, name: str, scores: Sequence[Score], questions: int) -> None:
+    rows = [
+        {"context": s.system, "ratio": s.ratio, "f1": round(s.f1, 4), "error": round(s.f1_error, 4)} for s in scores
+    ]
+    bundle.report.setdefault("scores", {})[name] = {"questions": questions, "f1": rows}
+    bundle.save_report()
 
 
 def macro_table(results: Mapping[str, Sequence[Score]], in_domain: Sequence[str] = ()) -> str:

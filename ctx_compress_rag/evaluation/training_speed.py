@@ -17,7 +17,6 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.training.compiled import bfloat16_pays, compile_layers, round_frozen
-from ctx_compress_rag.training.loop import training_device
 from ctx_compress_rag.training.objectives.packed_text import PackedTextLoss
 from ctx_compress_rag.training.packing import Packer
 
@@ -60,8 +59,10 @@ def training_speed(bundle: Bundle, passages: Sequence[str], pairs: int = 3, prog
     fast.load_state_dict(plain.state_dict())
     compile_layers(fast.get_base_model())
     steps = (_plain_step(plain, rows), _packed_step(fast, rows))
-    losses = [_timed(step, half)[0] for step in steps]
-    times = [[_timed(step, half)[1] for step in steps] for _ in tqdm(range(pairs), desc="pairs", disable=not progress)]
+    device = bundle.backbone.device.type
+    losses = [_timed(step, device, half)[0] for step in steps]
+    bar = tqdm(range(pairs), desc="pairs", disable=not progress)
+    times = [[_timed(step, device, half)[1] for step in steps] for _ in bar]
     tokens = sum(map(len, rows))
     return TrainingSpeed(
         plain=tokens / median(slow for slow, _ in times),
@@ -116,10 +117,9 @@ def _packed_step(model: Any, rows: Sequence[Tensor]) -> Callable[[], Tensor]:
     return lambda: loss(batch)["loss"]
 
 
-def _timed(step: Callable[[], Tensor], half: bool) -> tuple[float, float]:
+def _timed(step: Callable[[], Tensor], device: str, half: bool) -> tuple[float, float]:
     """A step's loss, and the seconds of both passes."""
     started = time.perf_counter()
-    device = training_device()
     with torch.autocast(device, torch.bfloat16, enabled=half):
         loss = step()
     loss.backward()

@@ -1,10 +1,15 @@
-"""The methods by name: this package's folders, which register themselves, and what others register."""
+"""The methods by name: this package's folders, which register themselves, and what others register.
+
+A package of methods names the module that registers them as an entry point of the group `ctx_compress_rag.methods`, so
+that recipes and bundles of its methods load without an import.
+"""
 
 from __future__ import annotations
 
 import pkgutil
 from functools import cache, reduce
 from importlib import import_module
+from importlib.metadata import entry_points
 from operator import or_
 from typing import Annotated, Any
 
@@ -19,6 +24,8 @@ __all__ = ["METHODS", "AnyMethodConfig", "Method", "register"]
 for _found in pkgutil.iter_modules(methods.__path__, f"{methods.__name__}."):
     if _found.ispkg:
         import_module(_found.name)
+for _entry in entry_points(group="ctx_compress_rag.methods"):
+    _entry.load()
 
 
 @cache

@@ -18,7 +18,7 @@ class Skimmed:
 
     Attributes:
         question: the question.
-        ratio: the ratio it was asked with.
+        reduction: the reduction it was asked with.
         passage: the whole passage's text.
         start: where the part begins in it.
         end: where the part ends in it.
@@ -26,7 +26,7 @@ class Skimmed:
     """
 
     question: str
-    ratio: int
+    reduction: int
     passage: str
     start: int
     end: int
@@ -45,7 +45,7 @@ class Skimmed:
     @property
     def fields(self) -> tuple[str, ...]:
         """What tells it from others."""
-        return self.question, str(self.ratio), self.passage, str(self.start), str(self.end)
+        return self.question, str(self.reduction), self.passage, str(self.start), str(self.end)
 
 
 class SkimmedSlots:

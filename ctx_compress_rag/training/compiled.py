@@ -35,15 +35,16 @@ def make_fast(bundle: Bundle, optim: OptimConfig, dynamic: bool = True) -> None:
 def compile_layers(model: Any, dynamic: bool = False) -> None:
     """Compile each decoder layer, for every shape it meets or once for all; all layers are the same code.
 
-    Attention is written out, so that it is fused with what is around it: for rows of a few hundred tokens the
-    backward pass of transformers' fused attention is slower on a CPU.
+    On a CPU attention is written out, so that it is fused with what is around it: for rows of a few hundred tokens
+    the backward pass of transformers' fused attention is slower there.
     """
     # A machine without a compiler trains all the same, more slowly.
     torch._dynamo.config.suppress_errors = True
     # The same code is compiled for each adapter, with gradients and without, and for what masks there are.
     torch._dynamo.config.recompile_limit = _VARIANTS
     merge_lora(model)
-    model.set_attn_implementation("eager")
+    if model.device.type == "cpu":
+        model.set_attn_implementation("eager")
     for layer in decoder_layers(model.base_model, model.config.get_text_config().num_hidden_layers):
         layer.compile(dynamic=dynamic)
 

@@ -312,7 +312,7 @@ class CompressionRecipe(Recipe):
 
     `copy_decoder: false` makes the bundle name a decoder's folder, where `decoder` is one, in place of holding a copy.
     `reader_from_teacher` starts the reader's LoRA as the teacher's, which reads text already: ours, too.
-    `int8` saves the bundle's matrices in 8 bits, `sources` goes into its model card.
+    `int8` saves the bundle's matrices in 8 bits; `sources`, `decoder_licence` and `limits` go into its model card.
 
     Every step trains all of its ratios. A curriculum is ours: decoders as small as the demo's do not
     learn to read slots when they start at coarse ratios.
@@ -337,6 +337,8 @@ class CompressionRecipe(Recipe):
     reader_from_teacher: bool = False
     int8: bool = False
     sources: list[SourceConfig] = []
+    decoder_licence: str | None = None
+    limits: list[str] = []
 
     @model_validator(mode="after")
     def _one_start(self) -> CompressionRecipe:

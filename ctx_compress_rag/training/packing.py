@@ -48,7 +48,7 @@ class PackedRows:
         return PackedRows(*(getattr(self, f.name).to(device) for f in fields(self)))
 
     @property
-    def filled(self) -> int:
+    def token_count(self) -> int:
         """Positions that are no padding."""
         return int((self.segments != PADDING).sum())
 
@@ -80,6 +80,11 @@ class PackedSlots:
             self.slots.to(device),
             self.places.to(device),
         )
+
+    @property
+    def token_count(self) -> int:
+        """Tokens and slots, of passages and prompts together."""
+        return self.passages.token_count + self.prompts.token_count
 
 
 @dataclass

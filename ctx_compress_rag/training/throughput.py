@@ -10,25 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ctx_compress_rag.methods.base.compressor import PassageBatch
-from ctx_compress_rag.training.objectives.base import PromptBatch
-from ctx_compress_rag.training.packing import PackedRows, PackedSlots
-
 
 def tokens_of(batch: Mapping[str, Any]) -> Tensor | int:
-    """Tokens of a collated batch, padding left out: of passages and of prompts, each once, whatever is made of them."""
+    """Tokens of a collated batch, padding left out: of passages and of prompts, each once, whatever is made of them.
+
+    Counts tensors named as transformers names them, and what has a `token_count`, alone or in a list.
+    """
     total: Tensor | int = 0
     if "input_ids" in batch:
         total = batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
     for value in batch.values():
-        if isinstance(value, PassageBatch):
-            total = total + value.attention_mask.sum()
-        elif isinstance(value, PackedRows):
-            total = total + value.filled
-        elif isinstance(value, PackedSlots):
-            total = total + value.passages.filled + value.prompts.filled
-        elif isinstance(value, PromptBatch):
-            total = total + sum(len(ids) for prompt in value.prompts for ids in prompt.ids)
+        for part in value if isinstance(value, list) else [value]:
+            total = total + getattr(part, "token_count", 0)
     return total
 
 

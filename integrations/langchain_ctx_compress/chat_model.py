@@ -38,9 +38,9 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     """A bundle's decoder as a LangChain chat model.
 
     Markers in the messages are read as the soft contexts they stand for; a prompt without any is read by
-    the decoder as it is (the full-text teacher). The decoder runs in this process, one call at a time;
-    async calls run in a thread, and a cancelled one stops it after the token in progress. It calls no tools and
-    reads no images.
+    the decoder as it is (the full-text teacher). The decoder runs in this process, calls at a time sharing its passes,
+    or on a vLLM server; async calls run in a thread, and a cancelled one stops after the token in progress. It calls
+    no tools and reads no images.
 
     `usage_metadata` counts a slot as one token; `response_metadata` has the number of `slots`.
 

@@ -23,7 +23,7 @@ from ctx_compress_rag.adaptation import (
     TestTimeSGD,
 )
 from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
-from ctx_compress_rag.adaptation.cost import Cost, flops_of
+from ctx_compress_rag.adaptation.cost import AdaptationCost, flops_of
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, with_slots
 from ctx_compress_rag.adaptation.evaluation import SystemScore, evaluate, table, verdict
 from ctx_compress_rag.adaptation.methods import PredictorConfig
@@ -387,7 +387,9 @@ def test_a_budget_shortens_every_recipe_and_leaves_the_folder_alone(tmp_path: Pa
 
 def _score(system: str, f1: float, low: float, adapt_ms: float) -> SystemScore:
     interval = Interval(f1, f1 - 0.05, f1 + 0.05)
-    return SystemScore(system, interval, interval, Interval(f1 - 0.3, low, f1), {}, Cost(adapt_ms, 1.0, 1.0, 1.0))
+    return SystemScore(
+        system, interval, interval, Interval(f1 - 0.3, low, f1), {}, AdaptationCost(adapt_ms, 1.0, 1.0, 1.0)
+    )
 
 
 @pytest.mark.parametrize(

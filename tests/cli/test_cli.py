@@ -251,7 +251,7 @@ def test_wrong_usage_is_told(run: Any) -> None:
     for argv, message in (
         ([], "Missing command"),
         (["ask"], "Missing argument 'QUESTION'"),
-        (["index", "x"], "Missing option '--store'"),
+        (["repair"], "Missing option '--store'"),
         (["fly"], "No such command 'fly'"),
         (["ask", "x", "--store", "s", "--ratio", "many"], "Invalid value for '--ratio'"),
     ):

@@ -30,7 +30,7 @@ from ctx_compress_rag.evaluation.compare.config import (
     stage_recipes,
 )
 from ctx_compress_rag.evaluation.compare.report import read_report, table
-from ctx_compress_rag.evaluation.compare.run import Job, Plan, source_tokens
+from ctx_compress_rag.evaluation.compare.run import EntryJob, Plan, source_tokens
 from ctx_compress_rag.metrics import token_f1
 from ctx_compress_rag.training.examples import load_examples
 from helpers.training import killed
@@ -384,6 +384,6 @@ def test_tokens_of_a_stage_that_reads_its_passages_again(make_tiny_bundle: Calla
 
 def test_the_baselines_are_a_job_without_training(tmp_path: Path) -> None:
     plan = Plan(tmp_path, "decoder", None, Budget(3, 2), 5, [4], None)
-    assert Job(plan, "baselines").steps == 0
+    assert EntryJob(plan, "baselines").steps == 0
     questions = plan.test_questions()
     assert len(questions) == 5 and all(len(q.passages) == 2 for q in questions)

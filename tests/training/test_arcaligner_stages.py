@@ -267,10 +267,7 @@ def test_a_card_names_the_data_of_all_stages_once(stages: Path) -> None:
     first, second = {"data": "novels", "licence": "none"}, {"data": "questions", "licence": "MIT"}
     report = {"recipe": {"sources": [second, first]}, "earlier": {"recipe": {"sources": [first]}}}
     card = model_card(Bundle.from_pretrained(stages / "1" / "bundle").config, report, "f")
-    assert card.endswith(
-        "| data | licence |\n|---|---|\n| novels | none |\n| questions | MIT |\n\nCompression loses detail: run "
-        "`ctx-compress eval` on your own questions before you rely on it.\n"
-    )
+    assert "| data | licence |\n|---|---|\n| novels | none |\n| questions | MIT |\n\n## Limits" in card
 
 
 def test_a_report_keeps_those_of_the_stages_before(stages: Path) -> None:

@@ -43,14 +43,14 @@ def test_every_sequence_that_fits_stands_whole_in_one_row(lengths: list[int], ro
             with pytest.raises(ValueError, match="no room"):
                 packer.add(torch.zeros(length, dtype=torch.long))
     packed = packer.packed()
-    assert packed.filled == sum(map(len, placed.values()))
+    assert packed.token_count == sum(map(len, placed.values()))
     for number, (start, ids) in enumerate(placed.items()):
         place = slice(start, start + len(ids))
         assert torch.equal(packed.input_ids.flatten()[place], ids)
         assert (packed.segments.flatten()[place] == number).all()
         assert start // 16 == (start + len(ids) - 1) // 16
         assert torch.equal(packed.positions.flatten()[place], torch.arange(len(ids)))
-    assert int((packed.segments == PADDING).sum()) == rows * 16 - packed.filled
+    assert int((packed.segments == PADDING).sum()) == rows * 16 - packed.token_count
 
 
 @pytest.mark.parametrize("name", NAMES)

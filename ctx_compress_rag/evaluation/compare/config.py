@@ -42,7 +42,7 @@ class CurriculumShare(Strict):
     each: Literal["step", "example"] = "step"
 
 
-class Stage(BaseModel):
+class EntryStage(BaseModel):
     """A stage: its share of the entry's steps, its curriculum, and any key of a recipe.
 
     A `method` given here replaces single keys of the entry's, from this stage alone.
@@ -72,7 +72,7 @@ class Entry(Strict):
     method: dict[str, Any] = {}
     ratios: list[int] | None = Field(default=None, min_length=1)
     settings: dict[str, Any] = {}
-    stages: list[Stage] = []
+    stages: list[EntryStage] = []
 
 
 class Ordering(Strict):

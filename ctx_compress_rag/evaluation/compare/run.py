@@ -56,7 +56,7 @@ from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.metrics import exact_match, token_f1
 from ctx_compress_rag.text.minilm import load_minilm
 from ctx_compress_rag.text.prompts import shares
-from ctx_compress_rag.training.config import CompressionRecipe, ReconstructionRecipe
+from ctx_compress_rag.training.config import CompressionRecipe
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.objectives.reconstruction import passages_of
 from ctx_compress_rag.training.run import run_recipe
@@ -123,7 +123,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Job:
+class EntryJob:
     """An entry to train and score, or the baselines, which have no stages."""
 
     plan: Plan
@@ -161,10 +161,10 @@ def compare(comparison: Comparison, names: Sequence[str], plan: Plan, jobs: int)
         raise ConfigError(f"{plan.questions} questions have no standard error: give 2 or more")
     if plan.budget.passages < 1 or (plan.data is None and plan.budget.passages > PASSAGES_PER_WORLD):
         raise ConfigError(f"{plan.budget.passages} passages in a prompt: a world has 1 to {PASSAGES_PER_WORLD}")
-    work = [Job(plan, BASELINES)]
+    work = [EntryJob(plan, BASELINES)]
     for name in names:
         folder = plan.output / "entries" / name
-        work.append(Job(plan, name, tuple(stage_recipes(comparison, name, plan.budget, plan.start, folder))))
+        work.append(EntryJob(plan, name, tuple(stage_recipes(comparison, name, plan.budget, plan.start, folder))))
     questions = plan.test_questions()
     with_other_passages(questions)  # refused before anything is trained
     _claim(plan, questions)
@@ -212,7 +212,7 @@ def _claim(plan: Plan, questions: Sequence[Question]) -> None:
     file.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
-def _write_recipes(job: Job) -> None:
+def _write_recipes(job: EntryJob) -> None:
     """The stages as recipe files, which `ctx-compress train` takes, too."""
     for recipe in job.recipes:
         text = yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True), sort_keys=False)
@@ -227,7 +227,7 @@ def _recipe_file(recipe: CompressionRecipe) -> Path:
     return recipe.output / "recipe.yaml"
 
 
-def _in_processes(todo: Sequence[Job], jobs: int) -> None:
+def _in_processes(todo: Sequence[EntryJob], jobs: int) -> None:
     threads = max(1, (os.cpu_count() or 1) // jobs)
     failed: dict[str, BaseException] = {}
     # A process for each job: what one leaves in memory does not slow the next.
@@ -235,7 +235,7 @@ def _in_processes(todo: Sequence[Job], jobs: int) -> None:
         ProcessPoolExecutor(jobs, get_context("spawn"), _end_with_parent, max_tasks_per_child=1) as pool,
         tqdm(total=sum(job.steps for job in todo), desc="training", unit="step") as bar,
     ):
-        running: dict[Future[None], Job] = {pool.submit(_run_apart, job, threads): job for job in todo}
+        running: dict[Future[None], EntryJob] = {pool.submit(_run_apart, job, threads): job for job in todo}
         while running:
             done, _ = wait(running, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
             bar.n = sum(_steps_done(recipe) for job in todo for recipe in job.recipes)
@@ -252,7 +252,7 @@ def _in_processes(todo: Sequence[Job], jobs: int) -> None:
         raise CtxCompressError(f"{len(failed)} of {len(todo)} failed, first {name}: {error}; see {log}") from error
 
 
-def _run_apart(job: Job, threads: int) -> None:
+def _run_apart(job: EntryJob, threads: int) -> None:
     """Run a job in a process of its own, what it prints going to its log."""
     torch.set_num_threads(threads)
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -281,7 +281,7 @@ def _steps_done(recipe: CompressionRecipe) -> int:
     return max((int(f.name.split("-")[1]) for f in (recipe.output / "checkpoints").glob("checkpoint-*")), default=0)
 
 
-def run_job(job: Job) -> None:
+def run_job(job: EntryJob) -> None:
     """Train an entry, score it and write its result; or do this with the baselines."""
     questions = job.plan.test_questions()
     if not job.recipes:
@@ -307,7 +307,7 @@ def _train_stage(recipe: CompressionRecipe) -> dict[str, Any]:
 
 
 def _entry_result(
-    job: Job, bundle: Bundle, reports: Sequence[Mapping[str, Any]], questions: Sequence[Question]
+    job: EntryJob, bundle: Bundle, reports: Sequence[Mapping[str, Any]], questions: Sequence[Question]
 ) -> dict[str, Any]:
     compress_seconds = _compress_seconds(bundle, questions)  # before the store is filled: encoders may cache
     ratios = job.recipes[-1].ratios
@@ -382,7 +382,7 @@ def _scores(answers: SystemAnswers, questions: Sequence[Question]) -> list[dict[
 def source_tokens(recipe: CompressionRecipe, tokenizer: Any) -> int:
     """Tokens of the passages that a stage reads, counted each time that an example holds the passage."""
     examples = load_examples(recipe)
-    if isinstance(recipe, ReconstructionRecipe):
+    if recipe.recites:
         examples = passages_of(examples)
     lengths: dict[str, int] = {}
     total = 0

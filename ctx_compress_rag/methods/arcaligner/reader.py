@@ -18,6 +18,7 @@ from ctx_compress_rag.methods.arcaligner.recursion import Recursion
 from ctx_compress_rag.methods.arcaligner.selective_lora import SelectiveLora, SlotPlaces, twin
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.base.mapped_reader import MappedReader
+from ctx_compress_rag.methods.base.part import Borrowed
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 
 # The logit that new gates give: just below the threshold. An untrained gate changes nothing, so that
@@ -82,9 +83,8 @@ class ArcAlignerReader(MappedReader):
         trunk = model.get_decoder()
         layers = decoder_layers(trunk, model.config.get_text_config().num_hidden_layers)
         trunk.forward = partial(self._forward, trunk.forward)
-        # Tuples, which nn.Module does not look into: none of these weights are this module's.
-        self._twin = (model,)
-        self._layers = tuple(layers)
+        self._twin = Borrowed(model)
+        self._layers = Borrowed(list(layers))
         gated = range(len(layers)) if config.gated_layers == "all" else config.gated_layers
         if not set(gated) <= set(range(len(layers))):
             raise ConfigError(f"gated_layers {sorted(gated)}: the decoder has layers 0 to {len(layers) - 1}")
@@ -119,7 +119,7 @@ class ArcAlignerReader(MappedReader):
         with self.backbone.use(None):
             outer, self._slot_mask = self._slot_mask, slot_mask
             try:
-                yield self._twin[0]
+                yield self._twin.value
             finally:
                 self._slot_mask = outer
 
@@ -159,7 +159,7 @@ class ArcAlignerReader(MappedReader):
             for number, gate in self.gates.items() if self.config.loops else ():
                 hook = partial(self._refine, int(number), gate, slots)
                 # First, so that what other hooks record (`output_hidden_states`) is the refined state.
-                handle = self._layers[int(number)].register_forward_hook(hook, prepend=True, with_kwargs=True)
+                handle = self._layers.value[int(number)].register_forward_hook(hook, prepend=True, with_kwargs=True)
                 hooks.callback(handle.remove)
             return forward(**inputs)
 

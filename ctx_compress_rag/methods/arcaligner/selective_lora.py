@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.arcaligner.config import SelectiveLoraConfig
+from ctx_compress_rag.methods.base.part import Borrowed
 
 
 class SlotPlaces:
@@ -98,8 +99,7 @@ class SelectiveLora(nn.Module):
                 f"{type(layer).__name__} has no nn.Linear to adapt: this decoder cannot take selective LoRA"
             )
         self.updates = nn.ModuleDict({name: SlotUpdate(linear, config) for name, linear in linears.items()})
-        # A plain tuple hides the decoder's layers from nn.Module.
-        self._linears = tuple(linears.values())
+        self._linears = Borrowed(list(linears.values()))
         self._slots: SlotPlaces | None = None
 
     @contextmanager
@@ -108,7 +108,7 @@ class SelectiveLora(nn.Module):
         outer, self._slots = self._slots, slots
         with ExitStack() as hooks:
             if outer is None:
-                for linear, update in zip(self._linears, self.updates.values(), strict=True):
+                for linear, update in zip(self._linears.value, self.updates.values(), strict=True):
                     hooks.callback(linear.register_forward_hook(partial(self._add, update)).remove)
             try:
                 yield

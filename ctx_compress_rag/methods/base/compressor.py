@@ -75,6 +75,11 @@ class PassageBatch:
         """The same batch with its tensors on `device`."""
         return PassageBatch(self.texts, self.input_ids.to(device), self.attention_mask.to(device))
 
+    @property
+    def token_count(self) -> Tensor:
+        """Tokens that are no padding; on the batch's device, so that nothing waits for it."""
+        return self.attention_mask.sum()
+
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Token ids padded on the right, and their mask (int64, 0 at padding): (rows, length) each."""

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.errors import BundleError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Borrowed(Generic[T]):
+    """Modules of another: nn.Module does not look in here, so that their weights are not counted as the holder's."""
+
+    value: T
 
 
 class Part(nn.Module, ABC):

@@ -13,7 +13,7 @@ from ctx_compress_rag.backbone import Backbone, decoder_layers
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import TokenCompressor
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
-from ctx_compress_rag.methods.base.part import train_copy
+from ctx_compress_rag.methods.base.part import Borrowed, train_copy
 
 
 class TrunkCompressor(TokenCompressor):
@@ -35,8 +35,7 @@ class TrunkCompressor(TokenCompressor):
         self.encoder: nn.Module | None = None
         trunk: nn.Module = backbone.model.base_model
         kept = None if layers is None else _layers(trunk, backbone.model.config, layers)
-        # A plain tuple hides it from nn.Module: its weights are the decoder's.
-        self._trunk = (trunk if kept is None else _with_layers(trunk, kept),)
+        self._trunk = Borrowed(trunk if kept is None else _with_layers(trunk, kept))
         if tune.mode == "lora":
             backbone.add_adapter(self.side, lora_config(tune) if kept is None else _lora_of_layers(tune, kept))
         elif tune.mode == "full":
@@ -55,7 +54,7 @@ class TrunkCompressor(TokenCompressor):
     def trunk(self) -> Iterator[Any]:
         """The encoder, a transformers model without a head, held for this thread within the context."""
         with self.backbone.use(self.side if self.tune.mode == "lora" else None):
-            yield self._trunk[0] if self.encoder is None else self.encoder
+            yield self._trunk.value if self.encoder is None else self.encoder
 
 
 def _layers(trunk: nn.Module, config: Any, count: int) -> nn.ModuleList:

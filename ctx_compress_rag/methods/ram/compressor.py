@@ -66,7 +66,7 @@ class RamCompressor(TrunkCompressor):
             ).last_hidden_state
         return hidden[:, first:].float()
 
-    def choose(self, question: Tensor, segments: Tensor, counts: Tensor, ratio: int) -> list[bool]:
+    def choose(self, question: Tensor, segments: Tensor, counts: Tensor, reduction: int) -> list[bool]:
         """Which segments stay text: the nearest to the question, k by eq. 3; of equals the earlier.
 
         The paper writes the softmax of eq. 2 over dot products and says cosine; eq. 8, which trains the
@@ -80,10 +80,10 @@ class RamCompressor(TrunkCompressor):
             question: r_q (dim,).
             segments: r_i of all segments in the prompt (segments, dim).
             counts: tokens of each segment (segments,), int64; their sum is L_org.
-            ratio: the paper's alpha.
+            reduction: the paper's alpha, how many times shorter the context becomes.
         """
         size = self.config.segment_tokens
-        k = int(counts.sum()) // (ratio * size) if self.config.close_reading else 0
+        k = int(counts.sum()) // (reduction * size) if self.config.close_reading else 0
         order = relevance(question, segments).argsort(descending=True, stable=True)
         kept = torch.zeros_like(counts, dtype=torch.bool)
         kept[order] = counts[order].cumsum(0) <= k * size

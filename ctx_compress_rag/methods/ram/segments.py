@@ -63,6 +63,11 @@ class Segments:
         return cls(text, [ids[start : start + size] for start in range(0, len(ids), size)], [0, *inner, len(text)])
 
     @property
+    def token_count(self) -> int:
+        """Tokens of the passage."""
+        return sum(self.token_counts)
+
+    @property
     def token_counts(self) -> list[int]:
         """Tokens of each segment."""
         return [len(ids) for ids in self.ids]

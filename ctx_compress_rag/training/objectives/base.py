@@ -33,6 +33,11 @@ class PromptBatch:
         """The prompts of these numbers."""
         return PromptBatch([self.prompts[i] for i in numbers], [self.passages[i] for i in numbers])
 
+    @property
+    def token_count(self) -> int:
+        """Tokens of the prompts; slots are not counted."""
+        return sum(len(ids) for prompt in self.prompts for ids in prompt.ids)
+
     def answer_lengths(self) -> list[int]:
         """How many tokens of answers each prompt has."""
         return [sum(int(mask.sum()) for mask in prompt.answers) for prompt in self.prompts]

@@ -41,6 +41,11 @@ class RamRow:
     question: list[int]
     positives: list[bool]
 
+    @property
+    def token_count(self) -> int:
+        """Tokens of the question; which of its passages' tokens follow, the model decides."""
+        return len(self.question)
+
 
 class RamLoss(SlotObjective, WholeBatchMean):
     """L_nll + L_con (eq. 9), mean over the batch's questions.
