@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.errors import ConfigError, CtxCompressError
-from ctx_compress_rag.text.tokenising import text_ids, text_parts, text_tokens, whole_characters
+from ctx_compress_rag.text.tokenising import bos_id, text_ids, text_parts, text_tokens, whole_characters
 
 ROLES = ("system", "user", "assistant", "tool")
 """Who may speak in a chat."""
@@ -37,7 +37,8 @@ def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
     if unknown := [message["role"] for message in chat if message["role"] not in ROLES]:
         raise ConfigError(f"no decoder knows the role {unknown[0]!r}: give one of {', '.join(ROLES)}")
     if not getattr(tokenizer, "chat_template", None):
-        return (tokenizer.bos_token or "") + "\n\n".join(message["content"] for message in chat) + f"\n{_CUE}"
+        first = "" if bos_id(tokenizer) is None else tokenizer.bos_token
+        return first + "\n\n".join(message["content"] for message in chat) + f"\n{_CUE}"
     try:
         return _render(tokenizer, chat)
     except _Refusal as error:

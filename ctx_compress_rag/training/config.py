@@ -166,13 +166,15 @@ class Recipe(BaseRecipe):
 
     asks: ClassVar[bool] = True
     """Whether the stage needs questions."""
+    repeats_texts: ClassVar[bool] = False
+    """Whether texts without questions may stand beside them."""
 
     data: DataConfig
     probe: ProbeConfig | None = None
 
     @model_validator(mode="after")
     def _texts_ask_nothing(self) -> Recipe:
-        if self.data.texts and self.asks:
+        if self.data.texts and self.asks and not self.repeats_texts:
             raise ValueError(f"stage {self.stage} needs questions, and texts have none: use files")
         return self
 
@@ -397,7 +399,7 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
         repeat: how many of a batch's sequences repeat a passage, as training goes on.
     """
 
-    asks = False
+    repeats_texts = True
     stage: Literal["repeat_and_answer"]
     window: int = Field(default=384, gt=0)
     packing: PackingConfig = PackingConfig()

@@ -20,15 +20,15 @@ from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, PromptBuilder
 from ctx_compress_rag.training.loop import Probe
 
-_ANSWER_TOKENS = 24
+_ANSWER_TOKENS = 32
 _AT_ONCE = 32
 
 Reading = Callable[[Tensor], AbstractContextManager[Any]]
 """From where slots are (batch, length) to the decoder that reads them."""
 
 
-def text_probe(decoder: Any, tokenizer: Any, config: ProbeConfig, template: str) -> Probe:
-    """EM and F1 of a decoder that reads full text, and with no context."""
+def text_probe(decoder: Any, tokenizer: Any, config: ProbeConfig, template: str, answer_tokens: int) -> Probe:
+    """EM and F1 of a decoder that reads full text, and with no context; `answer_tokens` is the longest answer."""
     questions, builder = _questions(config), PromptBuilder(tokenizer)
     given = {
         "full text": [
@@ -40,7 +40,7 @@ def text_probe(decoder: Any, tokenizer: Any, config: ProbeConfig, template: str)
     def probe() -> dict[str, Any]:
         embed = decoder.get_input_embeddings()
         return {
-            name: _score(_answers(prompts, embed, tokenizer, lambda _: nullcontext(decoder)), questions)
+            name: _score(_answers(prompts, embed, tokenizer, lambda _: nullcontext(decoder), answer_tokens), questions)
             for name, prompts in given.items()
         }
 
@@ -55,7 +55,8 @@ def soft_probe(bundle: Bundle, config: ProbeConfig) -> Probe:
     def at(ratio: int) -> list[str]:
         softs = [bundle.compress(q.passages, ratio) for q in questions]
         prompts = [p.filled([bundle.embed(soft) for soft in own]) for p, own in zip(asked, softs, strict=True)]
-        return _answers(prompts, bundle.backbone.embeddings, bundle.tokenizer, bundle.soft_decoder)
+        longest = bundle.config.answer_tokens or _ANSWER_TOKENS
+        return _answers(prompts, bundle.backbone.embeddings, bundle.tokenizer, bundle.soft_decoder, longest)
 
     def probe() -> dict[str, Any]:
         return {f"soft context {ratio}x": _score(at(ratio), questions) for ratio in config.ratios}
@@ -74,14 +75,14 @@ def _questions(config: ProbeConfig) -> list[Example]:
     return examples[::step][: config.questions]
 
 
-def _answers(prompts: Sequence[Prompt], embed: Any, tokenizer: Any, reading: Reading) -> list[str]:
+def _answers(prompts: Sequence[Prompt], embed: Any, tokenizer: Any, reading: Reading, longest: int) -> list[str]:
     """Greedy answers."""
 
     def run(numbers: Sequence[int]) -> list[Generation]:
         own = [prompts[i] for i in numbers]
         batch = splice(embed, own)
         with torch.no_grad(), reading(batch.slot_mask) as model:
-            return generate(model, batch, own, tokenizer, Sampling(_ANSWER_TOKENS), None)
+            return generate(model, batch, own, tokenizer, Sampling(longest), None)
 
     return [generation.text.strip() for generation in in_batches(prompts, _AT_ONCE, run)]
 

@@ -10,6 +10,7 @@ import torch
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
+from ctx_compress_rag.text.prompt_tokenizer import chat_text
 from helpers import architectures
 
 TEXTS = ["Kormoor lies on the river Halen, where the salt works are.", "Pell trades."]
@@ -52,3 +53,15 @@ def test_passages_are_read_behind_bos(name: str, method: dict[str, Any]) -> None
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert soft.n_tokens == len(ids)
         torch.testing.assert_close(soft.slots, plain_slots(bundle, ids), atol=1e-4, rtol=1e-4)
+
+
+def test_prompts_of_base_models_begin_as_the_tokenizer_begins_a_text() -> None:
+    for name, begins in (("Llama", True), ("Phi3", False)):
+        tokenizer = architectures.tokenizer(name)
+        tokenizer.chat_template = None
+        text = chat_text(tokenizer, [{"role": "user", "content": "Who?"}])
+        assert text.startswith(tokenizer.bos_token) is begins
+        assert (
+            tokenizer(text, add_special_tokens=False)["input_ids"][0]
+            == tokenizer(text.removeprefix(tokenizer.bos_token))["input_ids"][0]
+        )

@@ -69,5 +69,9 @@ def test_a_bos_stands_before_the_slots_and_single_tokens_are_refused() -> None:
     batch = NextTokenCollator(tokenizer, 8, 4)([Example((TEXT,), (Turn("", ("",)),))])
     [row] = batch["prompts"].prompts
     assert row.ids[0].tolist() == [tokenizer.bos_token_id] and not row.answers[0].any()
+    unused = architectures.tokenizer("Phi3")  # it has a BOS, and puts it nowhere
+    assert unused.bos_token_id is not None and unused("", verbose=False)["input_ids"] == []
+    [row] = NextTokenCollator(unused, 8, 4)([Example((TEXT,), (Turn("", ("",)),))])["prompts"].prompts
+    assert row.ids[0].tolist() == []
     with pytest.raises(DataError, match="nothing follows the first token of 'a'"):
         NextTokenCollator(tokenizer, 8, 4)([Example(("a",), (Turn("", ("",)),))])

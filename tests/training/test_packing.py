@@ -17,7 +17,7 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
-from ctx_compress_rag.text.prompts import PromptBuilder
+from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
 from ctx_compress_rag.training.config import RepeatAndAnswerRecipe
 from ctx_compress_rag.training.head import head_logits, weighted_loss
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
@@ -173,6 +173,7 @@ def test_training_resumes_and_learns_to_repeat(tmp_path: Path, tiny_tokenizer: A
     losses = [row["loss"] for row in json.loads((output / "loss.json").read_text())]
     assert len(losses) == 3 and losses[-1] < losses[0]
     bundle = Bundle.from_pretrained(output / "bundle", device="cpu")
+    assert (bundle.config.template, bundle.config.answer_tokens) == (TEMPLATES[0], 256)
     assert bundle.compress(["Orla Reedwen keeps a goat."])[0].n_slots >= 1
     longer = made.model_copy(update={"optim": made.optim.model_copy(update={"steps": 5})})
     file.write_text(yaml.safe_dump(longer.model_dump(mode="json")))

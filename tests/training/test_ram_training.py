@@ -144,6 +144,7 @@ def test_a_recipe_makes_a_bundle_and_resumes(bundle: Bundle, tmp_path: Path) -> 
     assert json.loads((tmp_path / "cut" / "run" / "training_report.json").read_text())["resumed"] is True
     made = Bundle.from_pretrained(whole / "bundle")
     assert isinstance(made.config.method, RamConfig) and made.report["steps"] == 4
+    assert made.report["tokens"] > 0
 
 
 def test_yes_and_no_are_found_nowhere(tiny_tokenizer: Any) -> None:

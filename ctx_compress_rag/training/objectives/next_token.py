@@ -13,6 +13,7 @@ from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.prompt import HoledPrompt
 from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR
+from ctx_compress_rag.text.tokenising import bos_id
 from ctx_compress_rag.training.objectives.base import PassageTable, PromptBatch
 
 
@@ -36,7 +37,7 @@ class NextTokenCollator:
     continuation_tokens: int
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
-        bos = self.tokenizer.bos_token_id
+        bos = bos_id(self.tokenizer)
         before = torch.tensor([] if bos is None else [bos], dtype=torch.long)
         table = PassageTable()
         prompts: list[HoledPrompt] = []

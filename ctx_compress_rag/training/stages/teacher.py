@@ -219,7 +219,11 @@ def start(recipe: TeacherRecipe, resume: bool) -> Job:
         else:
             save_decoder(decoder, tokenizer, recipe.output)
 
-    probe = text_probe(decoder, tokenizer, recipe.probe, data.templates[0]) if recipe.probe else None
+    probe = (
+        text_probe(decoder, tokenizer, recipe.probe, data.templates[0], data.max_answer_tokens)
+        if recipe.probe
+        else None
+    )
     return Job(
         model,
         examples,
