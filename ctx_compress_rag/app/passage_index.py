@@ -91,7 +91,7 @@ class PassageIndex:
         self.loading = loading
 
     def add(self, passages: Sequence[Passage], progress: bool = True) -> Added:
-        """Store the passages that are missing, batch by batch; after an interruption the same call goes on.
+        """Store the passages that are missing, batch by batch; after an interruption the same call resumes.
 
         Args:
             passages: as `make_passage` makes them.
@@ -299,7 +299,7 @@ def prune(folder: str | Path) -> list[str]:
 
 
 def recorded_store(folder: str | Path, collection: str) -> SoftContextStore:
-    """The store beside a collection, opened without its bundle: to look and to mend, not to compress.
+    """The store beside a collection, opened without its bundle, to inspect or repair it; it cannot compress.
 
     Raises:
         StoreError: there is none.

@@ -52,7 +52,7 @@ def fill(
 ) -> Iterator[Added]:
     """Compress and store what is missing; what is yielded is on disk, and counts since the last one.
 
-    No more than `LOOKED_UP` passages are held at a time. After an interruption the same call goes on with what is
+    No more than `LOOKED_UP` passages are held at a time. After an interruption the same call resumes with what is
     missing.
     """
     for unchanged, batches in lookups(target, passages):

@@ -48,8 +48,8 @@ class Agreement:
         answer: the answer from soft context, or from none.
         f1: token F1 of `answer` against `full_text`, 0 to 1.
         kl: KL(full text || less) in nats: of the distributions over the next token along the answer from full
-            text and its end token, the mean over those tokens. 0 where the decoder would say the same with the
-            same certainty. It sees what `f1` does not: an answer that only just stayed the same.
+            text and its end token, the mean over those tokens. 0 where both distributions are equal. Unlike `f1` it
+            also shows that an answer stayed the same only just.
         prompt_tokens: length of the prompt, a slot counting as one.
         full_text_tokens: length of the full-text prompt.
     """

@@ -143,8 +143,8 @@ def count(text: str, tokenizer: Any) -> int:
 def _head(text: str, tokenizer: Any, tokens: int) -> str:
     """The longest start of a text that ends with one of its tokens and has at most `tokens`.
 
-    Cut text can split into other tokens than it had inside the whole, and a byte-level token can
-    end within a character; hence the count of what is kept, not of what was meant.
+    Cut text can split into other tokens than it had inside the whole, and a byte-level token can end within a
+    character: so the tokens of the cut text are counted again.
     """
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     if len(offsets) <= tokens:

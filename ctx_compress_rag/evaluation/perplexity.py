@@ -25,7 +25,7 @@ from ctx_compress_rag.training.objectives.reconstruction import recited
 
 @dataclass(frozen=True)
 class Perplexity:
-    """What the passages' own text is to the decoder.
+    """The perplexity of passages' own text, given one kind of context.
 
     Attributes:
         system: what the decoder was given: the full text (the paper's Base), nothing, or slots.
@@ -51,8 +51,8 @@ def reconstruction_perplexity(
 ) -> list[Perplexity]:
     """The perplexity of passages' own text given that text, given nothing, and given their slots at each ratio.
 
-    Text is read by the bundle's text decoder, slots by its reader. A bundle that was never trained to
-    say passages again does so badly, whatever its slots hold: compare bundles of like training.
+    Text is read by the bundle's text decoder, slots by its reader. A bundle that was never trained to reconstruct
+    passages does so badly, whatever its slots hold: compare only bundles that were trained alike.
 
     Args:
         bundle: what is scored, of any method.

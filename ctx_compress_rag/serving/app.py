@@ -42,7 +42,7 @@ class Limits:
 
     Attributes:
         body_bytes: the longest body of a request.
-        requests: most requests at a time; what comes beyond is told to try again.
+        requests: most requests at a time; more get status 429.
         answer_tokens: the longest answer where the client does not say.
     """
 

@@ -103,7 +103,7 @@ def sealed_fields(key: str, row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_seal(key: str, stored: Mapping[str, Any], signers: Sequence[MarkerCodec], required: bool) -> None:
-    """PayloadError unless the record is as one of the keys sealed it; without a seal, only where none is required."""
+    """PayloadError unless one of the keys sealed the record as it is, or it has no seal and none is required."""
     fields = sealed_fields(key, stored)
     seal = stored.get(SEAL)
     if seal is None and not required:
@@ -113,8 +113,8 @@ def check_seal(key: str, stored: Mapping[str, Any], signers: Sequence[MarkerCode
     ):
         raise _damaged(
             own_id(key),
-            "it is not as it was sealed, or was sealed with another key: set CTX_COMPRESS_KEY to that one; if it is "
-            "lost, `ctx-compress repair --reseal` takes the one in use",
+            "it was changed after it was sealed, or sealed with another key: set CTX_COMPRESS_KEY to that one; if it "
+            "is lost, `ctx-compress repair --reseal` takes the one in use",
         )
 
 

@@ -18,7 +18,7 @@ from ctx_compress_rag.text.prompts import PARAPHRASES, TEMPLATES
 
 
 class WorldData(Strict):
-    """Examples of the invented world instead of files; what the numbers mean says `data.world.examples`."""
+    """Examples of the invented world instead of files; see `data.world.examples` for the numbers."""
 
     split: Literal["train", "dev", "test"] = "train"
     seed: int = 0

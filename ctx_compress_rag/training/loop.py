@@ -381,7 +381,7 @@ def _schedule(optim: OptimConfig) -> dict[str, Any]:
 
 
 def plot_loss(history: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the logged losses against steps."""
+    """Plot the logged losses against steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -165,7 +165,7 @@ def _started(recipe: TeacherRecipe) -> tuple[Any, Any]:
     name, revision, device = recipe.decoder or "", recipe.revision, training_device()
     if isinstance(name, str) and (Path(name) / "adapter_config.json").exists():
         if recipe.tune.mode != "lora":
-            raise ConfigError(f"{name} is a LoRA adapter: go on with tune.mode: lora, not {recipe.tune.mode}")
+            raise ConfigError(f"{name} is a LoRA adapter: continue with `tune.mode: lora`, not {recipe.tune.mode}")
         adapter = PeftConfig.from_pretrained(name)
         if not adapter.base_model_name_or_path:  # made on a GGUF file
             raise ConfigError(
