@@ -93,7 +93,7 @@ def update_index(
 
     Passages of a file whose text changed are always replaced, once the new ones are stored. Passages of a file that is
     gone are removed with `prune` alone, and only if they came from this folder; those of a file that is there but
-    cannot be read stay. In JSONL and Parquet a row is what a file is in a folder.
+    cannot be read stay. A row of JSONL or Parquet counts as a file.
 
     Args:
         index: the index.

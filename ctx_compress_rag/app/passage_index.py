@@ -117,7 +117,7 @@ class PassageIndex:
     def put(self, passages: Sequence[Passage], made: Mapping[str, Any]) -> None:
         """Store passages with what a worker made of them: `vector`, then `payload` by a bundle of `fingerprint`.
 
-        A passage that has a vector alone, after an interruption, is compressed by whoever retrieves it.
+        A passage that has only a vector, after an interruption, is compressed when it is retrieved.
         """
         metadatas: Any = [dict(passage.metadata) for passage in passages]
         texts = [passage.text for passage in passages]
@@ -336,7 +336,7 @@ class _Recorded:
 
 def check_there(folder: str | Path, create: bool = False) -> None:
     """StoreError where there is no store, unless it is to be made."""
-    # Chroma would make the folder; whoever only reads should hear that the path is wrong.
+    # Chroma would make the folder; a caller that only reads should be told that the path is wrong.
     if not create and not (Path(folder) / DATABASE).exists():
         raise StoreError(f"no store at {str(folder)!r}: make one with `ctx-compress index DIR --store {folder}`")
 

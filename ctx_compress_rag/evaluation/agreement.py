@@ -1,4 +1,4 @@
-"""How far a decoder answers from soft context as it does from full text: on any questions, without known answers."""
+"""How closely answers from soft context match those from full text: on any questions, without known answers."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def agreement(
 ) -> list[Agreement]:
     """Answer each question from full text, from soft context at each ratio, and from nothing; compare with full text.
 
-    Both answers are greedy. Soft contexts take the way they take in use: through the store, its codec, markers
-    and the splice; passages that are not stored are compressed and stored. What the decoder answers without
-    context shows what the figures are where nothing was read.
+    Both answers are greedy. Soft contexts pass through what they do in use: the store, its codec, markers and the
+    splice; passages that are not stored are compressed and stored. The answers without context show which figures mean
+    that nothing was read.
 
-    This says what compression changes, not what is right: a decoder that errs alike from text and from slots
-    agrees with itself.
+    This shows what compression changes, not what is right: a decoder that makes the same errors from text and from
+    slots agrees with itself.
 
     Args:
         store: where the soft contexts are; its bundle answers.

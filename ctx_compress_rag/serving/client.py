@@ -145,7 +145,7 @@ class ServerDecoder(AdaptiveDecoder):
         return body
 
     def _embeds(self, prompt: Prompt) -> str:
-        """The prompt's vectors, checked: vLLM does not look, and a NaN spoils the answers of others."""
+        """The prompt's vectors, checked: vLLM does not check them, and a NaN spoils the answers of others."""
         backbone = self.bundle.backbone
         with torch.no_grad():
             [vectors] = splice(backbone.embeddings, [prompt]).inputs_embeds

@@ -27,8 +27,8 @@ def damaged(companion: Companion, signers: Sequence[MarkerCodec]) -> list[str]:
 def reseal(companion: Companion, signer: MarkerCodec) -> int:
     """Seal with this key the records that it has not sealed, if text, payload and counts agree; returns their number.
 
-    Whoever could write to the folder before could have put records there: only the owner of the folder can say that
-    they are to be trusted.
+    Anyone who could write to the folder before could have put records there: only the owner of the folder can know
+    whether to trust them.
     """
     sealed = refused = 0
     for ids in _pages(companion):

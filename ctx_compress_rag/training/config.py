@@ -59,7 +59,7 @@ class DataConfig(Strict):
 
     @property
     def guard(self) -> Guard:
-        """What becomes of data that English bundles are scored with."""
+        """What to do with data that English bundles are scored with."""
         return "refuse" if self.refuse_held_out else "leave out" if self.leave_out_held_out else None
 
     @field_validator("world", mode="before")
@@ -392,7 +392,7 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
 
     Attributes:
         packing: the rows.
-        repeat: how many of a batch's sequences repeat a passage, as training goes on.
+        repeat: how many of a batch's sequences repeat a passage, as training proceeds.
     """
 
     asks = False

@@ -53,7 +53,7 @@ class Examples(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, what feeds it, and what becomes of it.
+    """What is trained, the data that feeds it, and how the result is saved.
 
     Attributes:
         model: takes a collated batch and returns `{"loss": ...}`; parameters that require no gradient stay as they are.
@@ -110,7 +110,7 @@ class _StopAt(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         over = torch.tensor(int(time.monotonic() >= self.deadline), device=args.device)
         if args.world_size > 1:
-            torch.distributed.broadcast(over, 0)  # a process that went on alone would wait for the others for ever
+            torch.distributed.broadcast(over, 0)  # a process that continued alone would wait for the others for ever
         if over:
             control.should_save = control.should_log = control.should_training_stop = True
 

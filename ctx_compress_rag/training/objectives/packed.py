@@ -1,4 +1,4 @@
-"""Answers and repeated passages read from slots, in packed rows: training that two CPU cores can carry.
+"""Answers and repeated passages read from slots, in packed rows: training that is feasible on two CPU cores.
 
 Not from a paper. A decoder that has never seen slots learns to read them many times sooner when it also repeats
 passages from them: each token of a passage is then a target, in place of the few of an answer.
