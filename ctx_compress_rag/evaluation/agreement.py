@@ -75,7 +75,6 @@ def agreement(
     asked: Sequence[Asked],
     ratios: Sequence[int] | None = None,
     *,
-    template: str | None = None,
     max_new_tokens: int | None = None,
     batch_size: int = 8,
     progress: bool = True,
@@ -93,7 +92,6 @@ def agreement(
         store: where the soft contexts are; its bundle answers.
         asked: the questions.
         ratios: source tokens per slot; None takes all that the bundle was trained for and the store can serve.
-        template: the prompt, see `text.prompts`; None takes the bundle's.
         max_new_tokens: longest answer; None takes the bundle's, or 32.
         batch_size: questions per forward pass.
         progress: show a progress bar.
@@ -108,7 +106,7 @@ def agreement(
     if not isinstance(bundle, Bundle):
         raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
     decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
-    template = template or bundle.config.asked_by
+    template = bundle.config.asked_by
     sampling = Sampling(max_new_tokens=max_new_tokens or bundle.config.answer_tokens or ANSWER_TOKENS)
     wanted = [*(_served(bundle, store.base_ratio) if ratios is None else ratios), None]
     found: dict[int | None, list[Agreement]] = {ratio: [] for ratio in wanted}

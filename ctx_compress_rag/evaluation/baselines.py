@@ -60,16 +60,13 @@ class RankedSentence:
     similarity: float
 
 
-def rank_sentences(
-    passages: Sequence[str], question: str, encoder: SentenceTransformer, language: str = "en"
-) -> list[RankedSentence]:
+def rank_sentences(passages: Sequence[str], question: str, encoder: SentenceTransformer) -> list[RankedSentence]:
     """All sentences of the passages, nearest to the question first, by cosine of their vectors.
 
     Args:
         passages: texts.
         question: what is asked.
         encoder: a sentence encoder.
-        language: ISO 639-1 code of the passages' language, for the sentence splitter.
 
     Raises:
         MissingExtraError: the `sentences` extra is not installed.
@@ -77,7 +74,7 @@ def rank_sentences(
     places = [
         (sentence, passage, position)
         for passage, text in enumerate(passages)
-        for position, sentence in enumerate(filter(None, map(str.strip, sentences(text, language))))
+        for position, sentence in enumerate(filter(None, map(str.strip, sentences(text))))
     ]
     if not places:
         return []

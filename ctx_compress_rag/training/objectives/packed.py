@@ -76,7 +76,7 @@ class PackedSlotLoss(SlotObjective):
             ).last_hidden_state
             wanted = prompts.targets[:, 1:]
             kinds = prompts.kinds[:, 1:][wanted]
-            total, _ = weighted_loss(model, hidden[:, :-1][wanted], prompts.input_ids[:, 1:][wanted], _balanced(kinds))
+            total = weighted_loss(model, hidden[:, :-1][wanted], prompts.input_ids[:, 1:][wanted], _balanced(kinds))
         return {"loss": total}
 
 

@@ -41,7 +41,7 @@ class PackedTextLoss(nn.Module):
         wanted = batch.targets[:, 1:]
         targets = batch.input_ids[:, 1:][wanted]
         weights = torch.full(targets.shape, 1 / max(1, len(targets)), device=targets.device)
-        total, _ = weighted_loss(model, hidden[:, :-1][wanted], targets, weights)
+        total = weighted_loss(model, hidden[:, :-1][wanted], targets, weights)
         return {"loss": total}
 
 

@@ -150,10 +150,10 @@ def new_decoder(config: dict[str, Any], tokenizer: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), trust_remote_code=False)
 
 
-def save_decoder(decoder: Any, tokenizer: Any, folder: Path, half: bool = True) -> None:
+def save_decoder(decoder: Any, tokenizer: Any, folder: Path) -> None:
     """Save a decoder and its tokenizer as a transformers folder, in half precision."""
     dtype = decoder.dtype
-    (decoder.half() if half else decoder).save_pretrained(folder)
+    decoder.half().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     decoder.to(dtype)
 
