@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import pkgutil
-from functools import cache, reduce
 from importlib import import_module
-from operator import or_
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, TypeAdapter
+from pydantic import BeforeValidator, SerializeAsAny
 
 import ctx_compress_rag.methods as methods
 from ctx_compress_rag.methods.base.config import MethodConfig
 from ctx_compress_rag.methods.base.method import METHODS, Method, register
+from ctx_compress_rag.settings import any_of
 
 __all__ = ["METHODS", "AnyMethodConfig", "Method", "register"]
 
@@ -21,14 +20,10 @@ for _found in pkgutil.iter_modules(methods.__path__, f"{methods.__name__}."):
         import_module(_found.name)
 
 
-@cache
-def _union(classes: tuple[type[MethodConfig], ...]) -> TypeAdapter[MethodConfig]:
-    union: Any = Annotated[reduce(or_, classes), Field(discriminator="name")]
-    return TypeAdapter(union)
-
-
 def _of_its_class(settings: Any) -> MethodConfig:
-    return _union(tuple(method.config for method in METHODS.values())).validate_python(settings)
+    classes = tuple(method.config for method in METHODS.values())
+    config: MethodConfig = any_of(classes, "name").validate_python(settings)
+    return config
 
 
 AnyMethodConfig = Annotated[SerializeAsAny[MethodConfig], BeforeValidator(_of_its_class)]

@@ -41,7 +41,7 @@ from ctx_compress_rag.stores.passages import (
     StoreInfo,
     SyncReport,
     content_id,
-    in_batches,
+    passage_batches,
     to_passages,
 )
 from ctx_compress_rag.stores.scopes import own_id, owned, plain_name, record_id, scoped_name
@@ -430,7 +430,7 @@ class SoftContextStore(OfThisProcess):
             return
         self._companion.check_writable()  # refused before the work, not after it
         with tqdm(total=len(passages), desc="compressing", unit="passage", disable=not progress) as bar:
-            for batch in in_batches(passages, WRITE_RECORDS):
+            for batch in passage_batches(passages, WRITE_RECORDS):
                 softs = self.bundle.compress([passage.text for passage in batch.values()], ratio=self.base_ratio)
                 each = zip(batch.values(), softs, strict=True)
                 self._put(batch, [records.payload_of(passage, soft, self.codec) for passage, soft in each], scope)

@@ -197,7 +197,7 @@ def to_passages(
     return passages
 
 
-def in_batches(passages: Mapping[str, Passage], most: int) -> Iterator[dict[str, Passage]]:
+def passage_batches(passages: Mapping[str, Passage], most: int) -> Iterator[dict[str, Passage]]:
     """Passages in order, in batches of at most `most` that are compressed and written together."""
     batch: dict[str, Passage] = {}
     size = 0

@@ -144,6 +144,11 @@ class OptimConfig(Strict):
             raise ValueError(f"final_learning_rate {self.final_learning_rate} is not below {self.learning_rate}")
         return self
 
+    @property
+    def items(self) -> int:
+        """How many items of data all steps take together."""
+        return self.steps * self.batch_size
+
 
 class ScratchDecoder(Strict):
     """A decoder made from scratch: a transformers configuration and a tokenizer of its own."""

@@ -22,6 +22,7 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from ctx_compress_rag.errors import ConfigError, TimeUpError
+from ctx_compress_rag.figures import new_figure, save
 from ctx_compress_rag.flops import counting
 from ctx_compress_rag.training.compiled import bfloat16_pays
 from ctx_compress_rag.training.config import OptimConfig
@@ -382,14 +383,9 @@ def _schedule(optim: OptimConfig) -> dict[str, Any]:
 
 def plot_loss(history: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot the logged losses against steps."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # Without pyplot, whose backend belongs to the notebook or program that trains.
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(7.0, 4.0)
     axes = figure.subplots()
     axes.plot([row["step"] for row in history], [row["loss"] for row in history])
     axes.set(xlabel="step", ylabel="loss", yscale="log", title="Training loss")
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    save(figure, path)

@@ -114,7 +114,7 @@ class PackedSlotData(Dataset[PackedSlots]):
     recipe: RepeatAndAnswerRecipe
 
     def __len__(self) -> int:
-        return self.recipe.optim.steps * self.recipe.optim.batch_size
+        return self.recipe.optim.items
 
     def __getitem__(self, number: int) -> PackedSlots:
         return _Filling(self, number).batch()

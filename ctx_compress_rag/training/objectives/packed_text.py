@@ -62,7 +62,7 @@ class PackedTextData(Dataset[PackedRows]):
         self.packing = recipe.packing
 
     def __len__(self) -> int:
-        return self.recipe.optim.steps * self.recipe.optim.batch_size
+        return self.recipe.optim.items
 
     def __getitem__(self, number: int) -> PackedRows:
         packer = Packer(self.packing.rows, self.packing.length)
