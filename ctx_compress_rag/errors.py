@@ -18,7 +18,7 @@ class FingerprintMismatchError(CtxCompressError):
 
 
 class TimeUpError(CtxCompressError):
-    """Training stopped at its time limit, a checkpoint saved: the same command goes on."""
+    """Training stopped at its time limit, and a checkpoint is saved: the same command resumes."""
 
 
 class StoreError(CtxCompressError):
@@ -26,7 +26,7 @@ class StoreError(CtxCompressError):
 
 
 class StoreWriteError(StoreError):
-    """The store cannot be written to now: it is read-only, its disk is full, or Chroma refuses. Reading may go on."""
+    """The store cannot be written to now: it is read-only, its disk is full, or Chroma refuses. Reading may work."""
 
 
 class StoreLockedError(StoreWriteError):
@@ -57,7 +57,7 @@ class ServerError(CtxCompressError):
 
 
 class WorkerError(CtxCompressError):
-    """Workers of a Ray cluster did not give back all passages: what came back is stored, the same call goes on."""
+    """Workers of a Ray cluster did not give back all passages. What came back is stored: call again to resume."""
 
 
 class RatioError(ConfigError):

@@ -62,7 +62,7 @@ def contains_answer(prediction: str, answers: Sequence[str]) -> float:
 
 
 def declined(prediction: str) -> float:
-    """1.0 if the prediction says that the text does not say, or nothing at all, else 0.0."""
+    """1.0 if the prediction is empty or says that the text has no answer, else 0.0."""
     return float(normalize_answer(prediction) in ("", normalize_answer(NO_ANSWER)))
 
 
@@ -77,7 +77,7 @@ def standard_error(scores: Sequence[float]) -> float:
     """Standard error of the mean of the scores, one per question.
 
     Raises:
-        DataError: fewer than two scores, of which no spread can be told.
+        DataError: fewer than two scores, which have no spread.
     """
     if len(scores) < 2:
         raise DataError(f"a standard error needs two scores or more, got {len(scores)}")
@@ -117,8 +117,8 @@ def teacher_normalized(
         seed: seed of the draws.
 
     Returns:
-        The share and its interval, or None where the full text is not surely better than no context
-        (at the same confidence): there is then nothing to take a share of.
+        The share and its interval, or None where the full text is not surely better than no context (at the same
+        confidence): then there is no gain to take a share of.
 
     Raises:
         DataError: the three have no scores, or different numbers of them.

@@ -25,7 +25,7 @@ class Prompt:
     Attributes:
         pieces: token ids and slots, in order.
         answers: True on the answers' tokens: bool (length,).
-        soft: whether the reader's decoder is to read it: it has a passage's slots, if perhaps none of them.
+        soft: whether the reader's decoder is to read it: True if it has passages, even ones without slots.
         prefix: how many vectors that are no slots stand before all else.
     """
 

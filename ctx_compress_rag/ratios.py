@@ -28,7 +28,7 @@ def merge_factor(ratio: int, base: int, *, nestable: bool = True, name: str = "i
 
 
 def check_window(ratio: int, window: int) -> None:
-    """Refuse a ratio that an encoder's window of so many tokens holds no whole number of.
+    """Refuse a ratio that does not divide an encoder's window.
 
     Raises:
         RatioError: it does not divide the window.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from functools import cache, reduce
+from operator import or_
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer
 
 
 class Strict(BaseModel):
@@ -25,3 +27,10 @@ class Strict(BaseModel):
             if getattr(self, name) == type(self).model_fields[name].default:
                 del written[name]
         return written
+
+
+@cache
+def any_of(classes: tuple[type[Strict], ...], key: str) -> TypeAdapter[Any]:
+    """Reads settings of one of these classes, told apart by the field `key`, which is a literal in each."""
+    union: Any = Annotated[reduce(or_, classes), Field(discriminator=key)]
+    return TypeAdapter(union)

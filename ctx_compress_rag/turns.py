@@ -8,10 +8,10 @@ from types import TracebackType
 
 
 class Turns:
-    """A reentrant lock without favourites.
+    """A fair reentrant lock.
 
-    Whoever holds an ordinary lock again and again, as a decoder does that always has someone to answer, gets it back
-    before anyone who waits. Here it comes after them, and it can ask whether anyone waits.
+    A thread that takes an ordinary lock again and again, as a busy decoder does, gets it back before the threads that
+    wait. Here it comes after them, and it can ask whether any thread waits.
     """
 
     def __init__(self) -> None:

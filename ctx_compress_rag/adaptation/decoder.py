@@ -112,9 +112,9 @@ class AdaptiveDecoder(TransformersDecoder):
         return other
 
     def fingerprint(self, ratio: int | None) -> str:
-        """What updates are made for, with passages as slots the bundle, as text the decoder: 64 hex digits.
+        """What updates are made for, in 64 hex digits: the bundle where passages are slots, else the decoder.
 
-        Of the decoder that is a sample of each weight, in bfloat16: it is the same in every precision, and
+        Of the decoder it hashes a sample of each weight, in bfloat16: it is the same in every precision, and
         fine-tuning changes it.
         """
         if ratio is not None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """One solved example of the task at hand (x, D, y).
+    """One solved example of the task (x, D, y).
 
     Attributes:
         question: what was asked.

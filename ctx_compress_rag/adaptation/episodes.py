@@ -47,15 +47,15 @@ class Tasks(ABC):
 
     @abstractmethod
     def draw(self, rng: random.Random, demonstrations: int) -> Episode:
-        """An episode of a task drawn at random, with so many demonstrations."""
+        """An episode of a task drawn at random, with this number of demonstrations."""
 
     @abstractmethod
     def asked(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
-        """At most so many episodes to score with, no question of theirs twice."""
+        """At most `count` episodes to score with, each with another question."""
 
     @abstractmethod
     def tuning(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
-        """At most so many episodes to choose settings with, none of whose questions is `asked`."""
+        """At most `count` episodes to choose settings with, whose questions `asked` never gives."""
 
 
 class FamilyTasks(Tasks):

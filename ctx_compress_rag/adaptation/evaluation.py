@@ -260,7 +260,7 @@ def table(scores: Sequence[SystemScore]) -> str:
 
 
 def verdict(scores: Sequence[SystemScore]) -> str:
-    """What RAG-GD is to achieve, for each K, and whether it does: a Markdown list.
+    """The targets of RAG-GD for each K, and whether it reaches them: a Markdown list.
 
     Above the base adapter outside the error bar; within 0.02 F1 of TT-SGD with the same K; in under a tenth of
     its adaptation time.

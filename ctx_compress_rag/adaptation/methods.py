@@ -53,7 +53,7 @@ class FewShot(Adaptation):
 class TestTimeSGD(Adaptation):
     """TT-SGD: K steps of gradient descent on the demonstrations, at question time (eq. 8)."""
 
-    __test__ = False  # not a test, for all its name
+    __test__ = False  # despite its name, not a test
 
     base: Adapter
     steps: int

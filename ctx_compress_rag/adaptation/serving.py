@@ -117,7 +117,7 @@ def prompt_tokens(decoder: AdaptiveDecoder, chat: Sequence[Mapping[str, str]]) -
 
 
 def digest(adapted: Adapted) -> str | None:
-    """16 hex digits that tell what a decoder was changed by, for cache keys; None where nothing is changed."""
+    """16 hex digits that identify what a decoder was changed by, for cache keys; None where nothing is changed."""
     if adapted.adapter is None and adapted.prefix is None and not adapted.shots:
         return None
     found = hashlib.sha256(json.dumps([[d.question, d.passages, d.answer] for d in adapted.shots]).encode())

@@ -105,7 +105,7 @@ def solve(
 
 
 def load_solved(folder: Path, base: Adapter, count: int, steps: int) -> SolvedContexts:
-    """What `solve` left in a folder for `steps` steps: its first `count` contexts.
+    """The first `count` contexts that `solve` stored in a folder, after `steps` steps.
 
     Args:
         folder: where they are.

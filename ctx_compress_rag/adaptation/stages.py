@@ -108,8 +108,7 @@ class _Batches:
 
 
 def _episodes(recipe: AdaptationRecipe, decoder: AdaptiveDecoder, demonstrations: int = 0) -> Episodes:
-    count = recipe.optim.steps * recipe.optim.batch_size
-    return Episodes(load_tasks(recipe, decoder), count, demonstrations, recipe.seed)
+    return Episodes(load_tasks(recipe, decoder), recipe.optim.items, demonstrations, recipe.seed)
 
 
 def _job(

@@ -1,14 +1,14 @@
 """Task families of the invented world: questions with one of 256 conventions for their answers.
 
-A prompt has one passage, which states two facts of a thing, and asks for one of them. How the answer is to be
-given no prompt says: "Nimholt in wool snow", with which two code words. Demonstrations of the family show it.
+A prompt has one passage, which states two facts of a thing, and asks for one of them. No prompt says how to answer
+("Nimholt in wool snow": with which two code words). Only demonstrations of the family show it.
 
 Families differ between training and test. Every code word occurs in training, with fourteen partners of its
-sixteen; a test family is a pair that training never had. Few pairs would be learnt by heart; of many, the words are
-learnt, and how two of them go together. Conventions are such that exact match and F1 can tell them apart: case,
-punctuation and articles they could not. They are such, too, that a decoder of four layers can follow them when its
-attention alone is adapted, and that they can be seen at an answer's end, whose hidden state is all that RAG-GD's
-predictor is given of it: in so small a decoder that state tells the last two words, and little more.
+sixteen; a test family is a pair that training never had. A decoder would learn a few pairs by heart; from many it
+learns the words, and how two of them are combined. Conventions were chosen so that exact match and F1 distinguish them,
+which they could not if they differed in case, punctuation or articles; so that a decoder of four layers can follow them
+when only its attention is adapted; and so that they show at an answer's end, whose hidden state is all that RAG-GD's
+predictor sees of it. In so small a decoder that state holds little more than the last two words.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def _packed(held: list[tuple[str, int]], tokenizer: Any, max_tokens: int) -> tup
     """A passage of the pieces, and those that did not fit after all."""
     end = len(held)
     passage = "".join(piece for piece, _ in held).strip()
-    # Tokens may join otherwise across pieces than within them: count what is kept, not what was meant.
+    # Joined pieces may have more tokens than the pieces counted one by one: count the joined text.
     while end > 1 and _counts([passage], tokenizer)[0] > max_tokens:
         end -= 1
         passage = "".join(piece for piece, _ in held[:end]).strip()

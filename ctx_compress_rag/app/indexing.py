@@ -89,11 +89,11 @@ def update_index(
     """Bring an index up to date with a folder or file; only new and changed passages are compressed.
 
     Texts are cut, embedded, compressed and written batch by batch: at any time no more than one file's text and some
-    hundred passages are in memory, beside the ids. After an interruption the same call goes on with what is missing.
+    hundred passages are in memory, beside the ids. After an interruption the same call resumes with what is missing.
 
     Passages of a file whose text changed are always replaced, once the new ones are stored. Passages of a file that is
     gone are removed with `prune` alone, and only if they came from this folder; those of a file that is there but
-    cannot be read stay. In JSONL and Parquet a row is what a file is in a folder.
+    cannot be read stay. A row of JSONL or Parquet counts as a file.
 
     Args:
         index: the index.
@@ -106,7 +106,7 @@ def update_index(
     Raises:
         ConfigError: `chunk_tokens` is too small.
         DataError: a row is unusable, or there is no text.
-        WorkerError: Ray lost passages; the same call goes on with them.
+        WorkerError: Ray lost passages; the same call resumes with them.
     """
     if chunk_tokens is None:
         chunk_tokens = min(DEFAULT_CHUNK_TOKENS, index.bundle.config.max_tokens)

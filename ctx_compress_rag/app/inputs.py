@@ -51,7 +51,7 @@ class Input(ABC):
         """The texts in order, blank ones included; a file's own bytes come with its last."""
 
     def cannot_read(self, source: str) -> bool:
-        """Whether a source is there, but could not be read when `texts` came to it."""
+        """Whether a source exists, but could not be read when `texts` reached it."""
         return False
 
     def skipped(self) -> str:

@@ -90,7 +90,7 @@ class PassageIndex:
         self.loading = loading
 
     def add(self, passages: Sequence[Passage], progress: bool = True) -> Added:
-        """Store the passages that are missing, batch by batch; after an interruption the same call goes on.
+        """Store the passages that are missing, batch by batch; after an interruption the same call resumes.
 
         Args:
             passages: as `make_passage` makes them.
@@ -116,7 +116,7 @@ class PassageIndex:
     def put(self, passages: Sequence[Passage], made: Mapping[str, Any]) -> None:
         """Store passages with what a worker made of them: `vector`, then `payload` by a bundle of `fingerprint`.
 
-        A passage that has a vector alone, after an interruption, is compressed by whoever retrieves it.
+        A passage that has only a vector, after an interruption, is compressed when it is retrieved.
         """
         metadatas: Any = [dict(passage.metadata) for passage in passages]
         texts = [passage.text for passage in passages]
@@ -298,7 +298,7 @@ def prune(folder: str | Path) -> list[str]:
 
 
 def recorded_store(folder: str | Path, collection: str) -> SoftContextStore:
-    """The store beside a collection, opened without its bundle: to look and to mend, not to compress.
+    """The store beside a collection, opened without its bundle, to inspect or repair it; it cannot compress.
 
     Raises:
         StoreError: there is none.
@@ -335,7 +335,7 @@ class _Recorded:
 
 def check_there(folder: str | Path, create: bool = False) -> None:
     """StoreError where there is no store, unless it is to be made."""
-    # Chroma would make the folder; whoever only reads should hear that the path is wrong.
+    # Chroma would make the folder; a caller that only reads should be told that the path is wrong.
     if not create and not (Path(folder) / DATABASE).exists():
         raise StoreError(f"no store at {str(folder)!r}: make one with `ctx-compress index DIR --store {folder}`")
 

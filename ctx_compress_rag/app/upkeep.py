@@ -1,4 +1,4 @@
-"""Copying and mending a store's folder: what `ctx-compress backup` and `ctx-compress repair` do."""
+"""Copying and repairing a store's folder: what `ctx-compress backup` and `ctx-compress repair` do."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def back_up_store(store: str | Path, target: str | Path) -> None:
 
 
 def vacuum_store(store: str | Path) -> int:
-    """Write over what was deleted from a folder; how many bytes that gave back. Raises as `vacuum` does."""
+    """Overwrite what was deleted from a folder; returns the bytes freed. Raises as `vacuum` does."""
     with _folder(store) as folder, explained(str(store)):
         return vacuum(folder)
 

@@ -7,7 +7,7 @@ from functools import reduce
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ctx_compress_rag.stores.passages import Passage, in_batches
+from ctx_compress_rag.stores.passages import Passage, passage_batches
 
 if TYPE_CHECKING:
     from ctx_compress_rag.stores import SoftContextStore
@@ -52,7 +52,7 @@ def fill(
 ) -> Iterator[Added]:
     """Compress and store what is missing; what is yielded is on disk, and counts since the last one.
 
-    No more than `LOOKED_UP` passages are held at a time. After an interruption the same call goes on with what is
+    No more than `LOOKED_UP` passages are held at a time. After an interruption the same call resumes with what is
     missing.
     """
     for unchanged, batches in lookups(target, passages):
@@ -70,7 +70,7 @@ def lookups(target: Target, passages: Iterable[Passage]) -> Iterator[tuple[int, 
     stream = iter(passages)
     while group := list(islice(stream, LOOKED_UP)):
         missing = target.missing(group)
-        yield len(group) - len(missing), in_batches({str(passage.id): passage for passage in missing}, LOOKED_UP)
+        yield len(group) - len(missing), passage_batches({str(passage.id): passage for passage in missing}, LOOKED_UP)
 
 
 def columns(batch: Mapping[str, Passage]) -> dict[str, list[str]]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ctx_compress_rag.stores import SoftContextStore
 
 _BLOCK_BYTES = 65_536
-"""Ray hands on what it has of a stream when it reaches this size: by default 128 MB, which is hours of compressing."""
+"""Ray passes a stream on in blocks of this size; its default, 128 MB, is hours of compressing."""
 _AHEAD = 4
 """Batches a worker that wait for it."""
 
@@ -45,7 +45,7 @@ def fill_on_ray(target: Target, passages: Iterable[Passage], workers: int, make:
 
     queue = Queue(maxsize=_AHEAD * workers, actor_options={"num_cpus": 0})
     waiting: dict[str, Passage] = {}
-    unchanged: list[int] = []  # of each group, until it is told
+    unchanged: list[int] = []  # of each group, until it is reported
     faults: list[BaseException] = []
 
     def feed() -> None:
@@ -55,7 +55,7 @@ def fill_on_ray(target: Target, passages: Iterable[Passage], workers: int, make:
                 for batch in batches:
                     waiting.update(batch)
                     queue.put(columns(batch))
-        except BaseException as error:  # told by the thread that stores
+        except BaseException as error:  # raised again by the thread that stores
             faults.append(error)
         finally:
             with suppress(ray.exceptions.RayActorError):  # nobody is left to read
@@ -70,22 +70,22 @@ def fill_on_ray(target: Target, passages: Iterable[Passage], workers: int, make:
             target.put(batch, made)
             yield Added(len(batch), _sum(unchanged))
     except ray.exceptions.RayError as error:
-        raise WorkerError(f"a worker failed ({_first_line(error)}): mend that and run the same again") from error
+        raise WorkerError(f"a worker failed ({_first_line(error)}): fix that, then run it again to resume") from error
     finally:
         queue.shutdown(force=True)
         feeder.join()
     if faults:
         raise faults[0]
     if waiting:
-        raise WorkerError(f"{len(waiting)} passages did not come back from Ray's workers: run the same again")
+        raise WorkerError(f"{len(waiting)} passages did not come back from Ray's workers: run it again to resume")
     yield Added(0, _sum(unchanged))
 
 
 def store_dataset(dataset: Any, store: SoftContextStore, bundle: str, workers: int, scope: str | None = None) -> int:
     """Compress a Ray dataset into a store; how many passages were missing.
 
-    For passages that lie where all workers read them, `ray.data.read_parquet("s3://...")` for instance: only ids come
-    here beside what is stored. A passage whose id is stored is left as it is, whatever its text.
+    For passages that lie where all workers read them, `ray.data.read_parquet("s3://...")` for instance: this process
+    receives only their ids and what it stores. A passage whose id is stored is left as it is, whatever its text.
 
     Args:
         dataset: with the columns `id` and `text`, str; an id once.
@@ -108,7 +108,7 @@ def store_dataset(dataset: Any, store: SoftContextStore, bundle: str, workers: i
             )
             done += len(made["id"])
     except ray.exceptions.RayError as error:
-        raise WorkerError(f"a worker failed ({_first_line(error)}): mend that and run the same again") from error
+        raise WorkerError(f"a worker failed ({_first_line(error)}): fix that, then run it again to resume") from error
     return done
 
 

@@ -19,7 +19,7 @@ from ctx_compress_rag.cli import evaluation  # isort: skip # noqa: F401
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code: 0, 2 for an error the user can mend, 130 when interrupted."""
+    """Run a command; the exit code: 0, 2 for an error that the user can fix, 130 when interrupted."""
     try:
         app(args=argv, prog_name="ctx-compress")
     except SystemExit as done:

@@ -89,7 +89,7 @@ def _stop(message: str, code: int) -> None:
 
 
 def _explained(error: Exception) -> str | None:
-    """One line about an error that the user can mend; None for one that is this program's."""
+    """One line about an error that the user can fix; None for a fault of this program."""
     if isinstance(error, CtxCompressError):
         return str(error)
     text = " ".join(str(error).split())

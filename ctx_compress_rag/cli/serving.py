@@ -1,4 +1,4 @@
-"""The commands that serve, serve and export, and the part of bench that times callers at a time."""
+"""The commands that serve, serve and export, and the part of bench that times several callers at a time."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def serve(
     batch_size: BatchSize = 8,
     device: Device = None,
     dtype: Dtype = None,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer if not said.")] = 512,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer where a request gives no limit.")] = 512,
     max_prompt_tokens: Annotated[
         int | None, typer.Option(metavar="N", help="Longest prompt.  [default: the decoder's window]")
     ] = None,
     max_body: Annotated[int, typer.Option(metavar="BYTES", help="Longest request.")] = 4 << 20,
     max_requests: Annotated[int, typer.Option(metavar="N", help="Most requests at a time.")] = 256,
-    grace: Annotated[int, typer.Option(metavar="S", help="Seconds that answers get at the end.")] = 30,
+    grace: Annotated[int, typer.Option(metavar="S", help="Seconds for running answers to finish after SIGTERM.")] = 30,
 ) -> None:
     """Serve an index to OpenAI clients.
 
@@ -111,7 +111,7 @@ def serve(
 
 
 def time_callers(bundle: Bundle, passages: Sequence[str], callers: int, ratio: int, output: str) -> None:
-    """Print what callers at a time get, each with four of the passages as soft contexts and 64 tokens to answer."""
+    """Print the speed with several callers at a time: four passages each as soft contexts, 64 tokens of answer."""
     import tempfile
     from dataclasses import asdict
 

@@ -63,7 +63,7 @@ def train(
 
     names = [recipe for name in recipes for recipe in recipe_names(name)]
     for recipe in names:
-        load_recipe(recipe)  # a fault in the last one is told before the first is run
+        load_recipe(recipe)  # a fault in the last one is reported before the first is run
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
     from ctx_compress_rag.training.run import run_recipe  # takes seconds, which count
 

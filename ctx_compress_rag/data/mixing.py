@@ -36,12 +36,12 @@ def mix(files: Sequence[Sequence[Example]], config: MixData, seed: int, block: i
     return _by_length(mixed, block, mixer.rng)
 
 
-def accompanied(examples: Sequence[Example], passages: int, seed: int = 0) -> list[Example]:
+def accompanied(examples: Sequence[Example], passages: int) -> list[Example]:
     """Each example's passages in random order among others of the set, half of them near its own; `passages` in all.
 
-    The same seed draws the same. An example that has as many or more keeps its own, in their order.
+    Always the same ones. An example that has as many or more keeps its own, in their order.
     """
-    mixer = _Mixer([examples], MixData(passages=[passages]), random.Random(f"accompanied:{seed}"))
+    mixer = _Mixer([examples], MixData(passages=[passages]), random.Random("accompanied:0"))
     return [e if len(e.passages) >= passages else mixer.prompt(e, 0) for e in examples]
 
 

@@ -58,7 +58,7 @@ def generate(
     ends = end_ids(tokenizer, model.generation_config.eos_token_id, sampling.stop)
     watch = TextWatch(tokenizer, sampling.stop, ends, limits, on_text, cancelled)
     model.generate(
-        # Positions it counts itself, from the mask: before transformers 5.2 given ones do not advance.
+        # It counts positions itself, from the mask: before transformers 5.2 those it is given do not advance.
         inputs_embeds=batch.inputs_embeds,
         attention_mask=batch.attention_mask,
         generation_config=GenerationConfig(

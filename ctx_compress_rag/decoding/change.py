@@ -1,4 +1,4 @@
-"""What may be changed of a decoder for a while: its prompts, or its model."""
+"""Temporary changes to a decoder: to its prompts, or to its model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ctx_compress_rag.prompt import Prompt, PromptLike
 
 
 class Change:
-    """What makes a decoder answer otherwise than its bundle: here nothing does."""
+    """A temporary change to a decoder; this base class changes nothing."""
 
     @property
     def of_model(self) -> object:
-        """What tells it from other changes of the model: prompts of two cannot share a pass. None: no change."""
+        """Identifies a change of the model: prompts with different ones cannot share a pass. None: no change."""
         return None
 
     def asked(self, prompt: PromptLike) -> PromptLike:

@@ -60,7 +60,7 @@ class TransformersDecoder:
             passage's own text. A passage that is not in the store at all has none: see `on_unreadable`.
         on_unreadable: what to do with a marker that has neither slots nor text to be read: of another key or scope,
             changed, or of a passage that is gone. Raise an "error", or read it as it stands there, with a warning
-            ("warn") or without one ("text"). Of a damaged record the last two read the passage's text.
+            ("warn") or without one ("text"). With "warn" or "text" a damaged record is read as its text, too.
         batch_size: most prompts in one forward pass.
         max_prompt_tokens: longest prompt, in tokens and slots; None for what the decoder's window allows.
 

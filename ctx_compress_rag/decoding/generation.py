@@ -26,7 +26,7 @@ from ctx_compress_rag.errors import ConfigError
 FinishReason = Literal["stop", "length"]
 
 _COLDEST = 1e-6
-"""Below this temperature the likeliest token is always the one: float32 logits that differ do so by more than that.
+"""Below this temperature the likeliest token is always taken: float32 logits that differ do so by more than that.
 
 Divided by much less, they would be infinite and all alike.
 """

@@ -100,9 +100,9 @@ class Rows:
         self._mask = torch.zeros(0, 0, dtype=torch.long)
 
     def join(self, new: Sequence[Row]) -> None:
-        """Read prompts and give each its first token; those that have not ended go on with the others.
+        """Read prompts and give each its first token; those that have not ended continue with the others.
 
-        Raises: what the model raises; no row has joined then, and none of `new` was told.
+        Raises: what the model raises; no row has joined then, and no `put` of `new` was called.
         """
         with torch.no_grad():
             batch = splice(new[0].bundle.backbone.embeddings, [row.prompt for row in new])

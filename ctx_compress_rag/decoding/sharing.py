@@ -34,8 +34,8 @@ class _Group:
 class Sharing:
     """The calls of one backbone, whichever decoder, framework or thread they come from.
 
-    A thread runs the model while there is something to answer, and ends then. It takes in new prompts between
-    two passes, and gives the model to whoever else waits for it.
+    A thread runs the model while there is something to answer, and ends then. It takes in new prompts between two
+    passes, and gives the model to other threads that wait for it.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Sharing:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Prompts are being read: whoever is there already waits a moment, to start together."""
+        """While prompts are being read, callers whose prompts are ready wait a moment, to start together."""
         with self._changed:
             self._reading += 1
         try:
@@ -63,7 +63,7 @@ class Sharing:
                 self._changed.notify_all()
 
     def add(self, rows: Sequence[Row], key: Any, most: int) -> None:
-        """Answer rows; each is told by its `put`.
+        """Answer rows; each gets its answer through its `put`.
 
         Args:
             rows: what to answer.
@@ -92,7 +92,7 @@ class Sharing:
                 try:
                     self._admit(group)
                     self._advance(group, alone=len(groups) == 1)
-                    # Not before the model is as it was: whoever has the last answer may look at it.
+                    # Only after the model is restored: the caller who gets the last answer may look at it.
                     group.rows.hand_out()
                 except BaseException as error:
                     group.rows.hand_out()
@@ -114,7 +114,7 @@ class Sharing:
                     _tell(batch, error)
                     continue
                 del error
-                for row in batch:  # one of them is at fault, or all are too much together
+                for row in batch:  # one of them is at fault, or together they need too much memory
                     row.ids.clear()
                     try:
                         group.rows.join([row])

@@ -15,7 +15,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.extras import needs
 
 _NO_SPACE = {"add_prefix_space": False, "prepend_scheme": "never"}
-# A small decoder that may go on with white space does so for ever.
+# A small decoder that may continue with white space writes nothing else.
 _FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -27,7 +27,7 @@ def schema_text(schema: object) -> object:
 def closed_schema(schema: str) -> Any:
     """A schema, given as JSON, with no fields but those it names, unless it says that there may be others.
 
-    A small decoder that may go on with fields that nobody asked for does so for ever.
+    A small decoder that may add fields that nobody asked for never stops adding them.
 
     Raises:
         ConfigError: it is no JSON, or nested too deep.

@@ -1,4 +1,4 @@
-"""How far a decoder answers from soft context as it does from full text: on any questions, without known answers."""
+"""How closely answers from soft context match those from full text: on any questions, without known answers."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Agreement:
         answer: the answer from soft context, or from none.
         f1: token F1 of `answer` against `full_text`, 0 to 1.
         kl: KL(full text || less) in nats: of the distributions over the next token along the answer from full
-            text and its end token, the mean over those tokens. 0 where the decoder would say the same with the
-            same certainty. It sees what `f1` does not: an answer that only just stayed the same.
+            text and its end token, the mean over those tokens. 0 where both distributions are equal. Unlike `f1` it
+            also shows that an answer stayed the same only just.
         prompt_tokens: length of the prompt, a slot counting as one.
         full_text_tokens: length of the full-text prompt.
     """
@@ -75,25 +75,23 @@ def agreement(
     asked: Sequence[Asked],
     ratios: Sequence[int] | None = None,
     *,
-    template: str | None = None,
     max_new_tokens: int | None = None,
     batch_size: int = 8,
     progress: bool = True,
 ) -> list[Agreement]:
     """Answer each question from full text, from soft context at each ratio, and from nothing; compare with full text.
 
-    Both answers are greedy. Soft contexts take the way they take in use: through the store, its codec, markers
-    and the splice; passages that are not stored are compressed and stored. What the decoder answers without
-    context shows what the figures are where nothing was read.
+    Both answers are greedy. Soft contexts pass through what they do in use: the store, its codec, markers and the
+    splice; passages that are not stored are compressed and stored. The answers without context show which figures mean
+    that nothing was read.
 
-    This says what compression changes, not what is right: a decoder that errs alike from text and from slots
-    agrees with itself.
+    This shows what compression changes, not what is right: a decoder that makes the same errors from text and from
+    slots agrees with itself.
 
     Args:
         store: where the soft contexts are; its bundle answers.
         asked: the questions.
         ratios: source tokens per slot; None takes all that the bundle was trained for and the store can serve.
-        template: the prompt, see `text.prompts`; None takes the bundle's.
         max_new_tokens: longest answer; None takes the bundle's, or 32.
         batch_size: questions per forward pass.
         progress: show a progress bar.
@@ -108,7 +106,7 @@ def agreement(
     if not isinstance(bundle, Bundle):
         raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
     decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
-    template = template or bundle.config.asked_by
+    template = bundle.config.asked_by
     sampling = Sampling(max_new_tokens=max_new_tokens or bundle.config.answer_tokens or ANSWER_TOKENS)
     wanted = [*(_served(bundle, store.base_ratio) if ratios is None else ratios), None]
     found: dict[int | None, list[Agreement]] = {ratio: [] for ratio in wanted}

@@ -60,16 +60,13 @@ class RankedSentence:
     similarity: float
 
 
-def rank_sentences(
-    passages: Sequence[str], question: str, encoder: SentenceTransformer, language: str = "en"
-) -> list[RankedSentence]:
+def rank_sentences(passages: Sequence[str], question: str, encoder: SentenceTransformer) -> list[RankedSentence]:
     """All sentences of the passages, nearest to the question first, by cosine of their vectors.
 
     Args:
         passages: texts.
         question: what is asked.
         encoder: a sentence encoder.
-        language: ISO 639-1 code of the passages' language, for the sentence splitter.
 
     Raises:
         MissingExtraError: the `sentences` extra is not installed.
@@ -77,7 +74,7 @@ def rank_sentences(
     places = [
         (sentence, passage, position)
         for passage, text in enumerate(passages)
-        for position, sentence in enumerate(filter(None, map(str.strip, sentences(text, language))))
+        for position, sentence in enumerate(filter(None, map(str.strip, sentences(text))))
     ]
     if not places:
         return []
@@ -143,8 +140,8 @@ def count(text: str, tokenizer: Any) -> int:
 def _head(text: str, tokenizer: Any, tokens: int) -> str:
     """The longest start of a text that ends with one of its tokens and has at most `tokens`.
 
-    Cut text can split into other tokens than it had inside the whole, and a byte-level token can
-    end within a character; hence the count of what is kept, not of what was meant.
+    Cut text can split into other tokens than it had inside the whole, and a byte-level token can end within a
+    character: so the tokens of the cut text are counted again.
     """
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     if len(offsets) <= tokens:

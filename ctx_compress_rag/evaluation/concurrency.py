@@ -1,4 +1,4 @@
-"""What callers at a time get: shared passes beside one batch, and one caller beside transformers' own `generate`."""
+"""Speed with several callers: shared passes beside one batch, and one caller beside transformers' own `generate`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def endless(bundle: Bundle) -> Iterator[None]:
 def concurrency(
     decoder: TransformersDecoder, prompts: Sequence[PromptLike], new_tokens: int = 64, rounds: int = 3
 ) -> Concurrency:
-    """Time callers at a time, each with one of the prompts.
+    """Time several callers that ask at the same time, each with one of the prompts.
 
     Args:
         decoder: what answers; its batch size is to be at least the number of prompts.

@@ -136,7 +136,7 @@ def evaluate(
 ) -> list[Score]:
     """Answer every question from full text, from nothing, and from its context made shorter in each way.
 
-    Soft contexts take the way they take in use: through a store, its codec, markers and the splice.
+    Soft contexts pass through what they do in use: a store, its codec, markers and the splice.
     Truncation, extraction and LLMLingua-2 get, for each question, as many tokens as the soft context has slots, and as
     close reading (RAM) keeps text beside them.
 

@@ -36,7 +36,7 @@ def inspect(bundle: Bundle, texts: Sequence[str], folder: str | Path, ratio: int
         others = " or ".join(sorted(name for name, method in METHODS.items() if method.pictures))
         raise ConfigError(f"method {name!r} has no pictures: give a bundle of {others}")
     if not texts or not all(text.strip() for text in texts):
-        raise ConfigError("no text, or a blank one: there is nothing to look into")
+        raise ConfigError("no text, or a blank one: there is nothing to inspect")
     ratio = bundle.config.base_ratio if ratio is None else ratio
     check_window(ratio, bundle.config.max_tokens)
     folder = Path(folder)

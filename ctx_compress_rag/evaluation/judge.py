@@ -22,7 +22,7 @@ AI-generated answer: {answer}"""
 """What a judge is asked, in the words of Evaluating Open-QA Evaluation. ArcAligner (appendix B) has such a verdict,
 right or wrong by question and reference answer, and does not print its prompt."""
 
-# The word has its clause to itself: "No doubt it is right" says no such thing.
+# The word must be a clause of its own: "No doubt it is right" is no verdict.
 _VERDICT = re.compile(r"\W*(yes|no)\b(?![^\S\n]*\w)", re.IGNORECASE)
 
 

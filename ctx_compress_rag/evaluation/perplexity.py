@@ -22,10 +22,13 @@ from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.prompts import PARAPHRASES, PromptBuilder
 from ctx_compress_rag.training.objectives.reconstruction import recited
 
+_TEMPLATE = PARAPHRASES[0]  # its answer is the passage
+_LONGEST = 512  # tokens
+
 
 @dataclass(frozen=True)
 class Perplexity:
-    """What the passages' own text is to the decoder.
+    """The perplexity of passages' own text, given one kind of context.
 
     Attributes:
         system: what the decoder was given: the full text (the paper's Base), nothing, or slots.
@@ -44,22 +47,18 @@ def reconstruction_perplexity(
     passages: Sequence[str],
     ratios: Sequence[int],
     *,
-    template: str = PARAPHRASES[0],
-    max_tokens: int = 512,
     batch_size: int = 8,
     progress: bool = True,
 ) -> list[Perplexity]:
     """The perplexity of passages' own text given that text, given nothing, and given their slots at each ratio.
 
-    Text is read by the bundle's text decoder, slots by its reader. A bundle that was never trained to
-    say passages again does so badly, whatever its slots hold: compare bundles of like training.
+    Text is read by the bundle's text decoder, slots by its reader. A bundle that was never trained to reconstruct
+    passages does so badly, whatever its slots hold: compare only bundles that were trained alike.
 
     Args:
         bundle: what is scored, of any method.
-        passages: held-out passages, none blank.
+        passages: held-out passages, none blank; longer ones are cut to 512 tokens.
         ratios: source tokens per slot; of a method that waits for a question, only the stored one.
-        template: a prompt with a {context}, whose answer is the passage.
-        max_tokens: longer passages are cut to it.
         batch_size: passages per forward pass.
         progress: show a progress bar.
 
@@ -67,15 +66,15 @@ def reconstruction_perplexity(
         RatioError: the compressor cannot make a ratio.
         ConfigError: a passage is blank.
     """
-    builder = PromptBuilder(bundle.tokenizer, max_tokens + 1)
-    texts = sorted((builder.shortened([passage], max_tokens)[0][0] for passage in passages), key=len)
+    builder = PromptBuilder(bundle.tokenizer, _LONGEST + 1)
+    texts = sorted((builder.shortened([passage], _LONGEST)[0][0] for passage in passages), key=len)
 
     def from_text(batch: Sequence[str], given: bool) -> list[Prompt]:
-        return [builder.text_prompt(recited(text), template, [text if given else ""]) for text in batch]
+        return [builder.text_prompt(recited(text), _TEMPLATE, [text if given else ""]) for text in batch]
 
     def from_slots(batch: Sequence[str], ratio: int) -> list[Prompt]:
         return [
-            builder.holed_prompt(recited(text), template).filled([bundle.embed(soft)])
+            builder.holed_prompt(recited(text), _TEMPLATE).filled([bundle.embed(soft)])
             for text, soft in zip(batch, _compressed(bundle, batch, ratio), strict=True)
         ]
 

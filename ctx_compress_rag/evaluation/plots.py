@@ -100,7 +100,7 @@ def plot_panels(
         MissingExtraError: matplotlib is not installed.
     """
     if not panels:
-        raise ConfigError("there is nothing to draw: no panels")
+        raise ConfigError("there is nothing to plot: no panels")
     for curves in panels.values():
         _check(curves)
     columns = min(3, len(panels))

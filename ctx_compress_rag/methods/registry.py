@@ -7,17 +7,16 @@ that recipes and bundles of its methods load without an import.
 from __future__ import annotations
 
 import pkgutil
-from functools import cache, reduce
 from importlib import import_module
 from importlib.metadata import entry_points
-from operator import or_
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, TypeAdapter
+from pydantic import BeforeValidator, SerializeAsAny
 
 import ctx_compress_rag.methods as methods
 from ctx_compress_rag.methods.base.config import MethodConfig
 from ctx_compress_rag.methods.base.method import METHODS, Method, register
+from ctx_compress_rag.settings import any_of
 
 __all__ = ["METHODS", "AnyMethodConfig", "Method", "register"]
 
@@ -28,14 +27,10 @@ for _entry in entry_points(group="ctx_compress_rag.methods"):
     _entry.load()
 
 
-@cache
-def _union(classes: tuple[type[MethodConfig], ...]) -> TypeAdapter[MethodConfig]:
-    union: Any = Annotated[reduce(or_, classes), Field(discriminator="name")]
-    return TypeAdapter(union)
-
-
 def _of_its_class(settings: Any) -> MethodConfig:
-    return _union(tuple(method.config for method in METHODS.values())).validate_python(settings)
+    classes = tuple(method.config for method in METHODS.values())
+    config: MethodConfig = any_of(classes, "name").validate_python(settings)
+    return config
 
 
 AnyMethodConfig = Annotated[SerializeAsAny[MethodConfig], BeforeValidator(_of_its_class)]

@@ -42,7 +42,7 @@ class Limits:
 
     Attributes:
         body_bytes: the longest body of a request.
-        requests: most requests at a time; what comes beyond is told to try again.
+        requests: most requests at a time; more get status 429.
         answer_tokens: the longest answer where the client does not say.
     """
 
@@ -169,7 +169,7 @@ class _Service:
         try:
             answers = await unless_gone(request.receive, whole)
         except ClientGoneError:
-            return Response(status_code=499)  # nobody reads it; nginx's word, for the metrics
+            return Response(status_code=499)  # nobody reads it; nginx's status, for the metrics
         return JSONResponse(replies.whole(kind, head, answers))
 
     async def _whole(self, prompts: Sequence[PromptLike], sampling: Sampling, scope: str | None) -> list[Generation]:

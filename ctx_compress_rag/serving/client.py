@@ -145,7 +145,7 @@ class ServerDecoder(AdaptiveDecoder):
         return body
 
     def _embeds(self, prompt: Prompt) -> str:
-        """The prompt's vectors, checked: vLLM does not look, and a NaN spoils the answers of others."""
+        """The prompt's vectors, checked: vLLM does not check them, and a NaN spoils the answers of others."""
         backbone = self.bundle.backbone
         with torch.no_grad():
             [vectors] = splice(backbone.embeddings, [prompt]).inputs_embeds
@@ -183,7 +183,7 @@ class ServerDecoder(AdaptiveDecoder):
         return ServerError(f"{self.server} did not answer ({said}): see that it runs, or give a longer timeout")
 
     async def _fit(self, body: dict[str, Any], prompt: Prompt) -> None:
-        """Hold the request against what the server says of its models."""
+        """Check the request against the server's list of models."""
         if self._windows is None:
             self._windows = await self._models()
         if body["model"] not in self._windows:

@@ -1,4 +1,4 @@
-"""Everything passes here: requests are counted and timed, and those beyond the limit are told to come again."""
+"""Every request passes here: it is counted and timed, and beyond the limit it gets status 429."""
 
 from __future__ import annotations
 

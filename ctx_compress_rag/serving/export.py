@@ -45,7 +45,7 @@ def served(bundle: Bundle) -> Served:
     method = bundle.config.method.name
     if type(reader) is not MappedReader:
         raise ConfigError(
-            f"bundle {name!r}: {method} changes the decoder's layers as it reads, which a server cannot: "
+            f"bundle {name!r}: {method} changes the decoder's layers as it reads, which a server cannot do: "
             "leave server= out and let this process answer"
         )
     if reader.tune.mode == "full":

@@ -1,4 +1,4 @@
-"""Errors as a client sees them: what it can mend is said, what only the operator can is left to the log."""
+"""Errors as a client sees them: it is told what it can fix; what only the operator can fix is in the log."""
 
 from __future__ import annotations
 

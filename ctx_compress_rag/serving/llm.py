@@ -83,7 +83,7 @@ class DecoderLLM:
 
     @property
     def _loading(self) -> dict[str, Any]:
-        """How the decoder is loaded, as far as it was said."""
+        """How the decoder is loaded, as far as options say it."""
         return {name: value for name in LOADING if (value := getattr(self, name)) is not None}
 
     def adapt(

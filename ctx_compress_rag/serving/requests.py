@@ -1,7 +1,7 @@
 """What clients send: OpenAI's chat completions and completions as far as a local decoder serves them, and compress.
 
-What would change the answer and is not served is refused by name; what a client only tells about itself is taken
-and not used.
+Options that would change the answer and are not supported are refused by name; what a client says only about itself is
+accepted and ignored.
 """
 
 from __future__ import annotations

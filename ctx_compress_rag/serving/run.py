@@ -13,8 +13,8 @@ with needs("serve"):
     import uvicorn
 
 _KEEP_ALIVE = 75
-"""Seconds that an idle connection stays open. Of clients that keep one for their next request, some send it in the
-moment in which it is closed, and are dropped: the shorter this is, the more of them."""
+"""Seconds that an idle connection stays open. A client that keeps one for its next request may send that just as it is
+closed, and is dropped: the shorter this is, the more often."""
 
 
 def serve(app: Any, host: str, port: int, *, grace: int = 30, started: Callable[[str], object] = print) -> None:
@@ -44,7 +44,7 @@ def serve(app: Any, host: str, port: int, *, grace: int = 30, started: Callable[
     except (OSError, SystemExit) as error:
         raise ConfigError(f"cannot listen on {host}:{port}: choose another --port or --host") from error
     with socket:
-        socket.listen(config.backlog)  # whoever reads the address may ask at once; uvicorn answers when it has begun
+        socket.listen(config.backlog)  # clients that read the address may ask at once; uvicorn answers later
         shown = f"[{host}]" if ":" in host else host
         started(f"http://{shown}:{socket.getsockname()[1]}/v1")
         uvicorn.Server(config).run(sockets=[socket])

@@ -1,4 +1,4 @@
-"""A look at every record: which are as they were sealed, and a new seal for those of another key or of before seals."""
+"""Check every record against its seal; seal anew those of another key, and those from before there were seals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ctx_compress_rag.stores.markers import MarkerCodec
 
 
 def damaged(companion: Companion, signers: Sequence[MarkerCodec]) -> list[str]:
-    """Record ids, of all scopes, of what cannot be read."""
+    """The ids of records, of all scopes, that cannot be read."""
     bad: list[str] = []
     for key, row in _rows(companion):
         try:
@@ -25,10 +25,10 @@ def damaged(companion: Companion, signers: Sequence[MarkerCodec]) -> list[str]:
 
 
 def reseal(companion: Companion, signer: MarkerCodec) -> int:
-    """Seal with this key what has no seal of it, if text, payload and counts agree; how many records that were.
+    """Seal with this key the records that it has not sealed, if text, payload and counts agree; returns their number.
 
-    Whoever could write to the folder before could have put records there: only the owner of the folder can say that
-    they are to be trusted.
+    Anyone who could write to the folder before could have put records there: only the owner of the folder can know
+    whether to trust them.
     """
     sealed = refused = 0
     for ids in _pages(companion):

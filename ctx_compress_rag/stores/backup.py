@@ -32,7 +32,7 @@ def back_up(folder: Folder, target: Path) -> None:
 
 
 def copy(folder: Path, target: Path) -> None:
-    """As `back_up`, for who has the folder alone."""
+    """As `back_up`, for callers that hold the folder's lock."""
     if target.exists() or target.resolve().is_relative_to(folder):
         raise StoreError(f"cannot copy to {str(target)!r}: give a folder outside the store that does not exist yet")
     draft: Path | None = None

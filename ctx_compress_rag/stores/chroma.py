@@ -41,7 +41,7 @@ from ctx_compress_rag.stores.passages import (
     StoreInfo,
     SyncReport,
     content_id,
-    in_batches,
+    passage_batches,
     to_passages,
 )
 from ctx_compress_rag.stores.scopes import own_id, owned, plain_name, record_id, scoped_name
@@ -126,8 +126,8 @@ class SoftContextStore(OfThisProcess):
         call resumes where it stopped. Nothing is written if one of the documents is unusable.
 
         The same call on an empty store stores the same bits, on one machine with one number of threads. Passages that
-        came one by one, in other parts or after an interruption were encoded beside others, and floating-point sums
-        then end differently: measured with the bundle `demo`, by at most 1.2 steps of int8, a 4,000th of a passage's
+        were added one by one, in other parts or after an interruption were encoded in other batches, so floating-point
+        sums differ slightly: measured with the bundle `demo`, by at most 1.2 steps of int8, a 4,000th of a passage's
         norm, in a quarter to two thirds of records.
 
         Args:
@@ -214,7 +214,7 @@ class SoftContextStore(OfThisProcess):
         return [content_id(text) for text in texts] if ids is None else list(ids)
 
     def delete(self, ids: Sequence[str], scope: str | None = None) -> int:
-        """Delete passages of the scope; how many of them were there. `ctx-compress vacuum` writes them over."""
+        """Delete passages of the scope; returns how many there were. `ctx-compress vacuum` overwrites their bytes."""
         scope = self._scope(scope)
         with self._writing:
             present = self._companion.existing([record_id(id, scope) for id in checked_ids(ids)])
@@ -222,7 +222,7 @@ class SoftContextStore(OfThisProcess):
         return len(present)
 
     def damaged(self) -> list[str]:
-        """The ids of passages, of all scopes, whose records are not as they were written. Reads every record."""
+        """The ids of passages, of all scopes, whose records are damaged or of another key. Reads every record."""
         return [own_id(key) for key in audit.damaged(self._companion, self._keyring.sealers())]
 
     def discard_damaged(self) -> list[str]:
@@ -232,9 +232,9 @@ class SoftContextStore(OfThisProcess):
         return [own_id(key) for key in bad]
 
     def reseal(self) -> int:
-        """Seal with the store's key the records of other keys, and of before there were seals; how many there were.
+        """Seal with the store's key the records of other keys and those without a seal; returns how many.
 
-        Only what is whole: the text matches its hash, the payload the counts. Do so only if you know that nobody else
+        Only undamaged ones: the text matches its hash, the payload the counts. Do so only if you know that nobody else
         could write to the store: without the old key, a forged record looks like a true one.
         """
         with self._writing:
@@ -354,8 +354,8 @@ class SoftContextStore(OfThisProcess):
         """
         if self.bundle.compressor.question_aware:
             raise ConfigError(
-                f"bundle {self.bundle.config.name!r} reads passages question by question: what is stored is there to "
-                "choose by, not to be read. Give the question to the postprocessor or to mark"
+                f"bundle {self.bundle.config.name!r} reads passages question by question: what is stored serves to "
+                "choose segments, not to be read. Give the question to the postprocessor or to mark"
             )
         factor, scope = self._factor(ratio), self._scope(scope)
         found = self._find(ids, scope, texts)
@@ -430,7 +430,7 @@ class SoftContextStore(OfThisProcess):
             return
         self._companion.check_writable()  # refused before the work, not after it
         with tqdm(total=len(passages), desc="compressing", unit="passage", disable=not progress) as bar:
-            for batch in in_batches(passages, WRITE_RECORDS):
+            for batch in passage_batches(passages, WRITE_RECORDS):
                 softs = self.bundle.compress([passage.text for passage in batch.values()], ratio=self.base_ratio)
                 each = zip(batch.values(), softs, strict=True)
                 self._put(batch, [records.payload_of(passage, soft, self.codec) for passage, soft in each], scope)

@@ -1,4 +1,4 @@
-"""The companion collection itself: Chroma's limits and traps end here."""
+"""The companion collection itself, with what it takes to work around Chroma's limits."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class Companion:
 
     @_answered
     def check_writable(self) -> None:
-        """StoreWriteError where the next write would be refused; makes the collection where there is none."""
+        """StoreWriteError if the next write would be refused; makes the collection if there is none."""
         with self._writing():
             pass
 

@@ -100,7 +100,7 @@ class Folder:
 
     @contextmanager
     def looking(self, timeout: float = lock.DEFAULT_TIMEOUT) -> Iterator[ClientAPI | SqliteClient | None]:
-        """As `reading`, but by SQLite where that is safe: for sums and columns over all records, which it has fast."""
+        """As `reading`, but by SQLite where that is safe: it is faster for sums and columns over all records."""
         if getattr(self._mine, "client", None) is not None or self._is_shared() or not (self.path / DATABASE).exists():
             with self.reading(timeout) as client:
                 yield client
@@ -125,7 +125,7 @@ class Folder:
                 )
             with self._mutex:
                 self._close()
-                # Before the first write: whoever is killed in the middle leaves a number that readers do not know.
+                # Before the first write: a process killed in the middle leaves a number that readers do not know.
                 self._generation = secrets.token_bytes(_TOKEN)
                 _write_token(handle, self._generation)
             yield
@@ -137,7 +137,7 @@ class Folder:
         """A client to write with, alone: opened after the lock was taken, and so as new as the files.
 
         Args:
-            timeout: see `alone`, for what is raised, too.
+            timeout: see `alone`, which also says what is raised.
             before: called after the lock was taken and before the client is opened.
         """
         if (mine := getattr(self._mine, "client", None)) is not None:
@@ -188,7 +188,7 @@ class Folder:
         try:
             return chromadb.PersistentClient(self._spelling, tenant=self._tenant, database=self._database)
         except (ChromaError, ValueError) as error:
-            # Chroma keeps the engine that could not start, and would give it to the next who asks.
+            # Chroma keeps the engine that could not start, and would return it to the next caller.
             SharedSystemClient._identifier_to_system.pop(self._spelling, None)
             raise StoreError(
                 f"Chroma cannot open {self.path} ({error}): see that it is a Chroma folder of a version that this one "
@@ -211,7 +211,7 @@ class Folder:
 def server_on(folder: Path) -> int | None:
     """The process id of a Chroma server of this machine that keeps its files in the folder; None if none is seen.
 
-    Only a server whose process this user may look at is seen: Chroma itself leaves no lock while it idles.
+    Only a server whose process this user may inspect is found: Chroma itself leaves no lock while it idles.
     """
     database = str(folder / DATABASE)
     for process in psutil.process_iter(["cmdline"]):

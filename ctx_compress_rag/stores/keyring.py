@@ -37,7 +37,7 @@ class Keyring:
         return self._signer
 
     def sealers(self) -> list[MarkerCodec]:
-        """Of the keys that records may be sealed with: the store's, and the folder's own from before it had that."""
+        """The keys that records may be sealed with: the store's, and one left in the folder from before that."""
         if self._of_folder is None:
             path, codecs = self._companion.connection.path, list[MarkerCodec]()
             if path is not None and (path / KEY_FILE).exists():
@@ -50,7 +50,7 @@ class Keyring:
         """Check the seal of each record.
 
         Raises:
-            PayloadError: one is not as it was sealed; the message names the passage.
+            PayloadError: one was changed after it was sealed, or is of another key; the message names the passage.
         """
         signers = self.sealers() if found else []
         for key, row in found.items():

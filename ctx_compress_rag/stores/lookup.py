@@ -41,7 +41,7 @@ class Lookup:
         """By passage id, the scope's own record or else the default scope's; only of the text where one is given.
 
         Raises:
-            PayloadError: a record is not as it was sealed; the message names the passage.
+            PayloadError: a record was changed after it was sealed, or is of another key; the message names the passage.
         """
         expected = None if texts is None else to_passages(texts, checked_ids(ids), repeats=True)
         places = readable(scope)
@@ -62,7 +62,7 @@ class Lookup:
 
         Raises:
             MissingPassageError: one is not there.
-            PayloadError: a record is not as it was sealed.
+            PayloadError: a record was changed after it was sealed, or is of another key.
         """
         names = {each: [scoped_name(each.passage, place) for place in readable(each.scope)] for each in markers}
         found: dict[Marker, Record] = self.names.find(names)

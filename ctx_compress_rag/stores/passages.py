@@ -12,9 +12,9 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.soft_context import SoftContext
 
 _BATCH_CHARACTERS = 65_536
-"""Of passages compressed between two writes: about two forward passes, which is the most that a kill loses.
+"""Most characters of passages compressed between two writes: about two forward passes, the most that a kill loses.
 
-Nothing here looks at the clock: what stands together in a batch decides the last bits of its slots.
+Batches do not depend on the clock: what is in a batch together decides the last bits of its slots.
 """
 
 MAX_CHARACTERS = 1_000_000
@@ -197,7 +197,7 @@ def to_passages(
     return passages
 
 
-def in_batches(passages: Mapping[str, Passage], most: int) -> Iterator[dict[str, Passage]]:
+def passage_batches(passages: Mapping[str, Passage], most: int) -> Iterator[dict[str, Passage]]:
     """Passages in order, in batches of at most `most` that are compressed and written together."""
     batch: dict[str, Passage] = {}
     size = 0

@@ -1,6 +1,6 @@
 """Reads all vectors of a collection and searches it: `python probe.py FOLDER COLLECTION` ends with 0 if it is sound.
 
-A process of its own, for a damaged index can end the one that reads it.
+It runs in a process of its own, since a damaged index can crash the process that reads it.
 """
 
 import sys

@@ -35,12 +35,12 @@ _DAMAGED = "the record of passage"
 
 
 def text_hash(fingerprint: str, key: str, passage: Passage) -> str:
-    """Equal when record id, text and bundle are: the record needs no new compression."""
+    """The same for the same record id, text and bundle: then the passage need not be compressed again."""
     return _hash(fingerprint, key, passage.text)
 
 
 def full_hash(fingerprint: str, key: str, passage: Passage) -> str:
-    """Equal when the metadata are as well: the record needs no write."""
+    """The same only if the metadata are the same, too: then the record need not be written."""
     return _hash(fingerprint, key, passage.text, _json(passage.metadata))
 
 
@@ -89,7 +89,7 @@ def sealed_anew(key: str, row: Mapping[str, Any], fingerprint: str, signer: Mark
 
 
 def sealed_fields(key: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a record's seal covers: whose it is, what it was made of, what it says of itself, and its vectors.
+    """What a record's seal covers: its id and scope, a hash of its text, its name and counts, and its vectors.
 
     The metadata are not covered, since they change alone; the text is, by its hash.
 
@@ -103,7 +103,7 @@ def sealed_fields(key: str, row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_seal(key: str, stored: Mapping[str, Any], signers: Sequence[MarkerCodec], required: bool) -> None:
-    """PayloadError unless the record is as one of the keys sealed it; without a seal, only where none is required."""
+    """PayloadError unless one of the keys sealed the record as it is, or it has no seal and none is required."""
     fields = sealed_fields(key, stored)
     seal = stored.get(SEAL)
     if seal is None and not required:
@@ -113,8 +113,8 @@ def check_seal(key: str, stored: Mapping[str, Any], signers: Sequence[MarkerCode
     ):
         raise _damaged(
             own_id(key),
-            "it is not as it was sealed, or was sealed with another key: set CTX_COMPRESS_KEY to that one; if it is "
-            "lost, `ctx-compress repair --reseal` takes the one in use",
+            "it was changed after it was sealed, or sealed with another key: set CTX_COMPRESS_KEY to that one; if it "
+            "is lost, `ctx-compress repair --reseal` takes the one in use",
         )
 
 
@@ -153,7 +153,7 @@ def read_passage(key: str, stored: Mapping[str, Any], fingerprint: str) -> Store
             raise ValueError(f"its text is cut, or unpacks to more than {MAX_UNPACKED_BYTES:,} bytes")
         text = data.decode()
         if _hash(fingerprint, key, text) != stored["text_hash"]:
-            raise ValueError("its text is not the one that it was made of")
+            raise ValueError("its text was changed after it was stored")
         metadata = json.loads(stored["metadata"])
         if not isinstance(metadata, dict):
             raise ValueError(f"its metadata are a {type(metadata).__name__}")
@@ -167,7 +167,7 @@ def _checked_payload(stored: Mapping[str, Any]) -> str:
     if not isinstance(payload, str):
         raise PayloadError(f"payload is {payload!r:.40}, not str")
     if stored.get(_PAYLOAD_HASH, _hash(payload)) != _hash(payload):
-        raise PayloadError("its payload is not the one that was sealed")
+        raise PayloadError("its payload was changed after it was sealed")
     return payload
 
 

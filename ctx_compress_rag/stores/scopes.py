@@ -1,8 +1,8 @@
 """Whose a record is: ids live inside a scope, so that no tenant writes over or reads another's passage.
 
-A passage of the default scope is stored under its own id, as it was before there were scopes, and may be read
-in every scope: it is the shelf that all share. A passage of any other scope is stored under its id with the
-scope's digest before it, and is read and overwritten in that scope alone.
+A passage of the default scope is stored under its own id, as it was before there were scopes, and may be read in every
+scope. A passage of any other scope is stored under its id with the scope's digest before it, and is read and
+overwritten in that scope alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Slots that hold for one question only: kept in memory, where those last used stay."""
+"""Slots for one question only: kept in memory; beyond a limit the least recently used are dropped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Skimmed:
 
     @property
     def cost(self) -> int:
-        """What it counts for in memory: its slots, or 1, for a part without slots takes room, too."""
+        """What it counts for in memory: its slots, or 1 without any, since the part itself takes room, too."""
         return max(1, self.soft.n_slots)
 
     @property

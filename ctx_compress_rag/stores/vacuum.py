@@ -1,4 +1,4 @@
-"""A folder without what was deleted from it.
+"""Remove from a folder the bytes of what was deleted.
 
 SQLite keeps deleted bytes in the file until they are written over, the full-text index keeps a deleted text's letters,
 and Chroma's log keeps the last writes of each collection, texts and all, until the collection's index is written.
@@ -14,14 +14,14 @@ from ctx_compress_rag.errors import StoreError
 from ctx_compress_rag.stores.folder import Folder
 from ctx_compress_rag.stores.sqlite import DATABASE
 
-_AT_ONCE = 2  # the least that Chroma takes: so many writes make it write the index and empty the log
+_AT_ONCE = 2  # Chroma's minimum: after this many writes it writes the index and empties the log
 _CHROMAS_OWN = 1000
 _PASSING = [f"ctx-compress-vacuum-{number}" for number in range(_AT_ONCE)]
 _FULL_TEXT = "embedding_fulltext_search"
 
 
 def vacuum(folder: Folder) -> int:
-    """Write deleted records over, and give their space back; how many bytes that were.
+    """Overwrite deleted records and free their space; returns the bytes freed.
 
     Nobody reads or writes meanwhile. The vectors of deleted records stay in the index of a collection that is searched.
 

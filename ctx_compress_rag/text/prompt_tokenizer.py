@@ -80,7 +80,7 @@ def _render(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
 
 
 class _Refusal(Exception):
-    """A chat template cannot show a chat; the message goes on after "the template"."""
+    """A chat template cannot show a chat; the message continues after "the template"."""
 
 
 class PromptTokenizer:

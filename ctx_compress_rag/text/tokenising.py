@@ -2,8 +2,7 @@
 
 Chat formats write roles as control tokens, `<|system|>` or `</s>`, and a tokenizer makes them of those
 letters wherever it meets them. In a question, a passage or its metadata they are letters: such a text is
-cut inside each of them, and the tokens of its parts are its tokens. A text that spells none is tokenised
-as ever.
+cut inside each of them, and the tokens of its parts are its tokens. A text that spells none is tokenised as usual.
 """
 
 from __future__ import annotations

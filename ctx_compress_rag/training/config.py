@@ -18,7 +18,7 @@ from ctx_compress_rag.text.prompts import PARAPHRASES, TEMPLATES
 
 
 class WorldData(Strict):
-    """Examples of the invented world instead of files; what the numbers mean says `data.world.examples`."""
+    """Examples of the invented world instead of files; see `data.world.examples` for the numbers."""
 
     split: Literal["train", "dev", "test"] = "train"
     seed: int = 0
@@ -59,7 +59,7 @@ class DataConfig(Strict):
 
     @property
     def guard(self) -> Guard:
-        """What becomes of data that English bundles are scored with."""
+        """What to do with data that English bundles are scored with."""
         return "refuse" if self.refuse_held_out else "leave out" if self.leave_out_held_out else None
 
     @field_validator("world", mode="before")
@@ -143,6 +143,11 @@ class OptimConfig(Strict):
         if self.schedule == "linear" and self.final_learning_rate >= self.learning_rate:
             raise ValueError(f"final_learning_rate {self.final_learning_rate} is not below {self.learning_rate}")
         return self
+
+    @property
+    def items(self) -> int:
+        """How many items of data all steps take together."""
+        return self.steps * self.batch_size
 
 
 class ScratchDecoder(Strict):
@@ -396,7 +401,7 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
 
     Attributes:
         packing: the rows.
-        repeat: how many of a batch's sequences repeat a passage, as training goes on.
+        repeat: how many of a batch's sequences repeat a passage, as training proceeds.
     """
 
     repeats_texts = True

@@ -30,7 +30,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
     """Cross-entropies under a frozen head: the gradient of a chunk is taken at once, and its logits are dropped."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, targets: Tensor, weights: Tensor, model: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, targets: Tensor, weights: Tensor, model: Any) -> Tensor:
         gradient = torch.empty_like(hidden)
         losses = []
         for start in range(0, len(hidden), _CHUNK):
@@ -40,19 +40,17 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 loss = F.cross_entropy(head_logits(model, chunk), targets[part], reduction="none")
                 (gradient[part],) = torch.autograd.grad((loss * weights[part]).sum(), chunk)
             losses.append(loss.detach())
-        each = torch.cat(losses)
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(each)
-        return (each * weights).sum(), each
+        return (torch.cat(losses) * weights).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * grad_total, None, None, None
 
 
-def weighted_loss(model: Any, hidden: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted sum of cross-entropies at chosen positions, and each of them without a gradient.
+def weighted_loss(model: Any, hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sum of cross-entropies at chosen positions: a scalar.
 
     Plain training slices the last positions out of a batch of hidden states; the slice is not contiguous, and the
     matrix product then copies the whole head for every row. Here positions come as one flat matrix, a few at a time.
@@ -62,8 +60,6 @@ def weighted_loss(model: Any, hidden: Tensor, targets: Tensor, weights: Tensor) 
         hidden: its trunk's final hidden states: (positions, dim).
         targets: the tokens to be predicted: (positions,).
         weights: (positions,).
-
-    Shape: (), (positions,)
     """
-    total, each = _FrozenHeadLoss.apply(hidden, targets, weights, model)  # type: ignore[no-untyped-call]
-    return total, each
+    total: Tensor = _FrozenHeadLoss.apply(hidden, targets, weights, model)  # type: ignore[no-untyped-call]
+    return total

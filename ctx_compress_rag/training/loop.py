@@ -22,6 +22,7 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from ctx_compress_rag.errors import ConfigError, TimeUpError
+from ctx_compress_rag.figures import new_figure, save
 from ctx_compress_rag.flops import counting
 from ctx_compress_rag.training.compiled import bfloat16_pays
 from ctx_compress_rag.training.config import OptimConfig
@@ -53,7 +54,7 @@ class Examples(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, what feeds it, and what becomes of it.
+    """What is trained, the data that feeds it, and how the result is saved.
 
     Attributes:
         model: takes a collated batch and returns `{"loss": ...}`; parameters that require no gradient stay as they are.
@@ -110,7 +111,7 @@ class _StopAt(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         over = torch.tensor(int(time.monotonic() >= self.deadline), device=args.device)
         if args.world_size > 1:
-            torch.distributed.broadcast(over, 0)  # a process that went on alone would wait for the others for ever
+            torch.distributed.broadcast(over, 0)  # a process that continued alone would wait for the others for ever
         if over:
             control.should_save = control.should_log = control.should_training_stop = True
 
@@ -381,15 +382,10 @@ def _schedule(optim: OptimConfig) -> dict[str, Any]:
 
 
 def plot_loss(history: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the logged losses against steps."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # Without pyplot, whose backend belongs to the notebook or program that trains.
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    """Plot the logged losses against steps."""
+    figure = new_figure(7.0, 4.0)
     axes = figure.subplots()
     axes.plot([row["step"] for row in history], [row["loss"] for row in history])
     axes.set(xlabel="step", ylabel="loss", yscale="log", title="Training loss")
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    save(figure, path)

@@ -1,4 +1,4 @@
-"""Checkpoints of a training that is shared out: each process writes its parts, and any number of them reads them back.
+"""Checkpoints of a training that is shared out: each process writes its parts; any number of processes reads them.
 
 By torch's distributed checkpoints, in safetensors.
 """
@@ -20,7 +20,7 @@ FOLDER = "parts"
 
 
 def save_parts(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
-    """Write what is trained and the optimiser's states; every process calls it."""
+    """Write what is trained and the optimiser's states; every process must call this."""
     state = {name: p.detach() for name, p in _trained(model)}
     for name, p in _trained(model):
         state |= {f"{name}/{key}": value for key, value in optimizer.state[p].items()}

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache, reduce
 from importlib import import_module
-from operator import or_
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import yaml
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.settings import any_of
 from ctx_compress_rag.training.config import BaseRecipe
 from ctx_compress_rag.training.stage import STAGES
 
@@ -34,12 +33,6 @@ def _load_stages(wanted: Any) -> None:
         import_module(f"{_PACKAGE.name}.{folder.parent.name}.stages")
         if wanted in list(STAGES):
             return
-
-
-@cache
-def _union(classes: tuple[type[BaseRecipe], ...]) -> TypeAdapter[BaseRecipe]:
-    union: Any = Annotated[reduce(or_, classes), Field(discriminator="stage")]
-    return TypeAdapter(union)
 
 
 def load_recipe(path: str | Path) -> BaseRecipe:
@@ -77,6 +70,7 @@ def parse_recipe(settings: Any, where: str) -> BaseRecipe:
         stages = ", ".join(sorted(STAGES))
         raise ConfigError(f"{where} has no stage, so that what it trains is unknown: give stage: one of {stages}")
     try:
-        return _union(tuple(stage.recipe for stage in STAGES.values())).validate_python(settings)
+        recipe: BaseRecipe = any_of(tuple(stage.recipe for stage in STAGES.values()), "stage").validate_python(settings)
     except ValidationError as error:
         raise ConfigError(f"{where}: {explain(error)}") from None
+    return recipe

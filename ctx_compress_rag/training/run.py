@@ -28,7 +28,7 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
 
     Args:
         path: a YAML file, or a shipped recipe's name.
-        resume: resume from the last checkpoint, or skip a recipe that is finished; else start again.
+        resume: resume from the last checkpoint, or skip a recipe that is finished; otherwise start again.
         deadline: when to stop, in seconds of `time.monotonic`.
 
     Raises:

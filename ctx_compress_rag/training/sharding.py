@@ -40,7 +40,7 @@ def sharded(model: nn.Module, layers: Sequence[nn.Module], what: Shard, device: 
     plain = [(module, type(module), _hooks(module)) for module in modules]
     _share_out(model, layers, what, init_device_mesh(device, (get_world_size(),)))
     yield
-    # Torch has no way back: its class and hooks are taken off, and the weights gathered.
+    # Torch cannot undo `fully_shard`: its class and hooks are removed here, and the weights gathered.
     gathered: dict[nn.Parameter, nn.Parameter] = {}
     for module, kind, hooks in plain:
         module.__class__ = kind
@@ -53,7 +53,7 @@ def sharded(model: nn.Module, layers: Sequence[nn.Module], what: Shard, device: 
 
 
 def _share_out(model: nn.Module, layers: Sequence[nn.Module], what: Shard, mesh: DeviceMesh) -> None:
-    """Nothing here may outlive the call: a whole weight that anything refers to stays in memory."""
+    """Share out the weights. No reference to a whole weight may outlive the call: it would keep it in memory."""
     whole = [(module, name, p) for layer in layers for module in layer.modules() for name, p in _own(module)]
     for layer in layers:
         kept = {p for p in layer.parameters() if p.requires_grad} if what == "frozen" else set()

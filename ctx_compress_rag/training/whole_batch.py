@@ -15,8 +15,8 @@ class WholeBatchMean(ABC):
     The mean over a micro-batch would make a short answer's tokens count for more than a long one's, and the more so,
     the smaller the micro-batches.
 
-    Among the bases of a loss it comes after the module: torch's `fully_shard` exchanges a module's class, which Python
-    allows only so.
+    List it after the module among the bases of a loss: torch's `fully_shard` replaces a module's class, which Python
+    allows only in this order.
     """
 
     accepts_loss_kwargs: ClassVar[bool] = True
@@ -24,11 +24,11 @@ class WholeBatchMean(ABC):
 
     @abstractmethod
     def items(self, **batch: Any) -> Tensor:
-        """What a micro-batch has of the things that the loss is a mean over: float (kinds of means,)."""
+        """The number of items in a micro-batch, for each mean that the loss has: float (means,)."""
 
 
 def items_of(loss: WholeBatchMean, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-    """The sum of the micro-batches' items: float (kinds of means,)."""
+    """The sum of the micro-batches' items: float (means,)."""
     items = [loss.items(**batch) for batch in batches]
     total = items[0]
     for each in items[1:]:

@@ -56,7 +56,8 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
             A passage that is no longer stored has neither, and is an error.
         on_unreadable: what to do with a marker that has neither slots nor text to be read (of another key or scope,
             changed, or of a passage that is gone): raise an "error", or take it for literal text, with a warning
-            ("warn") or without ("text"). With these two a damaged record is its text, whatever `on_missing` says.
+            ("warn") or without ("text"). With "warn" or "text" a damaged record is read as its text, whatever
+            `on_missing` says.
         scope: tenant or user whose markers are read; None takes the one of `stores.markers.scope`, or else the store's.
         streaming: make `invoke` stream inside, so that callbacks see every piece.
         predictor: folder of the update predictor that `adapt` uses.

@@ -359,10 +359,8 @@ def test_a_soft_prefix_stands_before_the_prompt(decoder: AdaptiveDecoder, bundle
 
 
 def test_a_decoder_alone_is_a_bundle_for_text(tmp_path: Path, bundle: Any, tiny_tokenizer: Any) -> None:
-    from ctx_compress_rag.training.stages.teacher import save_decoder
-
-    plain = plain_copy(bundle.backbone.model)
-    save_decoder(plain, tiny_tokenizer, tmp_path, half=False)
+    plain_copy(bundle.backbone.model).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
     made = text_bundle(tmp_path, device="cpu")
     assert isinstance(made.backbone, Backbone) and not made.backbone.adapters
     assert _texts(AdaptiveDecoder(made).generate(_chats(), SHORT)) == _texts(

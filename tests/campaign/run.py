@@ -29,10 +29,9 @@ TITLES = {
 }
 PAGE = """# Campaign
 
-What the stores and the markers went through, by one command: `make campaign MINUTES={minutes:g}` (an hour without
-`MINUTES`; seed {seed}; Linux with a C compiler, for the kills). Each part runs in a process of its own, in
-`tests/campaign/`. This table is from a run of {minutes:g} minutes on {machine}, which others used, too. Counts in bold
-must be zero.
+Stress tests of stores and markers, by one command: `make campaign MINUTES={minutes:g}` (an hour without `MINUTES`; seed
+{seed}; Linux with a C compiler, for the kills). Each part runs in a process of its own, in `tests/campaign/`. This
+table is from a run of {minutes:g} minutes on {machine}, which others used, too. Counts in bold must be zero.
 
 {tables}
 """

@@ -401,7 +401,7 @@ def test_a_lora_teacher_is_trained_on(tmp_path: Path) -> None:
     assert first.keys() == same.keys() == other.keys()
     assert all(torch.allclose(same[name], first[name]) for name in first)
     assert any(bool((first[name] != 0).all()) and not torch.allclose(other[name], first[name]) for name in first)
-    with pytest.raises(ConfigError, match=r"first is a LoRA adapter: go on with tune\.mode: lora"):
+    with pytest.raises(ConfigError, match=r"first is a LoRA adapter: continue with `tune\.mode: lora`"):
         train("first", "full", 0.5, mode="full")
     config = tmp_path / "first" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": None}))

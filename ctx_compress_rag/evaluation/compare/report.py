@@ -223,7 +223,7 @@ def _reads(row: EntryRow, none: Sequence[float]) -> bool:
 
 
 def _shown(winner: list[float], loser: list[float], winner_reads: bool, loser_reads: bool) -> bool:
-    """Whether a difference says something of the methods, not of how two decoders guess.
+    """Whether a difference says something about the methods, not about how two decoders guess.
 
     The loser reads its slots; or the winner does, and their own intervals are apart.
     """

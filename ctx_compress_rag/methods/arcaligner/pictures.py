@@ -44,7 +44,7 @@ def refinement(bundle: Any, texts: Sequence[str], ratio: int) -> dict[str, Any]:
     """
     reader = cast(ArcAlignerReader, bundle.reader)
     if not reader.config.loops or not reader.gates:
-        raise ConfigError("the bundle's gates are off (loops: 0, or no gated_layers): there are no loops to draw")
+        raise ConfigError("the bundle's gates are off (loops: 0, or no gated_layers): there are no loops to plot")
     read = [_read(bundle, text, ratio) for text in texts]
     loops, layers = torch.cat([each.loops for each in read]), read[0].layers
     numbers = {

@@ -44,7 +44,7 @@ class Gate(nn.Sequential):
 class ArcAlignerReader(MappedReader):
     """Projected slots, read by the frozen decoder with selective LoRA and recursive gates.
 
-    A pass over a prompt runs algorithm 1. Passes that go on from cached positions are the decoder's own:
+    A pass over a prompt runs algorithm 1. Passes that continue from cached positions are the decoder's own:
     they read text, which takes the frozen path (eq. 3), and cost nothing extra. They are right because
     the cache holds what the algorithm would compute again. The keys and values that a text position of
     layer l reads are those of the mandatory pass (eq. 4), made of H^(l,0); that pass writes them, once for

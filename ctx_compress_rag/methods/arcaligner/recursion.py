@@ -110,7 +110,7 @@ class Recursion:
 
     @contextmanager
     def _only_keys(self) -> Iterator[None]:
-        """Queries cost nothing within the context, where a layer of their own makes them: nobody reads them."""
+        """Within the context queries cost nothing where a layer of their own makes them: they are never read."""
         linears = [(m, m.out_features) for name, m in self._layer.named_modules() if name.endswith("q_proj")]
         for linear, width in linears:
             linear.forward = lambda x, *_, width=width, **__: x.new_zeros(*x.shape[:-1], width)
@@ -137,5 +137,5 @@ class _Taking:
 
 
 def _places(at: Tensor) -> Tensor:
-    """The places of a mask (batch, length) by row, in order; rows with fewer go on with places outside the mask."""
+    """The places of a mask (batch, length) by row, in order; rows with fewer continue with places outside the mask."""
     return at.int().argsort(dim=1, descending=True, stable=True)[:, : int(at.sum(1).max())]

@@ -123,9 +123,8 @@ class Compressor(Part):
 class TokenCompressor(Compressor):
     """A compressor that reads token ids, longer passages window by window.
 
-    Whatever is read stands behind a BOS where the decoder's tokenizer puts one, as the decoder was trained: the first
-    position is where many decoders put what they attend to for want of anything else. The papers do not speak of it.
-    BOS itself goes into no slot.
+    Whatever is read stands behind a BOS where the decoder's tokenizer puts one, as the decoder was trained: many
+    decoders use the first position as an attention sink. The papers do not mention it. BOS itself goes into no slot.
     """
 
     def __init__(self, backbone: Backbone) -> None:

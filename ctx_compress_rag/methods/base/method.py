@@ -22,7 +22,7 @@ class Method:
         reader: makes the decoder side from the decoder, the settings and the compressor.
         paper: the title of the paper that it comes from.
         pictures: shows what a bundle does with a text, or with several on average: (bundle, texts, ratio) -> by file
-            name, numbers for a JSON file or a matplotlib figure for a PNG. None where there is nothing to look at.
+            name, numbers for a JSON file or a matplotlib figure for a PNG. None where there is nothing to plot.
     """
 
     config: type[MethodConfig]

@@ -87,7 +87,7 @@ class SentenceSlotsCompressor(Compressor):
         return {_DIGEST: torch.tensor(list(self.encoder.digest), dtype=torch.float32)}
 
     def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        """From now on, accept only the encoder that `saved_state` told of.
+        """From now on, accept only the encoder that `saved_state` identifies.
 
         Raises:
             BundleError: the state is not of this method, or another encoder is loaded.

@@ -15,7 +15,7 @@ class SentenceUnits(MethodConfig):
     Attributes:
         encoder: a sentence-transformers model: a hub id, a folder, or "minilm" for the packaged one.
         encoder_revision: a hub revision.
-        encoder_dim: the width of its vectors; told here so that reading stored slots needs no encoder.
+        encoder_dim: the width of its vectors; given here so that reading stored slots needs no encoder.
         unit: what a slot stands for: a "sentence"; a "passage", which is xRAG; or as many neighbouring
             sentences, or as much of one, as fit into `ratio` "tokens". Ratios are nominal for the first two.
         language: ISO 639-1 code for the sentence splitter.

@@ -1,4 +1,4 @@
-"""Answers and repeated passages read from slots, in packed rows: training that two CPU cores can carry.
+"""Answers and repeated passages read from slots, in packed rows: training that is feasible on two CPU cores.
 
 Not from a paper. A decoder that has never seen slots learns to read them many times sooner when it also repeats
 passages from them: each token of a passage is then a target, in place of the few of an answer.
@@ -76,7 +76,7 @@ class PackedSlotLoss(SlotObjective):
             ).last_hidden_state
             wanted = prompts.targets[:, 1:]
             kinds = prompts.kinds[:, 1:][wanted]
-            total, _ = weighted_loss(model, hidden[:, :-1][wanted], prompts.input_ids[:, 1:][wanted], _balanced(kinds))
+            total = weighted_loss(model, hidden[:, :-1][wanted], prompts.input_ids[:, 1:][wanted], _balanced(kinds))
         return {"loss": total}
 
 
@@ -114,7 +114,7 @@ class PackedSlotData(Dataset[PackedSlots]):
     recipe: RepeatAndAnswerRecipe
 
     def __len__(self) -> int:
-        return self.recipe.optim.steps * self.recipe.optim.batch_size
+        return self.recipe.optim.items
 
     def __getitem__(self, number: int) -> PackedSlots:
         return _Filling(self, number).batch()

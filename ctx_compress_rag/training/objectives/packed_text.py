@@ -41,7 +41,7 @@ class PackedTextLoss(nn.Module):
         wanted = batch.targets[:, 1:]
         targets = batch.input_ids[:, 1:][wanted]
         weights = torch.full(targets.shape, 1 / max(1, len(targets)), device=targets.device)
-        total, _ = weighted_loss(model, hidden[:, :-1][wanted], targets, weights)
+        total = weighted_loss(model, hidden[:, :-1][wanted], targets, weights)
         return {"loss": total}
 
 
@@ -62,7 +62,7 @@ class PackedTextData(Dataset[PackedRows]):
         self.packing = recipe.packing
 
     def __len__(self) -> int:
-        return self.recipe.optim.steps * self.recipe.optim.batch_size
+        return self.recipe.optim.items
 
     def __getitem__(self, number: int) -> PackedRows:
         packer = Packer(self.packing.rows, self.packing.length)

@@ -187,7 +187,7 @@ def start(recipe: PretrainRecipe, resume: bool) -> Job:
         rows,
         [text.weight for text in data.texts],
         recipe.window,
-        recipe.optim.steps * recipe.optim.batch_size,
+        recipe.optim.items,
         recipe.seed,
     )
     layers = layers_in([decoder])

@@ -150,10 +150,10 @@ def new_decoder(config: dict[str, Any], tokenizer: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), trust_remote_code=False)
 
 
-def save_decoder(decoder: Any, tokenizer: Any, folder: Path, half: bool = True) -> None:
+def save_decoder(decoder: Any, tokenizer: Any, folder: Path) -> None:
     """Save a decoder and its tokenizer as a transformers folder, in half precision."""
     dtype = decoder.dtype
-    (decoder.half() if half else decoder).save_pretrained(folder)
+    decoder.half().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     decoder.to(dtype)
 
@@ -165,7 +165,7 @@ def _started(recipe: TeacherRecipe) -> tuple[Any, Any]:
     name, revision, device = recipe.decoder or "", recipe.revision, training_device()
     if isinstance(name, str) and (Path(name) / "adapter_config.json").exists():
         if recipe.tune.mode != "lora":
-            raise ConfigError(f"{name} is a LoRA adapter: go on with tune.mode: lora, not {recipe.tune.mode}")
+            raise ConfigError(f"{name} is a LoRA adapter: continue with `tune.mode: lora`, not {recipe.tune.mode}")
         adapter = PeftConfig.from_pretrained(name)
         if not adapter.base_model_name_or_path:  # made on a GGUF file
             raise ConfigError(

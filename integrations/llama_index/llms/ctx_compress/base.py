@@ -72,7 +72,8 @@ class CompressedContextLLM(DecoderLLM, LLM):
         on_missing: where a marker's slots cannot be read: raise an "error", or read the passage's "text".
         on_unreadable: what to do with a marker that has neither slots nor text to be read (of another key or scope,
             changed, or of a passage that is gone): raise an "error", or take it for literal text, with a warning
-            ("warn") or without ("text"). With these two a damaged record is its text, whatever `on_missing` says.
+            ("warn") or without ("text"). With "warn" or "text" a damaged record is read as its text, whatever
+            `on_missing` says.
         scope: tenant or user whose markers are read; by default the one of `ctx_compress_rag.stores.markers.scope`, or
             else the store's.
         predictor: folder of the update predictor that `adapt` uses.
