@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.training.run import run_recipe
+from helpers.adaptation import random_adapter
 from helpers.models import tiny_llama
 from helpers.processes import run_by
 
@@ -28,13 +29,22 @@ STAGES = {
     "teacher": {"tune": {"mode": "full"}, "context_loss_weight": 0.2},
     "answer": {"name": "tiny", "method": {"name": "mean_pooling"}, "ratios": [4, 8], "window": 64},
 }
+_PREDICTOR = {"demonstrations": 2, "inner_steps": 1, "inner_learning_rate": 0.1, "hidden": 8, "code": 4}
+ADAPTATION: dict[str, dict[str, Any]] = {
+    "retrieval_adapter": {"rank": 2, "alpha": 4},
+    "prompt_tuning": {"virtual_tokens": 3},
+    "update_predictor": _PREDICTOR,
+    "update_predictor, task": _PREDICTOR | {"loss": "task"},
+}
 
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
     folder = tmp_path_factory.mktemp("decoder")
     torch.manual_seed(0)
-    tiny_llama(tiny_tokenizer).save_pretrained(folder)
+    model = tiny_llama(tiny_tokenizer)
+    model.save_pretrained(folder)
+    random_adapter(model, 2, seed=0).save_pretrained(folder / "base")
     tiny_tokenizer.save_pretrained(folder)
     write_jsonl(folder / "data.jsonl", EXAMPLES)
     return folder
@@ -42,13 +52,15 @@ def decoder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Pa
 
 def _recipe(decoder: Path, stage: str, folder: Path, micro: int, **optim: Any) -> Path:
     recipe = {
-        "stage": stage,
+        "stage": stage.split(",")[0],
         "output": str(folder),
         "decoder": str(decoder),
-        "data": {"files": [str(decoder / "data.jsonl")], "max_turns": 2},
+        "data": {"files": [str(decoder / "data.jsonl")]} | ({"max_turns": 2} if stage in STAGES else {}),
         "optim": {"steps": 1, "batch_size": 4, "micro_batch_size": micro, "log_every": 1, "warmup_ratio": 0.0, **optim},
-        **STAGES[stage],
+        **(STAGES | ADAPTATION)[stage],
     }
+    if recipe["stage"] == "update_predictor":
+        recipe["base"] = str(decoder / "base")
     path = folder.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(recipe))
     return path
@@ -60,7 +72,7 @@ def _step(folder: Path) -> list[float]:
     return [row["loss"], row["grad_norm"]]
 
 
-@pytest.mark.parametrize("stage", ["teacher", "answer"])
+@pytest.mark.parametrize("stage", [*STAGES, *ADAPTATION])
 def test_micro_batches_change_nothing(decoder: Path, tmp_path: Path, stage: str) -> None:
     steps = [_step(run_recipe(_recipe(decoder, stage, tmp_path / str(micro), micro))) for micro in (4, 1)]
     assert steps[1] == pytest.approx(steps[0], rel=1e-3)

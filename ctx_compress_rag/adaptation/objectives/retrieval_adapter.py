@@ -11,9 +11,32 @@ from ctx_compress_rag.adaptation.adapter import Adapter, projections
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
 from ctx_compress_rag.adaptation.updates import answer_losses
 from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 
-class RetrievalAdapterLoss(nn.Module):
+class _AnswersMean(nn.Module, WholeBatchMean):
+    """Mean cross-entropy of the whole batch's answer tokens."""
+
+    def __init__(self, decoder: AdaptiveDecoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def items(self, rows: list[Prompt]) -> Tensor:  # type: ignore[override]
+        """The answers' tokens: (1,)."""
+        return torch.tensor([float(sum(int(row.answers.sum()) for row in rows))])
+
+    def share(
+        self, rows: list[Prompt], num_items_in_batch: Tensor | None, adapter: Adapter | None, prefix: Tensor | None
+    ) -> dict[str, Tensor]:
+        """These rows' part of the mean over so many tokens; None: of their own."""
+        loss = answer_losses(self.decoder, [rows], adapter, prefix)[0]
+        if num_items_in_batch is None:
+            return {"loss": loss}
+        [own], [tokens] = self.items(rows), num_items_in_batch
+        return {"loss": loss * own.to(loss.device) / tokens}
+
+
+class RetrievalAdapterLoss(_AnswersMean):
     """Trains Q/K/V LoRA factors on the answers' tokens (In-Context Optimization, appendix G).
 
     Args:
@@ -23,8 +46,7 @@ class RetrievalAdapterLoss(nn.Module):
     """
 
     def __init__(self, decoder: AdaptiveDecoder, rank: int, alpha: int) -> None:
-        super().__init__()
-        self.decoder = decoder
+        super().__init__(decoder)
         self.scale = alpha / rank
         shapes = projections(decoder.bundle.backbone.model)
         self.names = list(shapes)
@@ -40,12 +62,12 @@ class RetrievalAdapterLoss(nn.Module):
             dict(zip(self.names, self.a, strict=True)), dict(zip(self.names, self.b, strict=True)), self.scale
         )
 
-    def forward(self, rows: list[Prompt]) -> dict[str, Tensor]:
-        """Mean cross-entropy of the batch's answer tokens."""
-        return {"loss": answer_losses(self.decoder, [rows], self.adapter())[0]}
+    def forward(self, rows: list[Prompt], num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
+        """The loss of a batch; `num_items_in_batch` are the answers' tokens of the whole one, None: of this one."""
+        return self.share(rows, num_items_in_batch, self.adapter(), None)
 
 
-class PromptTuningLoss(nn.Module):
+class PromptTuningLoss(_AnswersMean):
     """Trains a soft prefix on the same (Lester et al., 2021), which starts as embeddings of tokens drawn at random.
 
     Args:
@@ -55,14 +77,13 @@ class PromptTuningLoss(nn.Module):
     """
 
     def __init__(self, decoder: AdaptiveDecoder, virtual_tokens: int, seed: int) -> None:
-        super().__init__()
-        self.decoder = decoder
+        super().__init__(decoder)
         embeddings = decoder.bundle.backbone.embeddings
         device = embeddings.weight.device
         ids = torch.randint(embeddings.num_embeddings, (virtual_tokens,), generator=torch.Generator().manual_seed(seed))
         # Through the layer: Gemma's scales what it looks up.
         self.prefix = nn.Parameter(embeddings(ids.to(device)).detach().float().clone())
 
-    def forward(self, rows: list[Prompt]) -> dict[str, Tensor]:
-        """Mean cross-entropy of the batch's answer tokens."""
-        return {"loss": answer_losses(self.decoder, [rows], None, self.prefix)[0]}
+    def forward(self, rows: list[Prompt], num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
+        """The loss of a batch; `num_items_in_batch` are the answers' tokens of the whole one, None: of this one."""
+        return self.share(rows, num_items_in_batch, None, self.prefix)
