@@ -158,7 +158,7 @@ def test_small_steps_move_a_full_copy_of_a_bfloat16_decoder(make_tiny_bundle: An
     assert bundle.backbone.embeddings.weight.dtype == torch.bfloat16
     before = {n: p.detach().clone() for n, p in copied.items()}
     shared = bundle.backbone.embeddings.weight.detach().clone()
-    batch = DistillationCollator(PromptBuilder(bundle.tokenizer), ["{context} {question}"], 64, 0, 0)(
+    batch = DistillationCollator(PromptBuilder(bundle.tokenizer), ["{context} {question}"], 64, 0)(
         world_examples("train", 2, 2, max_turns=1, passages=(1,))
     )
     with torch.autocast("cpu", torch.bfloat16):

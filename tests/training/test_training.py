@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import yaml
 from ctx_compress_rag.data.examples import Example, Turn, world_examples
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
-from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
+from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss, with_repeats
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
 from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
 from ctx_compress_rag.training.run import run_recipe
@@ -34,8 +35,8 @@ EXAMPLES = [
 ]
 
 
-def _collator(bundle: Any, repeat: int = 0) -> DistillationCollator:
-    return DistillationCollator(PromptBuilder(bundle.tokenizer), TEMPLATES, 512, repeat, seed=0)
+def _collator(bundle: Any) -> DistillationCollator:
+    return DistillationCollator(PromptBuilder(bundle.tokenizer), TEMPLATES, 512, seed=0)
 
 
 def _plain_ids(bundle: Any, text: str) -> list[int]:
@@ -50,7 +51,7 @@ def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
             torch.nn.init.normal_(parameter)
     objective = DistillationLoss(bundle)
     objective.ratios = [4, 8]
-    collate = DistillationCollator(PromptBuilder(bundle.tokenizer), ["{context}\n\n{question}"], 512, 0, seed=0)
+    collate = DistillationCollator(PromptBuilder(bundle.tokenizer), ["{context}\n\n{question}"], 512, seed=0)
     loss = float(objective(**collate(EXAMPLES))["loss"])
 
     model, embed = bundle.backbone.model, bundle.backbone.embeddings
@@ -95,6 +96,24 @@ def _hole_text(bundle: Any, text: str) -> list[int]:
     return ids[1:]
 
 
+def test_passages_to_repeat_are_drawn_from_whole_batches() -> None:
+    """As many of each batch as wanted, each once, beside the first example that has it; of a short batch all."""
+    batches = [
+        [Example((f"{n}", f"{n + 1}", "shared"), (Turn(f"{start + n}?", ("yes",)),)) for n in range(size)]
+        for start, size in ((0, 4), (9, 4), (20, 1))
+    ]
+    made = with_repeats([example for batch in batches for example in batch], 4, 5, seed=3)
+    assert [(e.passages, e.turns) for e in made] == [(e.passages, e.turns) for batch in batches for e in batch]
+    for batch in batches:
+        own, made = made[: len(batch)], made[len(batch) :]
+        passages = list(dict.fromkeys(p for e in batch for p in e.passages))
+        rng = random.Random(f"3:{batch[0].turns[0].question}")
+        assert sorted(p for e in own for p in e.repeated) == sorted(rng.sample(passages, min(5, len(passages))))
+        for number, example in enumerate(own):
+            earlier = {p for e in own[:number] for p in e.passages}
+            assert set(example.repeated) <= set(example.passages) - earlier
+
+
 @pytest.mark.parametrize("stage", ["distillation", "answer"])
 def test_each_example_draws_its_own_ratio(make_tiny_bundle: Any, stage: str) -> None:
     """One of three for each: the sum of the single examples' losses at what was drawn, and all are drawn in turn."""
@@ -102,7 +121,7 @@ def test_each_example_draws_its_own_ratio(make_tiny_bundle: Any, stage: str) -> 
     builder, plain = PromptBuilder(bundle.tokenizer), ["{context}\n\n{question}"]
     objective: Any = DistillationLoss(bundle) if stage == "distillation" else LikelihoodLoss(bundle)
     collate: Any = (
-        DistillationCollator(builder, plain, 512, 0, seed=0)
+        DistillationCollator(builder, plain, 512, seed=0)
         if stage == "distillation"
         else AnswerCollator(builder, plain, 512, seed=0)
     )
@@ -138,7 +157,7 @@ def test_self_distillation_is_added_to_the_likelihood(make_tiny_bundle: Any) -> 
         found = both(**batch)["loss"]
         tokens = both.items(**batch)
         answers = likelihood(**AnswerCollator(builder, plain, 512, seed=0)(EXAMPLES))["loss"]
-        apart = distillation(**DistillationCollator(builder, plain, 512, 0, seed=0)(EXAMPLES))["loss"]
+        apart = distillation(**DistillationCollator(builder, plain, 512, seed=0)(EXAMPLES))["loss"]
     divergence = apart * len(EXAMPLES) / tokens
     assert float(found) == pytest.approx(float(answers + 1000 * divergence), rel=1e-4)
     assert float(1000 * divergence) > 0.1
@@ -415,6 +434,6 @@ def test_a_long_passage_is_cut_and_its_answer_kept(tiny_bundle: Any) -> None:
     batch = TextCollator(builder, TEMPLATES[:1], 64, seed=0)([long])
     assert tiny_bundle.tokenizer.decode(batch["input_ids"][0][batch["answers"][0]]).strip() == "Halen<|end|>"
     assert batch["input_ids"].shape[1] < 64 + 60
-    same = DistillationCollator(builder, TEMPLATES[:1], 64, 0, seed=0)([long])
+    same = DistillationCollator(builder, TEMPLATES[:1], 64, seed=0)([long])
     assert torch.equal(same["text_prompts"][0].ids(), batch["input_ids"][0])
     assert same["passages"].input_ids.shape == (1, 64)

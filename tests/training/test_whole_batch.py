@@ -25,10 +25,12 @@ EXAMPLES = [
     Example(("Pell trades in salt.",), (Turn("What?", ("salt",)), Turn("Who?", ("Pell, the town of salt and tin",)))),
     Example(("The ferry leaves at dawn.",), (Turn("When?", ("at dawn, every day but on Sundays, if at all",)),)),
 ]
-STAGES = {
+STAGES: dict[str, dict[str, Any]] = {
     "teacher": {"tune": {"mode": "full"}, "context_loss_weight": 0.2},
     "answer": {"name": "tiny", "method": {"name": "mean_pooling"}, "ratios": [4, 8], "window": 64},
 }
+# Of each batch's four passages, three: a micro-batch of one example repeats nothing.
+STAGES["distillation"] = STAGES["answer"] | {"reconstruction_weight": 10.0, "repeat_per_batch": 3}
 _PREDICTOR = {"demonstrations": 2, "inner_steps": 1, "inner_learning_rate": 0.1, "hidden": 8, "code": 4}
 ADAPTATION: dict[str, dict[str, Any]] = {
     "retrieval_adapter": {"rank": 2, "alpha": 4},
@@ -74,14 +76,17 @@ def _step(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("stage", [*STAGES, *ADAPTATION])
 def test_micro_batches_change_nothing(decoder: Path, tmp_path: Path, stage: str) -> None:
-    steps = [_step(run_recipe(_recipe(decoder, stage, tmp_path / str(micro), micro))) for micro in (4, 1)]
+    steps = [_step(run_recipe(_recipe(decoder, stage, tmp_path / str(micro), micro))) for micro in (4, 2, 1)]
     assert steps[1] == pytest.approx(steps[0], rel=1e-3)
+    assert steps[2] == pytest.approx(steps[0], rel=1e-3)
 
 
-def test_processes_change_nothing(decoder: Path, tmp_path: Path) -> None:
-    """Two, told who they are as torchrun tells it."""
-    alone = _step(run_recipe(_recipe(decoder, "answer", tmp_path / "alone", 4)))
-    run_by(2, tmp_path / "told", ("train", _recipe(decoder, "answer", tmp_path / "shared", 1)))
+@pytest.mark.parametrize(("stage", "shard"), [("answer", None), ("distillation", "frozen")])
+def test_processes_change_nothing(decoder: Path, tmp_path: Path, stage: str, shard: str | None) -> None:
+    """Two, told who they are as torchrun tells it; where they share weights out, one that repeats nothing waits for
+    no other."""
+    alone = _step(run_recipe(_recipe(decoder, stage, tmp_path / "alone", 4)))
+    run_by(2, tmp_path / "told", ("train", _recipe(decoder, stage, tmp_path / "shared", 1, shard=shard)))
     assert _step(tmp_path / "shared") == pytest.approx(alone, rel=1e-3)
 
 

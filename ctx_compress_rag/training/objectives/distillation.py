@@ -77,47 +77,83 @@ class DistillationLoss(SlotObjective, WholeBatchMean):
         return {"loss": loss}
 
 
+@dataclass(frozen=True)
+class RepeatingExample(Example):
+    """An example beside which some of its passages are repeated from their slots."""
+
+    repeated: tuple[str, ...] = ()
+
+
+def with_repeats(examples: Sequence[Example], batch_size: int, repeat: int, seed: int) -> list[RepeatingExample]:
+    """Examples with what is repeated of each batch's passages, each beside the first example of the batch that has it.
+
+    It is drawn here, for whole batches: how they are cut into micro-batches and shared by processes changes nothing.
+
+    Args:
+        examples: in the order they are trained on.
+        batch_size: of an optimiser step.
+        repeat: how many passages of a batch are repeated; all, where it has fewer.
+        seed: of the draws.
+    """
+    made = []
+    for start in range(0, len(examples), batch_size):
+        batch = examples[start : start + batch_size]
+        first: dict[str, int] = {}
+        for number, example in enumerate(batch):
+            for passage in example.passages:
+                first.setdefault(passage, number)
+        rng = random.Random(f"{seed}:{batch[0].turns[0].question}")
+        drawn = rng.sample(list(first), min(repeat, len(first)))
+        for number, example in enumerate(batch):
+            own = tuple(passage for passage in drawn if first[passage] == number)
+            made.append(RepeatingExample(example.passages, example.turns, own))
+    return made
+
+
 @dataclass
 class DistillationCollator:
-    """Examples -> the arguments of `DistillationLoss`.
+    """Examples -> the arguments of `DistillationLoss`; a `RepeatingExample` says what is repeated.
 
     Args:
         builder: renders prompts.
         templates: prompt templates, one drawn for each example.
         max_context_tokens: longest context of an example, shared evenly by its passages.
-        repeat: how many passages of a batch are also repeated from their slots.
         seed: of the draws.
+        same_passes: where a micro-batch repeats nothing, have it read a passage all the same, which counts for nothing:
+            processes that share weights out must make the same passes.
     """
 
     builder: PromptBuilder
     templates: Sequence[str]
     max_context_tokens: int
-    repeat: int
     seed: int
+    same_passes: bool = False
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         table = PassageTable()
         text_prompts: list[Prompt] = []
         prompts: list[HoledPrompt] = []
         places: list[list[int]] = []
+        repeated: list[str] = []
         for example in examples:
             template = draw_template(self.templates, example, self.seed)
             short = self.builder.shortened(example.passages, self.max_context_tokens)
             text_prompts.append(self.builder.text_prompt(example, template, [text for text, _ in short]))
             prompts.append(self.builder.holed_prompt(example, template))
             places.append([table.place(text, ids) for text, ids in short])
-        rng = random.Random(f"{self.seed}:{examples[0].turns[0].question}")
-        repeated = rng.sample(list(table.places), min(self.repeat, len(table.places)))
-        repeats = PromptBatch(
-            [
-                self.builder.holed_prompt(Example((text,), (Turn(REPEAT, (text,)),)), "{context}\n\n{question}")
-                for text in repeated
-            ],
-            [[table.places[text]] for text in repeated],
-        )
+            if isinstance(example, RepeatingExample):
+                texts = dict(zip(example.passages, (text for text, _ in short), strict=True))
+                repeated += [texts[passage] for passage in example.repeated]
+        repeats = [self._repeat(text) for text in repeated]
+        if self.same_passes and not repeated:
+            repeated = [min(table.places, key=len)]
+            repeats = [HoledPrompt.without_answers(self._repeat(text).ids) for text in repeated]
         return {
             "passages": table.batch(),
             "text_prompts": text_prompts,
             "prompts": PromptBatch(prompts, places),
-            "repeats": repeats,
+            "repeats": PromptBatch(repeats, [[table.places[text]] for text in repeated]),
         }
+
+    def _repeat(self, text: str) -> HoledPrompt:
+        return self.builder.holed_prompt(Example((text,), (Turn(REPEAT, (text,)),)), "{context}\n\n{question}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from ctx_compress_rag.training.config import (
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.loop import Collate, Examples, Job, StepHook, training_device
 from ctx_compress_rag.training.objectives.base import SlotObjective
-from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
+from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss, with_repeats
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
 from ctx_compress_rag.training.objectives.next_token import NextTokenCollator
 from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
@@ -38,16 +39,25 @@ from ctx_compress_rag.training.stage import Stage, register
 Objective = Callable[[Any, Bundle], tuple[SlotObjective, Collate]]
 """From a recipe and what it trains to the loss and what feeds it."""
 
+Arrange = Callable[[Any, list[Example]], Examples]
+"""From a recipe and its examples to what is collated, as many and in the same order."""
+
 OBJECTIVES: dict[str, Objective] = {}
 """What each stage minimises."""
 
 
-def register_objective(recipe: type[CompressionRecipe], objective: Objective) -> None:
-    """Make a stage that trains a bundle known by its recipe's literal `stage`."""
-    OBJECTIVES[register(Stage(recipe, start))] = objective
+def register_objective(recipe: type[CompressionRecipe], objective: Objective, arrange: Arrange | None = None) -> None:
+    """Make a stage that trains a bundle known by its recipe's literal `stage`.
+
+    Args:
+        recipe: the class of its recipes.
+        objective: what it minimises.
+        arrange: what is to be known of examples before they are cut into micro-batches; None: nothing.
+    """
+    OBJECTIVES[register(Stage(recipe, partial(start, arrange=arrange)))] = objective
 
 
-def start(recipe: CompressionRecipe, resume: bool) -> Job:
+def start(recipe: CompressionRecipe, resume: bool, arrange: Arrange | None = None) -> Job:
     """A bundle to train on the recipe's examples."""
     examples = load_examples(recipe)
     if recipe.recites:
@@ -61,7 +71,8 @@ def start(recipe: CompressionRecipe, resume: bool) -> Job:
         objective.ratios = recipe.ratios_at(step)
         objective.sample = part.sample if part.each == "example" else None
 
-    return bundle_job(recipe, bundle, objective, examples, collate, choose_ratios)
+    arranged = arrange(recipe, examples) if arrange else examples
+    return bundle_job(recipe, bundle, objective, arranged, collate, choose_ratios)
 
 
 def bundle_job(
@@ -156,12 +167,18 @@ def _builder(recipe: CompressionRecipe, bundle: Bundle) -> PromptBuilder:
 
 
 def _distillation(recipe: DistillationRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:
-    data, repeat = recipe.data, recipe.repeat_per_batch if recipe.reconstruction_weight else 0
-    builder = _builder(recipe, bundle)
+    data, builder = recipe.data, _builder(recipe, bundle)
+    same_passes = bool(recipe.reconstruction_weight and recipe.optim.shard)
     return (
         DistillationLoss(bundle, recipe.reconstruction_weight),
-        DistillationCollator(builder, data.templates, data.max_context_tokens, repeat, recipe.seed),
+        DistillationCollator(builder, data.templates, data.max_context_tokens, recipe.seed, same_passes),
     )
+
+
+def _repeating(recipe: DistillationRecipe, examples: list[Example]) -> Examples:
+    if not recipe.reconstruction_weight:
+        return examples
+    return with_repeats(examples, recipe.optim.batch_size, recipe.repeat_per_batch, recipe.seed)
 
 
 def _next_token(recipe: NextTokenRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:
@@ -190,7 +207,7 @@ def _ram(recipe: RamRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:
     )
 
 
-register_objective(DistillationRecipe, _distillation)
+register_objective(DistillationRecipe, _distillation, _repeating)
 register_objective(NextTokenRecipe, _next_token)
 register_objective(ReconstructionRecipe, _reconstruction)
 register_objective(AnswerRecipe, _answer)
