@@ -74,7 +74,8 @@ class FamilyTasks(Tasks):
         return Episodes(self, count, demonstrations, seed)
 
     def tuning(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
-        return Episodes(FamilyTasks("dev"), count, demonstrations, seed)
+        # Where the development families are asked themselves, other draws of them.
+        return Episodes(FamilyTasks("dev"), count, demonstrations, seed + (self.split == "dev"))
 
 
 class FileTasks(Tasks):
@@ -174,6 +175,17 @@ class Episodes(Sequence[Any]):
         if not 0 <= index < self.length:
             raise IndexError(index)
         return self.tasks.draw(random.Random(f"{self.seed}:{index}"), self.demonstrations)
+
+
+def drawn_apart(
+    tasks: Tasks, asked: int, tuning: int, demonstrations: int, seed: int
+) -> tuple[list[Episode], list[Episode]]:
+    """At most so many episodes to score with, and to choose settings with: no question is in both."""
+    scored = list(tasks.asked(asked, demonstrations, seed))
+    # Two draws may ask the same of a name that both have, from different passages.
+    questions = {episode.query.question for episode in scored}
+    others = tasks.tuning(tuning, demonstrations, seed)
+    return scored, [episode for episode in others if episode.query.question not in questions]
 
 
 def with_slots(episode: Episode, store: Any, ratio: int | None) -> Episode:

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from ctx_compress_rag.adaptation.config import AdaptationRecipe, UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.cost import AdaptationCost, measure
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, generate_together
-from ctx_compress_rag.adaptation.episodes import Episode, FamilyTasks, FileTasks, Tasks, with_slots
+from ctx_compress_rag.adaptation.episodes import Episode, FamilyTasks, FileTasks, Tasks, drawn_apart, with_slots
 from ctx_compress_rag.adaptation.methods import TestTimeSGD
 from ctx_compress_rag.adaptation.stages import open_decoder
 from ctx_compress_rag.adaptation.systems import AT_TEST_TIME, BASE, PREDICTED, Recipes, System, controls, copy_rule
@@ -82,7 +82,8 @@ def evaluate(
         budget: most training steps of a recipe, which then trains into `folder`; None leaves recipes as they are.
         questions: how many, at most.
         timed: how many of them are timed.
-        tuning: questions that choose a learning rate for TT-SGD of the smallest and the largest K; 0 leaves both out.
+        tuning: how many questions, at most, that are not asked choose a learning rate for TT-SGD of the smallest and
+            the largest K; 0 leaves both out.
         max_new_tokens: longest answer.
         seed: of the draws.
         progress: show progress bars.
@@ -102,7 +103,7 @@ def evaluate(
     support = max(shown, default=3)
     episodes, held_back = (
         [with_slots(episode, decoder.store, recipes.base.ratio) for episode in drawn]
-        for drawn in (tasks.asked(questions, support, seed), tasks.tuning(tuning, support, seed))
+        for drawn in drawn_apart(tasks, questions, tuning, support, seed)
     )
     sampling = Sampling(max_new_tokens=max_new_tokens)
     about = {
@@ -110,10 +111,12 @@ def evaluate(
         "fingerprint": decoder.bundle.fingerprint,
         "data": [Path(file).name for file in files] or f"task families, {split}",
         "questions": len(episodes),
-        "tuning": tuning,
+        "tuning": len(held_back),
         "max_new_tokens": max_new_tokens,
         "seed": seed,
     }
+    if split == "dev" and not files:
+        about["tuned"] = "apart"  # earlier versions tuned on what they asked: those answers are made again
     if held_back:
         systems += _tuned(decoder, systems, held_back, sampling, folder / "tuning", about)
     systems += controls(systems, decoder, episodes)

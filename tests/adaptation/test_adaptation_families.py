@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from ctx_compress_rag.adaptation.episodes import Episodes, FamilyTasks, FileTasks
+from ctx_compress_rag.adaptation.episodes import Episodes, FamilyTasks, FileTasks, drawn_apart
 from ctx_compress_rag.adaptation.task_families import (
     ENDS,
     FAMILIES,
@@ -134,6 +134,15 @@ def test_episodes_are_the_same_at_every_look() -> None:
     assert Episodes(FamilyTasks("train"), 10, 3, seed=2)[7] != episodes[7]
     with pytest.raises(IndexError):
         episodes[10]
+
+
+@pytest.mark.parametrize("split", ["dev", "test"])
+def test_nothing_is_tuned_on_what_is_asked(split: Any) -> None:
+    for seed in range(3):
+        asked, tuning = drawn_apart(FamilyTasks(split), 400, 32, 3, seed)
+        assert len(asked) == 400 and 30 <= len(tuning) <= 32
+        assert not {e.query.question for e in asked} & {e.query.question for e in tuning}
+        assert not {e.query for e in asked} & {d for e in tuning for d in e.support}
 
 
 def test_files_are_tasks(tmp_path: Path, tiny_tokenizer: Any) -> None:
