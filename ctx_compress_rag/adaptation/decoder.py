@@ -28,6 +28,7 @@ from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.prompt import Prompt, PromptLike
+from ctx_compress_rag.stores.markers import Marker
 from ctx_compress_rag.text.prompt_tokenizer import answer_ids
 
 _GREEDY = Sampling()
@@ -147,6 +148,19 @@ class AdaptiveDecoder(TransformersDecoder):
                 )
             rows.append(row)
         return rows
+
+    def ratios(self, demonstration: Demonstration) -> set[int | None]:
+        """At how many source tokens a slot its passages are given: None stands for one that is text."""
+        found: set[int | None] = {*self._ratios_in(demonstration.question)}
+        for passage in filter(str.strip, demonstration.passages):
+            found |= self._ratios_in(passage) or {None}
+        return found
+
+    def _ratios_in(self, text: str) -> set[int]:
+        if self.store is None:
+            return set()
+        markers = [part for part in self._split(text, "text") if isinstance(part, Marker)]
+        return {self.store.base_ratio * marker.factor for marker in markers}
 
     def _answer_ids(self, answer: str) -> Tensor:
         tokenizer = self.bundle.tokenizer

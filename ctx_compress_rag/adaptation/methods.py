@@ -20,6 +20,7 @@ from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
 from ctx_compress_rag.adaptation.updates import sgd
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.prompt import Prompt
 
 BASE_FOLDER = "base"
 
@@ -158,27 +159,42 @@ class PredictedUpdate(Adaptation):
         return cls(base, predictor.to(next(iter(base.a.values())).device), made_for)
 
     def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
-        rows = decoder.rows(demonstrations)
-        if len(rows) != self.config.demonstrations:
-            raise ConfigError(
-                f"this predictor was trained with {self.config.demonstrations} demonstrations and was given {len(rows)}"
-            )
-        if any(row.soft for row in rows) is (self.config.ratio is None):
-            read = "text" if self.config.ratio is None else f"soft contexts of ratio {self.config.ratio}"
-            raise ConfigError(f"this predictor was trained on demonstrations whose passages are {read}: give it such")
-        pooled = pooled_states(decoder, [rows], self.base, self.config.layer)
+        pooled = pooled_states(decoder, [self._rows(decoder, demonstrations)], self.base, self.config.layer)
         with torch.no_grad():
             return Adapted(self.base.plus(self.predictor(pooled)).row(0))
 
     def mean_over(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Demonstration]]) -> BaseAdapter:
         """The mean of the updates that are predicted for these contexts, whatever the demonstrations: a control."""
-        rows = [decoder.rows(context) for context in contexts]
+        rows = [self._rows(decoder, context) for context in contexts]
         with torch.no_grad():
             each = self.predictor(pooled_states(decoder, rows, self.base, self.config.layer))
         # A sum of products is a product of what is laid side by side.
         a = {n: t.flatten(0, 1) for n, t in each.a.items()}
         b = {n: t.transpose(0, 1).flatten(1) / len(rows) for n, t in each.b.items()}
         return BaseAdapter(self.base.plus(Adapter(a, b, each.scale)))
+
+    def _rows(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
+        """The demonstrations as the decoder reads them.
+
+        Raises:
+            ConfigError: they are not as many, or not read as, the predictor was trained with.
+        """
+        if len(demonstrations) != self.config.demonstrations:
+            raise ConfigError(
+                f"this predictor was trained with {self.config.demonstrations} demonstrations and was given "
+                f"{len(demonstrations)}"
+            )
+        rows = decoder.rows(demonstrations)
+        wanted = self.config.ratio
+        for number, (row, demonstration) in enumerate(zip(rows, demonstrations, strict=True)):
+            # A marker whose slots cannot be read may have been read as text.
+            given = decoder.ratios(demonstration) if row.soft else {None}
+            if other := sorted(given - {wanted}, key=lambda ratio: ratio or 0):
+                raise ConfigError(
+                    f"this predictor was trained on demonstrations whose passages are {_as_read(wanted)}, and "
+                    f"demonstration {number} has passages that are {' and '.join(map(_as_read, other))}: give it such"
+                )
+        return rows
 
     def save_pretrained(self, folder: str | Path, decoder: str | None = None) -> None:
         """Write the predictor, and the base adapter beside it as a peft adapter, under `base/`."""
@@ -219,6 +235,10 @@ class PredictedUpdate(Adaptation):
 
     def _tensors(self) -> dict[str, Tensor]:
         return dict(self.predictor.state_dict())
+
+
+def _as_read(ratio: int | None) -> str:
+    return "text" if ratio is None else f"soft contexts of ratio {ratio}"
 
 
 def _read(path: Path) -> Mapping[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -312,6 +313,34 @@ def test_a_predicted_update_is_saved_and_is_a_peft_adapter(
     (tmp_path / "predictor" / "config.json").write_text('{"inner_steps": -1}')
     with pytest.raises(BundleError, match="inner_steps"):
         PredictedUpdate.from_pretrained(tmp_path / "predictor", decoder)
+
+
+def test_a_predictor_takes_passages_as_it_was_trained_with(bundle: Any, base: Adapter, tmp_path: Any) -> None:
+    """Marked at its own ratio, all of them: another one, and text, are named beside its own."""
+    with SoftContextStore(tmp_path, bundle, key=b"k" * 32) as store:
+        decoder = AdaptiveDecoder(bundle, store)
+        at = {ratio: [d.marked(store, ratio) for d in DEMONSTRATIONS] for ratio in (4, 8)}
+        update = PredictedUpdate.build(base, decoder, CONFIG.model_copy(update={"ratio": 8}))
+        assert decoder.adapt(at[8], update).adapted.adapter is not None
+        first, *_ = at[8]
+        mixed = replace(first, passages=(first.passages[0], DEMONSTRATIONS[0].passages[1]))
+        four, text = "soft contexts of ratio 4", "text"
+        for demonstrations, number, what in (
+            (at[4], 0, four),
+            ([*at[8][:2], at[4][2]], 2, four),
+            ([first, *DEMONSTRATIONS[1:]], 1, text),
+            ([mixed, *at[8][1:]], 0, text),
+        ):
+            named = f"passages are soft contexts of ratio 8, and demonstration {number} has passages that are {what}"
+            with pytest.raises(ConfigError, match=named):
+                decoder.adapt(demonstrations, update)
+            with pytest.raises(ConfigError, match=named):
+                update.mean_over(decoder, [at[8], demonstrations])
+        reads_text = PredictedUpdate.build(base, decoder, CONFIG)
+        asked = replace(DEMONSTRATIONS[1], question=f"What of {at[4][1].passages[0]}?")
+        for other in (at[4][1], asked):
+            with pytest.raises(ConfigError, match=f"passages are text, and demonstration 1 has passages .* {four}"):
+                decoder.adapt([DEMONSTRATIONS[0], other, DEMONSTRATIONS[2]], reads_text)
 
 
 def _update_alone(both: Adapter, base_rank: int) -> Adapter:
