@@ -37,6 +37,7 @@ class SystemScore:
         gain: F1 over the base adapter's, question by question, likewise.
         by_task: mean exact match and F1 of each task.
         cost: per question.
+        questions: how many were asked.
     """
 
     system: str
@@ -45,6 +46,7 @@ class SystemScore:
     gain: Interval
     by_task: dict[str, tuple[float, float]]
     cost: AdaptationCost
+    questions: int
 
     @property
     def macro(self) -> tuple[float, float]:
@@ -237,6 +239,7 @@ def score(
                     for task, values in sorted(tasks.items())
                 },
                 cost=costs[system],
+                questions=len(episodes),
             )
         )
     return scores

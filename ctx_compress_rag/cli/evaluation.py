@@ -276,7 +276,8 @@ def adapt_eval(
         max_new_tokens=max_tokens,
     )
     print(f"{table(scores)}\n\n{verdict(scores)}")
-    print(f"\n{questions} questions, each with demonstrations; also in {output}/scores.json, .md and .png")
+    asked = scores[0].questions  # files may hold fewer
+    print(f"\n{asked} questions, each with demonstrations; also in {output}/scores.json, .md and .png")
 
 
 @command("inspect", "passage.txt --bundle runs/comprexit/answer/bundle")

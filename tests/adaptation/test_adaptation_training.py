@@ -388,7 +388,7 @@ def test_a_budget_shortens_every_recipe_and_leaves_the_folder_alone(tmp_path: Pa
 def _score(system: str, f1: float, low: float, adapt_ms: float) -> SystemScore:
     interval = Interval(f1, f1 - 0.05, f1 + 0.05)
     return SystemScore(
-        system, interval, interval, Interval(f1 - 0.3, low, f1), {}, AdaptationCost(adapt_ms, 1.0, 1.0, 1.0)
+        system, interval, interval, Interval(f1 - 0.3, low, f1), {}, AdaptationCost(adapt_ms, 1.0, 1.0, 1.0), 6
     )
 
 
@@ -404,8 +404,11 @@ def test_the_verdict_says_what_is_met(f1: float, low: float, adapt_ms: float, me
     assert [int(said == "is") for said in re.findall(r"\*\*(is|is not)\*\*", line)] == met
 
 
-def test_the_command_reads_files_and_slots(tmp_path: Path, bundle_folder: Path) -> None:
-    """Tasks from files, passages as slots from the store, one predictor."""
+def test_the_command_reads_files_and_slots(
+    tmp_path: Path, bundle_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tasks from files, passages as slots from the store, one predictor; a file asks as many as it has."""
+    monkeypatch.setitem(evaluate.__kwdefaults__, "tuning", 2)
     for task in ("one", "two"):
         rows = [Example((f"{task} has {i}.", "More."), (Turn(f"What has {task}, {i}?", (str(i),)),)) for i in range(8)]
         write_jsonl(tmp_path / f"{task}.jsonl", rows)
@@ -413,20 +416,14 @@ def test_the_command_reads_files_and_slots(tmp_path: Path, bundle_folder: Path) 
     files = _recipes(tmp_path, bundle_folder, steps=1, ratio=4, data=data)
     for name in ("prefix", "k2", "task"):
         files[name].unlink()
-    scores = evaluate(
-        tmp_path / "recipes",
-        tmp_path / "scores",
-        files=[str(tmp_path / "two.jsonl")],
-        questions=3,
-        timed=1,
-        tuning=2,
-        max_new_tokens=3,
-        progress=False,
-    )
-    assert [s.system for s in scores][-4:] == [
+    command = ["adapt-eval", "--recipes", str(tmp_path / "recipes"), "--data", str(tmp_path / "two.jsonl")]
+    command += ["--questions", "9", "--timed", "1", "--max-tokens", "3", "--output", str(tmp_path / "scores")]
+    assert main(command) == 0
+    assert "\n4 questions, each with demonstrations" in capsys.readouterr().out
+    kept = json.loads((tmp_path / "scores" / "scores.json").read_text())
+    assert [s["system"] for s in kept["scores"]][-4:] == [
         "TT-SGD, K=1", "RAG-GD, K=1", "TT-SGD, K=1, tuned", "mean of the predicted updates, K=1",
     ]  # fmt: skip
-    assert all(set(s.by_task) == {"two"} for s in scores)
-    kept = json.loads((tmp_path / "scores" / "scores.json").read_text())
-    assert kept["questions"] == 3
+    assert all(set(s["by_task"]) == {"two"} for s in kept["scores"])
+    assert kept["questions"] == 4
     assert kept["data"] == ["two.jsonl"]
