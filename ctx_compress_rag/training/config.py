@@ -244,19 +244,29 @@ class PointingConfig(Strict):
 
 
 class PackingConfig(Strict):
-    """Rows of one length that a batch's sequences are packed into (`training.packing`).
+    """A set of rows of one length that sequences are packed into (`training.packing`).
+
+    A step takes `optim.batch_size` such sets, one at a time.
 
     Attributes:
         rows: of prompts.
         passage_rows: of passages to encode; a teacher has none.
         length: tokens of a row; longer passages and prompts are left out.
-        examples: of the data, that a batch takes.
+        examples: of the data, that a set takes.
     """
 
     rows: int = Field(default=5, gt=0)
     passage_rows: int = Field(default=7, gt=0)
     length: int = Field(default=384, gt=0)
     examples: int = Field(default=8, gt=0)
+
+
+def _check_packed(optim: OptimConfig) -> None:
+    if optim.micro_batch_size not in (None, 1):
+        raise ValueError(
+            f"micro_batch_size {optim.micro_batch_size}: packed rows are a micro-batch as they are; leave it out, and "
+            "choose packing.rows"
+        )
 
 
 class TeacherRecipe(DecoderRecipe):
@@ -278,6 +288,8 @@ class TeacherRecipe(DecoderRecipe):
     def _packing_trains_answers(self) -> TeacherRecipe:
         if self.packing and (self.tune.mode != "lora" or self.context_loss_weight):
             raise ValueError("packing is for tune.mode: lora and answers alone: leave out context_loss_weight")
+        if self.packing:
+            _check_packed(self.optim)
         return self
 
     @model_validator(mode="after")
@@ -414,6 +426,7 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
     def _trains_what_it_serves(self) -> RepeatAndAnswerRecipe:
         if not self.data.files and not self.data.world:
             raise ValueError("stage repeat_and_answer needs questions: give data.files")
+        _check_packed(self.optim)
         if self.window != self.packing.length:
             raise ValueError(f"window {self.window} must be packing.length, {self.packing.length}")
         return self

@@ -66,6 +66,7 @@ class Job:
         probe: called every `probe_every` steps and after the last; its scores go to the report, with the tokens.
         probe_every: steps between two probes.
         layers: the decoder layers that it runs; processes that share weights out gather them layer by layer.
+        micro_batch_size: where `collate` takes no more than so many; None: as the optimisation says.
     """
 
     model: nn.Module
@@ -77,6 +78,7 @@ class Job:
     probe: Probe | None = None
     probe_every: int = 1
     layers: Sequence[nn.Module] = ()
+    micro_batch_size: int | None = None
 
 
 class ExampleDataset(Dataset[Any]):
@@ -279,7 +281,8 @@ def train(
     """
     model = job.model
     processes = int(os.environ.get("WORLD_SIZE", "1"))  # under torchrun each process takes its share
-    micro = min(optim.micro_batch_size or optim.batch_size, optim.batch_size // processes)
+    wanted = job.micro_batch_size or optim.micro_batch_size or optim.batch_size
+    micro = min(wanted, optim.batch_size // processes)
     if micro == 0 or optim.batch_size % (micro * processes):
         raise ConfigError(
             f"batch_size {optim.batch_size} cannot be shared by {processes} processes in micro-batches of {micro}: "

@@ -181,6 +181,27 @@ def test_training_resumes_and_learns_to_repeat(tmp_path: Path, tiny_tokenizer: A
     assert report["resumed"] and report["steps"] == 5
 
 
+@pytest.mark.parametrize("stage", ["repeat_and_answer", "teacher"])
+def test_a_step_takes_several_sets_of_rows(tmp_path: Path, tiny_tokenizer: Any, stage: str) -> None:
+    """One at a time, without being told: their losses' mean. Larger micro-batches are refused by name."""
+    settings = recipe(tmp_path, tiny_tokenizer).model_dump(mode="json", exclude_unset=True)
+    if stage == "teacher":
+        kept = {key: settings[key] for key in ("decoder", "data", "packing")}
+        settings = kept | {"stage": stage, "tune": {"mode": "lora"}, "output": str(tmp_path / "run")}
+
+    def losses(steps: int, batch_size: int, **optim: Any) -> list[float]:
+        # At a rate that leaves the weights as they are: every set of rows is seen by the same ones.
+        optim |= {"steps": steps, "batch_size": batch_size, "learning_rate": 1e-12, "final_learning_rate": 0.0}
+        file = tmp_path / "recipe.yaml"
+        file.write_text(yaml.safe_dump(settings | {"optim": optim | {"log_every": 1}}))
+        return [row["loss"] for row in json.loads((run_recipe(file, resume=False) / "loss.json").read_text())]
+
+    one, other = losses(2, 1)
+    assert losses(1, 2) == pytest.approx([(one + other) / 2], rel=1e-4)
+    with pytest.raises(ConfigError, match="micro_batch_size 2: packed rows are a micro-batch as they are"):
+        losses(1, 2, micro_batch_size=2)
+
+
 def test_impossible_recipes_are_refused(tmp_path: Path, tiny_tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"window 128 must be packing\.length, 256"):
         recipe(tmp_path, tiny_tokenizer, window=128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.data.held_out import held_out
@@ -26,7 +27,8 @@ def start(recipe: RepeatAndAnswerRecipe, resume: bool) -> Job:
     loss = PackedSlotLoss(bundle)
     make_fast(bundle, recipe.optim, dynamic=False)
     builder = PromptBuilder(bundle.tokenizer, max(recipe.data.max_answer_tokens, LONGEST + 1))
-    return bundle_job(recipe, bundle, loss, PackedSlotData(builder, examples, texts, recipe), collate_packed)
+    job = bundle_job(recipe, bundle, loss, PackedSlotData(builder, examples, texts, recipe), collate_packed)
+    return replace(job, micro_batch_size=1)
 
 
 def _texts(recipe: RepeatAndAnswerRecipe, examples: list[Example]) -> list[str]:

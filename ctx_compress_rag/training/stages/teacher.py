@@ -232,6 +232,7 @@ def start(recipe: TeacherRecipe, resume: bool) -> Job:
         probe=probe,
         probe_every=recipe.probe.every if recipe.probe else 1,
         layers=layers,
+        micro_batch_size=1 if recipe.packing else None,
     )
 
 
