@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctx_compress_rag.errors import ConfigError, DataError
-from ctx_compress_rag.evaluation.compare.config import Comparison
+from ctx_compress_rag.evaluation.compare.config import Comparison, Ordering
 from ctx_compress_rag.evaluation.compare.report import methods_shown, orderings, read_report, table
 from ctx_compress_rag.metrics import paired_difference
 
@@ -137,6 +137,21 @@ def test_an_ordering_says_nothing_of_entries_that_do_not_read(
     line = orderings(comparison(), read_report(comparison(), folder))[0]
     assert line.startswith(f"- **{verdict}**")
     assert "(+" in line  # the interval of the difference is above zero each time
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "verdict"), [("pooled", "coarse", "held"), ("coarse", "pooled", "reversed")]
+)
+def test_an_ordering_needs_a_winner_that_reads(tmp_path: Path, better: str, worse: str, verdict: str) -> None:
+    """Far ahead of one that reads its slots, by guesses that any slots give."""
+    rng = np.random.default_rng(0)
+    high, low = (0.6 + rng.random(40) * 0.3).tolist(), (0.2 + rng.random(40) * 0.1).tolist()
+    folder = written(tmp_path, {"pooled": {8: high}, "coarse": {8: low}})
+    asked = comparison().model_copy(update={"orderings": [Ordering(claim="it", better=better, worse=worse)]})
+    assert orderings(asked, read_report(asked, folder))[0].startswith(f"- **{verdict}**")
+    file = folder / "results" / "pooled.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"another_passage": {"f1": high}}))
+    assert orderings(asked, read_report(asked, folder))[0].startswith("- **not shown**")
 
 
 def test_a_method_is_shown_by_three_standard_errors(tmp_path: Path) -> None:

@@ -225,10 +225,10 @@ def _reads(row: EntryRow, none: Sequence[float]) -> bool:
 def _shown(winner: list[float], loser: list[float], winner_reads: bool, loser_reads: bool) -> bool:
     """Whether a difference says something about the methods, not about how two decoders guess.
 
-    The loser reads its slots; or the winner does, and their own intervals are apart.
+    The winner reads its slots; and the loser does, too, or their own intervals are apart.
     """
     won, lost = (paired_difference(each, [0.0] * len(each)) for each in (winner, loser))
-    return loser_reads or (winner_reads and won.low > lost.high)
+    return winner_reads and (loser_reads or won.low > lost.high)
 
 
 def text(comparison: Comparison, found: Results) -> str:
@@ -264,8 +264,8 @@ def text(comparison: Comparison, found: Results) -> str:
         "",
         "What the papers say, and the difference in F1 over the same questions, mean of all ratios that both have "
         "(paired bootstrap, 95 % interval). *Held*: the interval is above zero; *reversed*: below. Either counts only "
-        "where the loser reads its slots (both differences above are past their 95 % interval), or the winner does and "
-        "the two scores' own intervals are apart; else it is *not shown*.",
+        "where the winner reads its slots (both differences above are past their 95 % interval), and the loser does, "
+        "too, or the two scores' own intervals are apart; else it is *not shown*.",
         "",
         *orderings(comparison, found),
     ]
