@@ -11,14 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.backbone import INT8_FILE, Backbone, load_decoder
-from ctx_compress_rag.config import BundleConfig, explain, whole
+from ctx_compress_rag.bundle_folder import (
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    DECODER_FOLDER,
+    INT8_ADAPTER_FILE,
+    REPORT_FILE,
+    TEACHER,
+    WEIGHTS_FILE,
+    check_free,
+    find_bundle,
+    read_adapter,
+    read_config,
+    read_report,
+    read_tensors,
+)
+from ctx_compress_rag.config import BundleConfig, whole
 from ctx_compress_rag.decoder_identity import decoder_digest, digest_in_memory, folder_digest, write_decoder
 from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
 from ctx_compress_rag.gguf import GgufDecoder, pinned
@@ -33,16 +46,6 @@ from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.tokenising import text_ids
 
 logger = logging.getLogger(__name__)
-
-SHIPPED = {folder.name: folder for folder in Path(__file__).parent.glob("bundles/*/")}
-
-CONFIG_FILE = "config.json"
-REPORT_FILE = "training_report.json"
-DECODER_FOLDER = "decoder"
-TEACHER = "teacher"
-WEIGHTS_FILE = "model.safetensors"
-ADAPTER_FILE = "adapter_model.safetensors"
-INT8_ADAPTER_FILE = "adapter_model.int8.safetensors"
 
 _TOKENS_PER_BATCH = 8192
 _PASSAGES_PER_ROUND = 256
@@ -110,8 +113,8 @@ class Bundle(OfThisProcess):
             ConfigError: its config has unknown or impossible values, or the method needs a copy of the decoder and
                 its weights are to be packed.
         """
-        folder = _find(name_or_path, revision)
-        config = _read_config(folder / CONFIG_FILE)
+        folder = find_bundle(name_or_path, revision)
+        config = read_config(folder / CONFIG_FILE)
         if changes:
             config = BundleConfig(**{**dict(config), **changes})
         shipped = folder / DECODER_FOLDER
@@ -128,18 +131,18 @@ class Bundle(OfThisProcess):
         bundle = cls.build(config, Backbone(model, tokenizer), teacher if teacher.exists() else None)
         stored: dict[str, dict[str, Tensor]] = {}
         for part, module in bundle._parts().items():
-            stored[part] = _read_tensors(folder / part / WEIGHTS_FILE)
+            stored[part] = read_tensors(folder / part / WEIGHTS_FILE)
             module.load_saved_state(stored[part])
             if part in bundle.backbone.adapters:
-                stored[f"{part} adapter"] = _read_adapter(folder / part)
+                stored[f"{part} adapter"] = read_adapter(folder / part)
                 bundle.backbone.load_adapter_state(part, stored[f"{part} adapter"])
         if config.decoder is None:
             int8 = (shipped / INT8_FILE).exists()
-            stored[DECODER_FOLDER] = _read_tensors(shipped / (INT8_FILE if int8 else WEIGHTS_FILE))
+            stored[DECODER_FOLDER] = read_tensors(shipped / (INT8_FILE if int8 else WEIGHTS_FILE))
             bundle._decoder_digest = decoder_digest(shipped)
         # From the files, not from memory: bfloat16 on a GPU would round them to other bits.
         bundle._former = bundle._digest(stored)
-        bundle.report = _read_report(folder / REPORT_FILE)
+        bundle.report = read_report(folder / REPORT_FILE)
         bundle._folder = folder
         if bundle.backbone.quantized:
             logger.warning(
@@ -258,12 +261,16 @@ class Bundle(OfThisProcess):
         same bundle with the same fingerprint. Adapters are written as ordinary peft adapters, the teacher's, too.
 
         Args:
-            folder: where to.
+            folder: where to; a bundle that is there is overwritten.
             int8: write all matrices in 8 bits, those of the decoder, of copies of it and of adapters: half the size.
                 Only this library reads them; load such a bundle and save it without `int8` for others, such as
                 peft or vLLM.
+
+        Raises:
+            ConfigError: the folder is a file, or has a README.md or config.json that is no bundle's.
         """
         folder = Path(folder)
+        check_free(folder)
         pack = _packing(int8)
         for part, module in self._parts().items():
             (folder / part).mkdir(parents=True, exist_ok=True)
@@ -401,57 +408,6 @@ class Bundle(OfThisProcess):
         return self.backbone.use(TEACHER if TEACHER in self.backbone.adapters else None)
 
 
-def _find(name_or_path: str | Path, revision: str | None) -> Path:
-    if name_or_path in SHIPPED:
-        return SHIPPED[str(name_or_path)]
-    folder = Path(name_or_path)
-    if folder.is_dir():
-        return folder
-    if str(name_or_path).count("/") != 1 or str(name_or_path).startswith((".", "/", "~")):
-        raise BundleError(
-            f"no bundle {str(name_or_path)!r}: give a folder, one of {sorted(SHIPPED)}, or a hub id owner/name"
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(
-                str(name_or_path), revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja"]
-            )
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise BundleError(f"cannot fetch the bundle {str(name_or_path)!r} from the hub: {error}") from error
-
-
-def _read_config(path: Path) -> BundleConfig:
-    try:
-        return BundleConfig.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        raise BundleError(f"{path.parent} is no bundle: it has no {path.name}") from None
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {explain(error)}") from None
-
-
-def _read_report(path: Path) -> dict[str, Any]:
-    try:
-        report = json.loads(path.read_bytes()) if path.exists() else {}
-    except ValueError as error:
-        raise BundleError(f"{path} is damaged ({error}): fetch or make the bundle again") from error
-    if not isinstance(report, dict):
-        raise BundleError(f"{path} holds a {type(report).__name__}, no JSON object: fetch or make the bundle again")
-    return report
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return from_int8(load_file(path))
-    except FileNotFoundError:
-        raise BundleError(f"the bundle is incomplete: {path} is missing") from None
-    except (SafetensorError, OSError) as error:
-        raise BundleError(f"{path} is damaged ({error}): fetch or make the bundle again") from error
-
-
 def add_teacher(backbone: Backbone, folder: Path) -> None:
     """Add a peft adapter folder to a decoder as its full-text teacher.
 
@@ -463,12 +419,7 @@ def add_teacher(backbone: Backbone, folder: Path) -> None:
     if not (folder / "adapter_config.json").exists():
         raise BundleError(f"the teacher {str(folder)!r} is no peft adapter folder: it has no adapter_config.json")
     backbone.add_adapter(TEACHER, LoraConfig.from_pretrained(str(folder)))
-    backbone.load_adapter_state(TEACHER, _read_adapter(folder))
-
-
-def _read_adapter(folder: Path) -> dict[str, Tensor]:
-    int8 = folder / INT8_ADAPTER_FILE
-    return _read_tensors(int8 if int8.exists() else folder / ADAPTER_FILE)
+    backbone.load_adapter_state(TEACHER, read_adapter(folder))
 
 
 def _packing(int8: bool) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:

@@ -85,6 +85,8 @@ def whole(name: str, value: object) -> int:
     Raises:
         ConfigError: it is none.
     """
+    if isinstance(value, bool):  # pydantic takes True for 1
+        raise ConfigError(f"{name}={value!r} is no number: give one")
     return checked(name, value, _WHOLE)
 
 

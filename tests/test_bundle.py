@@ -348,3 +348,22 @@ def test_pushing_uploads_a_folder_that_loads(made: Any, tmp_path: Path, monkeypa
     uploaded = [p.relative_to(tmp_path / "someone/bundle").as_posix() for p in (tmp_path / "someone").rglob("*.*")]
     wanted = set(filter_repo_objects([*uploaded, "pytorch_model.bin"], allow_patterns=asked["allow_patterns"]))
     assert set(uploaded) - wanted == {"README.md"} and "pytorch_model.bin" not in wanted
+
+
+def test_other_files_are_not_written_over(make_tiny_bundle: Callable[..., Any], tmp_path: Path) -> None:
+    bundle = make_tiny_bundle()
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "README.md").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for taken, message in (("project", "files that are not a bundle's"), ("file", "is a file")):
+        with pytest.raises(ConfigError, match=message):
+            bundle.save_pretrained(tmp_path / taken)
+    assert [f.name for f in (tmp_path / "project").iterdir()] == ["README.md"]
+    bundle.save_pretrained(tmp_path / "new")
+    bundle.save_pretrained(tmp_path / "new")  # a bundle's own files are
+
+
+@pytest.mark.parametrize("name", ["", None, 5])
+def test_what_is_no_name_is_no_bundle(name: Any) -> None:
+    with pytest.raises(ConfigError, match="no bundle"):
+        Bundle.from_pretrained(name)

@@ -12,7 +12,8 @@ import chromadb
 import pytest
 from safetensors.torch import load_file, save_file
 
-from ctx_compress_rag.bundle import SHIPPED, Bundle
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle_folder import SHIPPED
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import BundleError, FingerprintMismatchError
 from ctx_compress_rag.stores import SoftContextStore

@@ -28,7 +28,7 @@ def _blocks(language: str, *pages: Path) -> list[str]:
 
 def _commands(name: str) -> list[list[str]]:
     lines = "\n".join(_blocks("bash")).replace("\\\n", " ").splitlines()
-    return [shlex.split(line)[1:] for line in lines if line.startswith(f"ctx-compress {name} ")]
+    return [shlex.split(line)[1:] for line in lines if line.split()[:2] == ["ctx-compress", name]]
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from torch import Tensor
 from ctx_compress_rag.adaptation.adapter import Adapter, applied
 from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
 from ctx_compress_rag.backbone import Backbone, load_decoder
-from ctx_compress_rag.bundle import TEACHER, Bundle
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle_folder import TEACHER
 from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.decoding.batches import in_batches
 from ctx_compress_rag.decoding.change import UNCHANGED, Change

@@ -82,9 +82,11 @@ class FolderInput(Input):
         self._unread: list[str] = []
         self._empty = 0
         for file in sorted(path.rglob("*")):
-            if any(part.startswith(".") for part in file.relative_to(path).parts) or not file.is_file():
+            if any(part.startswith(".") for part in file.relative_to(path).parts) or file.is_dir():
                 continue
-            if file.suffix.lower() in suffixes:
+            if not file.is_file():
+                self._other["broken links and devices"] += 1
+            elif file.suffix.lower() in suffixes:
                 self.files.append(file)
             else:
                 self._other[file.suffix.lower() or "without a suffix"] += 1

@@ -378,6 +378,6 @@ def embedder_of(metadata: Mapping[str, Any]) -> str:
 
 def _lasting(address: str) -> str:
     """A bundle's or model's address that holds from any working folder."""
-    from ctx_compress_rag.bundle import SHIPPED
+    from ctx_compress_rag.bundle_folder import SHIPPED
 
     return str(Path(address).resolve()) if address not in SHIPPED and Path(address).is_dir() else address

@@ -213,7 +213,7 @@ def compare(
     `natural` real text. Writes one table and one picture. Run it again after an interruption: finished entries are
     kept, the others resume at their last checkpoint.
     """
-    from ctx_compress_rag.bundle import DECODER_FOLDER, SHIPPED
+    from ctx_compress_rag.bundle_folder import DECODER_FOLDER, SHIPPED
     from ctx_compress_rag.evaluation.compare.config import Budget, chosen, load_comparison
     from ctx_compress_rag.evaluation.compare.report import save, text
     from ctx_compress_rag.evaluation.compare.run import Plan

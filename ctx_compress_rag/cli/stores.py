@@ -178,7 +178,8 @@ def ask(
 def info(
     store: Store = STORE,
     prune: Annotated[
-        bool, typer.Option("--prune", help="First delete soft contexts whose passage is not in the index.")
+        bool,
+        typer.Option("--prune", help="First delete soft contexts of no passage in the index, those of apps too."),
     ] = False,
 ) -> None:
     """Say what is in an index."""

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from ctx_compress_rag.bundle import ADAPTER_FILE, DECODER_FOLDER, TEACHER, WEIGHTS_FILE, Bundle
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle_folder import ADAPTER_FILE, DECODER_FOLDER, TEACHER, WEIGHTS_FILE
 from ctx_compress_rag.decoder_identity import write_decoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.mapped_reader import MappedReader

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ctx_compress_rag.errors import PayloadError
@@ -11,12 +11,12 @@ from ctx_compress_rag.stores.companion import READ_IDS, Companion
 from ctx_compress_rag.stores.markers import MarkerCodec
 
 
-def damaged(companion: Companion, signers: Sequence[MarkerCodec]) -> list[str]:
+def damaged(companion: Companion, signer: MarkerCodec) -> list[str]:
     """The ids of records, of all scopes, that cannot be read."""
     bad: list[str] = []
     for key, row in _rows(companion):
         try:
-            records.check_seal(key, row, signers, companion.sealed)
+            records.check_seal(key, row, signer, companion.sealed)
             records.read_soft(key, row)
             records.read_passage(key, row, companion.fingerprint)
         except PayloadError:
@@ -35,7 +35,7 @@ def reseal(companion: Companion, signer: MarkerCodec) -> int:
         fresh: dict[str, records.Record] = {}
         for key, row in companion.read(ids).items():
             try:
-                records.check_seal(key, row, [signer], required=True)
+                records.check_seal(key, row, signer, required=True)
                 continue
             except PayloadError:
                 pass

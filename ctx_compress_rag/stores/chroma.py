@@ -223,11 +223,11 @@ class SoftContextStore(OfThisProcess):
 
     def damaged(self) -> list[str]:
         """The ids of passages, of all scopes, whose records are damaged or of another key. Reads every record."""
-        return [own_id(key) for key in audit.damaged(self._companion, self._keyring.sealers())]
+        return [own_id(key) for key in audit.damaged(self._companion, self._keyring.signer())]
 
     def discard_damaged(self) -> list[str]:
         """Delete what `damaged` finds; the next `add` of the same passages compresses them again."""
-        bad = audit.damaged(self._companion, self._keyring.sealers())
+        bad = audit.damaged(self._companion, self._keyring.signer())
         self._companion.delete(bad)
         return [own_id(key) for key in bad]
 

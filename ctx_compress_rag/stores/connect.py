@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ from ctx_compress_rag.stores.folder import Folder
 from ctx_compress_rag.stores.lock import DEFAULT_TIMEOUT
 
 Location = str | os.PathLike[str] | ClientAPI | chromadb.Collection
+
+
+_LONGEST = 512
+_NAME = re.compile(rf"[a-zA-Z0-9][a-zA-Z0-9._-]{{1,{_LONGEST - 2}}}[a-zA-Z0-9]")  # Chroma's rule
 
 
 @dataclass(frozen=True)
@@ -94,9 +99,10 @@ def connect(location: Location, collection: str) -> Connection:
         ConfigError: the location is no path, (synchronous) client or collection, or the collection no name.
         StoreError: it is no folder.
     """
-    if not isinstance(collection, str) or not collection:
+    if not isinstance(collection, str) or not _NAME.fullmatch(f"{collection}-ctx"):
         raise ConfigError(
-            f"collection={collection!r}: give a name; to stand beside a collection, give it as the location"
+            f"collection={collection!r}: give a name of at most {_LONGEST - len('-ctx')} letters, digits, '.', '_' and "
+            "'-', the first a letter or digit; to stand beside a collection, give it as the location"
         )
     if isinstance(location, chromadb.Collection):
         if "ctx_format" in (location.metadata or {}):

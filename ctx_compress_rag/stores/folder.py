@@ -22,7 +22,7 @@ from chromadb.api import ClientAPI
 from chromadb.api.shared_system_client import SharedSystemClient
 from chromadb.errors import ChromaError
 
-from ctx_compress_rag.errors import StoreError, StoreLockedError
+from ctx_compress_rag.errors import StoreError, StoreLockedError, StoreWriteError
 from ctx_compress_rag.stores import lock
 from ctx_compress_rag.stores.sqlite import DATABASE, SqliteClient
 
@@ -116,7 +116,10 @@ class Folder:
             StoreLockedError: others wrote for longer than `timeout` seconds, or a Chroma server runs on the folder.
             StoreWriteError: the folder is read-only.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreWriteError(f"cannot make the folder {self.path} ({error.strerror}): give another") from error
         with lock.writer(self.path, timeout) as handle:
             if (server := server_on(self.path)) is not None:
                 raise StoreLockedError(

@@ -1,18 +1,15 @@
-"""The keys of an open store: the one it signs with, and those that its records may be sealed with."""
+"""The key of an open store, which signs markers and seals records."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-from ctx_compress_rag.errors import StoreError
 from ctx_compress_rag.stores import records
 from ctx_compress_rag.stores.companion import Companion, Found
-from ctx_compress_rag.stores.keys import KEY_FILE, find_key, key_from_file
+from ctx_compress_rag.stores.keys import find_key
 from ctx_compress_rag.stores.markers import MarkerCodec
 
 
 class Keyring:
-    """Keys, each read when it is first needed: reading records alone must not make a key file.
+    """The store's key, found when it is first needed: opening a store must not make a key file.
 
     Args:
         companion: where the records are.
@@ -25,7 +22,6 @@ class Keyring:
     def __init__(self, companion: Companion, key: bytes | None) -> None:
         self._companion = companion
         self._signer = None if key is None else MarkerCodec(key, companion.fingerprint)
-        self._of_folder: list[MarkerCodec] | None = None
         if companion.connection.remote:
             self.signer()
 
@@ -36,22 +32,11 @@ class Keyring:
             self._signer = MarkerCodec(find_key(connection.path, remote=connection.remote), self._companion.fingerprint)
         return self._signer
 
-    def sealers(self) -> list[MarkerCodec]:
-        """The keys that records may be sealed with: the store's, and one left in the folder from before that."""
-        if self._of_folder is None:
-            path, codecs = self._companion.connection.path, list[MarkerCodec]()
-            if path is not None and (path / KEY_FILE).exists():
-                with suppress(StoreError):  # unusable, another user's perhaps: if it is the only one, `signer` says so
-                    codecs.append(MarkerCodec(key_from_file(path / KEY_FILE), self._companion.fingerprint))
-            self._of_folder = codecs  # whole or not at all: other threads read it
-        return [self.signer(), *self._of_folder]
-
     def check(self, found: Found) -> None:
         """Check the seal of each record.
 
         Raises:
             PayloadError: one was changed after it was sealed, or is of another key; the message names the passage.
         """
-        signers = self.sealers() if found else []
         for key, row in found.items():
-            records.check_seal(key, row, signers, self._companion.sealed)
+            records.check_seal(key, row, self.signer(), self._companion.sealed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ctx_compress_rag.errors import ConfigError, MissingPassageError
 from ctx_compress_rag.stores import records
@@ -77,11 +77,14 @@ class Lookup:
 
 
 def checked_ids(ids: Sequence[str]) -> Sequence[str]:
-    """The ids, if they are a list and not one id's letters.
+    """The ids, if they are strings in a list, and not one id's letters.
 
     Raises:
-        ConfigError: a string.
+        ConfigError: they are not.
     """
-    if isinstance(ids, str):
-        raise ConfigError(f"ids must be a list, got the str {ids!r}")
+    if isinstance(ids, str) or not isinstance(ids, Iterable):
+        raise ConfigError(f"ids must be a list, got the {type(ids).__name__} {ids!r}")
+    ids = list(ids)
+    if other := [id for id in ids if not isinstance(id, str)]:
+        raise ConfigError(f"ids must be str, got the {type(other[0]).__name__} {other[0]!r}")
     return ids

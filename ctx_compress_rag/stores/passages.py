@@ -178,9 +178,11 @@ def to_passages(
     Raises:
         ConfigError: as `to_passage`, or as many ids as documents were not given, or an id came twice.
     """
+    if isinstance(documents, str) or not isinstance(documents, Iterable):
+        raise ConfigError(f"documents must be a list, got {type(documents).__name__}: put a single text into one")
     items = list(documents)
-    if isinstance(documents, str):
-        raise ConfigError("documents must be a list: put the single text into one")
+    if isinstance(ids, str):
+        raise ConfigError(f"ids must be a list, got the str {ids!r}")
     if ids is not None and len(ids) != len(items):
         raise ConfigError(f"{len(ids)} ids for {len(items)} documents: give one id per document")
     passages: dict[str, Passage] = {}

@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ctx_compress_rag.errors import PayloadError
@@ -102,15 +102,13 @@ def sealed_fields(key: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     return (key, *(str(row.get(name)) for name in ("text_hash", "marker", "slots", "tokens", _PAYLOAD_HASH)))
 
 
-def check_seal(key: str, stored: Mapping[str, Any], signers: Sequence[MarkerCodec], required: bool) -> None:
-    """PayloadError unless one of the keys sealed the record as it is, or it has no seal and none is required."""
+def check_seal(key: str, stored: Mapping[str, Any], signer: MarkerCodec, required: bool) -> None:
+    """PayloadError unless this key sealed the record as it is, or it has no seal and none is required."""
     fields = sealed_fields(key, stored)
     seal = stored.get(SEAL)
     if seal is None and not required:
         return
-    if not isinstance(seal, str) or not any(
-        hmac.compare_digest(seal.encode(), signer.seal(*fields).encode()) for signer in signers
-    ):
+    if not isinstance(seal, str) or not hmac.compare_digest(seal.encode(), signer.seal(*fields).encode()):
         raise _damaged(
             own_id(key),
             "it was changed after it was sealed, or sealed with another key: set CTX_COMPRESS_KEY to that one; if it "

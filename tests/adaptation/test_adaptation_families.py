@@ -21,7 +21,7 @@ from ctx_compress_rag.adaptation.task_families import (
     draw,
     families,
 )
-from ctx_compress_rag.bundle import SHIPPED
+from ctx_compress_rag.bundle_folder import SHIPPED
 from ctx_compress_rag.data import wording
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.data.world import split_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,3 +125,12 @@ def test_an_apps_own_collection(tmp_path: Path, bundle_folder: Path) -> None:
         assert store.has(["Another text."], ["row1"]) == [True]
     with pytest.raises(StoreError, match=r"no collection 'dogs'.*there are docs, docs-ctx"):
         compress_collection(tmp_path / "chroma", "dogs", str(bundle_folder))
+
+
+def test_links_to_nothing_and_devices_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("A text.", encoding="utf-8")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe.txt")
+    given = open_input(tmp_path)
+    assert [text.source for text in given.texts()] == ["one.txt"]
+    assert "2 of other types (2 broken links and devices)" in given.skipped()

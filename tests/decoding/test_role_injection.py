@@ -22,7 +22,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.bundle import SHIPPED, Bundle
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle_folder import SHIPPED
 from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Sampling

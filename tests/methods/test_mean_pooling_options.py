@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.bundle import SHIPPED, Bundle
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle_folder import SHIPPED
 from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig

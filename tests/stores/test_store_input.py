@@ -13,7 +13,7 @@ import chromadb
 import numpy as np
 import pytest
 
-from ctx_compress_rag.errors import ConfigError, RatioError, StoreError
+from ctx_compress_rag.errors import ConfigError, RatioError, StoreError, StoreWriteError
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.stores import SoftContextStore, SyncReport
 from ctx_compress_rag.stores.passages import MAX_CHARACTERS
@@ -112,7 +112,30 @@ def test_numbers_are_taken_as_people_write_them(tmp_path: Path, bundle: WordBund
         assert mark(store, [passage(0)], ["p0"], ratio=ratio) == store.markers(["p0"], 16)
 
 
-@pytest.mark.parametrize("ratio", [16.5, "sixteen", None, [16]])
+@pytest.mark.parametrize("ids", [None, 5, [3], "p0"])
+def test_ids_are_strings_in_a_list(store: SoftContextStore, ids: Any) -> None:
+    add(store, 1)
+    with pytest.raises(ConfigError, match="ids must be"):
+        store.delete(ids)
+    assert store.ids() == ["p0"]
+
+
+def test_documents_and_ids_of_other_types_are_refused(store: SoftContextStore) -> None:
+    nothing: Any = None
+    with pytest.raises(ConfigError, match="documents must be a list, got NoneType"):
+        store.add(nothing)
+    with pytest.raises(ConfigError, match="ids must be a list, got the str 'xyz'"):
+        store.add(["one", "two", "three"], ids="xyz")
+    assert store.ids() == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(bundle: WordBundle, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(StoreWriteError, match="cannot make the folder"):
+        add(SoftContextStore(tmp_path / "file" / "store", bundle, key=KEY), 1)
+
+
+@pytest.mark.parametrize("ratio", [16.5, "sixteen", None, [16], True])
 def test_what_is_no_number_is_refused(store: SoftContextStore, ratio: Any) -> None:
     add(store, 1)
     with pytest.raises(ConfigError, match="ratio="):
@@ -142,6 +165,9 @@ def test_a_key_that_is_no_bytes_is_refused(tmp_path: Path, bundle: WordBundle, k
         {"collection": None},
         {"collection": 5},
         {"collection": ""},
+        {"collection": "two words"},
+        {"collection": "x" * 600},
+        {"ratio": True},
     ],
 )
 def test_an_impossible_option_is_refused_by_name_before_a_folder_is_made(tmp_path: Path, wrong: Any) -> None:

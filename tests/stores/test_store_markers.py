@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError, StoreError
+from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadError, RatioError, StoreError
 from ctx_compress_rag.marking.mark import expand, mark
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.keys import KEY_FILE, KEY_VARIABLE
@@ -165,13 +165,19 @@ def test_environment_and_explicit_keys_come_first(
     add(store, 1)
     folder, bundle = tmp_path / "chroma", store.bundle
     from_file = store.marker("p0", 8)
+    explicit = SoftContextStore(folder, bundle, key=b"an explicit secret")
+    explicit.reseal()
+    by_argument = explicit.marker("p0", 8)
     monkeypatch.setenv(KEY_VARIABLE, "an environment's secret")
-    from_env = SoftContextStore(folder, bundle).marker("p0", 8)
-    explicit = SoftContextStore(folder, bundle, key=b"an explicit secret").marker("p0", 8)
-    assert len({from_file, from_env, explicit}) == 3
-    assert SoftContextStore(folder, bundle, key=b"an environment's secret").marker("p0", 8) == from_env
-    # A passage stored under the old key is found by markers of the new one.
     reader = SoftContextStore(folder, bundle)
+    # What another key sealed is not read, and neither is what the file in the folder sealed: a program that has no
+    # secret may have made that file.
+    with pytest.raises(PayloadError, match="sealed with another key"):
+        reader.marker("p0", 8)
+    assert reader.damaged() == ["p0"] and reader.reseal() == 1
+    from_env = reader.marker("p0", 8)
+    assert len({from_file, from_env, by_argument}) == 3
+    assert SoftContextStore(folder, bundle, key=b"an environment's secret").marker("p0", 8) == from_env
     assert reader.text_of(reader.split(from_env)) == [passage(0)]
     assert reader.split(from_file) == [from_file]
     monkeypatch.setenv(KEY_VARIABLE, "short")
@@ -203,3 +209,19 @@ def test_markers_written_here_are_read_by_id_and_others_by_name(tmp_path: Path) 
             store.fetch([second])
     with SoftContextStore(tmp_path, bundle, key=b"k" * 16) as reader:
         assert_same(reader.fetch([first])[0], bundle.at(passage(0), 4))
+
+
+def test_a_program_without_the_secret_writes_nothing_that_is_read_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "the app's secret")
+    with SoftContextStore(tmp_path, WordBundle()) as store:
+        add(store, 1)
+    monkeypatch.delenv(KEY_VARIABLE)
+    with SoftContextStore(tmp_path, WordBundle()) as store:
+        store.add(["Nimbridge has a forged mayor."], ["p0"], progress=False)  # makes a key file of its own
+    monkeypatch.setenv(KEY_VARIABLE, "the app's secret")
+    with SoftContextStore(tmp_path, WordBundle()) as store:
+        assert store.damaged() == ["p0"]
+        with pytest.raises(PayloadError, match="sealed with another key"):
+            store.get_passages(["p0"])

@@ -11,7 +11,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 
 from ctx_compress_rag.backbone import Backbone, load_decoder
-from ctx_compress_rag.bundle import SHIPPED, TEACHER, WEIGHTS_FILE, add_teacher
+from ctx_compress_rag.bundle import add_teacher
+from ctx_compress_rag.bundle_folder import SHIPPED, TEACHER, WEIGHTS_FILE
 from ctx_compress_rag.decoder_identity import folder_digest, sha256, write_decoder
 from ctx_compress_rag.gguf import GgufDecoder, gguf_file
 

@@ -1,0 +1,111 @@
+"""A bundle's folder: where it is, what its files are called, and how they are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ctx_compress_rag.config import BundleConfig, explain
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.quantization import from_int8
+
+SHIPPED = {folder.name: folder for folder in Path(__file__).parent.glob("bundles/*/")}
+
+CONFIG_FILE = "config.json"
+REPORT_FILE = "training_report.json"
+DECODER_FOLDER = "decoder"
+TEACHER = "teacher"
+WEIGHTS_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
+INT8_ADAPTER_FILE = "adapter_model.int8.safetensors"
+
+
+def find_bundle(name_or_path: str | Path, revision: str | None) -> Path:
+    """The folder of a bundle: one given, a shipped one's, or one fetched from the hub.
+
+    Raises:
+        ConfigError: it is no name or path.
+        BundleError: there is none, or the hub cannot give it.
+    """
+    if not isinstance(name_or_path, str | Path) or not str(name_or_path).strip() or name_or_path == Path():
+        raise ConfigError(
+            f"no bundle {name_or_path!r}: give a folder, one of {sorted(SHIPPED)}, or a hub id owner/name"
+        )
+    if name_or_path in SHIPPED:
+        return SHIPPED[str(name_or_path)]
+    folder = Path(name_or_path)
+    if folder.is_dir():
+        return folder
+    if str(name_or_path).count("/") != 1 or str(name_or_path).startswith((".", "/", "~")):
+        raise BundleError(
+            f"no bundle {str(name_or_path)!r}: give a folder, one of {sorted(SHIPPED)}, or a hub id owner/name"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                str(name_or_path), revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja"]
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise BundleError(f"cannot fetch the bundle {str(name_or_path)!r} from the hub: {error}") from error
+
+
+def check_free(folder: Path) -> None:
+    """Refuse to write over files that are not a bundle's.
+
+    Raises:
+        ConfigError: the folder is a file, or has such files.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file: give a folder")
+    if any((folder / name).exists() for name in (CONFIG_FILE, "README.md")):
+        try:
+            read_config(folder / CONFIG_FILE)
+        except (BundleError, ConfigError):
+            raise ConfigError(f"{folder} has files that are not a bundle's: give a new folder") from None
+
+
+def read_config(path: Path) -> BundleConfig:
+    """A bundle's settings; BundleError where there are none, ConfigError where they are impossible."""
+    try:
+        return BundleConfig.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise BundleError(f"{path.parent} is no bundle: it has no {path.name}") from None
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {explain(error)}") from None
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """A bundle's training report, empty where there is none; BundleError where it is damaged."""
+    try:
+        report = json.loads(path.read_bytes()) if path.exists() else {}
+    except ValueError as error:
+        raise BundleError(f"{path} is damaged ({error}): fetch or make the bundle again") from error
+    if not isinstance(report, dict):
+        raise BundleError(f"{path} holds a {type(report).__name__}, no JSON object: fetch or make the bundle again")
+    return report
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, unpacked; BundleError where it is missing or damaged."""
+    try:
+        return from_int8(load_file(path))
+    except FileNotFoundError:
+        raise BundleError(f"the bundle is incomplete: {path} is missing") from None
+    except (SafetensorError, OSError) as error:
+        raise BundleError(f"{path} is damaged ({error}): fetch or make the bundle again") from error
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """The tensors of an adapter's folder, in 8 bits or not; raises as `read_tensors`."""
+    int8 = folder / INT8_ADAPTER_FILE
+    return read_tensors(int8 if int8.exists() else folder / ADAPTER_FILE)
