@@ -27,7 +27,7 @@ NOT_FOR_A_PAGE = {
     "a path of somebody's machine": r"(?<![\w.])/(home|root|tmp|usr|var|work|opt|mnt|Users|private)/|[A-Z]:\\",
     "a progress bar": r"\d%\|| it/s\b|\r",
     "a warning": r"Warning\b|WARNING",
-    "a vector": r"(-?\d+\.\d+(e-?\d+)?,?\s+){12}",
+    "a vector": r"(-?\d+\.\d+(e-?\d+)?(,\s*|\s{1,3}(?=\S))){12}",  # a table's columns are further apart
     "a secret": r"\b[0-9a-f]{64}\b",
 }
 
