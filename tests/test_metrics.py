@@ -14,6 +14,7 @@ from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.metrics import (
     contains_answer,
     exact_match,
+    mentions_answer,
     normalize_answer,
     standard_error,
     teacher_normalized,
@@ -56,6 +57,9 @@ def test_docstring_examples() -> None:
         ("theatre another", "theatre another"),  # articles are whole words
         ("a.", ""),
         ("Zürich — 北京", "zürich — 北京"),
+        ("「东京」、日本。", "东京日本"),
+        ("\uff01\uff08东京\uff09\uff0c日本\uff1f", "东京日本"),  # full width
+        ("서울, 대한민국", "서울 대한민국"),  # Korean has spaces
     ],
 )
 def test_normal_form(text: str, normal: str) -> None:
@@ -74,10 +78,38 @@ def test_known_scores() -> None:
     assert token_f1("red red", ["red"]) == pytest.approx(2 / 3)  # a word counts as often as it stands
 
 
-def test_contains_compares_whole_words() -> None:
-    assert contains_answer("a big party", ["art"]) == 0.0
-    assert contains_answer("big art, here", ["art"]) == 1.0
+def test_contains_is_a_substring_of_the_normal_form() -> None:
+    """The definition of Simple Context Compression, section 5.1."""
+    assert contains_answer("首都是东京。", ["东京"]) == 1.0
+    assert contains_answer("It is the U.S.A., surely", ["usa"]) == 1.0
+    assert contains_answer("a big party", ["art"]) == 1.0
     assert contains_answer("north of the east", ["north east"]) == 0.0
+
+
+def test_mentions_compares_whole_words() -> None:
+    assert not mentions_answer("a big party", ["art"])
+    assert mentions_answer("big art, here", ["fig", "art"])
+    assert not mentions_answer("north of the east", ["north east"])
+    assert mentions_answer("首都是东京。", ["东京"])
+    assert not mentions_answer("big art", ["the", ""]) and not mentions_answer("", [])
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "precision", "recall"),
+    [
+        ("首都是东京。", "东京", 2 / 5, 1),
+        ("東京です", "東京", 2 / 4, 1),  # kana are words, too
+        ("コーヒー・ショップ", "コーヒー", 4 / 8, 1),  # the middle dot is punctuation
+        ("在 2016 年", "2016年", 2 / 3, 1),  # runs of other characters stay whole
+        ("「Python 语言」", "python语言", 1, 1),
+        ("南京", "东京", 1 / 2, 1 / 2),
+    ],
+)
+def test_f1_of_chinese_and_japanese_counts_characters(
+    prediction: str, answer: str, precision: float, recall: float
+) -> None:
+    """As MLQA's evaluation segments Chinese; counted by hand."""
+    assert token_f1(prediction, [answer]) == pytest.approx(2 * precision * recall / (precision + recall))
 
 
 @pytest.mark.parametrize("metric", [exact_match, token_f1, contains_answer])

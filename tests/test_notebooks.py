@@ -19,7 +19,7 @@ FIGURES = {
     "chroma_store": 2,
     "train_for_your_decoder": 1,
     "what_does_a_ratio_cost": 2,
-    "in_context_gradient_descent": 3,
+    "in_context_gradient_descent": 4,
 }
 SMALL = {"smollm2-135m": "demo", "wikipedia_corpus": "invented_corpus"}
 FOUND = "import json\nprint(json.dumps({}))"
@@ -27,7 +27,7 @@ NOT_FOR_A_PAGE = {
     "a path of somebody's machine": r"(?<![\w.])/(home|root|tmp|usr|var|work|opt|mnt|Users|private)/|[A-Z]:\\",
     "a progress bar": r"\d%\|| it/s\b|\r",
     "a warning": r"Warning\b|WARNING",
-    "a vector": r"(-?\d+\.\d+(e-?\d+)?,?\s+){12}",
+    "a vector": r"(-?\d+\.\d+(e-?\d+)?(,\s*|\s{1,3}(?=\S))){12}",  # a table's columns are further apart
     "a secret": r"\b[0-9a-f]{64}\b",
 }
 

@@ -23,7 +23,9 @@ def data(
     file: Annotated[
         str | None, typer.Argument(metavar="FILE", help="As it is published.  [default: from the hub]")
     ] = None,
-    split: Annotated[str, typer.Option(metavar="NAME", help="Of the hub's set.")] = "validation",
+    split: Annotated[
+        str, typer.Option(metavar="NAME", help="Of the hub's set, or of NarrativeQA's file.")
+    ] = "validation",
     limit: Annotated[int | None, typer.Option(metavar="N", help="Most questions.  [default: all]")] = None,
     output: Annotated[str | None, typer.Option(metavar="FILE", help="To write.  [default: NAME.jsonl]")] = None,
 ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ctx_compress_rag.data.config import MixData
 from ctx_compress_rag.data.examples import Example
-from ctx_compress_rag.metrics import NO_ANSWER, contains_answer
+from ctx_compress_rag.metrics import NO_ANSWER, mentions_answer
 
 _NEAR = 30  # passages before and after in the file
 _DRAWS = 20
@@ -92,7 +92,7 @@ class _Mixer:
                 drawn = passages[self.rng.randint(max(0, middle - _NEAR), min(len(passages) - 1, middle + _NEAR))]
             else:
                 drawn = self.rng.choice(passages)
-            if drawn not in own and not (barred and contains_answer(drawn, barred)):
+            if drawn not in own and not (barred and mentions_answer(drawn, barred)):
                 company[drawn] = where
         return list(company.items())
 
@@ -110,6 +110,6 @@ class _Mixer:
             if sum(len(sentence.split()) for sentence in sentences) >= wanted:
                 break
             drawn = self.rng.choice(others)
-            if drawn not in sentences and drawn not in own and not (barred and contains_answer(drawn, barred)):
+            if drawn not in sentences and drawn not in own and not (barred and mentions_answer(drawn, barred)):
                 sentences.insert(self.rng.randint(0, len(sentences)), drawn)
         return " ".join(sentences)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,14 +26,18 @@ class Published:
     """A data set.
 
     Attributes:
-        hub: its name on the hub, and the configuration there.
+        hub: its name on the hub, and the configuration there; None where the hub has no passages for it.
         read: rows of a local file.
         convert: a row's examples; none where it has no answer.
+        download: fetches a split's file in its published form, where the hub has it so alone.
+        splits: the file's own names for its splits, by the hub's, where one file holds all of them.
     """
 
-    hub: tuple[str, str | None]
+    hub: tuple[str, str | None] | None
     read: Callable[[Path], Iterable[Row]]
     convert: Callable[[Row], Iterable[Example]]
+    download: Callable[[str], Path] | None = None
+    splits: Mapping[str, str] | None = None
 
 
 def convert(
@@ -44,28 +49,36 @@ def convert(
         name: one of `SETS`.
         source: its published file; None fetches it from the hub.
         output: the JSONL file to write.
-        split: of the hub's set.
+        split: of the hub's set, and of a file that holds all of them (NarrativeQA).
         limit: most questions.
 
     Returns: the questions written.
 
     Raises:
-        DataError: no such set, no such file, or a file of another form.
+        DataError: no such set, no such file or split, a file of another form, or the hub does not give the set.
         MissingExtraError: the hub is asked and `datasets` is not installed.
     """
     if name not in SETS:
         raise DataError(f"no data set {name!r}: choose from {', '.join(SETS)}")
     published = SETS[name]
-    rows = published.read(Path(source)) if source is not None else _from_hub(*published.hub, split)
+    rows = published.read(Path(source)) if source is not None else _from_hub(name, published, split)
+    if source is not None and published.splits:
+        own = published.splits.get(split, split)
+        rows = (row for row in rows if row["set"] == own)
     unfinished = Path(f"{output}.part")
     try:
         written = write_jsonl(unfinished, islice(_checked(published.convert, rows), limit))
+        if not written:
+            where = f" in the split {split!r}" if source is None or published.splits else ""
+            raise DataError(f"{source or name} has no question with an answer{where}")
         unfinished.replace(output)
         return written
-    except FileNotFoundError as error:
+    except DataError:  # a ValueError, too
+        raise
+    except (FileNotFoundError, IsADirectoryError) as error:
         raise DataError(f"no data file at {error.filename}") from None
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise DataError(f"{source or published.hub[0]} is not in the form of {name} ({error!r})") from None
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, csv.Error, gzip.BadGzipFile) as error:
+        raise DataError(f"{source or name} is not in the form of {name} ({error!r})") from None
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -75,10 +88,7 @@ def _checked(one: Callable[[Row], Iterable[Example]], rows: Iterable[Row]) -> It
     for row in rows:
         for example in one(row):
             if not example.passages:
-                raise DataError(
-                    "the rows have questions and no passages: retrieve some first, and give a file whose rows have "
-                    'them under "ctxs", as DPR writes them'
-                )
+                raise DataError(_NO_PASSAGES)
             for turn in example.turns:
                 answers = tuple(dict.fromkeys(a for a in turn.answers if a.strip()))
                 if answers:
@@ -88,11 +98,46 @@ def _checked(one: Callable[[Row], Iterable[Example]], rows: Iterable[Row]) -> It
                     )
 
 
-def _from_hub(name: str, config: str | None, split: str) -> Iterable[Row]:
-    with needs("hub"):
-        from datasets import load_dataset
-    rows: Iterable[Row] = load_dataset(name, config, split=split, streaming=True)
+_NO_PASSAGES = (
+    "the rows have questions and no passages: retrieve some first, and give a file whose rows have "
+    'them under "ctxs", as DPR writes them'
+)
+_PARQUET = "refs/convert/parquet"
+"""The hub's own conversion to Parquet, of sets that have a loading script, which datasets 4 does not run."""
+
+
+def _from_hub(name: str, published: Published, split: str) -> Iterable[Row]:
+    if published.hub is None:
+        raise DataError(_NO_PASSAGES)
+    hub, config = published.hub
+    try:
+        if published.download:
+            return published.read(published.download(split))
+        with needs("hub"):
+            from datasets import load_dataset
+        try:
+            rows: Iterable[Row] = load_dataset(hub, config, split=split, streaming=True)
+        except RuntimeError:
+            # Of the conversion a configuration is a folder.
+            rows = load_dataset(hub, data_dir=config, revision=_PARQUET, split=split, streaming=True)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise DataError(
+            f"the hub does not give the split {split!r} of {hub} ({error}): download its published file and give it, "
+            f"ctx-compress data {name} FILE"
+        ) from None
     return rows
+
+
+def _news_download(split: str) -> Path:
+    """MultiNews lies on the hub as its published files, behind a loading script."""
+    from huggingface_hub import hf_hub_download
+
+    stem = {"validation": "val"}.get(split, split)
+    source, _ = (
+        hf_hub_download("alexfabbri/multi_news", f"data/{stem}{ending}", repo_type="dataset")
+        for ending in (".src.cleaned", ".tgt")
+    )
+    return Path(source)
 
 
 # How files are read
@@ -117,6 +162,10 @@ def _table(path: Path, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
     with _open(path) as file:
         yield from csv.DictReader(file, delimiter=delimiter)
+
+
+def _lines_or_table(path: Path) -> Iterator[Row]:
+    return _table(path, "\t") if ".tsv" in path.suffixes else _lines(path)
 
 
 def _squad_file(path: Path) -> Iterator[Row]:
@@ -149,6 +198,7 @@ def _narrative_file(path: Path) -> Iterator[Row]:
     summaries = {row["document_id"]: row["summary"] for row in rows}
     for row in _table(path, ","):
         yield {
+            "set": row["set"],
             "document": {"summary": {"text": summaries[row["document_id"]]}},
             "question": {"text": row["question"]},
             "answers": [{"text": row["answer1"]}, {"text": row["answer2"]}],
@@ -156,8 +206,13 @@ def _narrative_file(path: Path) -> Iterator[Row]:
 
 
 def _news_file(path: Path) -> Iterator[Row]:
-    """A file of documents, such as test.src, with the summaries of test.tgt beside it, line by line."""
-    with _open(path) as documents, _open(path.with_name(path.name.replace(".src", ".tgt"))) as summaries:
+    """A file of documents, such as test.src, with the summaries of test.tgt beside it, line by line.
+
+    Of the corrected documents, test.src.cleaned, the summaries are those of before: test.tgt.
+    """
+    beside = path.with_name(path.name.replace(".src", ".tgt"))
+    before = beside.with_name(beside.name.replace(".tgt.cleaned", ".tgt"))
+    with _open(path) as documents, _open(beside if beside.exists() else before) as summaries:
         for document, summary in zip(documents, summaries, strict=True):
             yield {"document": document.replace("NEWLINE_CHAR", "\n"), "summary": summary}
 
@@ -212,12 +267,14 @@ def _open_domain(row: Row, passages: int = 20) -> Iterator[Example]:
     if isinstance(answers, str):
         answers = json.loads(answers)
     if isinstance(answers, Mapping):  # TriviaQA
-        answers = [answers["value"], *answers.get("aliases", [])]
+        answers = [answer for answer in [answers["value"], *answers.get("aliases", [])] if answer != "<unk>"]
     found = row.get("ctxs") or [*row.get("positive_ctxs", []), *row.get("hard_negative_ctxs", [])]
     texts = [f"{page['title']}\n{page['text']}" for page in found]
     if not found:  # TriviaQA on the hub
         pages, searched = row.get("entity_pages") or {}, row.get("search_results") or {}
-        texts = [*pages.get("wiki_context", []), *searched.get("search_context", [])]
+        given = [(pages, "wiki_context"), (searched, "search_context")]
+        paired = [pair for own, key in given for pair in zip(own.get("title", []), own.get(key, []), strict=True)]
+        texts = [f"{title}\n{text}" for title, text in paired if text.strip()]
     yield _example(row["question"], answers, texts[:passages], answers)
 
 
@@ -235,20 +292,25 @@ def _mrqa(row: Row) -> Iterator[Example]:
 
 
 def _news(row: Row) -> Iterator[Example]:
-    documents = [document.strip() for document in row["document"].split("|||||")]
+    documents = [document.strip() for document in _BETWEEN_NEWS.split(row["document"])]
     yield _example("Summarize the documents.", [row["summary"].removeprefix("\u2013").strip()], documents)
 
+
+_BETWEEN_NEWS = re.compile(r"\|\|\|\|\||story_separator_special_tag")
+"""What is between documents, and what is in the preprocessed files."""
 
 SETS: dict[str, Published] = {
     "squad": Published(("rajpurkar/squad", None), _squad_file, _squad),
     "hotpotqa": Published(("hotpotqa/hotpot_qa", "distractor"), _lines, _hotpot),
     "2wikimultihopqa": Published(("xanhho/2WikiMultihopQA", None), _lines, _hotpot),
     "musique": Published(("dgslibisey/MuSiQue", None), _lines, _musique),
-    "nq": Published(("google-research-datasets/nq_open", None), _lines, _open_domain),
+    "nq": Published(None, _lines, _open_domain),
     "triviaqa": Published(("mandarjoshi/trivia_qa", "rc"), _trivia_file, _open_domain),
-    "popqa": Published(("akariasai/PopQA", None), _lines, _open_domain),
-    "narrativeqa": Published(("deepmind/narrativeqa", None), _narrative_file, _narrative),
+    "popqa": Published(None, _lines_or_table, _open_domain),
+    "narrativeqa": Published(
+        ("deepmind/narrativeqa", None), _narrative_file, _narrative, splits={"validation": "valid"}
+    ),
     "mrqa": Published(("mrqa-workshop/mrqa", None), _lines, _mrqa),
-    "multinews": Published(("alexfabbri/multi_news", None), _news_file, _news),
+    "multinews": Published(("alexfabbri/multi_news", None), _news_file, _news, download=_news_download),
 }
-"""By name; `triviaqa` reads a file of `qa/`, `narrativeqa` `qaps.csv`, `multinews` a `.src` file."""
+"""By name; `triviaqa` reads a file of `qa/`, `narrativeqa` `qaps.csv`, `multinews` a `.src` or `.src.cleaned` file."""

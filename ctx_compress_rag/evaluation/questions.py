@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.metrics import contains_answer
+from ctx_compress_rag.metrics import mentions_answer
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def with_other_passages(questions: Sequence[Question]) -> list[Question]:
 def _elsewhere(questions: Sequence[Question], place: int) -> tuple[str, ...]:
     own = questions[place]
     for other in (*questions[place + 1 :], *questions[:place]):
-        if not set(own.passages) & set(other.passages) and not contains_answer(" ".join(other.passages), own.answers):
+        if not set(own.passages) & set(other.passages) and not mentions_answer(" ".join(other.passages), own.answers):
             return other.passages
     raise DataError(f"no question has passages that do not answer {own.question!r}: give more questions")
 

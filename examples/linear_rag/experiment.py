@@ -1,4 +1,4 @@
-"""One training run beside gradient descent, as in figures 1, 5 and 6 (In-Context Optimization, appendix C)."""
+"""One training run beside gradient descent, as in figures 1, 5, 6 and 8 (In-Context Optimization, appendices C, E)."""
 
 from __future__ import annotations
 

@@ -73,11 +73,14 @@ def narrative(folder: Path) -> Path:
     (folder / "third_party" / "wikipedia").mkdir(parents=True)
     tables = {
         "third_party/wikipedia/summaries.csv": [
-            ["document_id", "set", "summary", "summary_tokenized"], ["d1", "test", TEXT, TEXT.lower()],
+            ["document_id", "set", "summary", "summary_tokenized"],
+            ["d1", "valid", TEXT, TEXT.lower()],
+            ["d2", "test", TEXT, TEXT.lower()],
         ],
         "qaps.csv": [
             ["document_id", "set", "question", "answer1", "answer2", "question_tokenized"],
-            ["d1", "test", "Who drew it?", "Ada Quill", "Ada, the keeper", "who drew it ?"],
+            ["d2", "test", "When was it built?", "1874", "In 1874.", "when was it built ?"],
+            ["d1", "valid", "Who drew it?", "Ada Quill", "Ada, the keeper", "who drew it ?"],
         ],
     }  # fmt: skip
     for name, rows in tables.items():
@@ -86,10 +89,18 @@ def narrative(folder: Path) -> Path:
     return folder / "qaps.csv"
 
 
-def news(folder: Path) -> Path:
-    (folder / "test.src").write_text("One NEWLINE_CHAR more. ||||| Two.\n")
-    (folder / "test.tgt").write_text("\u2013 Both.\n")
-    return folder / "test.src"
+def news(folder: Path, source: str = "test.src.cleaned", target: str = "test.tgt") -> Path:
+    (folder / source).write_text("One NEWLINE_CHAR more. ||||| Two. |||||\n")
+    (folder / target).write_text("\u2013 Both.\n")
+    return folder / source
+
+
+def popqa(folder: Path) -> Path:
+    with (folder / "popQA.tsv").open("w", newline="") as out:
+        table = csv.writer(out, delimiter="\t")
+        table.writerow(["id", "subj", "prop", "obj", "question", "possible_answers"])
+        table.writerow(["4", "Brenmoor", "built", "1874", "When?", '["1874", "MD"]'])
+    return folder / "popQA.tsv"
 
 
 # For each set: the file, and what its first question becomes: question, answers, passages, evidence.
@@ -129,8 +140,8 @@ HUB: dict[str, Any] = {
     "2wikimultihopqa": WIKI | {"context": json.dumps(PAGES), "supporting_facts": json.dumps(FACTS)},
     "triviaqa": {
         "question": "Who drew it?", "answer": {"value": "Ada Quill", "aliases": ["Quill"]},
-        "entity_pages": {"title": ["Brenmoor Light"], "wiki_context": [JOINED[0]]},
-        "search_results": {"search_context": []},
+        "entity_pages": {"title": ["Brenmoor Light", "Gone"], "wiki_context": [TEXT, ""]},
+        "search_results": {"title": [], "search_context": []},
     },
     "narrativeqa": {
         "document": {"id": "d1", "summary": {"text": TEXT}}, "question": {"text": "Who drew it?"},
@@ -140,7 +151,6 @@ HUB: dict[str, Any] = {
         "context": TEXT, "question": "When?", "answers": ["1874", "in 1874"],
         "detected_answers": {"text": ["1874"], "char_spans": [{"start": [28], "end": [31]}]},
     },
-    "multinews": {"document": "One \n more. ||||| Two.", "summary": "\u2013 Both."},
 }  # fmt: skip
 
 
@@ -172,6 +182,80 @@ def test_a_row_of_the_hub_becomes_the_same(name: str, tmp_path: Path, monkeypatc
     assert asked == [(SETS[name].hub, {"split": "train", "streaming": True})]
 
 
+def test_a_set_with_a_loading_script_is_read_from_its_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def load_dataset(*names: Any, **options: Any) -> list[Any]:
+        asked.append((names, options))
+        if "revision" not in options:
+            raise RuntimeError("Dataset scripts are no longer supported, but found hotpot_qa.py")
+        return [HUB["hotpotqa"]]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert convert("hotpotqa", None, tmp_path / "out.jsonl") == 1
+    [row] = read_jsonl(tmp_path / "out.jsonl")
+    assert parts(row) == WIKI_ROW
+    options = {"data_dir": "distractor", "revision": "refs/convert/parquet", "split": "validation", "streaming": True}
+    assert asked[1] == (("hotpotqa/hotpot_qa",), options)
+
+
+def test_multi_news_is_downloaded_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub cannot be asked here: its files are those of a folder."""
+    news(tmp_path, "val.src.cleaned", "val.tgt")
+
+    def download(repo: str, file: str, repo_type: str) -> str:
+        assert (repo, repo_type) == ("alexfabbri/multi_news", "dataset")
+        return str(tmp_path / Path(file).name)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    convert("multinews", None, tmp_path / "out.jsonl")
+    [row] = read_jsonl(tmp_path / "out.jsonl")
+    assert parts(row) == FILES["multinews"][1]
+
+
+@pytest.mark.parametrize("name", ["2wikimultihopqa", "multinews"])
+def test_a_set_that_the_hub_does_not_give_is_said(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("offline")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=refuse))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    with pytest.raises(DataError, match=rf"the split 'dev' of .*offline.* ctx-compress data {name} FILE"):
+        convert(name, None, tmp_path / "out.jsonl", split="dev")
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("test.src", "test.tgt"), ("val.src.cleaned", "val.tgt.cleaned"), ("a.txt.src", "a.txt.tgt")]
+)
+def test_multi_news_in_each_of_its_forms(source: str, target: str, tmp_path: Path) -> None:
+    file = news(tmp_path, source, target)
+    if ".txt" in source:  # the preprocessed files
+        file.write_text(file.read_text().replace("|||||", "story_separator_special_tag"))
+    convert("multinews", file, tmp_path / "out.jsonl")
+    [row] = read_jsonl(tmp_path / "out.jsonl")
+    assert parts(row) == FILES["multinews"][1]
+
+
+def test_one_split_of_a_file_with_all_is_written(tmp_path: Path) -> None:
+    """Else the test's questions are trained on."""
+    file, out = narrative(tmp_path), tmp_path / "out.jsonl"
+    assert convert("narrativeqa", file, out, split="test") == 1
+    [row] = read_jsonl(out)
+    assert parts(row) == ("When was it built?", ("1874", "In 1874."), (TEXT,), ("1874",))
+    with pytest.raises(DataError, match="no question with an answer in the split 'dev'"):
+        convert("narrativeqa", file, out, split="dev")
+
+
+def test_hidden_answers_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test split of TriviaQA on the hub."""
+    hidden = HUB["triviaqa"] | {"answer": {"value": "<unk>", "aliases": []}}
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: [hidden]))
+    with pytest.raises(DataError, match="triviaqa has no question with an answer in the split 'test'"):
+        convert("triviaqa", None, tmp_path / "out.jsonl", split="test")
+
+
 def test_what_cannot_be_converted_is_said(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     with pytest.raises(DataError, match="no data set 'squid': choose from squad, "):
@@ -181,5 +265,15 @@ def test_what_cannot_be_converted_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not in the form of musique .*paragraphs"):
         convert("musique", lines(tmp_path / "other.jsonl", {"question": "?"}), out)
     assert not list(tmp_path.glob("out*"))
-    with pytest.raises(DataError, match="no passages: retrieve some first"):
+    with pytest.raises(DataError, match=r"not in the form of musique .*get"):
+        convert("musique", lines(tmp_path / "numbers.jsonl", ["a"]), out)
+    with pytest.raises(DataError, match="no data file at"):
+        convert("triviaqa", tmp_path, out)
+    (tmp_path / "text.jsonl.gz").write_text("{}")
+    with pytest.raises(DataError, match="not in the form of mrqa .*gzip"):
+        convert("mrqa", tmp_path / "text.jsonl.gz", out)
+    for source in (popqa(tmp_path), None):  # there are no passages on the hub, either
+        with pytest.raises(DataError, match="^the rows have questions and no passages: retrieve some first"):
+            convert("popqa", source, out)
+    with pytest.raises(DataError, match="^the rows have questions and no passages: retrieve some first"):
         convert("nq", lines(tmp_path / "nq.jsonl", {"question": "When?", "answer": ["1874"]}), out)
