@@ -46,6 +46,11 @@ class Prompt:
         return len(self.answers)
 
     @property
+    def token_count(self) -> int:
+        """How many of the positions are tokens."""
+        return self.length - self.prefix - self.slots
+
+    @property
     def slots(self) -> int:
         """How many of the positions are slots."""
         return sum(len(piece) for piece in self.pieces if piece.is_floating_point()) - self.prefix

@@ -14,15 +14,21 @@ from torch import Tensor
 def tokens_of(batch: Mapping[str, Any]) -> Tensor | int:
     """Tokens of a collated batch, padding left out: of passages and of prompts, each once, whatever is made of them.
 
-    Counts tensors named as transformers names them, and what has a `token_count`, alone or in a list.
+    Counts tensors named as transformers names them, and what has a `token_count`, alone or in lists.
     """
     total: Tensor | int = 0
     if "input_ids" in batch:
         total = batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
     for value in batch.values():
-        for part in value if isinstance(value, list) else [value]:
-            total = total + getattr(part, "token_count", 0)
+        total = total + _count(value)
     return total
+
+
+def _count(value: Any) -> Tensor | int:
+    if isinstance(value, list):
+        return sum(map(_count, value))
+    count: Tensor | int = getattr(value, "token_count", 0)
+    return count
 
 
 class Meter:
