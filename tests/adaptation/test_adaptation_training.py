@@ -94,7 +94,8 @@ def test_each_stage_leaves_what_can_be_loaded(trained: Path, decoder: AdaptiveDe
         assert (update.config.loss, update.config.inner_steps, update.config.demonstrations) == (loss, steps, 2)
         assert all(torch.equal(update.base.b[n], base.b[n]) for n in base.b)
         report = json.loads((trained / "out" / name / "training_report.json").read_text())
-        assert report["steps"] == 2 and report["fingerprint"] == decoder.bundle.fingerprint and report["tokens"] > 0
+        assert report["steps"] == 2 and report["fingerprint"] == decoder.bundle.fingerprint
+        assert report["tokens"] > 0 or loss == "matching"  # which reads stored states, no tokens
 
 
 def test_peft_reads_the_base_adapter_and_the_prefix(trained: Path, decoder: AdaptiveDecoder) -> None:
