@@ -112,6 +112,7 @@ def _assert_same_weights(one: Path, other: Path) -> None:
     assert max(losses) > 1.001 * min(losses)
 
 
+@pytest.mark.slow
 def test_two_processes_resume_with_half_of_a_decoder_each(decoder: Path, tmp_path: Path) -> None:
     """Killed after two of four steps, they go on, and so does one process alone: all end with the weights of one."""
     steps = {"steps": 4, "save_every": 1}
