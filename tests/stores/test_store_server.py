@@ -68,6 +68,7 @@ def test_another_tenants_database(client: ClientAPI, port: int) -> None:
     assert "mine-ctx" not in {collection.name for collection in client.list_collections()}
 
 
+@pytest.mark.slow
 def test_payloads_larger_than_one_request(client: ClientAPI) -> None:
     wide = WordBundle(base_ratio=1, dim=4096)
     store = SoftContextStore(client, wide, collection="wide", codec="fp16")
