@@ -152,6 +152,7 @@ def test_llama_index(execute: Any, folder: Path) -> None:
     check_rag(execute, folder / "llama_index_rag.ipynb", restored, retrieved)
 
 
+@pytest.mark.slow
 def test_chroma(execute: Any) -> None:
     sizes, printed = run(execute, FOLDER / "chroma_store.ipynb", "sizes")
     reports = re.findall(r"AddReport\(added=(\d+), updated=(\d+), unchanged=(\d+)\)", printed)

@@ -14,6 +14,7 @@ def check(count: int) -> None:
     assert done["read"] > 0 and done["found"] > 0
 
 
+@pytest.mark.slow
 def test_a_few_rounds() -> None:
     check(2)
 
