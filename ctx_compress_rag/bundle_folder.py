@@ -33,19 +33,17 @@ def find_bundle(name_or_path: str | Path, revision: str | None) -> Path:
         ConfigError: it is no name or path.
         BundleError: there is none, or the hub cannot give it.
     """
+    shown = str(name_or_path) if isinstance(name_or_path, Path) else name_or_path
+    none = f"no bundle {shown!r}: give a folder, one of {sorted(SHIPPED)}, or a hub id owner/name"
     if not isinstance(name_or_path, str | Path) or not str(name_or_path).strip() or name_or_path == Path():
-        raise ConfigError(
-            f"no bundle {name_or_path!r}: give a folder, one of {sorted(SHIPPED)}, or a hub id owner/name"
-        )
+        raise ConfigError(none)
     if name_or_path in SHIPPED:
         return SHIPPED[str(name_or_path)]
     folder = Path(name_or_path)
     if folder.is_dir():
         return folder
     if str(name_or_path).count("/") != 1 or str(name_or_path).startswith((".", "/", "~")):
-        raise BundleError(
-            f"no bundle {str(name_or_path)!r}: give a folder, one of {sorted(SHIPPED)}, or a hub id owner/name"
-        )
+        raise BundleError(none)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -54,7 +54,7 @@ def concurrency_table(found: Concurrency) -> str:
         "the last stream's first piece over the first's": f"{found.last_first:.2f}",
         "one caller's time over transformers' generate": f"{found.alone:.3f}",
     }
-    return report.table([{"measured": name, "": value} for name, value in rows.items()])
+    return report.measured(rows)
 
 
 @contextmanager

@@ -22,6 +22,11 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
     return "\n".join([head, "|" + "---|" * len(columns), *body])
 
 
+def measured(values: Mapping[str, str]) -> str:
+    """What was measured, by its name, as a Markdown table of two columns."""
+    return table([{"measured": name, "": value} for name, value in values.items()])
+
+
 def with_error(mean: float, error: float | None) -> str:
     """A mean and its standard error, where there is one."""
     return f"{mean:.3f}" if error is None else f"{mean:.3f} ± {error:.3f}"

@@ -171,7 +171,7 @@ def speed_table(speed: IndexingSpeed, first: FirstToken, ratio: int) -> str:
         "time to first token, soft over full text (median of pairs)": f"{first.ratio:.3f}",
         "parameters of the decoder timed": f"{first.parameters / 1e6:.0f} M",
     }
-    return report.table([{"measured": name, "": value} for name, value in rows.items()])
+    return report.measured(rows)
 
 
 def random_bundle(tokenizer: Any) -> Bundle:

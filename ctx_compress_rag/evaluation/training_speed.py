@@ -83,7 +83,7 @@ def training_table(speed: TrainingSpeed) -> str:
         "loss, plain and packed": f"{speed.plain_loss:.4f}, {speed.packed_loss:.4f}",
         "products in": speed.dtype,
     }
-    return report.table([{"measured": name, "": value} for name, value in rows.items()])
+    return report.measured(rows)
 
 
 def _adapted(bundle: Bundle, half: bool) -> Any:

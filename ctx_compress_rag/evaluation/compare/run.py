@@ -386,7 +386,7 @@ def source_tokens(recipe: CompressionRecipe, tokenizer: Any) -> int:
         examples = passages_of(examples)
     lengths: dict[str, int] = {}
     total = 0
-    for example in islice(cycle(examples), recipe.optim.steps * recipe.optim.batch_size):
+    for example in islice(cycle(examples), recipe.optim.items):
         for passage in example.passages:
             if passage not in lengths:
                 lengths[passage] = len(tokenizer(passage, add_special_tokens=False, verbose=False)["input_ids"])
