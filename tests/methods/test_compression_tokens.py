@@ -23,7 +23,7 @@ from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.compression_tokens.compressor import CompressionTokensCompressor
 from ctx_compress_rag.methods.compression_tokens.config import CompressionTokensConfig
-from ctx_compress_rag.training.config import DistillationRecipe
+from ctx_compress_rag.training.compression_config import DistillationRecipe
 from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers import architectures

@@ -23,7 +23,7 @@ from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.codecs import decode, encode
 from ctx_compress_rag.training.checkpointing import checkpoint_layers, hooked_by, layers_of
-from ctx_compress_rag.training.config import CompressionRecipe, ReconstructionRecipe
+from ctx_compress_rag.training.compression_config import CompressionRecipe, ReconstructionRecipe
 from ctx_compress_rag.training.objectives.reconstruction import passages_of
 from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
 from ctx_compress_rag.training.sharding import sharded

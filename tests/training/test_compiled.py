@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ctx_compress_rag.training import compiled
 from ctx_compress_rag.training.compiled import compile_layers
-from ctx_compress_rag.training.config import AnswerRecipe
+from ctx_compress_rag.training.compression_config import AnswerRecipe
 from ctx_compress_rag.training.recipes import parse_recipe
 from ctx_compress_rag.training.stages.compression import start
 

@@ -18,7 +18,7 @@ from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
 from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
-from ctx_compress_rag.training.config import RepeatAndAnswerRecipe
+from ctx_compress_rag.training.compression_config import RepeatAndAnswerRecipe
 from ctx_compress_rag.training.head import head_logits, weighted_loss
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
 from ctx_compress_rag.training.objectives.packed import PackedSlotData, PackedSlotLoss

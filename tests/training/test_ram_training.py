@@ -19,7 +19,7 @@ from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.methods.ram.config import RamConfig
 from ctx_compress_rag.text.prompts import PromptBuilder
-from ctx_compress_rag.training.config import RamRecipe
+from ctx_compress_rag.training.compression_config import RamRecipe
 from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
 from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import run_recipe
@@ -117,7 +117,7 @@ def recipe_file(folder: Path, decoder: Path, data: Path, steps: int) -> Path:
         "decoder": str(decoder),
         "method": {"name": "ram", "segment_tokens": 4, "encoder": {"mode": "lora"}, "decoder": FROZEN},
         "base_ratio": 4,
-        "ratios": [2, 4],
+        "reductions": [2, 4],
         "window": 64,
         "data": {"files": [str(data)], "max_turns": 2, "max_context_tokens": 128},
         "optim": {"steps": steps, "batch_size": 2, "learning_rate": 1e-3, "save_every": 2, "log_every": 1},
@@ -127,7 +127,7 @@ def recipe_file(folder: Path, decoder: Path, data: Path, steps: int) -> Path:
 
 
 def test_a_recipe_makes_a_bundle_and_resumes(bundle: Bundle, tmp_path: Path) -> None:
-    """Ratios are drawn again at each step, and yet a run that was cut off ends like one that was not."""
+    """Reductions are drawn again at each step, and yet a run that was cut off ends like one that was not."""
     bundle.backbone.model.save_pretrained(tmp_path / "decoder")
     bundle.tokenizer.save_pretrained(tmp_path / "decoder")
     write_jsonl(tmp_path / "data.jsonl", EXAMPLES * 4)
@@ -144,6 +144,7 @@ def test_a_recipe_makes_a_bundle_and_resumes(bundle: Bundle, tmp_path: Path) -> 
     assert json.loads((tmp_path / "cut" / "run" / "training_report.json").read_text())["resumed"] is True
     made = Bundle.from_pretrained(whole / "bundle")
     assert isinstance(made.config.method, RamConfig) and made.report["steps"] == 4
+    assert made.config.ratios == [2, 4]
     assert made.report["tokens"] > 0
 
 

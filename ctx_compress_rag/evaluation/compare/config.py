@@ -22,7 +22,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.settings import Strict
 from ctx_compress_rag.training.compiled import bfloat16_pays
-from ctx_compress_rag.training.config import CompressionRecipe
+from ctx_compress_rag.training.compression_config import CompressionRecipe
 from ctx_compress_rag.training.recipes import parse_recipe
 
 SHIPPED = Path(__file__).parent / "comparisons"
@@ -256,10 +256,10 @@ def stage_recipes(
     entry = comparison.resolved(name)
     ratios = comparison.ratios_of(name)
     start: dict[str, Any] = {
-        "decoder": decoder.model_dump(exclude_none=True) if isinstance(decoder, GgufDecoder) else decoder
+        "decoder": decoder.model_dump(exclude_none=True) if isinstance(decoder, GgufDecoder) else decoder,
+        # All entries share it; and weights outside a bundle are trained on in the precision that answers are made in.
+        "copy_decoder": False,
     }
-    if comparison.teacher is not None:
-        start["copy_decoder"] = False  # it is the comparison's own, in its folder
     recipes: list[CompressionRecipe] = []
     done, given = 0, 0.0
     for number, stage in enumerate(entry.stages, 1):

@@ -56,7 +56,7 @@ from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.metrics import exact_match, token_f1
 from ctx_compress_rag.text.minilm import load_minilm
 from ctx_compress_rag.text.prompts import shares
-from ctx_compress_rag.training.config import CompressionRecipe
+from ctx_compress_rag.training.compression_config import CompressionRecipe
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.objectives.reconstruction import passages_of
 from ctx_compress_rag.training.run import run_recipe

@@ -22,7 +22,7 @@ from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompress
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
 from ctx_compress_rag.text.tokenising import bos_id
-from ctx_compress_rag.training.config import RepeatAndAnswerRecipe
+from ctx_compress_rag.training.compression_config import RepeatAndAnswerRecipe
 from ctx_compress_rag.training.head import weighted_loss
 from ctx_compress_rag.training.objectives.base import SlotObjective
 from ctx_compress_rag.training.packing import PackedSlots, Packer

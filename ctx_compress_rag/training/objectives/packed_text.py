@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
-from ctx_compress_rag.training.config import TeacherRecipe
+from ctx_compress_rag.training.decoder_config import TeacherRecipe
 from ctx_compress_rag.training.head import weighted_loss
 from ctx_compress_rag.training.packing import PackedRows, Packer
 

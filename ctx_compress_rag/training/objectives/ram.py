@@ -50,7 +50,7 @@ class RamRow:
 class RamLoss(SlotObjective, WholeBatchMean):
     """L_nll + L_con (eq. 9), mean over the batch's questions.
 
-    The ratio is drawn for each question from the step's ratios (section 4.1). Prompts are put together as
+    The reduction is drawn for each question from the step's (section 4.1). Prompts are put together as
     `marking.close_reading.close_read` and the decoder do it: kept segments are text, and tokenised with the prompt.
     The choice of segments passes no gradient: representations learn from L_con, skimmed vectors and with
     them the encoder and the alignment matrix from L_nll.
@@ -96,8 +96,8 @@ class RamLoss(SlotObjective, WholeBatchMean):
         for row, question in zip(rows, self._questions(rows), strict=True):
             own = [passages[p] for p in row.passages]
             places = [i for p in row.passages for i in range(first[p], first[p + 1])]
-            ratio = self.ratios[int(torch.randint(len(self.ratios), ()))]
-            kept = self.ram.choose(question, means[places], counts[places], ratio)
+            reduction = self.ratios[int(torch.randint(len(self.ratios), ()))]
+            kept = self.ram.choose(question, means[places], counts[places], reduction)
             skimmed = [place for place, stays in zip(places, kept, strict=True) if not stays]
             vectors = self.ram.condense(hidden[skimmed], mask[skimmed], question)
             layouts = layout(own, kept)

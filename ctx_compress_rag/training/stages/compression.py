@@ -17,7 +17,7 @@ from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.text.prompts import PromptBuilder
 from ctx_compress_rag.training.checkpointing import checkpoint_layers, hooked_by, layers_of
 from ctx_compress_rag.training.compiled import make_fast
-from ctx_compress_rag.training.config import (
+from ctx_compress_rag.training.compression_config import (
     AnswerRecipe,
     CompressionRecipe,
     DistillationRecipe,

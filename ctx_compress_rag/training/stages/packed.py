@@ -10,7 +10,7 @@ from ctx_compress_rag.data.held_out import held_out
 from ctx_compress_rag.data.texts import text_examples
 from ctx_compress_rag.text.prompts import PromptBuilder
 from ctx_compress_rag.training.compiled import make_fast
-from ctx_compress_rag.training.config import RepeatAndAnswerRecipe
+from ctx_compress_rag.training.compression_config import RepeatAndAnswerRecipe
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.loop import Job
 from ctx_compress_rag.training.objectives.packed import LONGEST, PackedSlotData, PackedSlotLoss, collate_packed

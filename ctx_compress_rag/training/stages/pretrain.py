@@ -20,7 +20,8 @@ from ctx_compress_rag.data.held_out import held_out
 from ctx_compress_rag.data.texts import JSONL_SUFFIXES, documents
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.training.checkpointing import checkpoint_layers, layers_in
-from ctx_compress_rag.training.config import Guard, PretrainRecipe
+from ctx_compress_rag.training.config import Guard
+from ctx_compress_rag.training.decoder_config import PretrainRecipe
 from ctx_compress_rag.training.loop import Job, training_device
 from ctx_compress_rag.training.minilm_decoder import minilm_decoder
 from ctx_compress_rag.training.stage import Stage, register

@@ -19,7 +19,7 @@ from ctx_compress_rag.methods.base.config import lora_config
 from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
 from ctx_compress_rag.training.checkpointing import checkpoint_layers, layers_in
 from ctx_compress_rag.training.compiled import bfloat16_pays, compile_layers, round_frozen
-from ctx_compress_rag.training.config import TeacherRecipe
+from ctx_compress_rag.training.decoder_config import TeacherRecipe
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.loop import Collate, Job, training_device
 from ctx_compress_rag.training.objectives.packed import collate_packed

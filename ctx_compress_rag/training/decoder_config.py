@@ -1,0 +1,116 @@
+"""Recipes that train a decoder: on texts, or on questions with their full text."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from ctx_compress_rag.gguf import GgufDecoder
+from ctx_compress_rag.methods.base.config import TuneConfig
+from ctx_compress_rag.settings import Strict
+from ctx_compress_rag.training.config import PackingConfig, Recipe, check_packed
+
+
+class ScratchDecoder(Strict):
+    """A decoder made from scratch: a transformers configuration and a tokenizer of its own."""
+
+    config: dict[str, Any]
+    vocab_size: int = Field(ge=262)
+
+
+class DecoderRecipe(Recipe):
+    """Train a decoder, not a bundle.
+
+    Attributes:
+        scratch: the decoder made from scratch; or
+        decoder: a folder, hub id or GGUF file to continue from, at
+        revision: of the hub.
+    """
+
+    scratch: ScratchDecoder | None = None
+    decoder: str | GgufDecoder | None = None
+    revision: str | None = None
+
+    @model_validator(mode="after")
+    def _shares_all(self) -> DecoderRecipe:
+        if self.optim.shard == "frozen":
+            raise ValueError(f"shard: frozen is for stages that train a bundle: for stage {self.stage} take shard: all")
+        return self
+
+
+class PretrainRecipe(DecoderRecipe):
+    """Language modelling on packed text: windows without padding, cut from each text at a new place every time.
+
+    Attributes:
+        minilm: in place of `scratch` and `decoder`, MiniLM's weights turned into a decoder with this many positions
+            (see `training.minilm_decoder`).
+        window: tokens of a sequence.
+    """
+
+    asks = False
+    stage: Literal["pretrain"]
+    minilm: int | None = Field(default=None, gt=0)
+    window: int = Field(default=1024, gt=1)
+
+    @model_validator(mode="after")
+    def _one_decoder(self) -> PretrainRecipe:
+        if sum(start is not None for start in (self.scratch, self.decoder, self.minilm)) != 1:
+            raise ValueError("give one of scratch, decoder (a folder, hub id or GGUF file) and minilm")
+        if not self.data.texts or self.data.files:
+            raise ValueError("pretraining reads data.texts, and no files of questions")
+        if self.probe:
+            raise ValueError("a decoder that is only pretrained answers no questions: leave out probe")
+        return self
+
+
+class PointingConfig(Strict):
+    """Supervised attention of a decoder made from scratch; see `training.stages.pointers`. Layers count from 0."""
+
+    weight: float = Field(default=1.0, gt=0)
+    name_layer: int = Field(default=1, ge=0)
+    copy_layer: int = Field(default=2, ge=0)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> PointingConfig:
+        if self.copy_layer <= self.name_layer:
+            raise ValueError(f"copy_layer {self.copy_layer} must come after name_layer {self.name_layer}")
+        return self
+
+
+class TeacherRecipe(DecoderRecipe):
+    """Fine-tune (or train from scratch) the decoder on question answering with full text.
+
+    `decoder` may be the folder of a LoRA teacher that an earlier stage made: its adapter, as it is, is trained on.
+
+    Attributes:
+        packing: pack prompts into rows; what has no room in its batch is left out. For `tune.mode: lora`.
+    """
+
+    stage: Literal["teacher"]
+    tune: TuneConfig = TuneConfig()
+    context_loss_weight: float = Field(default=0.0, ge=0)
+    pointing: PointingConfig | None = None
+    packing: PackingConfig | None = None
+
+    @model_validator(mode="after")
+    def _packing_trains_answers(self) -> TeacherRecipe:
+        if self.packing and (self.tune.mode != "lora" or self.context_loss_weight):
+            raise ValueError("packing is for tune.mode: lora and answers alone: leave out context_loss_weight")
+        if self.packing:
+            check_packed(self.optim)
+        return self
+
+    @model_validator(mode="after")
+    def _pointing_needs_subjects(self) -> TeacherRecipe:
+        if self.pointing and (self.data.files or self.tune.mode != "full"):
+            raise ValueError("pointing needs data.world, which says what a question is about, and tune.mode: full")
+        return self
+
+    @model_validator(mode="after")
+    def _one_decoder(self) -> TeacherRecipe:
+        if (self.decoder is None) == (self.scratch is None):
+            raise ValueError("give either decoder (a folder, hub id or GGUF file) or scratch")
+        if self.scratch and self.tune.mode != "full":
+            raise ValueError("a decoder from scratch needs tune.mode: full")
+        return self
