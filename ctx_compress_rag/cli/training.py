@@ -16,7 +16,7 @@ def data(
         str,
         typer.Argument(
             metavar="NAME",
-            help="squad, hotpotqa, 2wikimultihopqa, musique, nq, triviaqa, popqa, narrativeqa, mrqa or multinews.",
+            help="squad, hotpotqa, hotpotqa_gold, 2wikimultihopqa, musique, nq, triviaqa, popqa, narrativeqa, mrqa or multinews.",
             show_default=False,
         ),
     ],
@@ -31,8 +31,9 @@ def data(
 ) -> None:
     """Write a published data set as JSONL.
 
-    Rows have question, answers, context and, for stage ram, evidence: what `train` and `eval` read. Sets without
-    passages (nq, popqa) need a file with retrieved ones under "ctxs".
+    Rows have question, answers, context and, for stage ram, the evidence that a set marks: what `train` and `eval`
+    read. Sets without passages (nq, popqa) need a file with retrieved ones under "ctxs". narrativeqa has the stories'
+    summaries.
     """
     from ctx_compress_rag.data.published import convert
 

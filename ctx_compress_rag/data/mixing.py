@@ -73,7 +73,7 @@ class _Mixer:
         barred = [answer for turn in example.turns for answer in turn.answers] if taken_away else []
         company = self._company(own, file, wanted, barred)
         if taken_away and company:
-            turns = tuple(replace(turn, answers=(NO_ANSWER,)) for turn in example.turns)
+            turns = tuple(replace(turn, answers=(NO_ANSWER,), evidence=()) for turn in example.turns)
             return Example(tuple(self._padded(p, f, own, barred) for p, f in company), turns)
         together = [(p, file) for p in own] + company
         self.rng.shuffle(together)

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ def convert(
     name: str, source: str | Path | None, output: str | Path, *, split: str = "validation", limit: int | None = None
 ) -> int:
     """Write a published data set as rows of question, answers, context and evidence.
+
+    Evidence are sentences, paragraphs and passages that a set marks. Sets that only give answers have none: stage ram
+    finds those, word by word, itself.
 
     Args:
         name: one of `SETS`.
@@ -227,18 +231,27 @@ def _example(question: str, answers: Iterable[str], passages: Iterable[str], evi
 def _squad(row: Row) -> Iterator[Example]:
     given = row["answers"]
     answers = given["text"] if isinstance(given, Mapping) else [answer["text"] for answer in given]
-    yield _example(row["question"], answers, [row["context"]], answers)
+    yield _example(row["question"], answers, [row["context"]])
 
 
-def _hotpot(row: Row) -> Iterator[Example]:
-    """HotpotQA and 2WikiMultihopQA; evidence are the supporting sentences."""
+def _hotpot(row: Row, gold: bool = False) -> Iterator[Example]:
+    """HotpotQA and 2WikiMultihopQA; evidence are the supporting sentences. With `gold` their paragraphs alone."""
     pages = _pairs(row["context"], "title", "sentences")
     sentences = {title: list(own) for title, own in pages}
     facts = _pairs(row["supporting_facts"], "title", "sent_id")
     # A few of the published facts name a sentence that is not there.
     evidence = [sentences[t][n].strip() for t, n in facts if t in sentences and n < len(sentences[t])]
-    passages = [f"{title}\n{''.join(own).strip()}" for title, own in pages]
+    supporting = {title for title, _ in facts}
+    passages = [f"{title}\n{_joined(own)}" for title, own in pages if not gold or title in supporting]
     yield _example(row["question"], [row["answer"]], passages, evidence)
+
+
+def _joined(sentences: Iterable[str]) -> str:
+    """Sentences as one text; HotpotQA's begin with the space before them, 2WikiMultihopQA's do not."""
+    text = ""
+    for sentence in sentences:
+        text += sentence if not text or text[-1].isspace() or sentence[:1].isspace() else f" {sentence}"
+    return text.strip()
 
 
 def _pairs(given: Any, first: str, second: str) -> list[tuple[Any, Any]]:
@@ -262,7 +275,7 @@ def _musique(row: Row) -> Iterator[Example]:
 
 
 def _open_domain(row: Row, passages: int = 20) -> Iterator[Example]:
-    """Questions with retrieved passages ("ctxs", or DPR's "positive_ctxs"); evidence are answers found in them."""
+    """Questions with retrieved passages ("ctxs", or DPR's "positive_ctxs"); evidence are those marked `isgold`."""
     answers = row.get("answers", row.get("answer", row.get("possible_answers")))
     if isinstance(answers, str):
         answers = json.loads(answers)
@@ -275,20 +288,18 @@ def _open_domain(row: Row, passages: int = 20) -> Iterator[Example]:
         given = [(pages, "wiki_context"), (searched, "search_context")]
         paired = [pair for own, key in given for pair in zip(own.get("title", []), own.get(key, []), strict=True)]
         texts = [f"{title}\n{text}" for title, text in paired if text.strip()]
-    yield _example(row["question"], answers, texts[:passages], answers)
+    yield _example(row["question"], answers, texts[:passages], [page["text"] for page in found if page.get("isgold")])
 
 
 def _narrative(row: Row) -> Iterator[Example]:
+    """Questions on a story's summary. The papers read whole stories, of 16,000 tokens in the mean."""
     answers = [answer["text"] for answer in row["answers"]]
-    yield _example(row["question"]["text"], answers, [row["document"]["summary"]["text"]], answers)
+    yield _example(row["question"]["text"], answers, [row["document"]["summary"]["text"]])
 
 
 def _mrqa(row: Row) -> Iterator[Example]:
-    """Evidence are the detected answers, as the context spells them."""
     for qa in row.get("qas", [row]):
-        spans = qa.get("detected_answers") or []
-        spelt = spans["text"] if isinstance(spans, Mapping) else [span["text"] for span in spans]
-        yield _example(qa["question"], qa["answers"], [row["context"]], spelt)
+        yield _example(qa["question"], qa["answers"], [row["context"]])
 
 
 def _news(row: Row) -> Iterator[Example]:
@@ -302,6 +313,8 @@ _BETWEEN_NEWS = re.compile(r"\|\|\|\|\||story_separator_special_tag")
 SETS: dict[str, Published] = {
     "squad": Published(("rajpurkar/squad", None), _squad_file, _squad),
     "hotpotqa": Published(("hotpotqa/hotpot_qa", "distractor"), _lines, _hotpot),
+    # Without distractors, as Simple Context Compression trains on it (appendix A.1).
+    "hotpotqa_gold": Published(("hotpotqa/hotpot_qa", "distractor"), _lines, partial(_hotpot, gold=True)),
     "2wikimultihopqa": Published(("xanhho/2WikiMultihopQA", None), _lines, _hotpot),
     "musique": Published(("dgslibisey/MuSiQue", None), _lines, _musique),
     "nq": Published(None, _lines, _open_domain),

@@ -165,20 +165,32 @@ def _add_to_card(bundle: Bundle, name: str, scores: Sequence[Score], questions: 
 
 
 def macro_table(results: Mapping[str, Sequence[Score]], in_domain: Sequence[str] = ()) -> str:
-    """Means over sets, each set counting once; with `in_domain`, F1 of those sets, of the others, and the gap."""
+    """Means over sets, each set counting once; with `in_domain`, of those sets and of the others, too.
+
+    The gap between these is of teacher-normalised F1 (Simple Context Compression, appendix B): of F1 it would be, most
+    of all, the gap that full text has.
+    """
+    domains = {"in domain": [name for name in results if name in in_domain]}
+    domains["out of it"] = [name for name in results if name not in in_domain]
     rows = []
     for index, first in enumerate(next(iter(results.values()))):
         each = {name: scores[index] for name, scores in results.items()}
         row = {"context": first.system, "ratio": report.times(first.ratio)}
         for column, key in (("EM", "exact_match"), ("F1", "f1"), ("contains", "contains")):
             row[column] = f"{mean(getattr(score, key) for score in each.values()):.3f}"
+        kept = {name: score.normalized.value for name, score in each.items() if score.normalized is not None}
+        if len(kept) == len(each):
+            row["teacher-normalised F1"] = f"{mean(kept.values()):.3f}"
         judged = [score.judged for score in each.values() if score.judged is not None]
         if len(judged) == len(each):
             row["judged right"] = f"{mean(judged):.3f}"
-        if 0 < len(in_domain) < len(results):
-            own = mean(score.f1 for name, score in each.items() if name in in_domain)
-            others = mean(score.f1 for name, score in each.items() if name not in in_domain)
-            row |= {"F1 in domain": f"{own:.3f}", "out of it": f"{others:.3f}", "gap": f"{own - others:+.3f}"}
+        if all(domains.values()):
+            for where, names in domains.items():
+                row[f"EM {where}"] = f"{mean(each[name].exact_match for name in names):.3f}"
+                row[f"F1 {where}"] = f"{mean(each[name].f1 for name in names):.3f}"
+            if len(kept) == len(each):
+                own, others = (mean(kept[name] for name in names) for names in domains.values())
+                row["teacher-normalised gap"] = f"{own - others:+.3f}"
         rows.append(row)
     return report.table(rows)
 

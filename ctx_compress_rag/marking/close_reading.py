@@ -52,10 +52,13 @@ def close_read(
     """
     bundle = cast("Bundle", store.bundle)
     ram = cast(RamCompressor, bundle.compressor)
-    check_characters("the question", len(question), bundle.backbone.window)
+    window = bundle.backbone.window
+    check_characters("the question", len(question), window)
     asked_ids = text_ids(bundle.tokenizer, question)
     if not asked_ids:
         raise ConfigError(f"the question {question!r} has no tokens: ask something")
+    if window is not None and len(asked_ids) >= window:  # BOS takes a place, too
+        raise ConfigError(f"the question has {len(asked_ids)} tokens, the model's window {window}: shorten it")
     passages = [Segments.of(bundle.tokenizer, text, ram.config.segment_tokens) for text in texts]
     represented = _representations(store, ids, passages, scope)
     asked = ram.question(asked_ids)

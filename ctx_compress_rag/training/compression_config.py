@@ -11,6 +11,7 @@ from pydantic import AliasChoices, Field, model_validator
 from ctx_compress_rag.data.config import SourceConfig
 from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.methods.registry import AnyMethodConfig
+from ctx_compress_rag.ratios import check_window
 from ctx_compress_rag.settings import Strict
 from ctx_compress_rag.text.prompts import PARAPHRASES
 from ctx_compress_rag.training.config import PackingConfig, Recipe, check_packed
@@ -81,6 +82,13 @@ class CompressionRecipe(Recipe):
             raise ValueError("reader_from_teacher needs a teacher, for an untrained reader to start from")
         if self.bundle and (self.revision or self.teacher):
             raise ValueError("revision and teacher are the bundle's own: leave them out")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_windows(self) -> CompressionRecipe:
+        # Training pools a passage's windows apart; a store merges slots across them.
+        for ratio in {*self.ratios, *(ratio for part in self.curriculum for ratio in part.ratios)}:
+            check_window(ratio, self.window)
         return self
 
     @model_validator(mode="after")
@@ -215,3 +223,8 @@ class RamRecipe(CompressionRecipe):
     window: int = Field(default=1000, gt=0)
     temperature: float = Field(default=0.1, gt=0)
     contrastive: bool = True
+
+    @model_validator(mode="after")
+    def _whole_windows(self) -> RamRecipe:
+        check_window(self.base_ratio, self.window)  # reductions are of prompts
+        return self

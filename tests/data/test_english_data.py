@@ -176,7 +176,9 @@ def test_rows_of_titled_passages_and_without_answers(tmp_path: Path) -> None:
         read_jsonl(file)
 
 
-SHORT = [Example((f"Sentence number {i} says a{i}.",), (Turn(f"Q{i}", (f"a{i}",)),)) for i in range(80)]
+SHORT = [
+    Example((f"Sentence number {i} says a{i}.",), (Turn(f"Q{i}", (f"a{i}",), evidence=("says",)),)) for i in range(80)
+]
 LONG = [Example((f"Long {i}. " + "word " * 60 + f"b{i}.",), (Turn(f"P{i}", (f"b{i}",)),)) for i in range(50)]
 
 
@@ -194,6 +196,7 @@ def test_mixed_prompts_hold_their_answers_or_say_that_they_do_not(seed: int) -> 
         text = normalize_answer(" ".join(example.passages)).split()
         if turn.answers == (NO_ANSWER,):
             declined += 1
+            assert not turn.evidence
             assert normalize_answer(source.turns[0].answers[0]) not in text
         else:
             assert turn.answers == source.turns[0].answers

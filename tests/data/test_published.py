@@ -23,8 +23,10 @@ PAGES = [
     ["Ada Quill", ["Born 1840."]],
 ]
 FACTS = [["Brenmoor Light", 1], ["Ada Quill", 0], ["Ada Quill", 7]]
+BARE = [[title, [sentence.strip() for sentence in sentences]] for title, sentences in PAGES]  # as 2Wiki has them
 WIKI = {"question": "Who drew it?", "answer": "Ada Quill", "context": PAGES, "supporting_facts": FACTS}
 CTXS = [{"title": "Brenmoor Light", "text": TEXT}, {"title": "Tea", "text": "A drink."}]
+GOLD = [page | {"isgold": page["title"] != "Tea"} for page in CTXS]
 JOINED = ("Brenmoor Light\n" + TEXT, "Tea\nA drink.")
 MUSIQUE = {
     "question": "Who drew it?", "answer": "Ada Quill", "answer_aliases": ["Quill"], "answerable": True,
@@ -107,27 +109,32 @@ def popqa(folder: Path) -> Path:
 WIKI_PASSAGES = ("Brenmoor Light\n" + TEXT, "Ada Quill\nBorn 1840.")
 WIKI_ROW = ("Who drew it?", ("Ada Quill",), WIKI_PASSAGES, ("Ada Quill drew it.", "Born 1840."))
 FILES: dict[str, Any] = {
-    "squad": (squad, ("When was it built?", ("1874",), (TEXT,), ("1874",))),
+    "squad": (squad, ("When was it built?", ("1874",), (TEXT,), ())),
     "hotpotqa": (lambda f: (f / "h.json").write_text(json.dumps([WIKI])) and f / "h.json", WIKI_ROW),
-    "2wikimultihopqa": (lambda f: (f / "2.json").write_text(json.dumps([WIKI])) and f / "2.json", WIKI_ROW),
+    "hotpotqa_gold": (
+        lambda f: (f / "h.json").write_text(json.dumps([WIKI | {"context": [["Tea", ["A drink."]], *PAGES]}]))
+        and f / "h.json",
+        WIKI_ROW,
+    ),
+    "2wikimultihopqa": (lambda f: (f / "2.json").write_text(json.dumps([WIKI | {"context": BARE}])) and f / "2.json", WIKI_ROW),
     "musique": (
         lambda f: lines(f / "m.jsonl", MUSIQUE | {"answerable": False}, MUSIQUE),
         ("Who drew it?", ("Ada Quill", "Quill"), JOINED, (TEXT,)),
     ),
     "nq": (
-        lambda f: (f / "nq.json").write_text(json.dumps([{"question": "When?", "answers": ["1874"], "ctxs": CTXS}]))
+        lambda f: (f / "nq.json").write_text(json.dumps([{"question": "When?", "answers": ["1874"], "ctxs": GOLD}]))
         and f / "nq.json",
-        ("When?", ("1874",), JOINED, ("1874",)),
+        ("When?", ("1874",), JOINED, (TEXT,)),
     ),
-    "triviaqa": (trivia, ("Who drew it?", ("Ada Quill", "Quill"), JOINED[:1], ("Ada Quill", "Quill"))),
+    "triviaqa": (trivia, ("Who drew it?", ("Ada Quill", "Quill"), JOINED[:1], ())),
     "popqa": (
         lambda f: lines(f / "p.jsonl", {"question": "When?", "possible_answers": '["1874", "MD"]', "ctxs": CTXS}),
-        ("When?", ("1874", "MD"), JOINED, ("1874",)),
+        ("When?", ("1874", "MD"), JOINED, ()),
     ),
-    "narrativeqa": (narrative, ("Who drew it?", ("Ada Quill", "Ada, the keeper"), (TEXT,), ("Ada Quill",))),
+    "narrativeqa": (narrative, ("Who drew it?", ("Ada Quill", "Ada, the keeper"), (TEXT,), ())),
     "mrqa": (
         lambda f: lines(f / "m.jsonl.gz", {"header": {"dataset": "NewsQA"}}, MRQA),
-        ("When?", ("1874", "in 1874"), (TEXT,), ("1874",)),
+        ("When?", ("1874", "in 1874"), (TEXT,), ()),
     ),
     "multinews": (news, ("Summarize the documents.", ("Both.",), ("One \n more.", "Two."), ())),
 }  # fmt: skip
@@ -137,7 +144,7 @@ HUB: dict[str, Any] = {
         "context": {"title": [p[0] for p in PAGES], "sentences": [p[1] for p in PAGES]},
         "supporting_facts": {"title": [f[0] for f in FACTS], "sent_id": [f[1] for f in FACTS]},
     },
-    "2wikimultihopqa": WIKI | {"context": json.dumps(PAGES), "supporting_facts": json.dumps(FACTS)},
+    "2wikimultihopqa": WIKI | {"context": json.dumps(BARE), "supporting_facts": json.dumps(FACTS)},
     "triviaqa": {
         "question": "Who drew it?", "answer": {"value": "Ada Quill", "aliases": ["Quill"]},
         "entity_pages": {"title": ["Brenmoor Light", "Gone"], "wiki_context": [TEXT, ""]},
@@ -243,7 +250,7 @@ def test_one_split_of_a_file_with_all_is_written(tmp_path: Path) -> None:
     file, out = narrative(tmp_path), tmp_path / "out.jsonl"
     assert convert("narrativeqa", file, out, split="test") == 1
     [row] = read_jsonl(out)
-    assert parts(row) == ("When was it built?", ("1874", "In 1874."), (TEXT,), ("1874",))
+    assert parts(row) == ("When was it built?", ("1874", "In 1874."), (TEXT,), ())
     with pytest.raises(DataError, match="no question with an answer in the split 'dev'"):
         convert("narrativeqa", file, out, split="dev")
 

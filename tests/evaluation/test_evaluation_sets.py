@@ -75,9 +75,15 @@ def test_means_over_sets_count_each_once_and_cases_say_what_the_context_did() ->
     assert one[2].cases == {"TT": (1.0, 1), "TF": (1.0, 1), "FT": (1.0, 1), "FF": (0.0, 1)}
     assert two[2].cases == {"FT": (0.0, 2)}
     head, _, *_, soft = macro_table({"one": one, "two": two}, ["two"]).splitlines()
-    assert head == "| context | ratio | EM | F1 | contains | F1 in domain | out of it | gap |"
+    in_domain = "EM in domain | F1 in domain | EM out of it | F1 out of it"
+    assert head == f"| context | ratio | EM | F1 | contains | {in_domain} |"
     # Two words, one of them right, are F1 of 2/3: 3/4 of one set's questions, none of the other's.
-    assert soft == "| soft context | 4x | 0.000 | 0.250 | 0.375 | 0.000 | 0.500 | -0.500 |"
+    assert soft == "| soft context | 4x | 0.000 | 0.250 | 0.375 | 0.000 | 0.000 | 0.000 | 0.500 |"
+    helped = scores({"none": "nnnn", "full": "yyyy", "soft": "yyyn"}, 4)
+    head, _, _, full, soft = macro_table({"one": helped, "two": two}, ["two"]).splitlines()
+    assert head.endswith(f"| {in_domain} | teacher-normalised F1 | teacher-normalised gap |")
+    # 3/4 of the gain kept in one set, none in the other; full text has no share.
+    assert soft.endswith("| 0.375 | -0.750 |") and full.endswith("|  |  |")
 
 
 def test_what_counts_as_declining() -> None:

@@ -166,6 +166,8 @@ def test_what_cannot_be_served_is_refused(store: SoftContextStore, make_tiny_bun
     for question in (None, "", " \n"):
         with pytest.raises(ConfigError, match="close reading needs the question"):
             mark(store, PASSAGES, question=question)
+    with pytest.raises(ConfigError, match=r"the question has \d+ tokens, the model's window \d+: shorten it"):
+        mark(store, PASSAGES, question="Who? " * store.bundle.backbone.window)
     with pytest.raises(RatioError, match="reduction=1"):
         ask(store, reduction=1)
     with pytest.raises(ConfigError, match="token_budget=9"):

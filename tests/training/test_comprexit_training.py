@@ -99,6 +99,13 @@ def test_a_fitted_reader_starts_at_the_tokens_own_embeddings(make: Callable[...,
     assert errors[0] > best + 0.5
 
 
+def test_a_reader_is_fitted_on_texts_that_spell_control_tokens(tmp_path: Path, make: Callable[..., Bundle]) -> None:
+    bundle = make()
+    write_jsonl(tmp_path / "data.jsonl", [Example((f"One {bundle.tokenizer.eos_token} two.",), (Turn("?", ("two",)),))])
+    data = {"files": [str(tmp_path / "data.jsonl")], "max_context_tokens": 48}
+    run_recipe(fitting_recipe(tmp_path, bundle, data=data))
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [({"method": {"name": "mean_pooling"}}, "map of two layers"), ({"decoder": None, "bundle": "x"}, "untrained")],

@@ -75,3 +75,14 @@ def test_a_bos_stands_before_the_slots_and_single_tokens_are_refused() -> None:
     assert row.ids[0].tolist() == []
     with pytest.raises(DataError, match="nothing follows the first token of 'a'"):
         NextTokenCollator(tokenizer, 8, 4)([Example(("a",), (Turn("", ("",)),))])
+
+
+def test_a_control_token_in_a_text_is_text() -> None:
+    """As the store has it: the passage that is compressed in training is the one that is compressed in use."""
+    tokenizer = architectures.tokenizer("Llama")
+    text = f"{TEXT}{tokenizer.eos_token}{TEXT}"
+    batch = NextTokenCollator(tokenizer, 200, 100)([Example((text,), (Turn("", ("",)),))])
+    [row] = batch["prompts"].prompts
+    read = [*batch["passages"].input_ids[0].tolist(), *row.ids[1].tolist()]
+    assert tokenizer.eos_token_id in tokenizer(text)["input_ids"]
+    assert tokenizer.eos_token_id not in read and tokenizer.decode(read) == text

@@ -44,18 +44,19 @@ def test_the_choice_itself_passes_no_gradient(tiny_tokenizer: Any) -> None:
         assert any(p.grad is not None and bool(p.grad.any()) for p in made.reader.parameters())
 
 
-def test_a_ratio_is_drawn_for_each_question(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reduction_is_drawn_for_each_question(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
     choose = bundle.compressor.choose
     monkeypatch.setattr(bundle.compressor, "choose", lambda *args: drawn.append(args[3]) or choose(*args))
     loss = objective(bundle)
     loss.ratios = [2, 4, 8]
-    batch = collator(bundle)(EXAMPLES * 6)
     with torch.no_grad():
-        for _ in range(2):
-            torch.manual_seed(7)
-            loss(**batch)
+        for examples in ([EXAMPLES], [[example] for example in EXAMPLES]):  # whole, and in micro-batches
+            for loss.step in range(6):
+                for micro in examples:
+                    loss(**collator(bundle)(micro))
     assert set(drawn) == {2, 4, 8}
+    assert len(set(drawn[:3])) > 1
     assert drawn[: len(drawn) // 2] == drawn[len(drawn) // 2 :]
 
 
@@ -75,6 +76,11 @@ def test_a_long_context_is_cut(bundle: Bundle) -> None:
     batch = RamCollator(builder, 4, [PLAIN], 64, seed=0)([long])
     short = len(plain_ids(bundle, "Dun."))
     assert [sum(p.token_counts) for p in batch["passages"]] == [64 - short, short]
+    crowded = Example(tuple(f"{name} lies on the Halen." for name in ("Dun", "Pell", "Ost")), long.turns)
+    batch = RamCollator(builder, 4, [PLAIN], 2, seed=0)([crowded])  # no room for the third
+    assert sum(p.token_count for p in batch["passages"]) == 2
+    with torch.no_grad():
+        assert objective(bundle)(**batch)["loss"].isfinite()
 
 
 def test_the_stage_and_the_method_belong_together(make_tiny_bundle: Any) -> None:

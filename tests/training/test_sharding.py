@@ -45,7 +45,7 @@ STAGES: dict[str, dict[str, Any]] = {
         **SLOTS,
         "method": {"name": "ram", "segment_tokens": 4, "encoder": FULL, "decoder": LORA},
         "base_ratio": 4,
-        "ratios": [2],
+        "ratios": [2, 4, 8],
     },
     "arcaligner": {
         "stage": "answer",

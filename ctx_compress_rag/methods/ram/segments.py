@@ -59,8 +59,9 @@ class Segments:
         ids = tokens.ids
         # A segment's text begins where the token before it ends: a space goes with the word that follows.
         ends = [end for _, end in tokens.offsets]
-        inner = [ends[start - 1] for start in range(size, len(ids), size)]
-        return cls(text, [ids[start : start + size] for start in range(0, len(ids), size)], [0, *inner, len(text)])
+        starts = range(0, len(ids), size)
+        bounds = [0 if start == 0 else ends[start - 1] for start in starts]
+        return cls(text, [ids[start : start + size] for start in starts], [*bounds, len(text)])
 
     @property
     def token_count(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -76,6 +77,8 @@ class SlotObjective(nn.Module, ABC):
         bundle: what is trained.
         ratios: the ratios of the current step.
         sample: how many of them each example draws; None: all examples train all.
+        seed, step: of the draws. These depend on nothing else but the example, so that micro-batches and processes
+            change nothing.
     """
 
     def __init__(self, bundle: Bundle) -> None:
@@ -84,6 +87,7 @@ class SlotObjective(nn.Module, ABC):
         self.reader = bundle.reader
         self.ratios: Sequence[int] = bundle.config.ratios
         self.sample: int | None = None
+        self.seed = self.step = 0
         self.bundle = bundle
         trained = bundle.compressor.trained_parameters() + bundle.reader.trained_parameters()
         own = {id(p) for p in self.parameters()}
@@ -99,13 +103,16 @@ class SlotObjective(nn.Module, ABC):
         on_device = passages.to(self.bundle.backbone.device)
         return dict(self.compressor(on_device, list(ratios), self.bundle.config.max_tokens))
 
-    def drawn(self, rows: int) -> dict[int, list[int]]:
-        """For each of the step's ratios, which of so many rows train it; ratios that none trains are left out."""
-        everything = list(range(rows))
+    def draw(self, example: object, count: int) -> list[int]:
+        """So many of the step's ratios, for an example."""
+        return random.Random(f"{self.seed}:{self.step}:{example}").sample(list(self.ratios), count)
+
+    def drawn(self, prompts: Sequence[HoledPrompt]) -> dict[int, list[int]]:
+        """For each of the step's ratios, which of the prompts train it; ratios that none trains are left out."""
         if self.sample is None or self.sample >= len(self.ratios):
-            return {ratio: everything for ratio in self.ratios}
-        order = torch.rand(rows, len(self.ratios)).argsort(1)[:, : self.sample].tolist()
-        chosen = {ratio: [row for row in everything if place in order[row]] for place, ratio in enumerate(self.ratios)}
+            return {ratio: list(range(len(prompts))) for ratio in self.ratios}
+        draws = [self.draw([part.tolist() for part in prompt.ids], self.sample) for prompt in prompts]
+        chosen = {ratio: [row for row, draw in enumerate(draws) if ratio in draw] for ratio in self.ratios}
         return {ratio: own for ratio, own in chosen.items() if own}
 
     def answer_logits(self, batch: PromptBatch, slots: SlotBatch) -> tuple[Tensor, Tensor]:

@@ -63,7 +63,7 @@ class DistillationLoss(SlotObjective, WholeBatchMean):
         examples, repeated_tokens = num_items_in_batch
         targets = self.teacher_log_probs(text_prompts)
         loss = torch.zeros((), device=self.bundle.backbone.device)
-        drawn, repeated_at = self.drawn(len(text_prompts)), self.drawn(len(repeats.prompts))
+        drawn, repeated_at = self.drawn(prompts.prompts), self.drawn(repeats.prompts)
         for ratio, batch in self.compress(passages, drawn | repeated_at).items():
             if own := drawn.get(ratio):
                 logits, _ = self.answer_logits(prompts.only(own), batch)

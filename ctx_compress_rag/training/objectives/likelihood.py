@@ -51,7 +51,7 @@ class LikelihoodLoss(SlotObjective, WholeBatchMean):
         """The loss of a batch: its passages, prompts with holes for them, and for self-distillation with their text."""
         targets = self.teacher_log_probs(text_prompts) if self.self_distillation else []
         loss = torch.zeros((), device=self.bundle.backbone.device)
-        drawn = self.drawn(len(prompts.prompts))
+        drawn = self.drawn(prompts.prompts)
         for ratio, batch in self.compress(passages, drawn).items():
             logits, answers = self.answer_logits(prompts.only(drawn[ratio]), batch)
             loss = loss + F.cross_entropy(logits, answers, reduction="sum")

@@ -13,7 +13,7 @@ from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.prompt import HoledPrompt
 from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR
-from ctx_compress_rag.text.tokenising import bos_id
+from ctx_compress_rag.text.tokenising import bos_id, text_ids
 from ctx_compress_rag.training.objectives.base import PassageTable, PromptBatch
 
 
@@ -51,7 +51,7 @@ class NextTokenCollator:
 
     def _cut(self, text: str) -> tuple[Tensor, Tensor]:
         """Token ids of the text's beginning and of what follows it."""
-        ids = torch.tensor(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
+        ids = torch.tensor(text_ids(self.tokenizer, text), dtype=torch.long)
         if len(ids) < 2:
             raise DataError(f"nothing follows the first token of {text[:40]!r}: leave the example out")
         most = self.context_tokens + self.continuation_tokens

@@ -96,7 +96,7 @@ class RamLoss(SlotObjective, WholeBatchMean):
         for row, question in zip(rows, self._questions(rows), strict=True):
             own = [passages[p] for p in row.passages]
             places = [i for p in row.passages for i in range(first[p], first[p + 1])]
-            reduction = self.ratios[int(torch.randint(len(self.ratios), ()))]
+            [reduction] = self.draw(row.example, 1)
             kept = self.ram.choose(question, means[places], counts[places], reduction)
             skimmed = [place for place, stays in zip(places, kept, strict=True) if not stays]
             vectors = self.ram.condense(hidden[skimmed], mask[skimmed], question)

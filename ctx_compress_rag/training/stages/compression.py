@@ -15,6 +15,7 @@ from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.text.prompts import PromptBuilder
+from ctx_compress_rag.text.tokenising import text_ids
 from ctx_compress_rag.training.checkpointing import checkpoint_layers, hooked_by, layers_of
 from ctx_compress_rag.training.compiled import make_fast
 from ctx_compress_rag.training.compression_config import (
@@ -64,11 +65,12 @@ def start(recipe: CompressionRecipe, resume: bool, arrange: Arrange | None = Non
         examples = passages_of(examples)
     bundle = start_bundle(recipe, examples)
     objective, collate = OBJECTIVES[recipe.stage](recipe, bundle)
+    objective.seed = recipe.seed
     make_fast(bundle, recipe.optim)
 
     def choose_ratios(step: int) -> None:
         part = recipe.curriculum_at(step)
-        objective.ratios = recipe.ratios_at(step)
+        objective.step, objective.ratios = step, recipe.ratios_at(step)
         objective.sample = part.sample if part.each == "example" else None
 
     arranged = arrange(recipe, examples) if arrange else examples
@@ -149,8 +151,8 @@ def _fit_reader(bundle: Bundle, examples: list[Example], passages: int) -> None:
     targets: list[torch.Tensor] = []
     with torch.no_grad():
         for text, soft in zip(texts, softs, strict=True):
-            ids = bundle.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            tokens = embed(torch.tensor(ids, device=bundle.backbone.device)).float()
+            ids = torch.tensor(text_ids(bundle.tokenizer, text), device=bundle.backbone.device)
+            tokens = embed(ids).float()
             targets += [part.mean(0) for part in tokens.split(soft.token_counts.tolist())]
     slots = torch.cat([soft.slots for soft in softs]).to(bundle.backbone.device)
     bundle.reader.fit(slots, torch.stack(targets))
