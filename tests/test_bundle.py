@@ -18,15 +18,8 @@ from ctx_compress_rag.backbone import load_decoder
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.methods.base.config import TuneConfig
 
-TEXTS = ["Orla Drumwell was born in Pellmouth, where she kept bees.", "Pellmouth is a town."]
 PROMPT = torch.arange(20, 50).unsqueeze(0)
-MODES = {
-    "lora": {},
-    "full": {"encoder": TuneConfig(mode="full"), "decoder": TuneConfig(mode="full")},
-    "frozen": {"encoder": TuneConfig(mode="frozen"), "decoder": TuneConfig(mode="frozen"), "linear": False},
-}
 
 
 def widen(bundle: Any) -> Any:
@@ -70,31 +63,22 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 # Round trips
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_saved_bundle_loads_with_the_same_bits(
-    make_tiny_bundle: Callable[..., Any], tmp_path: Path, mode: str
-) -> None:
-    first = widen(make_tiny_bundle(**MODES[mode]))
-    first.save_pretrained(tmp_path / "a")
-    second = Bundle.from_pretrained(tmp_path / "a", device="cpu")
-    assert second.fingerprint == first.fingerprint and len(first.fingerprint) == 64
-    assert second.config == first.config
-    for a, b in zip(first.compress(TEXTS), second.compress(TEXTS), strict=True):
-        assert torch.equal(a.slots, b.slots) and torch.equal(a.token_counts, b.token_counts)
-        assert torch.equal(first.embed(a), second.embed(b))
-    text, soft = logits(first)
+def test_a_saved_bundle_loads_and_saves_again_with_the_same_bits(made: Any, saved: Path, tmp_path: Path) -> None:
+    """Of every method, and in all of its forms: methods/test_methods.py."""
+    second = Bundle.from_pretrained(saved, device="cpu")
+    assert second.fingerprint == made.fingerprint and len(made.fingerprint) == 64
+    text, soft = logits(made)
     assert all(torch.equal(a, b) for a, b in zip((text, soft), logits(second), strict=True))
-    assert torch.equal(text, soft) == (mode == "frozen")
-    assert second.tokenizer("Orla kept bees.")["input_ids"] == first.tokenizer("Orla kept bees.")["input_ids"]
-    assert second.tokenizer.chat_template == first.tokenizer.chat_template
+    assert not torch.equal(text, soft)
+    assert second.tokenizer("Orla kept bees.")["input_ids"] == made.tokenizer("Orla kept bees.")["input_ids"]
+    assert second.tokenizer.chat_template == made.tokenizer.chat_template
     assert not any(parameter.requires_grad for parameter in second.backbone.model.parameters())
-
-    second.save_pretrained(tmp_path / "b")
-    files = {path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*")}
-    assert files == {path.relative_to(tmp_path / "b") for path in (tmp_path / "b").rglob("*")}
+    second.save_pretrained(tmp_path)
+    files = {path.relative_to(saved) for path in saved.rglob("*")}
+    assert files == {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
     for name in files:
         if name.suffix == ".safetensors":
-            assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+            assert (saved / name).read_bytes() == (tmp_path / name).read_bytes(), name
 
 
 def test_report_and_card_are_kept(saved: Path) -> None:
@@ -281,16 +265,10 @@ def test_a_config_that_is_no_json_object_is_refused(folder: Path, content: bytes
         Bundle.from_pretrained(folder, device="cpu")
 
 
-@pytest.mark.parametrize("content", ["[]", "3", "null", '"steps"'])
+@pytest.mark.parametrize("content", ["[]", "3", "null", '"steps"', "{"])
 def test_a_report_that_is_no_object_is_named(folder: Path, content: str) -> None:
     (folder / "training_report.json").write_text(content)
-    with pytest.raises(BundleError, match=r"training_report\.json holds a \w+, no JSON object"):
-        Bundle.from_pretrained(folder, device="cpu")
-
-
-def test_a_damaged_report_is_named(folder: Path) -> None:
-    (folder / "training_report.json").write_text("{")
-    with pytest.raises(BundleError, match=r"training_report\.json is damaged"):
+    with pytest.raises(BundleError, match=r"training_report\.json (holds a \w+, no JSON object|is damaged)"):
         Bundle.from_pretrained(folder, device="cpu")
 
 

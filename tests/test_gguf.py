@@ -63,6 +63,13 @@ def local(file: Path, **settings: Any) -> GgufDecoder:
     return GgufDecoder(path=str(file), **settings)
 
 
+def change(file: Path) -> None:
+    """One bit of its last weight."""
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
 def config_for(decoder: GgufDecoder) -> BundleConfig:
     return BundleConfig(
         name="tiny", method={"name": "mean_pooling"}, decoder=decoder, base_ratio=4, ratios=[4, 8], max_tokens=64
@@ -277,9 +284,7 @@ def test_a_damaged_file_is_refused(file: Path, kept: float) -> None:
 def test_another_file_than_the_one_asked_for_is_refused(file: Path) -> None:
     expected = sha256(file)
     assert load_decoder(local(file, sha256=expected), device="cpu")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    change(file)
     os.utime(file, ns=(1, 1))  # as if a coarse clock had not moved on
     with pytest.raises(BundleError, match=rf"another decoder than the one asked for: .* not {expected}"):
         load_decoder(local(file, sha256=expected), device="cpu")
@@ -301,18 +306,14 @@ def test_a_bundle_remembers_which_file_it_was_made_for(written: tuple[Path, Any]
         tmp_path / "bundle", device="cpu", changes={"decoder": local(file, sha256=sha256(file))}
     )
     assert moved.fingerprint == bundle.fingerprint, "the same file elsewhere is the same decoder"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    change(file)
     other = Bundle.from_pretrained(tmp_path / "bundle", device="cpu", changes={"decoder": local(file)})
     assert other.fingerprint != bundle.fingerprint
 
 
 def test_a_bundle_for_another_file_is_refused(written: tuple[Path, Any], file: Path, tmp_path: Path) -> None:
     build(local(file)).save_pretrained(tmp_path / "bundle")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    change(file)
     with pytest.raises(BundleError, match="another decoder than the one asked for"):
         Bundle.from_pretrained(tmp_path / "bundle", device="cpu")
 

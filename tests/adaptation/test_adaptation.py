@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -224,25 +223,6 @@ def test_several_adapted_ones_answer_in_one_batch(decoder: AdaptiveDecoder) -> N
     other = Bundle(decoder.bundle.config, decoder.bundle.backbone, decoder.bundle.compressor, decoder.bundle.reader)
     with pytest.raises(ConfigError, match="adapted from one decoder"):
         generate_together([one, AdaptiveDecoder(other), two], _chats())
-
-
-def test_threads_do_not_see_each_others_updates(decoder: AdaptiveDecoder) -> None:
-    decoders = [decoder, *_adapted(decoder, 14, 15, 16)]
-    alone = [_texts(each.generate(_chats(), SHORT)) for each in decoders]
-    found: list[list[list[str]]] = [[] for _ in decoders]
-
-    def work(number: int) -> None:
-        for _ in range(2):
-            found[number].append(_texts(decoders[number].generate(_chats(), SHORT)))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(decoders))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number, texts in enumerate(alone):
-        assert found[number] == [texts] * 2
-    assert not any(module._forward_hooks for module in decoder.bundle.backbone.model.modules())
 
 
 def test_soft_contexts_are_read_with_the_update(bundle: Any, tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ from ctx_compress_rag.metrics import Interval, exact_match, token_f1
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.training.recipes import find, load_recipe
 from ctx_compress_rag.training.run import run_recipe
-from helpers.adaptation import DEMONSTRATIONS, merged_copy, plain_copy, random_adapter
-from helpers.training import killed
+from helpers.adaptation import DEMONSTRATIONS, random_adapter
+from helpers.training import killed, losses
 
 
 @pytest.fixture(scope="module")
@@ -96,19 +96,6 @@ def test_each_stage_leaves_what_can_be_loaded(trained: Path, decoder: AdaptiveDe
         report = json.loads((trained / "out" / name / "training_report.json").read_text())
         assert report["steps"] == 2 and report["fingerprint"] == decoder.bundle.fingerprint
         assert report["tokens"] > 0 or loss == "matching"  # which reads stored states, no tokens
-
-
-def test_peft_reads_the_base_adapter_and_the_prefix(trained: Path, decoder: AdaptiveDecoder) -> None:
-    from peft import PeftModel
-
-    model = decoder.bundle.backbone.model
-    theirs = PeftModel.from_pretrained(plain_copy(model), trained / "out" / "base")
-    ours = merged_copy(model, Adapter.from_pretrained(trained / "out" / "base", model))
-    ids = torch.arange(10, 30)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(ids).logits, ours(ids).logits, atol=1e-4, rtol=1e-4)
-        prefixed = PeftModel.from_pretrained(plain_copy(model), trained / "out" / "prefix")
-        assert prefixed(ids).logits.shape[1] == 23
 
 
 @pytest.mark.parametrize("ratio", [None, 8])
@@ -173,10 +160,6 @@ def test_training_brings_the_prediction_to_its_target(decoder: AdaptiveDecoder) 
     assert float(loss.detach()) < 0.25 * len(base.a)
 
 
-def _losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in json.loads((folder / "loss.json").read_text())]
-
-
 def test_a_stage_resumes_on_the_same_loss_curve(tmp_path: Path, bundle_folder: Path, trained: Path) -> None:
     files = {name: _recipes(tmp_path / name, bundle_folder, steps=4) for name in ("whole", "cut")}
     for each in files.values():
@@ -189,7 +172,7 @@ def test_a_stage_resumes_on_the_same_loss_curve(tmp_path: Path, bundle_folder: P
     run_recipe(files["cut"]["k2"])
     report = json.loads((tmp_path / "cut" / "out" / "k2" / "training_report.json").read_text())
     assert report["resumed"] is True
-    whole, cut = _losses(tmp_path / "whole" / "out" / "k2"), _losses(tmp_path / "cut" / "out" / "k2")
+    whole, cut = losses(tmp_path / "whole" / "out" / "k2"), losses(tmp_path / "cut" / "out" / "k2")
     assert len(whole) == 4 and cut == pytest.approx(whole, rel=1e-4)
 
 

@@ -237,16 +237,6 @@ def test_errors_are_one_line_and_code_2(run: Any, store: Path, docs: Path, bundl
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_damaged_bundle_is_named(run: Any, store: Path, bundle_folder: Path, tmp_path: Path) -> None:
-    import shutil
-
-    broken = tmp_path / "broken"
-    shutil.copytree(bundle_folder, broken)
-    weights = next((broken / "compressor").glob("*.safetensors"))
-    weights.write_bytes(weights.read_bytes()[:-10])
-    assert str(weights) in run.fails("ask", QUESTION, "--store", store, "--bundle", broken)
-
-
 def test_wrong_usage_is_told(run: Any) -> None:
     for argv, message in (
         ([], "Missing command"),

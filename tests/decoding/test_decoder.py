@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -143,21 +142,6 @@ def test_an_error_while_streaming_reaches_the_consumer(
         in_thread(lambda: next(stream))
     monkeypatch.undo()
     assert decoder.generate([QUESTION], Sampling(max_new_tokens=1))
-
-
-def test_threads_at_once_get_what_each_gets_alone(decoder: TransformersDecoder, prompts: list[Any]) -> None:
-    sampling = Sampling(max_new_tokens=6)
-    alone = decoder.generate(prompts, sampling)
-
-    def ask(index: int) -> Generation:
-        if index % 2:
-            return decoder.generate([prompts[index]], sampling)[0]
-        *_, last = decoder.stream(prompts[index], sampling)
-        assert isinstance(last, Generation)
-        return last
-
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(ask, range(len(prompts)), timeout=WAIT)) == alone
 
 
 def test_no_thread_is_left_behind(decoder: TransformersDecoder) -> None:

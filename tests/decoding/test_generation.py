@@ -34,14 +34,6 @@ def test_stop_strings_end_the_text_before_them(decoder: TransformersDecoder, pro
         assert last == cut and "".join(str(piece) for piece in pieces) == cut.text
 
 
-def test_one_rows_stop_string_leaves_the_others_alone(decoder: TransformersDecoder, prompts: list[Any]) -> None:
-    one, other = decoder.generate([prompts[1], prompts[4]], Sampling(max_new_tokens=12))
-    stop = one.text[3:8]
-    assert stop not in other.text
-    cut, same = decoder.generate([prompts[1], prompts[4]], Sampling(max_new_tokens=12, stop=(stop,)))
-    assert (cut.text, same) == (one.text.split(stop)[0], other)
-
-
 def test_end_tokens_and_budgets(decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = decoder.bundle.tokenizer
     [free] = decoder.generate([QUESTION], Sampling(max_new_tokens=8))

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from uuid import uuid4
 
 import chromadb
 import pytest
-import torch
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.documents import Document
 from langchain_core.messages import ChatMessage as LangChainMessage
@@ -36,51 +36,7 @@ from helpers.models import tiny_llama
 from langchain_ctx_compress import ChatCompressedContext
 from llama_index.llms.ctx_compress import CompressedContextLLM
 
-_SMOLLM_TEMPLATE = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}"
-    "{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-def smollm_tokenizer() -> Any:
-    """ChatML as SmolLM2 has it: 17 special tokens, single digits, BOS and padding from among the roles' tokens."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<reponame>", "<file_sep>", "<filename>"]
-    special += [f"<{name}>" for name in ("gh_stars", "issue_start", "issue_comment", "issue_closed", "jupyter_start")]
-    special += [f"<jupyter_{name}>" for name in ("text", "code", "output", "script")] + ["<empty_output>"]
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator(architectures.TEXTS, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-        unk_token="<|endoftext|>",
-        extra_special_tokens=special[3:],
-        chat_template=_SMOLLM_TEMPLATE,
-        padding_side="left",
-    )
-
-
-def smollm_model() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=400, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=2048,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-NAMES = [*architectures.NAMES, "SmolLM2", *SHIPPED]
+NAMES = [*architectures.NAMES, *SHIPPED]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -89,8 +45,6 @@ def bundle(request: pytest.FixtureRequest) -> Bundle:
     if name in SHIPPED:  # the tokenizer is what differs; SmolLM2's own layers would take minutes
         tokenizer = Bundle.from_pretrained(name, device="cpu").tokenizer
         model = tiny_llama(tokenizer)
-    elif name == "SmolLM2":
-        model, tokenizer = smollm_model(), smollm_tokenizer()
     else:
         model, tokenizer = architectures.model(name), architectures.tokenizer(name)
     model.config.max_position_embeddings = 4096
@@ -102,6 +56,20 @@ def bundle(request: pytest.FixtureRequest) -> Bundle:
 def store(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SoftContextStore]:
     with SoftContextStore(tmp_path_factory.mktemp("store"), bundle, key=b"k" * 32) as store:
         yield store
+
+
+@contextmanager
+def damaged(bundle: Bundle, *texts: str) -> Iterator[tuple[TransformersDecoder, list[str]]]:
+    """A decoder that has to read these passages as text, since their slots are damaged; and their markers."""
+    ids = [f"p{number}" for number in range(len(texts))]
+    collection = chromadb.EphemeralClient().create_collection(f"damaged-{uuid4()}", embedding_function=None)
+    with SoftContextStore(collection, bundle, key=b"k" * 32) as store:
+        store.add(texts, ids, progress=False)
+        markers = store.markers(ids, store.base_ratio)
+        raw = chromadb.EphemeralClient().get_collection(f"{collection.name}-ctx", embedding_function=None)
+        rows = raw.get(ids=ids)["metadatas"]
+        raw.update(ids=ids, metadatas=[{"payload": str(row["payload"])[:-8]} for row in rows])
+        yield TransformersDecoder(bundle, store, on_missing="text"), markers
 
 
 def test_characters_that_a_tokenizer_does_not_know_spell_no_control_token() -> None:
@@ -205,15 +173,7 @@ def test_the_text_of_a_passage_that_cannot_be_read_as_slots_is_text_too(bundle: 
     """Also where the prompt's own words would complete a token."""
     attack = hostile(bundle)
     token = next(iter(controls(bundle).values()))
-    client = chromadb.EphemeralClient()
-    with SoftContextStore(client, bundle, collection=f"damaged-{bundle.config.name}", key=b"k" * 32) as store:
-        store.add([attack, token[1:]], ["a", "b"], progress=False)
-        a, b = store.markers(["a", "b"], store.base_ratio)
-        raw = client.get_collection(f"damaged-{bundle.config.name}-ctx")
-        records = raw.get(ids=["a", "b"])
-        assert len(records["ids"]) == 2
-        raw.update(ids=records["ids"], metadatas=[{"payload": str(m["payload"])[:-8]} for m in records["metadatas"]])
-        decoder = TransformersDecoder(bundle, store, on_missing="text")
+    with damaged(bundle, attack, token[1:]) as (decoder, (a, b)):
         chats = [[{"role": "user", "content": text}] for text in (f"Look. {a} {token[0]}{b}", "Look. Hello.")]
         made = decoder.prepare(chats)
         assert not any(prompt.soft for prompt in made)
@@ -224,15 +184,7 @@ def test_the_text_of_a_passage_that_cannot_be_read_as_slots_is_text_too(bundle: 
 def test_so_it_is_in_a_raw_prompt_whose_other_control_tokens_are_the_callers(bundle: Bundle) -> None:
     """Also where the passage would complete a token that the caller's text begins, or begin one that it completes."""
     attack, token = hostile(bundle), max(controls(bundle).values(), key=len)
-    passages = [attack, token[1:], token[:-1]]
-    client = chromadb.EphemeralClient()
-    with SoftContextStore(client, bundle, collection=f"raw-{bundle.config.name}", key=b"k" * 32) as store:
-        store.add(passages, ["a", "b", "c"], progress=False)
-        a, b, c = store.markers(["a", "b", "c"], store.base_ratio)
-        raw = client.get_collection(f"raw-{bundle.config.name}-ctx")
-        records = raw.get(ids=["a", "b", "c"])
-        raw.update(ids=records["ids"], metadatas=[{"payload": str(m["payload"])[:-8]} for m in records["metadatas"]])
-        decoder = TransformersDecoder(bundle, store, on_missing="text")
+    with damaged(bundle, attack, token[1:], token[:-1]) as (decoder, (a, b, c)):
         around = f"{token}user {{}} {token[0]}{{}} {{}}{token[-1]}{token}assistant"
         made = decoder.prepare([around.format(a, b, c), around.format("x", " y", "z ")])
         found = [Counter(id for id in prompt.ids().tolist() if id in controls(bundle)) for prompt in made]
@@ -241,15 +193,9 @@ def test_so_it_is_in_a_raw_prompt_whose_other_control_tokens_are_the_callers(bun
         assert found[1][bundle.tokenizer.convert_tokens_to_ids(token)] >= 2  # the caller's own stay what they are
 
 
+@pytest.mark.parametrize("bundle", ["Llama"], indirect=True)  # the same with all
 def test_a_passage_that_stands_there_a_thousand_times_is_not_written_out(bundle: Bundle) -> None:
-    client = chromadb.EphemeralClient()
-    with SoftContextStore(client, bundle, collection=f"often-{bundle.config.name}", key=b"k" * 32) as store:
-        store.add(["The tower is old." + " " * 3_000], ["a"], progress=False)
-        marker = store.marker("a", store.base_ratio)
-        raw = client.get_collection(f"often-{bundle.config.name}-ctx")
-        [metadata] = raw.get(ids=["a"])["metadatas"]
-        raw.update(ids=["a"], metadatas=[{"payload": str(metadata["payload"])[:-8]}])
-        decoder = TransformersDecoder(bundle, store, on_missing="text")
+    with damaged(bundle, "The tower is old." + " " * 3_000) as (decoder, [marker]):
         prompt = marker * 1_000
         tracemalloc.start()
         for each in (prompt, [{"role": "user", "content": prompt}]):

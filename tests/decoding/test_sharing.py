@@ -22,9 +22,9 @@ from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.stores import SoftContextStore
 from helpers import architectures
+from helpers.decoding import WAIT, held
 from helpers.langchain import TEXTS
 
-WAIT = 120
 QUESTIONS = [f"What about {name}, and what else? {'Say more. ' * length}" for length, name in enumerate(TEXTS)]
 
 
@@ -63,26 +63,6 @@ def passes(decoder: TransformersDecoder) -> Iterator[list[int]]:
 def by_generate(decoder: TransformersDecoder, prompt: Any, sampling: Sampling) -> Generation:
     """What transformers' own `generate` makes of a prompt alone."""
     return decoder.generate_apart(prompt, sampling)
-
-
-@contextmanager
-def held(decoder: TransformersDecoder) -> Iterator[None]:
-    """Nobody is answered within the context: all who ask meanwhile start together."""
-    taken, let_go = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with decoder.bundle.backbone.use(None):
-            taken.set()
-            let_go.wait(WAIT)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    taken.wait(WAIT)
-    try:
-        yield
-    finally:
-        let_go.set()
-        thread.join(WAIT)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -135,7 +115,7 @@ def test_eight_streams_take_the_passes_of_one(decoder: TransformersDecoder) -> N
                     order.append(number)
             return text
 
-        with held(decoder):
+        with held(decoder.bundle):
             futures = [pool.submit(read, number) for number in range(8)]
             wait_for(lambda: decoder.bundle.backbone.lock.waiting)
             time.sleep(0.3)
@@ -194,7 +174,7 @@ def test_what_fails_alone_fails_alone(decoder: TransformersDecoder, prompts: lis
     handle = decoder.bundle.backbone.model.register_forward_pre_hook(look, with_kwargs=True)
     try:
         with ThreadPoolExecutor(8) as pool:
-            with held(decoder):
+            with held(decoder.bundle):
                 good = [pool.submit(decoder.generate, [prompt], Sampling(9)) for prompt in QUESTIONS]
                 bad = pool.submit(decoder.generate, ["more " * longest], Sampling(9))
                 schema = Sampling(9, json_schema='{"type": "object", "unevaluatedItems": {"$ref": "x"}}')

@@ -27,7 +27,7 @@ from ctx_compress_rag.evaluation.compare.config import (
 )
 from ctx_compress_rag.evaluation.compare.decoder import merge_teacher
 from ctx_compress_rag.training.examples import load_examples
-from helpers.models import tiny_llama
+from helpers.models import save_tiny_llama
 from helpers.training import killed
 
 LONG = "A word " * 200
@@ -45,10 +45,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path
     rows = folder / "train.jsonl"
     write_jsonl(rows, [*training, Example(("A passage of its own.",), test[5].turns), *long])
     (folder / "train.jsonl.gz").write_bytes(gzip.compress(rows.read_bytes()))
-    torch.manual_seed(0)
-    decoder = tiny_llama(tiny_tokenizer)
-    decoder.save_pretrained(folder / "model")
-    tiny_tokenizer.save_pretrained(folder / "model")
+    decoder = save_tiny_llama(tiny_tokenizer, folder / "model")
     teacher = get_peft_model(decoder, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
     for name, parameter in teacher.named_parameters():
         if "lora_B" in name:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.marking.mark import mark
@@ -47,18 +43,3 @@ def read(store: SoftContextStore, texts: list[str]) -> tuple[list[str], list[Mar
     """The kept texts and the markers of marked passages, in order."""
     parts = [part for text in texts for part in store.split(text)]
     return [p for p in parts if isinstance(p, str)], [p for p in parts if isinstance(p, Marker)]
-
-
-@contextmanager
-def prefills(*models: Any) -> Iterator[list[Tensor]]:
-    """What decoders are given in the first pass over each prompt: (batch, length, dim)."""
-    seen: list[Tensor] = []
-
-    def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if kwargs.get("inputs_embeds") is not None:
-            seen.append(kwargs["inputs_embeds"].detach().clone())
-
-    handles = [model.register_forward_pre_hook(look, with_kwargs=True) for model in models]
-    yield seen
-    for handle in handles:
-        handle.remove()

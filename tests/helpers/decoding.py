@@ -1,10 +1,14 @@
-"""A tiny decoder's passages and question, and threads that may hang."""
+"""A tiny decoder's passages and question, threads that may hang, and what a model is given."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
+
+from torch import Tensor
 
 PASSAGES = {
     "a": "Orla Drumwell was born in Pellmouth. She kept bees and wrote three books about the northern coast.",
@@ -22,3 +26,40 @@ def in_thread(work: Callable[[], Any]) -> Any:
         return pool.submit(work).result(timeout=WAIT)
     finally:
         pool.shutdown(wait=False)
+
+
+@contextmanager
+def held(bundle: Any) -> Iterator[None]:
+    """Another thread has the model within the context: all who ask meanwhile wait, and then start together."""
+    taken, let_go, said = threading.Event(), threading.Event(), []
+
+    def hold() -> None:
+        with bundle.backbone.use(None):
+            taken.set()
+            said.append(let_go.wait(WAIT))
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait(WAIT)
+    try:
+        yield
+    finally:
+        let_go.set()
+        thread.join(WAIT)
+    assert said == [True], "whoever waited for the model kept this thread, or the event loop, from going on"
+
+
+@contextmanager
+def prefills(model: Any) -> Iterator[list[Tensor]]:
+    """What a model is given in its first pass over each prompt: (length, dim)."""
+    seen: list[Tensor] = []
+
+    def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if (given := kwargs.get("inputs_embeds")) is not None and given.shape[1] > 1:
+            seen.extend(given.detach().clone())
+
+    handle = model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()

@@ -6,9 +6,7 @@ import asyncio
 import hashlib
 import math
 import re
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
 from ctx_compress_rag import SoftContextStore, TransformersDecoder
 from ctx_compress_rag.decoding.decoder import Sampling
+from helpers.decoding import held
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
 
 TEXTS = {
@@ -101,23 +100,6 @@ def open_app(folder: Path, bundle: Any, *, indexed: bool = True) -> App:
     return App(client, vectors, store, bundle)
 
 
-@contextmanager
-def prefills(bundle: Any) -> Iterator[list[torch.Tensor]]:
-    """What the decoder is given, (length, dim) for each prompt."""
-    seen: list[torch.Tensor] = []
-
-    def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if (embeds := kwargs.get("inputs_embeds")) is not None and embeds.shape[1] > 1:
-            [prompt] = embeds
-            seen.append(prompt.detach().clone())
-
-    handle = bundle.backbone.model.register_forward_pre_hook(look, with_kwargs=True)
-    try:
-        yield seen
-    finally:
-        handle.remove()
-
-
 def contains(prompt: torch.Tensor, rows: torch.Tensor) -> bool:
     """Whether the rows stand in the prompt, one after the other."""
     return any(torch.equal(block.T, rows) for block in prompt.unfold(0, len(rows), 1))
@@ -145,21 +127,8 @@ def rag(app: App, llm: Any = None) -> Any:
 
 async def while_the_decoder_is_taken(bundle: Any, work: Any) -> Any:
     """Await work that needs the model while another thread has it; that thread lets go when the loop says so."""
-    taken, let_go, said = threading.Event(), threading.Event(), []
-
-    def hold() -> None:
-        with bundle.backbone.use(None):
-            taken.set()
-            said.append(let_go.wait(60))
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    await asyncio.to_thread(taken.wait)
-    task = asyncio.ensure_future(work)
-    done, _ = await asyncio.wait([task], timeout=0.3)
-    assert not done, "it did not need the model"
-    let_go.set()
-    result = await task
-    holder.join()
-    assert said == [True], "the event loop stood still"
-    return result
+    with held(bundle):
+        task = asyncio.ensure_future(work)
+        done, _ = await asyncio.wait([task], timeout=0.3)
+        assert not done, "it did not need the model"
+    return await task

@@ -1,8 +1,11 @@
-"""A tiny decoder of random weights for a tokenizer."""
+"""Tiny decoders of random weights for a tokenizer."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import torch
 
 
 def tiny_llama(tokenizer: Any, **shape: Any) -> Any:
@@ -22,3 +25,12 @@ def tiny_llama(tokenizer: Any, **shape: Any) -> Any:
         "pad_token_id": tokenizer.pad_token_id,
     }
     return LlamaForCausalLM(LlamaConfig(**settings | shape)).eval()
+
+
+def save_tiny_llama(tokenizer: Any, folder: Path, **shape: Any) -> Any:
+    """A tiny Llama, saved with its tokenizer as a recipe's `decoder`."""
+    torch.manual_seed(0)
+    model = tiny_llama(tokenizer, **shape)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
 import time
 from contextlib import ExitStack
 from multiprocessing.connection import wait
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from helpers.forked import Forked
+from helpers.server import free_port
 
 _PROCESS = """
 import json, sys
@@ -34,10 +34,7 @@ def run_by(count: int, folder: Path, *tasks: tuple[Any, ...]) -> list[list[dict[
             cannot go on from its checkpoint; ("hurry", recipe), which only the first process has no time for.
     """
     folder.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     told = [folder / f"{rank}.json" for rank in range(count)]
     with ExitStack() as running:  # those that wait for one that failed are killed
         processes = [

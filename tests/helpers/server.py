@@ -12,12 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @contextmanager
 def chroma_server(folder: Path) -> Iterator[int]:
     """The port of a server that keeps its files in a folder and ends with the context."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free: int = probe.getsockname()[1]
+    free = free_port()
     program = shutil.which("chroma", path=str(Path(sys.executable).parent)) or "chroma"
     command = [program, "run", "--path", str(folder), "--host", "127.0.0.1", "--port", str(free)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder)

@@ -18,7 +18,7 @@ from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.keys import KEY_VARIABLE
 from ctx_compress_rag.stores.markers import scope as in_scope
-from helpers.forked import Forked
+from helpers.forked import COMMAND, Forked
 from helpers.langchain import QUESTION, TEXTS
 
 WAIT = 120
@@ -50,9 +50,7 @@ def serving(index: Path, *options: str) -> Iterator[tuple[Any, str]]:
     """The process of `ctx-compress serve` on an index of the bundle `tiny`, for the key `ANNA`, and its address."""
     given = ["serve", "--store", str(index), "--port", "0", *options]
     env = {"CTX_COMPRESS_API_KEYS": f"{ANNA} anna", KEY_VARIABLE: "k" * 32}
-    with Forked(
-        "import sys; from ctx_compress_rag.cli import main; sys.exit(main(sys.argv[1:]))", *given, env=env
-    ) as process:
+    with Forked(COMMAND, *given, env=env) as process:
         line = process.stdout.readline()
         found = re.fullmatch(r"serving 'tiny' at (http://127\.0\.0\.1:\d+/v1)\n", line)
         assert found, line

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
-from ctx_compress_rag.errors import BundleError, RatioError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.compression_tokens.compressor import CompressionTokensCompressor
 from ctx_compress_rag.methods.compression_tokens.config import CompressionTokensConfig
 from ctx_compress_rag.training.compression_config import DistillationRecipe
 from ctx_compress_rag.training.recipes import load_recipe
-from ctx_compress_rag.training.run import run_recipe
 from helpers import architectures
 from helpers.models import tiny_llama
+from helpers.plain_llama import llama_layer, rms_norm
 
 ATTENTION = ["causal", "bidirectional"]
 FROZEN = TuneConfig(mode="frozen")
@@ -57,37 +53,18 @@ def sees(length: int, slots: int, bidirectional: bool) -> list[list[bool]]:
 
 
 def plain_llama(model: Any, x: Tensor, table: list[list[bool]]) -> Tensor:
-    """A Llama's trunk written out in float64: input embeddings at positions 0, 1, ... -> final hidden states."""
-
-    def norm(v: Tensor, weight: Tensor) -> Tensor:
-        return weight.double() * v / (v.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt()
-
-    def turn(v: Tensor, position: int) -> Tensor:
-        half = len(v) // 2
-        theta = model.config.rope_parameters["rope_theta"]
-        angles = torch.tensor([position * theta ** (-2 * i / len(v)) for i in range(half)], dtype=torch.float64)
-        a, b = v[:half], v[half:]
-        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()])
-
-    heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
-    d = model.config.hidden_size // heads
+    """A Llama's trunk in float64: input embeddings at positions 0, 1, ... -> final hidden states."""
+    epsilon = model.config.rms_norm_eps
     x = x.double()
     for layer in model.model.layers:
-        a, m = layer.self_attn, layer.mlp
-        inputs = norm(x, layer.input_layernorm.weight)
-        q, k, v = (inputs @ w.weight.double().T for w in (a.q_proj, a.k_proj, a.v_proj))
-        out = torch.zeros_like(q)
-        for head in range(heads):
-            mine, theirs = slice(head * d, (head + 1) * d), slice(*(d * (head * kv_heads // heads + i) for i in (0, 1)))
-            for i, row in enumerate(table):
-                keys = [j for j, seen in enumerate(row) if seen]
-                scores = torch.stack([turn(q[i, mine], i) @ turn(k[j, theirs], j) for j in keys]) / math.sqrt(d)
-                out[i, mine] = scores.softmax(0) @ v[keys, theirs]
-        x = x + out @ a.o_proj.weight.double().T
-        inputs = norm(x, layer.post_attention_layernorm.weight)
-        gate, up, down = (w.weight.double().T for w in (m.gate_proj, m.up_proj, m.down_proj))
-        x = x + (torch.nn.functional.silu(inputs @ gate) * (inputs @ up)) @ down
-    return norm(x, model.model.norm.weight)
+        x = llama_layer(
+            x,
+            model.config,
+            lambda x, name, layer=layer: x @ layer.get_submodule(name).weight.double().T,  # type: ignore[misc]
+            lambda x, name, layer=layer: rms_norm(x, layer.get_submodule(name).weight.double(), epsilon),  # type: ignore[misc]
+            torch.tensor(table),
+        )
+    return rms_norm(x, model.model.norm.weight.double(), epsilon)
 
 
 @pytest.fixture(scope="session")
@@ -189,49 +166,6 @@ def test_the_token_sees_what_the_paper_says_in_every_architecture(
     torch.testing.assert_close(soft.slots, expected.last_hidden_state[0, len(read) :], atol=2e-4, rtol=1e-4)
 
 
-def test_causal_tokens_are_plain_decoding(name: str, backbone: Backbone) -> None:
-    """The conventional mode is the decoder as it is, without any mask of ours, given [text; token; ...; token]."""
-    compressor = CompressionTokensCompressor(backbone, CompressionTokensConfig(attention="causal", encoder=FROZEN))
-    plain = architectures.model(name)
-    if hasattr(plain.config, "sliding_window"):
-        plain.config.sliding_window = 256  # our mask hides none of the text, so its windows may not either
-    for length, ratio in ((5, 4), (26, 3), (30, 16)):
-        [ids] = architectures.random_ids(name, [length], seed=length)
-        slots, read = math.ceil(length / ratio), torch.tensor([*architectures.bos(name), *ids])
-        x = torch.cat([plain.get_input_embeddings()(read), *[compressor.token[None]] * slots])
-        with torch.no_grad():
-            expected = plain.base_model(inputs_embeds=x[None], use_cache=False).last_hidden_state[0, len(read) :]
-        [soft] = encode(compressor, [ids.tolist()], [ratio])[ratio].rows()
-        torch.testing.assert_close(soft.slots, expected, atol=2e-4, rtol=1e-4)
-
-
-def test_every_token_sees_the_whole_text(name: str, compressor: CompressionTokensCompressor) -> None:
-    """Its first and last token, further than sliding windows reach."""
-    [ids] = architectures.random_ids(name, [3 * architectures.SLIDING_WINDOW])
-    whole = encode(compressor, [ids.tolist()], [4])[4].slots[0]
-    for changed in (0, -1):
-        other = ids.clone()
-        other[changed] = ids[changed] - 1
-        moved = (encode(compressor, [other.tolist()], [4])[4].slots[0] - whole).abs().amax(-1)
-        assert moved.min() > 1e-4
-
-
-def test_the_text_never_sees_compression_tokens(name: str, compressor: CompressionTokensCompressor) -> None:
-    """Its hidden states are those of the text alone, whatever ratios are asked for beside it."""
-    trunk = compressor.backbone.model.base_model
-    [ids] = architectures.random_ids(name, [21])
-    read = torch.tensor([*architectures.bos(name), *ids])
-    hidden = torch.ones(len(read), len(read)).triu(1).bool()
-    window = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
-    with torch.no_grad():
-        alone = trunk(input_ids=read[None], attention_mask=window[None, None], use_cache=False).last_hidden_state[0]
-    seen: list[Tensor] = []
-    handle = trunk.register_forward_hook(lambda _module, _inputs, output: seen.append(output.last_hidden_state))
-    encode(compressor, [ids.tolist()], [4, 8])
-    handle.remove()
-    torch.testing.assert_close(seen[0][0, : len(read)], alone, atol=2e-4, rtol=1e-4)
-
-
 # Batches and ratios
 
 
@@ -269,30 +203,6 @@ def test_ratios_together_equal_each_alone(bundle: Any, lengths: list[int], ratio
         assert [sum(row) for row in expected] == lengths
 
 
-def test_coarser_slots_are_a_prefix_only_causally(bundle: Any) -> None:
-    """Section 5.1: what the conventional mask forces, and the bidirectional one relaxes."""
-    ids = list(range(30, 70))
-    fine, coarse = (encode(bundle.compressor, [ids], [ratio])[ratio].slots[0] for ratio in (4, 8))
-    apart = (fine[: len(coarse)] - coarse).abs().amax(-1)
-    assert (apart.min() > 0.01) if bundle.compressor.bidirectional else (apart.max() < 1e-4)
-
-
-def test_long_passages_window_by_window(bundle: Any) -> None:
-    ids = [(7 * i) % 500 + 20 for i in range(150)]
-    [soft] = bundle.compressor.compress_ids([ids], 8, 64, 8192)
-    parts = [encode(bundle.compressor, [ids[i : i + 64]], [8])[8].slots[0] for i in (0, 64, 128)]
-    torch.testing.assert_close(soft.slots, torch.cat(parts), atol=1e-4, rtol=1e-4)
-    assert soft.n_tokens == 150 and soft.n_slots == 8 + 8 + 3
-
-
-def test_each_ratio_is_an_encoding_of_its_own(bundle: Any) -> None:
-    [soft] = bundle.compress(TEXTS[:1])
-    with pytest.raises(RatioError, match="compression_tokens stores one ratio: use ratio=4, or index again at 8"):
-        bundle.at_ratio(soft, 8)
-    [coarse] = bundle.compress(TEXTS[:1], ratio=8)
-    assert coarse.n_slots == math.ceil(soft.n_tokens / 8) and coarse.n_tokens == soft.n_tokens
-
-
 def test_bfloat16_encodes_as_float32_does(make: Callable[..., Any]) -> None:
     """The token stays in float32 for training and joins the text in the decoder's precision."""
     made = make(encoder=FROZEN, decoder=FROZEN)
@@ -318,18 +228,6 @@ def test_the_token_starts_at_the_size_of_token_embeddings(backbone: Backbone) ->
     assert len({tuple(token.tolist()) for token in tokens}) == 8 and not tokens.requires_grad
 
 
-def test_weights_without_the_token_are_refused(make: Callable[..., Any], tmp_path: Path) -> None:
-    make().save_pretrained(tmp_path)
-    path = tmp_path / "compressor" / "model.safetensors"
-    assert load_file(path).keys() == {"token"}
-    save_file({"token": torch.zeros(5)}, path)
-    with pytest.raises(BundleError, match=r"compressor's token has shape \(5,\), its config needs \(32,\)"):
-        Bundle.from_pretrained(tmp_path, device="cpu")
-    save_file({}, path)
-    with pytest.raises(BundleError, match="1 names differ, for example token"):
-        Bundle.from_pretrained(tmp_path, device="cpu")
-
-
 # Recipes
 
 
@@ -347,28 +245,3 @@ def test_the_shipped_recipe_has_the_papers_hyperparameters(attention: str) -> No
     }  # fmt: skip
     assert {key: getattr(recipe.optim, key) for key in table_6} == table_6
     assert (recipe.data.max_context_tokens, recipe.data.max_answer_tokens) == (1024, 256)
-
-
-def test_a_recipe_trains_the_token(make: Callable[..., Any], tmp_path: Path) -> None:
-    decoder = make(encoder=FROZEN, decoder=FROZEN)
-    decoder.backbone.model.save_pretrained(tmp_path / "decoder")
-    decoder.tokenizer.save_pretrained(tmp_path / "decoder")
-    recipe = {
-        "stage": "distillation",
-        "output": str(tmp_path / "out"),
-        "name": "tiny",
-        "decoder": str(tmp_path / "decoder"),
-        "method": {"name": "compression_tokens", "attention": "bidirectional"},
-        "ratios": [4, 8],
-        "window": 64,
-        "data": {"world": {"seed": 50, "examples": 8, "passages": [1]}, "max_context_tokens": 64},
-        "optim": {"steps": 2, "batch_size": 2, "learning_rate": 1e-2},
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    run_recipe(tmp_path / "recipe.yaml")
-    trained = Bundle.from_pretrained(tmp_path / "out" / "bundle", device="cpu")
-    torch.manual_seed(0)
-    start = Bundle.build(trained.config, Backbone(decoder.backbone.model, decoder.tokenizer))
-    moved = (trained.compressor.token - start.compressor.token).abs()
-    assert 1e-4 < moved.max() < 0.1  # two of Adam's steps from where the seed put it
-    assert all(soft.slots.isfinite().all() for soft in trained.compress(TEXTS))

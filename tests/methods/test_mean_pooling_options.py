@@ -23,6 +23,7 @@ from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from helpers.architectures import NAMES, model, random_ids, tokenizer
+from helpers.plain_llama import llama_layer, rms_norm
 
 TEXTS = ["Orla Drumwell was born in Pellmouth, where she kept bees and wrote three books.", "Pellmouth is a town."]
 OPTIONS: dict[str, Any] = {"layers": 1, "positions": 3, "embedding_skip": True, "hidden_map": True}
@@ -74,35 +75,19 @@ def plain_slots(bundle: Bundle, ids: list[int], ratio: int) -> Tensor:
                 for side in "AB"
             )
             layer[name] = layer[name] + ALPHA / RANK * b @ a
-
-    def rms(x: Tensor, weight: Tensor) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
-
-    length, heads, width = len(ids), 2, 16
+    config = bundle.backbone.model.config
     embedded = embeddings[ids]
-    x = embedded + own["positions"][[i % 3 for i in range(length)]]
-    h = rms(x, layer["input_layernorm.weight"])
-    q, k, v = ((h @ layer[f"self_attn.{n}_proj.weight"].T).view(length, -1, width) for n in "qkv")
-    angles = torch.outer(torch.arange(length).double(), 10_000.0 ** (-torch.arange(0, width, 2).double() / width))
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-
-    def turn(y: Tensor) -> Tensor:
-        one, two = y[..., : width // 2], y[..., width // 2 :]
-        return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
-
-    q, k = turn(q), turn(k)
-    read = []
-    for head in range(heads):  # both share the one key and value head; every token sees every token
-        scores = (q[:, head] @ k[:, 0].T / width**0.5).softmax(-1)
-        read.append(scores @ v[:, 0])
-    x = x + torch.cat(read, -1) @ layer["self_attn.o_proj.weight"].T
-    h = rms(x, layer["post_attention_layernorm.weight"])
-    gate = h @ layer["mlp.gate_proj.weight"].T
-    x = x + (gate * gate.sigmoid() * (h @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
-    h = rms(x, norm)
+    x = llama_layer(
+        embedded + own["positions"][[i % 3 for i in range(len(ids))]],
+        config,
+        lambda x, name: x @ layer[f"{name}.weight"].T,
+        lambda x, name: rms_norm(x, layer[f"{name}.weight"], config.rms_norm_eps),
+        torch.ones(len(ids), len(ids)).bool(),  # every token sees every token
+    )
+    h = rms_norm(x, norm, config.rms_norm_eps)
     h = h / h.pow(2).mean(-1, keepdim=True).sqrt()
     tokens = embedded + embeddings.pow(2).mean().sqrt() * h @ own["hidden_map.weight"].T
-    return torch.stack([tokens[i : i + ratio].mean(0) for i in range(0, length, ratio)])
+    return torch.stack([tokens[i : i + ratio].mean(0) for i in range(0, len(ids), ratio)])
 
 
 @settings(max_examples=25, deadline=None)

@@ -23,7 +23,7 @@ from ctx_compress_rag.methods.base.projections import LinearMap
 from ctx_compress_rag.methods.registry import METHODS, Method, register
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.training.run import run_recipe
-from helpers.models import tiny_llama
+from helpers.models import save_tiny_llama
 
 PASSAGE = "The harbour of Velmora was built by Oda Brink in 1612, and its lighthouse still burns whale oil."
 
@@ -73,9 +73,7 @@ def registered() -> Iterator[None]:
 
 def recipe(folder: Path, tokenizer: Any, **method: Any) -> Path:
     """A recipe that trains the toy on a tiny decoder, both in `folder`."""
-    torch.manual_seed(0)
-    tiny_llama(tokenizer).save_pretrained(folder / "decoder")
-    tokenizer.save_pretrained(folder / "decoder")
+    save_tiny_llama(tokenizer, folder / "decoder")
     write_jsonl(folder / "train.jsonl", world_examples("train", 0, 8, 1))
     settings = {
         "stage": "answer",

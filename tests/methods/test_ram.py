@@ -16,7 +16,7 @@ from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.methods.base.compressor import padded
-from ctx_compress_rag.methods.ram.compressor import RamCompressor, relevance, segment_means, skimmed
+from ctx_compress_rag.methods.ram.compressor import RamCompressor
 from ctx_compress_rag.methods.ram.config import RamConfig
 from ctx_compress_rag.methods.ram.segments import Segments, layout, shown, slots_of_runs
 from helpers import architectures
@@ -27,7 +27,6 @@ from helpers.ram import (
     move,
     objective,
     plain_choice,
-    plain_cosine,
     plain_ids,
     plain_mean,
     plain_segments,
@@ -92,22 +91,6 @@ def representations(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     return torch.randn(6), torch.randn(n, 6)
 
 
-@given(vectors=representations(), ratio=st.integers(2, 40), missing=st.integers(0, 3))
-@settings(deadline=None, max_examples=80)
-def test_the_k_likeliest_segments_are_kept(
-    bundle: Bundle, vectors: tuple[Tensor, Tensor], ratio: int, missing: int
-) -> None:
-    """Eq. 2 and 3 to the letter for one passage; its last segment may be short of `missing` tokens."""
-    question, segments = vectors
-    counts = torch.full((len(segments),), 4)
-    counts[-1] -= missing
-    k = int(counts.sum()) // (4 * ratio)
-    cosines = [plain_cosine(question.double(), r) for r in segments.double()]
-    best = sorted(range(len(segments)), key=lambda i: -cosines[i])[:k]
-    assert bundle.compressor.choose(question, segments, counts, ratio) == [i in best for i in range(len(segments))]
-    assert k < len(segments)  # from ratio 2 on something is always skimmed
-
-
 @given(vectors=representations(), ratio=st.integers(2, 10), data=st.data())
 @settings(deadline=None, max_examples=80)
 def test_short_passages_are_kept_by_their_tokens(
@@ -120,32 +103,9 @@ def test_short_passages_are_kept_by_their_tokens(
     assert kept == plain_choice(question.double(), list(segments.double()), lengths, ratio, 4)
 
 
-def test_half_of_many_short_passages_is_kept_at_ratio_two(bundle: Bundle) -> None:
-    """Twelve passages of two tokens: k is 3, which is six of them; three were a quarter of the text."""
-    torch.manual_seed(0)
-    kept = bundle.compressor.choose(torch.randn(6), torch.randn(12, 6), torch.full((12,), 2), 2)
-    assert sum(kept) == 6
-
-
 def test_of_equals_the_earlier_is_kept(bundle: Bundle) -> None:
     vector, counts = torch.randn(6), torch.full((4,), 4)
     assert bundle.compressor.choose(vector, vector.expand(4, 6), counts, 2) == [True, True, False, False]
-
-
-@given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=5), seed=st.integers(0, 10_000))
-@settings(deadline=None, max_examples=40)
-def test_skimming_is_query_guided_pooling(lengths: list[int], seed: int) -> None:
-    """Eq. 1, 4 and the cosine of eq. 8 on random states, padding or not."""
-    torch.manual_seed(seed)
-    hidden, question = torch.randn(len(lengths), max(lengths), 5), torch.randn(5)
-    mask = torch.tensor([[1] * n + [0] * (max(lengths) - n) for n in lengths])
-    pooled, means = skimmed(hidden, mask, question), segment_means(hidden, mask)
-    cosines = relevance(question, means)
-    for n, states, vector, mean, cosine in zip(lengths, hidden.double(), pooled, means, cosines, strict=True):
-        torch.testing.assert_close(vector.double(), plain_skim(states[:n], question.double()), atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(mean.double(), plain_mean(states[:n]), atol=1e-5, rtol=1e-4)
-        plain = (mean @ question) / (mean.norm() * question.norm())
-        assert float(cosine) == pytest.approx(float(plain), abs=1e-5)
 
 
 @pytest.mark.parametrize("ratio", [2, 3])
@@ -258,23 +218,6 @@ def test_what_is_shown_keeps_order_text_and_size(tiny_tokenizer: Any, data: st.D
     if softs:
         assert torch.equal(torch.cat([s.slots for s in softs]), vectors)
     assert all(not s.n_slots for s in slots_of_runs(vectors[:0], counts, layouts))
-
-
-def test_kept_text_is_nearly_the_tokens_that_were_counted(tiny_tokenizer: Any) -> None:
-    """A kept run is tokenised with the prompt: where it begins within a word, tokens at its edge may differ."""
-    differ = 0
-    for size in (3, 4, 7):
-        cut = Segments.of(tiny_tokenizer, PROSE, size)
-        for i, ids in enumerate(cut.ids):
-            text = PROSE[cut.bounds[i] : cut.bounds[i + 1]]
-            again = tiny_tokenizer(text, add_special_tokens=False)["input_ids"]
-            assert abs(len(again) - len(ids)) <= 2
-            differ += again != ids
-            begins_a_word = text[:1].isspace() or i == 0
-            assert (
-                again == ids or not begins_a_word or not cut.text[cut.bounds[i + 1] : cut.bounds[i + 1] + 1].isspace()
-            )
-    assert differ
 
 
 def test_positives_are_the_segments_that_hold_a_part_of_an_answer(tiny_tokenizer: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer
 from sentencex import segment
@@ -21,15 +20,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.methods.base.compressor import PassageBatch, Tokenized
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.sentence_slots.config import SentenceSlotsConfig
 from ctx_compress_rag.text.minilm import load_minilm
-from ctx_compress_rag.text.prompts import PromptBuilder
 from ctx_compress_rag.text.sentences import sentences, split
-from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
+from ctx_compress_rag.training.objectives.likelihood import LikelihoodLoss
 from helpers.sentences import DIM, save_encoder, sentence_bundle
 
 TEXTS = [
@@ -103,6 +100,8 @@ once = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCh
 @given(
     st.one_of(ASCII, WIDE, st.text(max_size=40)), st.sampled_from([1, 2, 3, 8, 21, None]), st.booleans(), st.booleans()
 )
+@example("\U0001f600\U0001f600 on", 2, False, False)  # a character of more bytes than the limit
+@example("salt" + "\n" * 9 + "works", 2, True, False)  # white space of more tokens
 def test_every_token_and_character_is_in_one_unit(
     tiny_tokenizer: Any, text: str, limit: int | None, merge: bool, unigram: bool
 ) -> None:
@@ -119,14 +118,6 @@ def test_every_token_and_character_is_in_one_unit(
     for unit in units:
         own, counted = counted[: unit.tokens], counted[unit.tokens :]
         assert unit.tokens > 0 and sum(own) <= (limit or len(offsets))
-
-
-@pytest.mark.parametrize(("text", "limit"), [("\U0001f600\U0001f600 on", 2), ("salt" + "\n" * 9 + "works", 2)])
-def test_no_unit_is_empty(tiny_tokenizer: Any, text: str, limit: int) -> None:
-    """A character of more bytes, and a stretch of white space of more tokens, than the limit."""
-    for merge in (False, True):
-        texts = [unit.text for unit in split(text, tiny_tokenizer, limit, merge=merge)]
-        assert "" not in texts and "".join(texts) == "".join(text.split())
 
 
 @once
@@ -256,21 +247,6 @@ def test_each_distinct_sentence_is_encoded_once(make: Callable[..., Any]) -> Non
 # The reader
 
 
-def test_the_projector_is_two_linear_maps_with_a_gelu() -> None:
-    """Eq. 1 for xRAG's projector, entry by entry in float64."""
-    torch.manual_seed(0)
-    projector, slots = TwoLayerMap(5, 7), torch.randn(3, 5)
-    with torch.no_grad():
-        made = projector(slots)
-    w1, b1, w2, b2 = (p.double().tolist() for p in (projector.inner.weight, projector.inner.bias,
-                                                     projector.outer.weight, projector.outer.bias))  # fmt: skip
-    for e, row in zip(slots.double().tolist(), made.tolist(), strict=True):
-        hidden = [sum(w * x for w, x in zip(ws, e, strict=True)) + b for ws, b in zip(w1, b1, strict=True)]
-        active = [0.5 * h * (1 + math.erf(h / math.sqrt(2))) for h in hidden]
-        expected = [sum(w * a for w, a in zip(ws, active, strict=True)) + b for ws, b in zip(w2, b2, strict=True)]
-        assert row == pytest.approx(expected, abs=1e-6)
-
-
 @pytest.mark.parametrize(("slot_rms", "embedding_rms"), [(0.051, 0.02), (12.0, 1.0), (1.0, 30.0)])
 def test_untrained_slots_have_the_size_of_token_embeddings(slot_rms: float, embedding_rms: float) -> None:
     torch.manual_seed(1)
@@ -298,32 +274,17 @@ def test_a_fitted_map_is_nearly_the_affine_one_of_least_squares(slot_dim: int, d
     assert ((made - targets) ** 2).mean() < ((best - targets) ** 2).mean() + 0.1 * spread
 
 
-def test_a_bundles_slots_start_at_the_decoders_size(bundle: Any) -> None:
-    made = torch.cat([bundle.embed(soft) for soft in bundle.compress(TEXTS)])
-    size = bundle.backbone.embeddings.weight.pow(2).mean().sqrt()
-    assert 0.5 < float(made.pow(2).mean().sqrt() / size) < 2
-
-
 # Training
 
 
-def test_only_the_projector_learns(make: Callable[..., Any], encoder: Path) -> None:
+def test_only_the_projector_learns(make: Callable[..., Any]) -> None:
+    """That a step leaves all else as it is, test_methods.py shows."""
     made = make()
-    model = made.compressor.encoder.model
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    decoder = {name: p.clone() for name, p in made.backbone.own_state().items()}
     objective = LikelihoodLoss(made)
-    trained = {n: p for n, p in objective.named_parameters() if p.requires_grad}
-    assert set(trained) == {f"reader.projection.{x}.{y}" for x in ("inner", "outer") for y in ("weight", "bias")}
-    assert not any(id(p) in {id(q) for q in model.parameters()} for p in objective.parameters())
-    old = {n: p.detach().clone() for n, p in trained.items()}
-    collate = AnswerCollator(PromptBuilder(made.tokenizer), ["{context}\n\n{question}"], 256, 0)
-    objective(**collate([Example(tuple(TEXTS[:2]), (Turn("Where?", ("Kessmar",)),))]))["loss"].backward()
-    torch.optim.SGD(trained.values(), lr=1.0).step()
-    for name, parameter in trained.items():
-        assert not torch.equal(parameter, old[name]), name
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(torch.equal(p, decoder[name]) for name, p in made.backbone.own_state().items())
+    trained = {n for n, p in objective.named_parameters() if p.requires_grad}
+    assert trained == {f"reader.projection.{x}.{y}" for x in ("inner", "outer") for y in ("weight", "bias")}
+    encoder = {id(p) for p in made.compressor.encoder.model.parameters()}
+    assert not any(id(p) in encoder for p in objective.parameters())
 
 
 # Bundles

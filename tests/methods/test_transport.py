@@ -8,12 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import linprog
 from torch import Tensor
 from torch.nn import functional as F
 
 from ctx_compress_rag.methods.comprexit.config import ComprexitConfig
-from ctx_compress_rag.methods.comprexit.transport import TransportPlan, WindowAttention, sinkhorn
+from ctx_compress_rag.methods.comprexit.transport import TransportPlan, sinkhorn
 
 
 def marginals(generator: torch.Generator, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,22 +36,6 @@ def test_the_plan_is_the_entropic_optimum(seed: int, rows: int, columns: int) ->
     potentials = plan.log() + cost / 0.1
     centred = potentials - potentials.mean(0, keepdim=True) - potentials.mean(1, keepdim=True) + potentials.mean()
     assert centred.abs().max() < 1e-8
-
-
-def test_the_plan_nears_the_linear_programmes() -> None:
-    """Without entropy eq. 11 is a linear programme; entropy costs at most epsilon log(tokens x slots)."""
-    cost, sent, received = marginals(torch.Generator().manual_seed(4), 24, 6)
-    rows, columns = cost.shape
-    equal = torch.cat([torch.eye(rows).repeat_interleave(columns, 1), torch.eye(columns).repeat(1, rows)])
-    best = linprog(cost.flatten().numpy(), A_eq=equal.numpy(), b_eq=torch.cat([sent, received]).numpy())
-    assert best.status == 0
-    gaps = []
-    for epsilon in (0.2, 0.05, 0.01):
-        plan = sinkhorn(cost, sent.log(), received.log(), epsilon, 3000)
-        assert (plan.sum(1) - sent).abs().sum() < 1e-3
-        gaps.append(float((plan * cost).sum()) - best.fun)
-        assert -1e-3 < gaps[-1] <= epsilon * math.log(rows * columns)
-    assert gaps[0] > gaps[1] > gaps[2] and gaps[2] < 5e-3
 
 
 @pytest.mark.parametrize("iterations", [1, 30])
@@ -85,25 +68,3 @@ def test_marginals_hold_at_the_defaults(seed: int) -> None:
         assert (plan[i, tokens:] == 0).all() and (plan[i, :, slots:] == 0).all()
         torch.testing.assert_close(held.sum(0), torch.full((slots,), 1 / slots), atol=1e-6, rtol=1e-4)
         assert (held.sum(1) - logits[i, :tokens].softmax(0)).abs().sum() < row_error
-
-
-def test_window_attention_is_not_coordinated() -> None:
-    """Each slot takes from its own field alone, and what one takes does not depend on the others' fields."""
-    torch.manual_seed(0)
-    attention = WindowAttention(8, 8)
-    anchors, mask, counts = torch.randn(1, 12, 8), torch.ones(1, 12, dtype=torch.bool), torch.full((1, 3), 4)
-    changed = anchors.clone()
-    changed[:, 8:] += 1
-
-    def plan(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            made: Tensor = attention(x, mask, x.unflatten(1, (3, 4)).mean(2), counts)
-        return made[0]
-
-    own = torch.block_diag(*[torch.ones(4, 1)] * 3).bool()
-    assert (plan(anchors)[~own] == 0).all() and (plan(anchors)[own] > 0).all()
-    torch.testing.assert_close(plan(anchors)[:, :2], plan(changed)[:, :2])
-    transport = TransportPlan(8, 8, 0.1, 30)
-    with torch.no_grad():
-        one, two = (transport(x, mask, x.unflatten(1, (3, 4)).mean(2), counts)[0] for x in (anchors, changed))
-    assert (one[:, :2] - two[:, :2]).abs().max() > 1e-3

@@ -23,7 +23,7 @@ from ctx_compress_rag.serving.export import export, served
 from ctx_compress_rag.stores import SoftContextStore
 from helpers.langchain import TEXTS
 from helpers.serving import WAIT, listening
-from helpers.vllm import KEY, FakeVllm, vectors
+from helpers.vllm import KEY, FakeVllm
 from langchain_ctx_compress import ChatCompressedContext
 from llama_index.llms.ctx_compress import CompressedContextLLM
 
@@ -319,10 +319,3 @@ def test_a_frozen_decoder_needs_no_adapter(make_tiny_bundle: Callable[..., Any],
     bundle = make_tiny_bundle(decoder={"mode": "frozen"})
     assert "--enable-lora" not in export(bundle, tmp_path)
     assert served(bundle).soft == served(bundle).text == "tiny"
-
-
-def test_vectors_are_read_as_they_were_written() -> None:
-    """The stand-in itself: it reads what torch.save wrote."""
-    made, buffer = torch.randn(3, 4), io.BytesIO()
-    torch.save(made, buffer)
-    assert torch.equal(vectors({"prompt_embeds": base64.b64encode(buffer.getvalue()).decode()}), made)

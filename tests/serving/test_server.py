@@ -17,6 +17,7 @@ from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.serving.app import Limits, create_app
 from ctx_compress_rag.stores import SoftContextStore
+from helpers.decoding import held
 from helpers.langchain import QUESTION, TEXTS
 from helpers.serving import ANNA, WAIT, chat, client, directly, json_format, listening, marker
 
@@ -179,36 +180,24 @@ def test_a_client_that_goes_stops_the_decoder(
 
 
 def test_what_is_too_much_is_told_to_come_again(decoder: TransformersDecoder, store: SoftContextStore) -> None:
-    taken, let_go = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with decoder.bundle.backbone.use(None):
-            taken.set()
-            let_go.wait(WAIT)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    taken.wait(WAIT)
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
-    try:
-        with listening(create_app(decoder, limits=Limits(requests=2, answer_tokens=2))) as url:
-            with ThreadPoolExecutor(2) as pool:
-                waiting = [
-                    pool.submit(client(url).chat.completions.create, model="tiny", messages=messages) for _ in range(2)
-                ]
+    with listening(create_app(decoder, limits=Limits(requests=2, answer_tokens=2))) as url:
+
+        def ask() -> Any:
+            return client(url).chat.completions.create(model="tiny", messages=messages).choices
+
+        with ThreadPoolExecutor(2) as pool:
+            with held(decoder.bundle):
+                waiting = [pool.submit(ask) for _ in range(2)]
                 until = time.monotonic() + WAIT
                 while "ctx_compress_requests_running 2.0" not in httpx.get(f"{url}/metrics").text:
                     assert time.monotonic() < until
                     time.sleep(0.02)
                 with pytest.raises(openai.RateLimitError, match="try again"):
-                    client(url).chat.completions.create(model="tiny", messages=messages)
+                    ask()
                 assert httpx.get(f"{url}/health").status_code == 200
-                let_go.set()
-                assert all(each.result(WAIT).choices for each in waiting)
-            assert client(url).chat.completions.create(model="tiny", messages=messages).choices
-    finally:
-        let_go.set()
-        holder.join()
+            assert all(each.result(WAIT) for each in waiting)
+        assert ask()
 
 
 def test_stopping_lets_running_answers_end(decoder: TransformersDecoder, store: SoftContextStore) -> None:

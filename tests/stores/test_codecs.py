@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 
 from ctx_compress_rag.errors import ConfigError, PayloadError
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.stores.codecs import CODECS, DEFAULT_CODEC, decode, encode, payload_bytes, payload_codec
+from ctx_compress_rag.stores.codecs import CODECS, decode, encode, payload_bytes, payload_codec
 from ctx_compress_rag.stores.seven_bits import to_bytes, to_text
 
 shapes = st.tuples(st.integers(1, 20), st.integers(1, 12))
@@ -77,12 +77,6 @@ def test_token_counts_are_exact(counts: list[int], codec: str) -> None:
     back = decode(encode(context(np.ones((len(counts), 2), np.float32), counts), codec))
     assert back.token_counts.tolist() == counts
     assert back.token_counts.dtype == torch.int64
-
-
-def test_regular_counts_cost_almost_nothing() -> None:
-    slots = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
-    size = payload_bytes(encode(context(slots, [4] * 63 + [1]), "fp16"))
-    assert size == 2 * 64 * 256 + struct.calcsize("<BBIIII") + 2 * 8
 
 
 def test_outlier_channels_do_not_drown_the_others() -> None:
@@ -184,7 +178,6 @@ def test_counts_that_do_not_cover_the_slots_are_noticed() -> None:
 def test_unknown_codec_names_the_choices() -> None:
     with pytest.raises(ConfigError, match=r"'int2'.*fp16"):
         encode(context(np.ones((1, 1), np.float32)), "int2")
-    assert DEFAULT_CODEC in CODECS
 
 
 @settings(deadline=None)

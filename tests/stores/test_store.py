@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import chromadb
 import pytest
@@ -182,21 +183,17 @@ def test_threads_that_ensure_the_same_compress_once(store: SoftContextStore, bun
         (["good", "good"], ["a", "a"], "'a' is given twice"),
         (["good", "more"], ["a"], "1 ids for 2 documents"),
         ("one text", None, "list"),
+        (None, None, "documents must be a list, got NoneType"),
+        (["one", "two", "three"], "xyz", "ids must be a list, got the str 'xyz'"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(
-    store: SoftContextStore, documents: list[object], ids: list[str] | None, message: str
+    store: SoftContextStore, documents: Any, ids: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         store.add(documents, ids, progress=False)
     assert len(store) == 0
     assert add(store, 2).added == 2
-
-
-def test_a_str_in_place_of_ids_is_refused(store: SoftContextStore) -> None:
-    add(store, 1)
-    with pytest.raises(ConfigError, match="list"):
-        store.get("p0")
 
 
 class BrokenBundle(WordBundle):
@@ -264,12 +261,6 @@ def test_another_codec_is_refused(tmp_path: Path, bundle: WordBundle) -> None:
         add(store, 1)
     with pytest.raises(StoreError, match="'int8', not 'fp16'"):
         SoftContextStore(tmp_path, bundle, codec="fp16")
-
-
-@pytest.mark.parametrize("arguments", [{"codec": "int3"}, {"key": b"short"}, {"scope": ""}])
-def test_impossible_arguments_are_refused(tmp_path: Path, bundle: WordBundle, arguments: dict[str, object]) -> None:
-    with pytest.raises(ConfigError):
-        SoftContextStore(tmp_path, bundle, **arguments)
 
 
 def test_a_foreign_collection_is_refused(tmp_path: Path, bundle: WordBundle) -> None:

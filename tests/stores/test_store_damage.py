@@ -23,10 +23,6 @@ KEY = b"sixteen bytes or more"
 Row = dict[str, Any]
 
 
-def bomb(row: Row, _: Row) -> Row:
-    return {"text": base64.b64encode(zlib.compress(b"a" * (100 << 20), 9)).decode()}
-
-
 def loud(row: Row, _: Row) -> Row:
     raw = bytearray(to_bytes(row["payload"]))
     head, run = struct.calcsize("<BBIIII"), 2 * 8
@@ -81,7 +77,8 @@ def test_a_text_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:
     with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
         add(store, 1)
         raw = chromadb.PersistentClient(tmp_path).get_collection("passages-ctx", embedding_function=None)
-        raw.update(ids=["p0"], metadatas=[bomb({}, {})])
+        bomb = base64.b64encode(zlib.compress(b"a" * (100 << 20), 9)).decode()
+        raw.update(ids=["p0"], metadatas=[{"text": bomb}])
         with pytest.raises(PayloadError, match="unpacks to more than 16,777,216 bytes"):
             store.get_passages(["p0"])
 

@@ -1,14 +1,13 @@
 """SoftContextStore against a real `chroma run` server on loopback."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import chromadb
 import pytest
 from chromadb.api import ClientAPI
 
-from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, StoreError
+from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.stores import AddReport, SoftContextStore
 from ctx_compress_rag.stores.keys import KEY_VARIABLE
 from helpers.forked import Forked
@@ -47,17 +46,6 @@ def test_add_get_delete_and_markers(client: ClientAPI, port: int) -> None:
     assert (info.location, info.disk_bytes, info.passages) == ("a Chroma server", None, 200)
 
 
-def test_beside_a_collection_on_the_server(client: ClientAPI) -> None:
-    bundle = WordBundle()
-    rag = client.create_collection("served", embedding_function=None)
-    rag.add(ids=["a"], embeddings=[[1.0]], documents=[passage(1)])
-    with SoftContextStore(rag, bundle) as store:
-        store.ensure([passage(1)], ["a"])
-        assert_same(store.get(["a"])[0], bundle.at(passage(1), 4))
-    assert "served-ctx" in {collection.name for collection in client.list_collections()}
-    assert rag.count() == 1
-
-
 def test_another_tenants_database(client: ClientAPI, port: int) -> None:
     admin = chromadb.AdminClient(client.get_settings())
     admin.create_database("second")
@@ -75,26 +63,6 @@ def test_payloads_larger_than_one_request(client: ClientAPI) -> None:
     texts = [passage(i, words=256) for i in range(20)]  # 2.4 MB each as text, 48 MB in all; 40 MiB is the limit
     assert store.add(texts, progress=False).added == 20
     assert_same(store.get(store.ensure(texts))[19], wide.at(texts[19], 1), tolerance=1e-3)
-
-
-def test_another_bundle_is_refused(client: ClientAPI) -> None:
-    SoftContextStore(client, WordBundle(), collection="guarded").ensure([passage(0)])
-    with pytest.raises(FingerprintMismatchError, match="a Chroma server"):
-        SoftContextStore(client, WordBundle("other"), collection="guarded")
-
-
-def test_many_threads(client: ClientAPI) -> None:
-    bundle = WordBundle()
-    store = SoftContextStore(client, bundle, collection="threads")
-
-    def work(n: int) -> None:
-        id = store.ensure([passage(n % 5)])[0]
-        assert_same(store.get([id])[0], bundle.at(passage(n % 5), 4))
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(40)))
-    assert len(store) == 5
-    assert sum(map(len, bundle.calls)) == 5
 
 
 async def test_an_asynchronous_client_is_refused(port: int) -> None:

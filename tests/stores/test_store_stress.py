@@ -7,18 +7,10 @@ import pytest
 from helpers.stress import ADDS, EACH, WRITERS, rounds
 
 
-def check(count: int) -> None:
+@pytest.mark.slow
+def test_two_hundred_rounds() -> None:
+    count = 200
     done = rounds(count)
     assert done["broken"] == done.get("died", 0) == done.get("lost", 0) == done.get("extra", 0) == 0, done
     assert done["written"] == count * WRITERS * ADDS * EACH
     assert done["read"] > 0 and done["found"] > 0
-
-
-@pytest.mark.slow
-def test_a_few_rounds() -> None:
-    check(2)
-
-
-@pytest.mark.slow
-def test_two_hundred_rounds() -> None:
-    check(200)

@@ -207,11 +207,9 @@ def test_a_linear_schedule_falls_on_a_line(final: float, tmp_path: Path) -> None
 def stages(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the three stages have been run, three steps each."""
     folder = tmp_path_factory.mktemp("stages")
-    frozen = {"mode": "frozen"}
-    plain = make_tiny_bundle(encoder=frozen, decoder=frozen)
-    plain.backbone.model.save_pretrained(folder / "decoder")
-    plain.tokenizer.save_pretrained(folder / "decoder")
-    save_encoder(folder / "encoder", plain.tokenizer)
+    bundle = make_tiny_bundle()
+    bundle.save_pretrained(folder)  # and with it, its decoder
+    save_encoder(folder / "encoder", bundle.tokenizer)
     names = ("Orla", "Ada", "Bo", "Cy")
     write_jsonl(
         folder / "data.jsonl",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +22,7 @@ from ctx_compress_rag.training.objectives.next_token import NextTokenCollator
 from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.comprexit import SMALL, TEXTS, comprexit_bundle
+from helpers.training import losses
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +131,8 @@ def test_both_stages_run_from_recipe_to_bundle(make: Callable[..., Bundle], tmp_
         path = tmp_path / f"{name}.yaml"
         path.write_text(yaml.safe_dump({**common, **recipe, "name": name, "output": str(tmp_path / name)}))
         assert run_recipe(path) == tmp_path / name
-        losses = [row["loss"] for row in json.loads((tmp_path / name / "loss.json").read_text())]
-        assert len(losses) == 2 and all(math.isfinite(loss) and loss > 0 for loss in losses)
+        curve = losses(tmp_path / name)
+        assert len(curve) == 2 and all(math.isfinite(loss) and loss > 0 for loss in curve)
         made.append(Bundle.from_pretrained(tmp_path / name / "bundle", device="cpu"))
     first, second = made
     assert second.config.method == first.config.method and second.config.name == "answer"

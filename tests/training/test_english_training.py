@@ -25,6 +25,7 @@ from ctx_compress_rag.text.prompts import PromptBuilder, messages, shares
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
 from ctx_compress_rag.training.recipes import recipe_names
 from ctx_compress_rag.training.throughput import Meter
+from helpers.training import losses
 
 
 def stages(folder: Path, steps: int = 4) -> list[str]:
@@ -115,11 +116,7 @@ def test_a_time_limit_saves_a_checkpoint_and_the_same_command_goes_on(
     assert main(["train", cut]) == 0
     assert report(tmp_path / "cut", 1)["resumed"] is True
     assert report(tmp_path / "cut", 1)["tokens"] == report(tmp_path / "whole", 1)["tokens"]
-    curves = [
-        [row["loss"] for row in json.loads((tmp_path / name / "1" / "loss.json").read_text())]
-        for name in ("whole", "cut")
-    ]
-    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+    assert losses(tmp_path / "cut" / "1") == pytest.approx(losses(tmp_path / "whole" / "1"), rel=1e-4)
 
 
 def test_operations_are_those_of_the_matrices() -> None:

@@ -27,7 +27,8 @@ from ctx_compress_rag.training.recipes import parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.compression import start_bundle
 from helpers.architectures import NAMES, model, random_ids
-from helpers.models import tiny_llama
+from helpers.models import save_tiny_llama
+from helpers.training import losses
 
 
 @given(st.lists(st.integers(1, 12), max_size=20), st.integers(1, 4))
@@ -102,9 +103,7 @@ EXAMPLES = [
 def recipe(tmp_path: Path, tokenizer: Any, **changes: Any) -> RepeatAndAnswerRecipe:
     folder = tmp_path / "decoder"
     if not folder.exists():
-        torch.manual_seed(0)
-        tiny_llama(tokenizer).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        save_tiny_llama(tokenizer, folder)
         write_jsonl(tmp_path / "questions.jsonl", EXAMPLES)
     settings = {
         "stage": "repeat_and_answer",
@@ -170,8 +169,8 @@ def test_training_resumes_and_learns_to_repeat(tmp_path: Path, tiny_tokenizer: A
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(made.model_dump(mode="json")))
     output = run_recipe(file)
-    losses = [row["loss"] for row in json.loads((output / "loss.json").read_text())]
-    assert len(losses) == 3 and losses[-1] < losses[0]
+    curve = losses(output)
+    assert len(curve) == 3 and curve[-1] < curve[0]
     bundle = Bundle.from_pretrained(output / "bundle", device="cpu")
     assert (bundle.config.template, bundle.config.answer_tokens) == (TEMPLATES[0], 256)
     assert bundle.compress(["Orla Reedwen keeps a goat."])[0].n_slots >= 1
@@ -189,17 +188,17 @@ def test_a_step_takes_several_sets_of_rows(tmp_path: Path, tiny_tokenizer: Any, 
         kept = {key: settings[key] for key in ("decoder", "data", "packing")}
         settings = kept | {"stage": stage, "tune": {"mode": "lora"}, "output": str(tmp_path / "run")}
 
-    def losses(steps: int, batch_size: int, **optim: Any) -> list[float]:
+    def curve(steps: int, batch_size: int, **optim: Any) -> list[float]:
         # At a rate that leaves the weights as they are: every set of rows is seen by the same ones.
         optim |= {"steps": steps, "batch_size": batch_size, "learning_rate": 1e-12, "final_learning_rate": 0.0}
         file = tmp_path / "recipe.yaml"
         file.write_text(yaml.safe_dump(settings | {"optim": optim | {"log_every": 1}}))
-        return [row["loss"] for row in json.loads((run_recipe(file, resume=False) / "loss.json").read_text())]
+        return losses(run_recipe(file, resume=False))
 
-    one, other = losses(2, 1)
-    assert losses(1, 2) == pytest.approx([(one + other) / 2], rel=1e-4)
+    one, other = curve(2, 1)
+    assert curve(1, 2) == pytest.approx([(one + other) / 2], rel=1e-4)
     with pytest.raises(ConfigError, match="micro_batch_size 2: packed rows are a micro-batch as they are"):
-        losses(1, 2, micro_batch_size=2)
+        curve(1, 2, micro_batch_size=2)
 
 
 def test_impossible_recipes_are_refused(tmp_path: Path, tiny_tokenizer: Any) -> None:

@@ -24,7 +24,7 @@ from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
 from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.ram import EXAMPLES, FROZEN, PLAIN, collator, objective, plain_ids, ram_bundle
-from helpers.training import killed
+from helpers.training import killed, losses
 
 
 @pytest.fixture(scope="module")
@@ -142,10 +142,6 @@ def test_a_recipe_makes_a_bundle_and_resumes(bundle: Bundle, tmp_path: Path) -> 
     with killed(after=3):
         run_recipe(cut)
     run_recipe(cut)
-
-    def losses(folder: Path) -> list[float]:
-        return [row["loss"] for row in json.loads((folder / "loss.json").read_text())]
-
     assert losses(tmp_path / "cut" / "run") == pytest.approx(losses(whole), rel=1e-4)
     assert json.loads((tmp_path / "cut" / "run" / "training_report.json").read_text())["resumed"] is True
     made = Bundle.from_pretrained(whole / "bundle")

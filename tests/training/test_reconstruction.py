@@ -25,6 +25,7 @@ from ctx_compress_rag.training.objectives.reconstruction import ReconstructionCo
 from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.sentences import DIM, save_encoder, sentence_bundle
+from helpers.training import losses
 
 PASSAGES = [
     "Orla Reedwen keeps a goat. She lives in Kormoor.",
@@ -187,10 +188,9 @@ def test_a_blank_passage_has_no_perplexity(tiny_bundle: Any) -> None:
 def run(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a decoder, an encoder, data and the recipes of stages I and II, both run."""
     folder = tmp_path_factory.mktemp("run")
-    plain = make_tiny_bundle(encoder=FROZEN, decoder=FROZEN)
-    plain.backbone.model.save_pretrained(folder / "decoder")
-    plain.tokenizer.save_pretrained(folder / "decoder")
-    save_encoder(folder / "encoder", plain.tokenizer)
+    bundle = make_tiny_bundle()
+    bundle.save_pretrained(folder)  # and with it, its decoder
+    save_encoder(folder / "encoder", bundle.tokenizer)
     examples = [Example((f"{name} keeps a goat. {name} is old.",), (Turn(f"What does {name} keep?", ("a goat",)),))
                 for name in ("Orla", "Ada", "Bo", "Cy", "Di", "Ed")]  # fmt: skip
     write_jsonl(folder / "data.jsonl", examples)
@@ -214,8 +214,8 @@ def run(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathF
 
 
 def test_two_stages_train_the_same_projector(run: Path) -> None:
-    losses = [row["loss"] for row in json.loads((run / "reconstruction" / "loss.json").read_text())]
-    assert len(losses) == 4 and losses[-1] < losses[0]  # all data in each step
+    curve = losses(run / "reconstruction")
+    assert len(curve) == 4 and curve[-1] < curve[0]  # all data in each step
     one, two = (Bundle.from_pretrained(run / stage / "bundle") for stage in ("reconstruction", "answer"))
     soft = one.compress(PASSAGES)
     assert all(torch.equal(a.slots, b.slots) for a, b in zip(soft, two.compress(PASSAGES), strict=True))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
 
-from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
 from ctx_compress_rag.training.checkpointing import layers_of
@@ -24,16 +24,11 @@ from ctx_compress_rag.training.recipes import parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.sharding import sharded
 from helpers.methods import COMPREXIT, SMALL_LORA
-from helpers.models import tiny_llama
+from helpers.models import save_tiny_llama
 from helpers.processes import run_by
+from helpers.training import UNLIKE, losses
 
 FULL, LORA = {"mode": "full"}, {"mode": "lora"}
-EXAMPLES = [
-    Example(("Orla Reedwen keeps a goat.",), (Turn("Which pet?", ("a goat",)),)),
-    Example(("Kormoor lies on the river Halen.",), (Turn("Where is it?", ("on the river Halen, near the sea " * 4,)),)),
-    Example(("Pell trades in salt.",), (Turn("What?", ("salt",)), Turn("Who?", ("Pell, the town of salt and tin",)))),
-    Example(("The ferry leaves at dawn.",), (Turn("When?", ("at dawn, every day but on Sundays, if at all",)),)),
-]
 SLOTS = {"name": "tiny", "ratios": [4, 8], "window": 64}
 STAGES: dict[str, dict[str, Any]] = {
     "teacher": {"stage": "teacher", "tune": FULL, "context_loss_weight": 0.2},
@@ -77,11 +72,9 @@ PROBED = ("adapter", "mean pooling")
 def decoder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
     """With a head of its own, which is trained, too."""
     folder = tmp_path_factory.mktemp("decoder")
-    torch.manual_seed(0)
-    tiny_llama(tiny_tokenizer, tie_word_embeddings=False).save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    write_jsonl(folder / "data.jsonl", EXAMPLES)
-    (folder / "text.txt").write_text(" ".join(passage for e in EXAMPLES for passage in e.passages) * 20)
+    save_tiny_llama(tiny_tokenizer, folder, tie_word_embeddings=False)
+    write_jsonl(folder / "data.jsonl", UNLIKE)
+    (folder / "text.txt").write_text(" ".join(passage for e in UNLIKE for passage in e.passages) * 20)
     return folder
 
 
@@ -108,8 +101,7 @@ def _assert_same_weights(one: Path, other: Path) -> None:
     assert a.keys() == b.keys() != set()
     for name, weight in a.items():
         assert (b[name] - weight).abs().max() < 2e-5, name
-    losses = [row["loss"] for row in json.loads((one / "loss.json").read_text())]
-    assert max(losses) > 1.001 * min(losses)
+    assert max(losses(one)) > 1.001 * min(losses(one))
 
 
 @pytest.mark.slow
@@ -206,7 +198,7 @@ def test_compiled_layers_with_shared_out_weights_give_the_same_gradients(
         bundle = make_tiny_bundle(seed=4)
         loss = LikelihoodLoss(bundle)
         loss.ratios = [4]
-        batch = AnswerCollator(PromptBuilder(bundle.tokenizer), TEMPLATES[:1], 512, seed=0)(EXAMPLES[:2])
+        batch = AnswerCollator(PromptBuilder(bundle.tokenizer), TEMPLATES[:1], 512, seed=0)(UNLIKE[:2])
         if not shared:
             loss(**batch)["loss"].backward()
             gradients.append({n: p.grad for n, p in loss.named_parameters() if p.grad is not None})

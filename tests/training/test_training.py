@@ -22,7 +22,7 @@ from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
 from helpers import architectures
-from helpers.training import killed
+from helpers.training import killed, losses
 
 NO_SLOTS = torch.zeros(1, 1, dtype=torch.bool)
 EXAMPLES = [
@@ -297,10 +297,6 @@ def _tiny_recipes(folder: Path, steps: int) -> tuple[Path, Path]:
     return paths
 
 
-def _losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in json.loads((folder / "loss.json").read_text())]
-
-
 def test_a_recipe_resumes_on_the_same_loss_curve(tmp_path: Path) -> None:
     """Both stages run from recipe to bundle; one cut off after step 3 ends like one that was not."""
 
@@ -309,7 +305,7 @@ def test_a_recipe_resumes_on_the_same_loss_curve(tmp_path: Path) -> None:
     whole_teacher, whole_student = _tiny_recipes(tmp_path / "whole", steps=6)
     run_recipe(whole_teacher)
     run_recipe(whole_student)
-    whole = _losses(tmp_path / "whole" / "student")
+    whole = losses(tmp_path / "whole" / "student")
     assert len(whole) == 6 and all(math.isfinite(x) for x in whole)
 
     _, student = _tiny_recipes(tmp_path / "cut", steps=6)
@@ -321,7 +317,7 @@ def test_a_recipe_resumes_on_the_same_loss_curve(tmp_path: Path) -> None:
     run_recipe(student)
     report = json.loads((tmp_path / "cut" / "student" / "training_report.json").read_text())
     assert report["resumed"] is True
-    assert _losses(tmp_path / "cut" / "student") == pytest.approx(whole, rel=1e-4)
+    assert losses(tmp_path / "cut" / "student") == pytest.approx(whole, rel=1e-4)
     one, two = (Bundle.from_pretrained(tmp_path / name / "student" / "bundle") for name in ("whole", "cut"))
     a, b = (x.compress(["Orla Reedwen was born in Kormoor."])[0].slots for x in (one, two))
     assert torch.allclose(a, b, atol=1e-3)

@@ -13,18 +13,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.training.run import run_recipe
 from helpers.adaptation import random_adapter
-from helpers.models import tiny_llama
+from helpers.models import save_tiny_llama
 from helpers.processes import run_by
+from helpers.training import UNLIKE
 
-EXAMPLES = [
-    Example(("Orla Reedwen keeps a goat.",), (Turn("Which pet?", ("a goat",)),)),
-    Example(("Kormoor lies on the river Halen.",), (Turn("Where is it?", ("on the river Halen, near the sea " * 4,)),)),
-    Example(("Pell trades in salt.",), (Turn("What?", ("salt",)), Turn("Who?", ("Pell, the town of salt and tin",)))),
-    Example(("The ferry leaves at dawn.",), (Turn("When?", ("at dawn, every day but on Sundays, if at all",)),)),
-]
 STAGES: dict[str, dict[str, Any]] = {
     "teacher": {"tune": {"mode": "full"}, "context_loss_weight": 0.2},
     "answer": {"name": "tiny", "method": {"name": "mean_pooling"}, "ratios": [4, 8], "window": 64},
@@ -43,12 +38,9 @@ ADAPTATION: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
     folder = tmp_path_factory.mktemp("decoder")
-    torch.manual_seed(0)
-    model = tiny_llama(tiny_tokenizer)
-    model.save_pretrained(folder)
+    model = save_tiny_llama(tiny_tokenizer, folder)
     random_adapter(model, 2, seed=0).save_pretrained(folder / "base")
-    tiny_tokenizer.save_pretrained(folder)
-    write_jsonl(folder / "data.jsonl", EXAMPLES)
+    write_jsonl(folder / "data.jsonl", UNLIKE)
     return folder
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -18,6 +16,7 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.serving.export import export
 from ctx_compress_rag.stores import SoftContextStore
 from helpers.llama_index import App, Events, watched
+from helpers.server import free_port
 
 pytest.register_assert_rewrite("integrations.llama_index_app.test_llama_index_engines")
 
@@ -111,10 +110,3 @@ def answers(url: str) -> bool:
         return httpx.get(url, timeout=10).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def free_port() -> int:
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        port: Any = opened.getsockname()[1]
-        return int(port)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +26,12 @@ from ctx_compress_rag.adaptation.serving import load_adaptation
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.stores import markers
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, random_adapter
-from helpers.langchain import QUESTION, TOKENS, App, open_app, prefills, rag
+from helpers.decoding import prefills
+from helpers.langchain import QUESTION, TOKENS, App, open_app
 from langchain_ctx_compress import ChatCompressedContext
 
 CONFIG = PredictorConfig(inner_steps=2, inner_learning_rate=0.01, demonstrations=3, hidden=16, code=8)
 CHAT = [{"role": "user", "content": QUESTION}]
-
-
-@contextmanager
-def batch_sizes(bundle: Any) -> Iterator[list[int]]:
-    """How many prompts the decoder is given at once, each time."""
-    sizes: list[int] = []
-
-    def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if (embeds := kwargs.get("inputs_embeds")) is not None and embeds.shape[1] > 1:
-            sizes.append(len(embeds))
-
-    handle = bundle.backbone.model.register_forward_pre_hook(look, with_kwargs=True)
-    try:
-        yield sizes
-    finally:
-        handle.remove()
 
 
 @pytest.fixture(scope="module")
@@ -91,17 +74,6 @@ def test_it_answers_with_the_predicted_update(app: App, predictor: Path) -> None
     assert app.llm().adapt(DEMONSTRATIONS, predictor).invoke(QUESTION).content == answer
 
 
-async def test_it_runs_in_a_chain_every_way(app: App, predictor: Path) -> None:
-    adapted = app.llm(predictor=predictor).adapt(DEMONSTRATIONS)
-    chain = rag(app, adapted)
-    expected = chain.invoke(QUESTION)
-    assert expected != rag(app).invoke(QUESTION)
-    assert chain.batch([QUESTION, QUESTION]) == [expected, expected]
-    assert "".join(chain.stream(QUESTION)) == expected == await chain.ainvoke(QUESTION)
-    assert await chain.abatch([QUESTION]) == [expected]
-    assert "".join([piece async for piece in chain.astream(QUESTION)]) == expected
-
-
 def test_several_side_by_side_in_threads_and_in_one_batch(app: App, predictor: Path) -> None:
     llm = app.llm(predictor=predictor)
     base = random_adapter(app.bundle.backbone.model, 4, seed=8)
@@ -117,11 +89,9 @@ def test_several_side_by_side_in_threads_and_in_one_batch(app: App, predictor: P
     assert len(set(alone)) == len(models)
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda model: model.invoke(question).text, models * 2)) == alone * 2
-    with batch_sizes(app.bundle) as sizes:
-        chats = [[{"role": "user", "content": question[0].text}]] * len(models)
-        together = generate_together([model.decoder for model in models], chats, Sampling(max_new_tokens=TOKENS))
+    chats = [[{"role": "user", "content": question[0].text}]] * len(models)
+    together = generate_together([model.decoder for model in models], chats, Sampling(max_new_tokens=TOKENS))
     assert [generation.text for generation in together] == alone
-    assert sizes == [len(models)]
 
 
 def test_an_adapted_model_is_saved_as_a_peft_adapter(app: App, predictor: Path, tmp_path: Path) -> None:
@@ -190,7 +160,7 @@ def test_demonstrations_are_read_from_the_store(talkative: Any, tmp_path: Path) 
 def test_usage_counts_what_stands_before_the_question(app: App) -> None:
     shown = app.llm().adapt(DEMONSTRATIONS, FewShot(None))
     prompt = [SystemMessage("Be brief."), HumanMessage(QUESTION)]
-    with prefills(app.bundle) as seen:
+    with prefills(app.bundle.backbone.model) as seen:
         usage = shown.invoke(prompt).usage_metadata
     assert usage["input_tokens"] == len(seen[0]) == shown.get_num_tokens_from_messages(prompt)
     assert usage["input_tokens"] > app.llm().get_num_tokens_from_messages(prompt)
@@ -207,7 +177,7 @@ def test_answers_are_cached_apart(app: App, predictor: Path) -> None:
     ]
     first = [model.invoke(QUESTION).content for model in models]
     assert len({model._get_llm_string() for model in models}) == len(models)
-    with prefills(app.bundle) as seen:
+    with prefills(app.bundle.backbone.model) as seen:
         assert [model.invoke(QUESTION).content for model in models] == first
         # Adapted anew to the same demonstrations it is the same model.
         assert llm.adapt(QUESTIONS, BaseAdapter(models[1].decoder.adapted.adapter)).invoke(QUESTION).content == first[1]

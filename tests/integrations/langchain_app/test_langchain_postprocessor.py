@@ -70,11 +70,6 @@ def test_what_is_no_list_of_documents_is_refused(app: App, given: Any) -> None:
             call(given)
 
 
-def test_budget_below_the_number_of_documents(app: App) -> None:
-    with pytest.raises(RatioError, match="4 passages do not fit into token_budget=3"):
-        app.postprocessor(token_budget=3).invoke(SOURCES)
-
-
 def test_missing_documents(talkative: Any, tmp_path: Path) -> None:
     app = open_app(tmp_path, talkative, indexed=False)
     with pytest.raises(MissingPassageError, match="tower"):
@@ -84,14 +79,6 @@ def test_missing_documents(talkative: Any, tmp_path: Path) -> None:
     first = app.postprocessor().invoke(SOURCES)
     assert sorted(app.store.ids()) == sorted(TEXTS)
     assert app.postprocessor(on_missing="error").invoke(SOURCES) == first
-
-
-def test_changed_document_is_compressed_anew(talkative: Any, tmp_path: Path) -> None:
-    app = open_app(tmp_path, talkative)
-    changed = Document(id="mill", page_content="The mill burnt down.")
-    [marked] = app.postprocessor().invoke([changed])
-    assert app.postprocessor().restore_sources([marked]) == [changed]
-    assert len(app.store) == len(TEXTS)
 
 
 def test_found_by_text_where_ids_differ(app: App) -> None:
@@ -112,14 +99,6 @@ def test_two_texts_under_one_id(app: App) -> None:
     assert marked[0] == marked[2] != marked[1]
     assert marked[3] == documents[3]
     assert postprocessor.restore_sources(marked) == documents
-
-
-def test_sources_restored(app: App) -> None:
-    postprocessor = app.postprocessor(ratio=8)
-    marked = postprocessor.invoke(SOURCES)
-    restored = postprocessor.restore_sources(marked)
-    assert restored == SOURCES == postprocessor.restore_sources(restored)
-    assert postprocessor.restore_sources([]) == postprocessor.invoke([]) == []
 
 
 def test_twice_is_the_last(app: App) -> None:
@@ -166,6 +145,7 @@ def test_sources_of_an_answer_keep_texts_metadata_scores_and_ids(app: App) -> No
         sources = restore_sources(result["context"], app.store)
         assert sources == found(QUESTION) == restore_sources(sources, app.store)
         assert app.postprocessor().restore_sources(result["context"]) == sources
+    assert restore_sources([], app.store) == app.postprocessor().invoke([]) == []
 
 
 def test_another_llm_is_sent_the_texts(app: App) -> None:

@@ -75,6 +75,8 @@ def test_impossible_values_are_refused_everywhere(app: App, way: Any, name: str,
 def test_unknown_options_are_named_with_those_there_are(app: App, way: Any) -> None:
     with pytest.raises(ConfigError, match=r"has no option 'max_length' for a call: there are max_tokens, temperature"):
         way(app, {}, {"max_length": 3})
+    with pytest.raises((ConfigError, ValueError), match="max_length"):
+        way(app, {"max_length": 3}, {})
 
 
 @pytest.mark.parametrize("ratio", [16.0, "16"])

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from llama_index.core.base.llms.types import ChatMessage
 
-from ctx_compress_rag.adaptation import BaseAdapter, FewShot, PromptTuning, generate_together
-from ctx_compress_rag.decoding.decoder import Sampling
+from ctx_compress_rag.adaptation import BaseAdapter, FewShot, PromptTuning
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
 from helpers.adaptation import DEMONSTRATIONS, merged_copy, random_adapter
-from helpers.llama_index import MAX_TOKENS, QUESTION, RATIO, App
+from helpers.llama_index import MAX_TOKENS, QUESTION, App
 from llama_index.llms.ctx_compress import CompressedContextLLM
 
 
@@ -41,21 +38,6 @@ async def test_an_adapted_llm_answers_with_the_update(app: App) -> None:
     assert (await adapted.acomplete(QUESTION)).text == list(adapted.stream_complete(QUESTION))[-1].text == expected
     assert llm.complete(QUESTION).text == before
     assert adapted.metadata == llm.metadata and adapted.max_tokens == llm.max_tokens
-
-
-def test_several_side_by_side(app: App) -> None:
-    """In threads and in one batch, all on the weights of one model."""
-    llm = app.llm()
-    prompt = f"{app.store.marker('n0', RATIO)} {QUESTION}"
-    adapted = [llm, *(llm.adapt(DEMONSTRATIONS, change(app, seed)) for seed in (1, 2, 3))]
-    alone = [each.complete(prompt).text for each in adapted]
-    assert len(set(alone)) == len(adapted)
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda each: each.complete(prompt).text, adapted * 3)) == alone * 3
-    chats = [[{"role": "user", "content": prompt}]] * len(adapted)
-    together = generate_together([each.decoder for each in adapted], chats, Sampling(max_new_tokens=MAX_TOKENS))
-    assert [generation.text for generation in together] == alone
-    assert all(each.decoder.bundle.backbone.model is app.bundle.backbone.model for each in adapted)
 
 
 def test_saved_and_loaded(app: App, tmp_path: Path) -> None:
@@ -100,13 +82,3 @@ def test_demonstrations_from_the_store(app: App, tmp_path: Path) -> None:
         assert usage["slots"] == sum(
             -(-app.tokens(passage) // 8) for d in DEMONSTRATIONS for passage in d.passages
         )  # fmt: skip
-
-
-def test_in_an_engine(app: App) -> None:
-    adapted = app.llm().adapt(DEMONSTRATIONS, change(app, 5))
-
-    def ask(llm: CompressedContextLLM) -> Any:
-        return app.index.as_query_engine(llm=llm, node_postprocessors=[app.postprocessor()]).query(QUESTION)
-
-    assert str(ask(adapted)) != str(ask(app.llm()))
-    assert str(ask(adapted)) == str(ask(adapted))

@@ -11,7 +11,7 @@ from llama_index.core import get_response_synthesizer
 from llama_index.core.base.base_selector import BaseSelector, SelectorResult, SingleSelection
 from llama_index.core.instrumentation.events.llm import LLMCompletionEndEvent
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine, RouterQueryEngine
+from llama_index.core.query_engine import CitationQueryEngine, RouterQueryEngine
 from llama_index.core.response_synthesizers import ResponseMode
 from llama_index.core.schema import MetadataMode
 from llama_index.core.selectors import EmbeddingSingleSelector
@@ -108,17 +108,6 @@ def test_blocks_in_place_of_text(app: App, events: Events) -> None:
     response = synthesizer.synthesize(QUESTION, nodes)
     app.check_calls(events)
     assert restore_sources(response) == app.nodes()
-
-
-def test_retriever_query_engine_within_a_budget(app: App, events: Events) -> None:
-    engine = RetrieverQueryEngine.from_args(
-        app.index.as_retriever(similarity_top_k=TOP_K),
-        llm=app.llm(),
-        node_postprocessors=[app.postprocessor(token_budget=9)],
-    )
-    engine.query(QUESTION)
-    app.check_calls(events)
-    assert 8 <= events.ended[0].response.raw["slots"] <= 9
 
 
 def test_the_answer_depends_on_the_slots(app: App) -> None:

@@ -12,12 +12,11 @@ from typing import Any
 
 import chromadb
 import pytest
-import torch
-from llama_index.core.schema import MetadataMode, TextNode
+from llama_index.core.schema import TextNode
 
-from ctx_compress_rag.errors import DecoderMemoryError, FingerprintMismatchError, MissingPassageError, StoreError
+from ctx_compress_rag.errors import MissingPassageError, StoreError
 from ctx_compress_rag.stores import SoftContextStore
-from helpers.llama_index import MAX_TOKENS, PASSAGES, QUESTION, RATIO, App, index_in
+from helpers.llama_index import MAX_TOKENS, QUESTION, RATIO, App
 from helpers.server import chroma_server
 from llama_index.llms.ctx_compress import CompressedContextLLM
 from llama_index.postprocessor.ctx_compress import (
@@ -59,26 +58,6 @@ def test_a_store_that_cannot_be_reached(app: App, tmp_path: Path) -> None:
     assert llm.complete(QUESTION).text  # what needs no store is answered
 
 
-class _Deleting(CompressedContextPostprocessor):
-    """Someone deletes the passages just after retrieval."""
-
-    def _postprocess_nodes(self, nodes: Any, query_bundle: Any = None) -> Any:
-        marked = super()._postprocess_nodes(nodes, query_bundle)
-        self.store.delete([nodes[0].node_id])
-        return marked
-
-
-@pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize", "accumulate"])
-def test_a_passage_deleted_between_retrieval_and_answer(app: App, tmp_path: Path, mode: str) -> None:
-    with SoftContextStore(tmp_path, app.bundle) as store:
-        llm = CompressedContextLLM(store=store, max_tokens=MAX_TOKENS)
-        engine = app.index.as_query_engine(llm=llm, response_mode=mode, node_postprocessors=[_Deleting(store)])
-        with pytest.raises(MissingPassageError, match="deleted .*retrieve again"):
-            engine.query(QUESTION)
-        # The next question finds it missing at retrieval, and compresses it again.
-        assert str(engine_on(store, app.index).query(QUESTION))
-
-
 def test_a_deleted_replaced_text_cannot_be_restored(app: App, tmp_path: Path) -> None:
     with SoftContextStore(tmp_path, app.bundle) as store:
         kept = CompressedContextPostprocessor(store).postprocess_nodes(app.nodes())
@@ -89,20 +68,6 @@ def test_a_deleted_replaced_text_cannot_be_restored(app: App, tmp_path: Path) ->
             restore_sources(replaced, store)
 
 
-def test_another_bundle_than_the_stores(app: App, make_tiny_bundle: Callable[..., Any], tmp_path: Path) -> None:
-    with SoftContextStore(tmp_path, app.bundle, key=b"k" * 32) as store:
-        old = CompressedContextPostprocessor(store, replace_text=True).postprocess_nodes(app.nodes())[0].text
-    other = make_tiny_bundle(seed=9)
-    with pytest.raises(FingerprintMismatchError, match="index again"):
-        SoftContextStore(tmp_path, other, key=b"k" * 32)
-    with SoftContextStore(tmp_path, other, collection="new", key=b"k" * 32) as new:
-        new.add(PASSAGES, progress=False)
-        # From a saved chat: the passage is there, and the vectors that were meant are not.
-        with pytest.raises(MissingPassageError, match="retrieve again"):
-            CompressedContextLLM(store=new).complete(old)
-        assert str(engine_on(new, app.index).query(QUESTION))
-
-
 @contextmanager
 def hooked(app: App, hook: Callable[..., Any]) -> Iterator[None]:
     handle = app.bundle.backbone.model.model.layers[1].register_forward_pre_hook(hook)
@@ -110,26 +75,6 @@ def hooked(app: App, hook: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-async def test_out_of_memory_is_said_and_passes(app: App) -> None:
-    engine, streaming = app.engine(), app.engine(streaming=True)
-    expected = str(await engine.aquery(QUESTION))
-
-    def more_than_there_is(*_: Any) -> None:
-        torch.empty(1 << 50)  # the allocator's own refusal
-
-    with hooked(app, more_than_there_is):
-        with pytest.raises(DecoderMemoryError, match="use a coarser ratio"):
-            await asyncio.to_thread(engine.query, QUESTION)
-        with pytest.raises(DecoderMemoryError, match="use a coarser ratio"):
-            await engine.aquery(QUESTION)
-        with pytest.raises(DecoderMemoryError, match="use a coarser ratio"):
-            await asyncio.to_thread(lambda: list(streaming.query(QUESTION).response_gen))
-        with pytest.raises(DecoderMemoryError, match="use a coarser ratio"):
-            response = await streaming.aquery(QUESTION)
-            [piece async for piece in response.async_response_gen()]
-    assert str(await engine.aquery(QUESTION)) == expected
 
 
 @contextmanager
@@ -181,18 +126,6 @@ async def test_whoever_stops_listening_gives_the_decoder_back(app: App, way: str
     assert (await llm.acomplete(prompt)).text == full.text
 
 
-async def test_a_cancelled_engine(app: App) -> None:
-    engine = app.engine()
-    expected = str(await engine.aquery(QUESTION))
-    with app.bundle.backbone.lock:
-        task = asyncio.create_task(engine.aquery(QUESTION))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-    assert str(await engine.aquery(QUESTION)) == expected
-
-
 async def test_threads_and_tasks_on_one_llm_answer_as_one_after_another(app: App) -> None:
     """Engines, chats and plain prompts, with and without slots, at once."""
     llm = app.llm()
@@ -216,17 +149,3 @@ async def test_threads_and_tasks_on_one_llm_answer_as_one_after_another(app: App
     assert together == alone and len(set(alone)) > len(work) // 2
     tasks = [e.aquery(q) for e in engines for q in questions]
     assert [str(response) for response in await asyncio.gather(*tasks)] == alone[: len(tasks)]
-
-
-def test_a_node_of_two_indexes(app: App, tmp_path: Path) -> None:
-    """Two indexes that count their nodes from one: the ids meet, the texts differ, and neither is lost."""
-    client = chromadb.PersistentClient(str(tmp_path))
-    index = index_in(client.create_collection("other"))
-    index.insert_nodes([TextNode(id_="n0", text="The harbour of Quell was built by Ann Dray in 1700.")])
-    nodes = [*app.nodes()[:1], *index.as_retriever().retrieve(QUESTION)]
-    assert nodes[0].node_id == nodes[1].node_id == "n0"
-    with SoftContextStore(client, app.bundle, collection="both") as store:
-        marked = CompressedContextPostprocessor(store, ratio=RATIO).postprocess_nodes(nodes)
-        assert restore_sources(marked) == nodes
-        shown = [store.split(node.node.get_content(MetadataMode.LLM).split("\n\n")[-1]) for node in marked]
-        assert [store.text_of(parts) for parts in shown] == [[nodes[0].text], [nodes[1].text]]

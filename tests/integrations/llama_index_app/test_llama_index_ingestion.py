@@ -9,12 +9,9 @@ from typing import Any
 
 import chromadb
 import pytest
-from llama_index.core import VectorStoreIndex
-from llama_index.core.extractors import BaseExtractor
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import TokenTextSplitter
 from llama_index.core.schema import Document, ImageNode, NodeRelationship, TextNode
-from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from ctx_compress_rag.errors import ConfigError
@@ -136,44 +133,6 @@ def test_a_cached_pipeline_still_fills_a_new_store(
         cached = again.run(documents=documents)
         assert sorted(second.ids()) == sorted(node.node_id for node in cached)
         assert len(compressed) == len(nodes)
-
-
-def test_a_changed_document(store: SoftContextStore, collection: chromadb.Collection, compressed: list[str]) -> None:
-    """With a docstore, what did not change reaches no step at all."""
-    ingestion = pipeline(store, collection, docstore=SimpleDocumentStore())
-    ingestion.run(documents=[Document(id_="d0", text=PASSAGES[0]), Document(id_="d1", text=PASSAGES[1])])
-    del compressed[:]
-    changed = ingestion.run(documents=[Document(id_="d0", text=PASSAGES[0]), Document(id_="d1", text=PASSAGES[2])])
-    assert compressed == [node.text for node in changed]
-    assert " ".join(compressed) == PASSAGES[2]
-    assert {node.node_id for node in changed} < set(store.ids())
-
-
-def test_as_a_step_of_an_index(store: SoftContextStore, compressed: list[str]) -> None:
-    steps = [TokenTextSplitter(chunk_size=40, chunk_overlap=0), CompressSoftContext(store=store)]
-    documents = [Document(text=TEXT)]
-    index = VectorStoreIndex.from_documents(documents, transformations=steps, embed_model=HashedWords())
-    nodes = list(index.docstore.docs.values())
-    assert sorted(store.ids()) == sorted(node.node_id for node in nodes)
-    del compressed[:]
-    llm = CompressedContextLLM(store=store, max_tokens=4)
-    index.as_query_engine(llm=llm, node_postprocessors=[CompressedContextPostprocessor(store)]).query(QUESTION)
-    assert compressed == []
-
-
-class Shouting(BaseExtractor):
-    """Rewrites texts; must come before the compression."""
-
-    async def aextract(self, nodes: Any) -> list[dict[str, Any]]:
-        for node in nodes:
-            node.set_content(node.get_content().upper())
-        return [{} for _ in nodes]
-
-
-async def test_after_an_extractor(store: SoftContextStore, compressed: list[str]) -> None:
-    steps = [Shouting(), CompressSoftContext(store=store)]
-    nodes = await IngestionPipeline(transformations=steps).arun(documents=[Document(text=PASSAGES[0])])
-    assert compressed == [nodes[0].text] == [PASSAGES[0].upper()]
 
 
 async def test_the_event_loop_goes_on(store: SoftContextStore, app: App) -> None:

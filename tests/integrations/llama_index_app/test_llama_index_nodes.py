@@ -23,7 +23,6 @@ from llama_index.llms.ctx_compress import marker_tokenizer
 from llama_index.postprocessor.ctx_compress import (
     CompressedContextPostprocessor,
     CompressedTextNode,
-    expand_prompt,
     restore_sources,
 )
 
@@ -97,13 +96,6 @@ def test_sources_are_restored(app: App, nodes: list[NodeWithScore]) -> None:
         assert restore_sources(restored, app.store, scope="t") == nodes
     assert restore_sources(new) == new  # replaced text without a store
     assert restore_sources(new, app.store, scope="other") == new
-
-
-def test_prompts_are_expanded(app: App) -> None:
-    other = app.store.marker("n1", 8, scope="other")
-    prompt = f"A {app.store.marker('n1', 4)} B{app.store.marker('n2', 16)}{other}"
-    assert expand_prompt(prompt, app.store) == f"A {PASSAGES[1]} B{PASSAGES[2]}{other}"
-    assert expand_prompt("no marker", app.store) == "no marker"
 
 
 def test_what_is_not_text_passes_through(app: App) -> None:
@@ -185,11 +177,6 @@ def test_a_budget_goes_by_score_and_not_by_place(app: App, nodes: list[NodeWithS
     lost = [unscored[0], *nodes[1:]]
     factors = [app.factor(text) for text in shown(postprocessor.postprocess_nodes(lost))]
     assert factors[0] == max(factors)
-
-
-def test_a_budget_too_small_is_refused(app: App, nodes: list[NodeWithScore]) -> None:
-    with pytest.raises(RatioError, match="do not fit into token_budget=2"):
-        app.postprocessor(token_budget=2).postprocess_nodes(nodes)
 
 
 def test_a_budget_may_return_a_marked_node_to_its_text(app: App, nodes: list[NodeWithScore]) -> None:

@@ -116,20 +116,6 @@ def test_tool_output_is_only_text(app: App, stranger: SoftContextStore, attack: 
         assert response.raw["slots"] == 0
 
 
-def test_a_passages_own_words_are_kept(app: App, stranger: SoftContextStore) -> None:
-    """A document that quotes a marker is stored and restored word for word, and compressed as what it says."""
-    text = f"In a log I saw {stranger.marker('n0', RATIO)} and nothing else."
-    node = TextNode(id_="quoting", text=text)
-    index = VectorStoreIndex([node], embed_model=HashedWords())
-    try:
-        [marked] = app.postprocessor().postprocess_nodes(index.as_retriever().retrieve(QUESTION))
-        shown = marked.node.get_content(MetadataMode.LLM)
-        assert app.slots(shown) == [-(-app.tokens(text) // RATIO)]
-        assert expand_prompt(shown, app.store) == text
-    finally:
-        app.store.delete(["quoting"])
-
-
 # What is shown
 
 
