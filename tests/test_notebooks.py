@@ -19,7 +19,7 @@ FIGURES = {
     "chroma_store": 2,
     "train_for_your_decoder": 1,
     "what_does_a_ratio_cost": 2,
-    "in_context_gradient_descent": 4,
+    "in_context_gradient_descent": 6,
 }
 SMALL = {"smollm2-135m": "demo", "wikipedia_corpus": "invented_corpus"}
 FOUND = "import json\nprint(json.dumps({}))"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linear_rag.attention import LinearAttention, gradient_step_layer, stack
-from linear_rag.tasks import LinearTasks
-
-Predictor = Callable[[LinearTasks, Tensor], Tensor]
-"""Predictions for queries with inputs x: (tasks, (B, n_I)) -> (B,)."""
+from linear_rag.tasks import LinearTasks, Predictor
 
 
 @dataclass(frozen=True)
@@ -127,6 +123,13 @@ def feature_rates(variances: Tensor, examples: int) -> Tensor:
         shape (d1 + d2,).
     """
     return 1 / ((variances.sum() - variances) / examples + variances * (1 + 0.8 / examples))
+
+
+def one_step_rate(tasks: LinearTasks) -> float:
+    """`best_rate` of a single step, whatever its size: the loss is a parabola in the rate."""
+    start = tasks.first_prediction(tasks.x)
+    move = gradient_descent(1.0)(tasks, tasks.x) - start
+    return float((move * (tasks.target - start)).sum() / move.square().sum())
 
 
 def best_rate(tasks: LinearTasks, depth: int = 1, highest: float = 3.0) -> float:

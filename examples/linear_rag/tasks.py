@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,10 +15,10 @@ DOCUMENT_RANGE = 0.5
 
 
 class Interface(Protocol):
-    """Where tasks come from: `Projection` or `DotProduct`."""
+    """Where tasks come from: `Projection`, `DotProduct`, `tabular.TabularTasks`."""
 
-    def sample(self, count: int, generator: Generator, alpha: float = 1.0) -> LinearTasks:
-        """Draw `count` tasks with inputs uniform on (-alpha, alpha)."""
+    def sample(self, count: int, generator: Generator) -> LinearTasks:
+        """Draw `count` tasks."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class LinearTasks:
         """
         retrieved = x if self.retrieved is None else self.retrieved
         return (self.w2 @ retrieved.unsqueeze(-1)).flatten()
+
+
+Predictor = Callable[[LinearTasks, Tensor], Tensor]
+"""Predictions for queries with inputs x: (tasks, (B, n_I)) -> (B,)."""
 
 
 @dataclass(frozen=True)
@@ -118,15 +123,28 @@ class DotProduct:
         x = _uniform((count, self.examples + 1, self.inputs), alpha, generator)
         y = _teacher(x, x, generator)
         documents = _uniform((count, self.documents, self.inputs), DOCUMENT_RANGE, generator)
-        w2 = dot_product_weight(self.w_z, documents, self.similarity)
-        return LinearTasks(
-            context=torch.cat([x, x, y], dim=-1)[:, :-1],
-            x=x[:, -1],
-            retrieved=None,
-            target=y[:, -1, 0],
-            w2=w2,
-            injected=torch.cat([w2, torch.zeros(count, 1, self.inputs + 1)], dim=-1),
-        )
+        return dot_product_tasks(x, y, documents, self.w_z, self.similarity)
+
+
+def dot_product_tasks(x: Tensor, y: Tensor, documents: Tensor, w_z: Tensor, similarity: Tensor) -> LinearTasks:
+    """Tasks of the dot-product interface, of which the last row is the query.
+
+    Args:
+        x: shape (B, N + 1, n_I).
+        y: shape (B, N + 1, 1).
+        documents: shape (B, k, n_I).
+        w_z: shape (1, n_I).
+        similarity: M, shape (n_I, n_I).
+    """
+    w2 = dot_product_weight(w_z, documents, similarity)
+    return LinearTasks(
+        context=torch.cat([x, x, y], dim=-1)[:, :-1],
+        x=x[:, -1],
+        retrieved=None,
+        target=y[:, -1, 0],
+        w2=w2,
+        injected=torch.cat([w2, torch.zeros_like(x[:, :1]), torch.zeros_like(y[:, :1])], dim=-1),
+    )
 
 
 def _uniform(shape: tuple[int, ...], bound: float, generator: Generator) -> Tensor:

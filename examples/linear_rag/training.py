@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from linear_rag.attention import LinearAttention
 from linear_rag.comparison import trained
+from linear_rag.nonlinear import after
 from linear_rag.tasks import Interface
 
 Freedom = Literal["all", "writes y", "lemma"]
@@ -27,6 +28,7 @@ def train_layer(
     freedom: Freedom = "writes y",
     watch: Callable[[int, LinearAttention], None] = lambda step, layer: None,
     every: int = 100,
+    embedding: nn.Module | None = None,
 ) -> LinearAttention:
     """Train `depth` layers of shared weights, from small random ones, with Adam and a cosine schedule.
 
@@ -44,6 +46,7 @@ def train_layer(
             layer, of which only the query's y is read, the first two are the same.
         watch: called with the step and the layer every `every` steps, first before any training.
         every: see `watch`.
+        embedding: trained with the layer, which then reads inputs as it makes them (dot-product interface).
     """
     generator = Generator().manual_seed(seed)
     width = interface.sample(1, generator).context.shape[-1]
@@ -56,16 +59,20 @@ def train_layer(
     def layer(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> LinearAttention:
         return LinearAttention(query * reads, key * reads, value, output * writes)
 
-    optimiser = torch.optim.Adam(weights, lr=learning_rate)
+    parameters = weights if embedding is None else [*weights, *embedding.parameters()]
+    optimiser = torch.optim.Adam(parameters, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     for step in range(steps):
         if step % every == 0:
             watch(step, layer(*[w.detach().clone() for w in weights]))
         tasks = interface.sample(batch, generator)
-        error = F.mse_loss(trained(layer(*weights), depth)(tasks, tasks.x), tasks.target)
+        predictor = trained(layer(*weights), depth)
+        if embedding is not None:
+            predictor = after(embedding, predictor)
+        error = F.mse_loss(predictor(tasks, tasks.x), tasks.target)
         optimiser.zero_grad()
         error.backward()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimiser.step()
         schedule.step()
     result = layer(*[w.detach().clone() for w in weights])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import nbformat
 import pytest
@@ -25,14 +28,70 @@ print(json.dumps({
 """
 
 
+TABLES = """
+import json
+from dataclasses import asdict
+print(json.dumps([
+    [[*key, [asdict(a) for a in runs]] for key, runs in found.items()] for found in (alignments, with_teachers)
+]))
+"""
+
+
+def execute(notebook: Any) -> list[Any]:
+    """The outputs of its code."""
+    NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+def figures(outputs: list[Any]) -> int:
+    return sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+def mean(runs: list[Any], name: str) -> float:
+    return fmean(run["features"][name] for run in runs)
+
+
+def check_tables(shown: list[Any]) -> None:
+    """What the section on tables says of its two tables of results."""
+    own, teachers = ({(name, kind): runs for name, kind, runs in rows} for rows in shown)
+    for runs in own.values():
+        of_others = fmean(run["shuffled_loss"] for run in runs)
+        assert mean(runs, "loss") < 0.9 * mean(runs, "reference_loss") and of_others - mean(runs, "loss") < 0.1
+        assert fmean(run["inputs"]["sensitivity_cosine"] for run in runs) < 0.6
+    for near, far in itertools.product(("z-score", "tanh"), ("min-max", "rank")):
+        distances = [mean(own["Friedman", kind], "prediction_difference") for kind in (near, far)]
+        assert distances[0] < 0.8 * distances[1]
+    cosines = {key: mean(runs, "sensitivity_cosine") for key, runs in teachers.items()}
+    assert min(cosines["Friedman", "min-max"], cosines["Friedman", "rank"]) > 0.8
+    tail = {kind: cosine for (name, kind), cosine in cosines.items() if name == "Friedman, skewed"}
+    assert max(tail["min-max"], tail["z-score"]) < 0.7 < min(tail["tanh"], tail["rank"])
+
+
+def test_the_section_on_tables_runs_by_itself() -> None:
+    """With one seed and few steps, for time: the figures and what they show are checked below."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    headings = [i for i, cell in enumerate(notebook.cells) if cell.source.startswith("## ")]
+    start = next(i for i in headings if notebook.cells[i].source.startswith("## After an MLP, on tables"))
+    end = next(i for i in headings if i > start)
+    notebook.cells = [notebook.cells[1], *notebook.cells[start:end], nbformat.v4.new_code_cell(TABLES)]
+    for cell in notebook.cells:
+        cell.source = cell.source.replace("SEEDS = range(3)", "SEEDS = range(1)").replace(
+            "seed=seed", "seed=0, steps=5"
+        )
+    outputs = execute(notebook)
+    own, teachers = json.loads(outputs[-1].text)
+    assert figures(outputs) == 2 and len(own) == 16 and len(teachers) == 8
+    assert all(len(runs) == 1 for _, _, runs in [*own, *teachers])
+
+
 @pytest.mark.slow
 def test_runs_from_start_to_end_and_shows_what_it_says() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    notebook.cells.append(nbformat.v4.new_code_cell(LAST))
-    NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 4
-    shown = json.loads(outputs[-1].text)
+    notebook.cells += [nbformat.v4.new_code_cell(LAST), nbformat.v4.new_code_cell(TABLES)]
+    outputs = execute(notebook)
+    assert figures(outputs) == 6
+    check_tables(json.loads(outputs[-1].text))
+    shown = json.loads(outputs[-2].text)
     assert shown["exact"] < 1e-9
     for run in [*shown["projection"], *shown["dot product"]]:
         assert run["sensitivity_cosine"] > 0.98

@@ -1,0 +1,99 @@
+"""A table's rows as tasks of the dot-product interface (In-Context Optimization, section 4.3, appendix D)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Generator, Tensor
+
+from linear_rag.normalization import Normalizer, z_score
+from linear_rag.tables import Table
+from linear_rag.tasks import LinearTasks, dot_product_tasks
+
+SIGMA = 0.1 * 12**-0.5
+"""Of W_z and M: documents have variance 1 here and 1/12 in section 4.1, so W2 is as large as with 0.1 there."""
+
+
+@dataclass(frozen=True)
+class TabularTasks:
+    """Tasks whose examples, query and documents are rows of one table; all rows are drawn with replacement.
+
+    Attributes:
+        rows, targets: what examples are drawn from, shapes (n, d), (n,).
+        queries, query_targets: what queries are drawn from, shapes (m, d), (m,).
+        corpus: what documents are drawn from, shape (n, d).
+        w_z, similarity: shapes (1, d), (d, d).
+        documents: k.
+        examples: N.
+        teachers: whether each task has targets of its own, from a linear teacher on the inputs as in section 4.1,
+            and not the table's.
+    """
+
+    rows: Tensor
+    targets: Tensor
+    queries: Tensor
+    query_targets: Tensor
+    corpus: Tensor
+    w_z: Tensor
+    similarity: Tensor
+    documents: int
+    examples: int
+    teachers: bool
+
+    def sample(self, count: int, generator: Generator) -> LinearTasks:
+        """Draw `count` tasks; documents are the k rows of the corpus with the largest dot product with the query."""
+        examples = torch.randint(len(self.rows), (count, self.examples), generator=generator)
+        query = torch.randint(len(self.queries), (count, 1), generator=generator)
+        x = torch.cat([self.rows[examples], self.queries[query]], dim=1)
+        if self.teachers:
+            y = x @ torch.randn(count, x.shape[-1], 1, generator=generator)
+        else:
+            y = torch.cat([self.targets[examples], self.query_targets[query]], dim=1).unsqueeze(-1)
+        documents = (x[:, -1] @ self.corpus.T).topk(self.documents, dim=1).indices
+        return dot_product_tasks(x, y, self.corpus[documents], self.w_z, self.similarity)
+
+
+def split(
+    table: Table,
+    normalization: Callable[[Tensor], Normalizer],
+    *,
+    seed: int = 0,
+    documents: int = 5,
+    examples: int = 10,
+    teachers: bool = False,
+) -> tuple[TabularTasks, TabularTasks]:
+    """Tasks for training, and held-out ones: their queries are from the tenth of the rows that training never sees.
+
+    The corpus is the training rows by z-score, whatever `normalization` makes of the inputs; it, too, is fitted on
+    the training rows. Targets are z-scores, which the paper leaves open.
+
+    Args:
+        table: the data set.
+        normalization: one of `normalization.NORMALIZATIONS`.
+        seed: draws the split, W_z and M.
+        documents: k.
+        examples: N.
+        teachers: see `TabularTasks`.
+    """
+    generator = Generator().manual_seed(seed)
+    train, test = torch.randperm(len(table.target), generator=generator).tensor_split([len(table.target) * 9 // 10])
+    width = table.features.shape[1]
+    rows = table.features[train]
+    normalize = normalization(rows)
+    target_score = z_score(table.target[train, None])
+    targets = target_score(table.target[:, None]).flatten()
+    training = TabularTasks(
+        rows=normalize(rows),
+        targets=targets[train],
+        queries=normalize(rows),
+        query_targets=targets[train],
+        corpus=z_score(rows)(rows),
+        w_z=SIGMA * torch.randn(1, width, generator=generator),
+        similarity=SIGMA * torch.randn(width, width, generator=generator),
+        documents=documents,
+        examples=examples,
+        teachers=teachers,
+    )
+    return training, replace(training, queries=normalize(table.features[test]), query_targets=targets[test])
