@@ -16,7 +16,8 @@ def data(
         str,
         typer.Argument(
             metavar="NAME",
-            help="squad, hotpotqa, hotpotqa_gold, 2wikimultihopqa, musique, nq, triviaqa, popqa, narrativeqa, mrqa or multinews.",
+            help="squad, hotpotqa, hotpotqa_gold, 2wikimultihopqa, musique, nq, triviaqa, popqa, narrativeqa, mrqa or "
+            "multinews.",
             show_default=False,
         ),
     ],

@@ -116,7 +116,10 @@ FILES: dict[str, Any] = {
         and f / "h.json",
         WIKI_ROW,
     ),
-    "2wikimultihopqa": (lambda f: (f / "2.json").write_text(json.dumps([WIKI | {"context": BARE}])) and f / "2.json", WIKI_ROW),
+    "2wikimultihopqa": (
+        lambda f: (f / "2.json").write_text(json.dumps([WIKI | {"context": BARE}])) and f / "2.json",
+        WIKI_ROW,
+    ),
     "musique": (
         lambda f: lines(f / "m.jsonl", MUSIQUE | {"answerable": False}, MUSIQUE),
         ("Who drew it?", ("Ada Quill", "Quill"), JOINED, (TEXT,)),
