@@ -374,6 +374,15 @@ class CompressionRecipe(Recipe):
         return self
 
     @model_validator(mode="after")
+    def _ratios_fit(self) -> CompressionRecipe:
+        if self.method is None:  # a bundle's own, which is not there before an earlier stage has run
+            return self
+        self.method.check_ratios(self.base_ratio, [*self.ratios, *(r for part in self.curriculum for r in part.ratios)])
+        if self.window % self.base_ratio:
+            raise ValueError(f"window {self.window} is no multiple of base_ratio {self.base_ratio}")
+        return self
+
+    @model_validator(mode="after")
     def _the_same_passes_in_all_processes(self) -> CompressionRecipe:
         if self.optim.shard and any(part.each == "example" for part in self.curriculum):
             raise ValueError(
