@@ -113,6 +113,8 @@ def _from_folder(
     """The causal LM and the tokenizer of a transformers folder, here or on the hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if str(name).startswith(("/", ".", "~")) and not Path(name).is_dir():  # transformers calls it a bad hub id
+        raise ValueError("there is no such folder")
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     packed = Path(name) / INT8_FILE
     if packed.exists():

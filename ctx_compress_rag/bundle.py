@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -31,7 +32,7 @@ from ctx_compress_rag.bundle_folder import (
     read_report,
     read_tensors,
 )
-from ctx_compress_rag.config import BundleConfig, whole
+from ctx_compress_rag.config import BundleConfig, explain, whole
 from ctx_compress_rag.decoder_identity import decoder_digest, digest_in_memory, folder_digest, write_decoder
 from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
 from ctx_compress_rag.gguf import GgufDecoder, pinned
@@ -97,7 +98,7 @@ class Bundle(OfThisProcess):
         Args:
             name_or_path: a folder, a shipped name, or a hub id such as `someone/bundle`.
             device: where to put it; None takes CUDA, MPS or the CPU, in that order.
-            revision: a hub revision.
+            revision: a revision on the hub; refused for a folder and a shipped name, which have none.
             changes: settings to use in place of the stored config's, for a further stage of training;
                 the stored weights must fit them.
             dtype: of the decoder's weights, such as "bfloat16"; None takes what suits the device. The fingerprint
@@ -116,7 +117,10 @@ class Bundle(OfThisProcess):
         folder = find_bundle(name_or_path, revision)
         config = read_config(folder / CONFIG_FILE)
         if changes:
-            config = BundleConfig(**{**dict(config), **changes})
+            try:
+                config = BundleConfig(**{**dict(config), **changes})
+            except ValidationError as error:
+                raise ConfigError(f"the bundle {str(name_or_path)!r} with changes: {explain(error)}") from None
         shipped = folder / DECODER_FOLDER
         model, tokenizer = load_decoder(
             shipped if config.decoder is None else config.decoder,

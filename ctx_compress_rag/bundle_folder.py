@@ -30,17 +30,18 @@ def find_bundle(name_or_path: str | Path, revision: str | None) -> Path:
     """The folder of a bundle: one given, a shipped one's, or one fetched from the hub.
 
     Raises:
-        ConfigError: it is no name or path.
+        ConfigError: it is no name or path, or is not on the hub and a revision is given.
         BundleError: there is none, or the hub cannot give it.
     """
     shown = str(name_or_path) if isinstance(name_or_path, Path) else name_or_path
     none = f"no bundle {shown!r}: give a folder, one of {sorted(SHIPPED)}, or a hub id owner/name"
     if not isinstance(name_or_path, str | Path) or not str(name_or_path).strip() or name_or_path == Path():
         raise ConfigError(none)
-    if name_or_path in SHIPPED:
-        return SHIPPED[str(name_or_path)]
-    folder = Path(name_or_path)
+    folder = SHIPPED.get(str(name_or_path), Path(name_or_path))
     if folder.is_dir():
+        if revision is not None:
+            what = "comes with this package" if shown in SHIPPED else "is a folder"
+            raise ConfigError(f"revision={revision!r}: the bundle {shown!r} {what} and has none: leave revision out")
         return folder
     if str(name_or_path).count("/") != 1 or str(name_or_path).startswith((".", "/", "~")):
         raise BundleError(none)

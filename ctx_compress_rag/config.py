@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.gguf import GgufDecoder
@@ -100,8 +101,21 @@ def seconds(name: str, value: object) -> float:
 
 
 def explain(error: ValidationError) -> str:
-    """One line per fault: where, what, and the value given."""
-    return "; ".join(
-        f"{'.'.join(str(p) for p in e['loc']) or 'config'}: {e['msg']} (got {str(e['input'])[:80]!r})"
-        for e in error.errors()
-    )
+    """All faults in a line: where, what, and the value given."""
+    return "; ".join(_explained(fault) for fault in error.errors())
+
+
+def _explained(fault: ErrorDetails) -> str:
+    where = ".".join(str(place) for place in fault["loc"])
+    match fault["type"]:
+        case "missing":
+            return f"{where} is missing: give it"
+        case "extra_forbidden":
+            return f"{where}={str(fault['input'])[:80]!r} is unknown: leave it out, or correct its name"
+        case "union_tag_invalid":
+            known = fault["ctx"]
+            named = ".".join(filter(None, (where, known["discriminator"].strip("'"))))
+            return f"{named}: {known['tag']!r} is unknown: give one of {known['expected_tags']}"
+    said = f"{where or 'config'}: {fault['msg'].removeprefix('Value error, ')}"
+    # A rule about several values has all of them as its input.
+    return said if isinstance(fault["input"], dict) else f"{said} (got {str(fault['input'])[:80]!r})"

@@ -28,7 +28,7 @@ from ctx_compress_rag.cli.shared import (
     quiet_models,
     read_text,
 )
-from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.errors import ConfigError, DataError
 
 WORLD_PASSAGES = 4
 
@@ -164,6 +164,8 @@ def agree(
     from ctx_compress_rag.app.passage_index import open_index
     from ctx_compress_rag.evaluation import agreement
 
+    if questions.endswith((".jsonl", ".json")):  # its lines would be asked as they are, braces and answers too
+        raise DataError(f"{questions!r} is JSON, and agree needs no answers: give a text file, a question on each line")
     asked = [line.strip() for line in read_text(questions, "questions").splitlines() if line.strip()]
     quiet_models()
     with open_index(store, bundle) as index:

@@ -70,9 +70,9 @@ def read_text(file: str, what: str = "text") -> str:
         DataError: it cannot be read, is not UTF-8, or is blank.
     """
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the {what} {file!r}: {error}") from error
+        raise DataError(f"cannot read the {what} {file!r} ({error}): give a text file in UTF-8") from error
     if not text.strip():
         raise DataError(f"{file!r} holds no {what}: write some into it")
     return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,19 +60,21 @@ def read_jsonl(path: str | Path, max_turns: int = 1, unanswerable: bool = False)
         else:
             examples.append(Example(passages, (turn,)))
     if not examples:
-        raise DataError(f"{path} holds no examples")
+        raise DataError(f"{path} holds no examples: give rows of question, answers and context")
     return examples
 
 
 def _rows(path: Path, unanswerable: bool) -> Iterator[tuple[tuple[str, ...], Turn]]:
     opener: Any = gzip.open if path.suffix == ".gz" else open
     try:
-        with opener(path, "rt", encoding="utf-8") as lines:
+        with opener(path, "rt", encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _row(line, f"{path}:{number}", unanswerable)
     except FileNotFoundError:
-        raise DataError(f"no data file at {path}") from None
+        raise DataError(f"no data file at {path}: give JSONL, gzipped or not") from None
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise DataError(f"cannot read {path} ({error}): give a file of JSONL in UTF-8, gzipped or not") from error
 
 
 def _row(line: str, place: str, unanswerable: bool) -> tuple[tuple[str, ...], Turn]:
@@ -81,6 +84,8 @@ def _row(line: str, place: str, unanswerable: bool) -> tuple[tuple[str, ...], Tu
         context = [f"{p['title']}\n{p['text']}" for p in row["passages"]] if "passages" in row else row["context"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{place}: expected an object with question, answers and context ({error})") from None
+    if not isinstance(context, str | list):
+        raise DataError(f"{place}: context must be a string or a list of strings, got {str(context)[:80]!r}")
     passages = (context,) if isinstance(context, str) else tuple(context)
     if not isinstance(question, str) or not isinstance(answers, list) or not all(isinstance(a, str) for a in answers):
         raise DataError(f"{place}: question must be a string and answers a list of strings")

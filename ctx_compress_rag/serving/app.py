@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, CtxCompressError
@@ -23,6 +23,7 @@ from ctx_compress_rag.serving.door import Door
 from ctx_compress_rag.serving.faults import RequestError, as_fault
 from ctx_compress_rag.serving.keys import ApiKeys
 from ctx_compress_rag.serving.limits import BodyLimit
+from ctx_compress_rag.serving.malformed import malformed
 from ctx_compress_rag.serving.metrics import Metrics
 from ctx_compress_rag.serving.requests import ChatCompletion, Completion, Compress, Generate
 from ctx_compress_rag.stores import SoftContextStore
@@ -33,6 +34,7 @@ with needs("serve"):
     from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
 
+_ROUTES = ("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/compress", "GET /v1/models")
 _THREADS = 4  # they read prompts; writing passages and the model have threads of their own
 
 
@@ -121,7 +123,7 @@ def create_app(decoder: TransformersDecoder, keys: ApiKeys | None = None, limits
         return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def refuse(request: Request, error: Exception) -> Response:
-        status, body = as_fault(_explained(error))
+        status, body = as_fault(_explained(request, error))
         return JSONResponse(body, status, {"WWW-Authenticate": "Bearer"} if status == 401 else None)
 
     for kind in (Exception, CtxCompressError, RequestError, RequestValidationError, HTTPException):
@@ -251,27 +253,15 @@ class _Service:
         return {"object": "list", "model": self._name, "data": data}
 
 
-class _Validated(Protocol):
-    def errors(self) -> Sequence[Any]: ...
-
-
-def _explained(error: Exception) -> Exception:
+def _explained(request: Request, error: Exception) -> Exception:
     """FastAPI's and Starlette's own errors as this server's."""
     if isinstance(error, RequestValidationError):
-        return _malformed(error)
+        return malformed(error.errors())
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        asked = f"{request.method} {request.url.path}"
+        return RequestError(error.status_code, f"{asked[:80]!r} is not served here: there are {', '.join(_ROUTES)}")
+    if isinstance(error, HTTPException) and error.status_code == 400:
+        return RequestError(400, "the body cannot be read as JSON: send UTF-8, and nothing nested deeply")
     if isinstance(error, HTTPException):
         return RequestError(error.status_code, str(error.detail))
     return error
-
-
-def _malformed(error: _Validated) -> RequestError:
-    """The first fault of a body; of a union's, all that begin at the same field are one."""
-    found = error.errors()[0]
-    places = [str(place) for place in found["loc"] if place != "body"]
-    # Pydantic's own names of a union's branches, `function-after[...]`, say nothing to a client.
-    places = places[:1] + [place for place in places[1:] if "[" not in place]
-    field = places[0] if places else None
-    what = f"{'.'.join(places) or 'body'}: {found['msg']}"
-    if found["type"] == "extra_forbidden":
-        what = f"{'.'.join(places)} is not supported here: leave it out"
-    return RequestError(400, what, param=field)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from ctx_compress_rag.decoding.decoder import Message, Sampling
 
@@ -32,7 +32,15 @@ def _schema(schema: dict[str, Any]) -> str:
     return text
 
 
+def _kind(value: object) -> str:
+    return "(list)" if isinstance(value, list) else "(text)"
+
+
 Text = Annotated[str, AfterValidator(_unicode)]
+# Tags choose one branch by what was sent, so that a fault in a list is not told as "no string".
+OneText = Annotated[Text, Tag("(text)")]
+List = Tag("(list)")
+EITHER = Discriminator(_kind)
 Zero = Annotated[float, Field(ge=0, le=0)]
 
 _SCHEMA_CHARACTERS = 1 << 16  # everyone waits while one is read, for half a second where it is as long as this
@@ -55,7 +63,7 @@ class ChatMessage(_Request):
     """A message; its text may hold markers."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Annotated[OneText | Annotated[list[TextPart], List], EITHER]
     name: str | None = None
 
     def as_message(self) -> Message:
@@ -107,7 +115,7 @@ class Generate(_Request):
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None  # not OpenAI's; -1 is vLLM's word for all tokens
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: Annotated[OneText | Annotated[list[Text], Field(max_length=16), List], EITHER] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -186,7 +194,7 @@ class ChatCompletion(Generate):
 class Completion(Generate):
     """`POST /v1/completions`: raw prompts, no chat template."""
 
-    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=128)]
+    prompt: Annotated[OneText | Annotated[list[Text], Field(min_length=1, max_length=128), List], EITHER]
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     logprobs: Literal[0] | None = None
@@ -208,7 +216,7 @@ class Compress(_Request):
         question: what is asked, for RAM bundles.
     """
 
-    input: Text | Annotated[list[Text], Field(min_length=1, max_length=2048)]
+    input: Annotated[OneText | Annotated[list[Text], Field(min_length=1, max_length=2048), List], EITHER]
     model: str | None = None
     ratio: Annotated[int, Field(ge=1)] | None = None
     reduction: Annotated[int, Field(ge=1)] | None = None

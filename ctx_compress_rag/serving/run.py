@@ -41,7 +41,7 @@ def serve(app: Any, host: str, port: int, *, grace: int = 30, started: Callable[
     )
     try:
         socket = config.bind_socket()
-    except (OSError, SystemExit) as error:
+    except (OSError, OverflowError, SystemExit) as error:
         raise ConfigError(f"cannot listen on {host}:{port}: choose another --port or --host") from error
     with socket:
         socket.listen(config.backlog)  # clients that read the address may ask at once; uvicorn answers later

@@ -85,11 +85,17 @@ class CompressionRecipe(Recipe):
         return self
 
     @model_validator(mode="after")
-    def _whole_windows(self) -> CompressionRecipe:
+    def _ratios_fit(self) -> CompressionRecipe:
+        if self.method is not None:  # else a bundle's own, which is not there before an earlier stage has run
+            self.method.check_ratios(self.base_ratio, self.ratios)
         # Training pools a passage's windows apart; a store merges slots across them.
-        for ratio in {*self.ratios, *(ratio for part in self.curriculum for ratio in part.ratios)}:
+        for ratio in self._slot_ratios():
             check_window(ratio, self.window)
         return self
+
+    def _slot_ratios(self) -> list[int]:
+        """Every ratio that passages are compressed at."""
+        return [self.base_ratio, *self.ratios, *(ratio for part in self.curriculum for ratio in part.ratios)]
 
     @model_validator(mode="after")
     def _the_same_passes_in_all_processes(self) -> CompressionRecipe:
@@ -224,7 +230,5 @@ class RamRecipe(CompressionRecipe):
     temperature: float = Field(default=0.1, gt=0)
     contrastive: bool = True
 
-    @model_validator(mode="after")
-    def _whole_windows(self) -> RamRecipe:
-        check_window(self.base_ratio, self.window)  # reductions are of prompts
-        return self
+    def _slot_ratios(self) -> list[int]:
+        return [self.base_ratio]  # the others are of prompts

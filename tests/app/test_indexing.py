@@ -105,6 +105,14 @@ def test_text_files_are_read_and_others_left_alone(tmp_path: Path, caplog: pytes
     assert "latin.txt: it is not UTF-8 (byte 3)" in warnings[1] and "iconv" in warnings[1]
 
 
+def test_a_file_in_utf_16_is_told_its_encoding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As LATIN1 it would be indexed, with a zero byte after each letter."""
+    (tmp_path / "a.txt").write_text("The moth eats wax.", encoding="utf-16")
+    (tmp_path / "b.txt").write_text("The bee makes it.")
+    assert list(texts(open_input(tmp_path))) == ["b.txt"]
+    assert "iconv -f UTF-16 -t UTF-8" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("files", "reason"),
     [

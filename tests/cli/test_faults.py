@@ -137,6 +137,12 @@ def no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TransformersDecoder, "generate", lambda *_, **__: pytest.fail("a question was answered"))
 
 
+def test_agree_refuses_questions_in_json(run: Any, tmp_path: Path) -> None:
+    """Each row was asked as it stands, with braces, answers and passages."""
+    (tmp_path / "q.jsonl").write_text('{"question": "Who?"}\n')
+    assert "give a text file, a question on each line" in run.fails("agree", tmp_path / "q.jsonl", "--store", "s")
+
+
 @pytest.mark.usefixtures("no_answers")
 def test_eval_refuses_before_it_answers(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
     one = tmp_path / "one.jsonl"
@@ -149,6 +155,7 @@ def test_eval_refuses_before_it_answers(run: Any, bundle_folder: Path, tmp_path:
         (["--data", one], "one: 1 questions have an answer"),
         (["--questions", 2, "--passages", 1, "--ratios", 4, 5], "ratio 5 cannot be made from slots stored at 4"),
         (["--data", tmp_path / "missing.jsonl"], "missing.jsonl"),
+        (["--data", tmp_path], "give a file of JSONL in UTF-8"),
     ):
         assert message in run.fails(*evaluate, *given), given
     assert not (tmp_path / "out").exists()

@@ -20,12 +20,32 @@ def test_jsonl_round_trip_and_grouping(tmp_path: Path) -> None:
     assert len(read_jsonl(tmp_path / "data.jsonl")) == rows
 
 
-@pytest.mark.parametrize("row", ['{"question": "Q"}', "[1]", "{", '{"question": "Q", "answers": [], "context": "c"}'])
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"question": "Q"}',
+        "[1]",
+        "{",
+        '{"question": "Q", "answers": [], "context": "c"}',
+        '{"question": "Q", "answers": ["a"], "context": 5}',
+    ],
+)
 def test_a_bad_row_is_named(tmp_path: Path, row: str) -> None:
     good = json.dumps({"question": "Q", "answers": ["a"], "context": "c"})
     (tmp_path / "data.jsonl").write_text(f"{good}\n{row}\n")
     with pytest.raises(DataError, match=r"data\.jsonl:2"):
         read_jsonl(tmp_path / "data.jsonl")
+
+
+def test_a_file_that_is_no_jsonl_is_named(tmp_path: Path) -> None:
+    row = '{"question": "Wo?", "answers": ["K\u00f6ln"], "context": "In K\u00f6ln."}'
+    (tmp_path / "latin.jsonl").write_bytes(row.encode("latin-1"))
+    (tmp_path / "packed.jsonl.gz").write_text(row)
+    for name in ("latin.jsonl", "packed.jsonl.gz", "."):
+        with pytest.raises(DataError, match="cannot read .* give a file of JSONL in UTF-8, gzipped or not"):
+            read_jsonl(tmp_path / name)
+    (tmp_path / "bom.jsonl").write_text(row, encoding="utf-8-sig")  # as Windows writes it
+    assert read_jsonl(tmp_path / "bom.jsonl")[0].passages == ("In K\u00f6ln.",)
 
 
 def test_held_out_passages_and_questions_never_reach_training() -> None:

@@ -56,6 +56,7 @@ def check_it_serves(url: str) -> None:
         (["--max-body", "0"], "body_bytes=0"),
         (["--collection", "docs"], "give --bundle"),
         (["--port", "1", "--host", "127.0.0.9"], "cannot listen"),
+        (["--port", "99999"], "127.0.0.1:99999: choose another --port"),
     ],
 )
 def test_what_cannot_be_served_is_said(

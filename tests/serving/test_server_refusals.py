@@ -107,25 +107,34 @@ def nested(depth: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        ({"messages": []}, 400, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "messages.0"),
+        ({"messages": []}, 400, "messages is empty: send 1 or more"),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            400,
+            "messages.0.role='tool' is not supported here: send 'system', ",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            400,
+            "0.type='image_url'",
+        ),
         ({"messages": [{"role": "user", "content": " "}]}, 400, "empty"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages.0.content"),
         ({"messages": [{"role": "user", "content": "bees " * 3000}]}, 400, "window of 1024"),
-        ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"max_tokens": "many"}, 400, "max_tokens"),
+        ({"max_tokens": 0}, 400, "max_tokens=0: Input should be greater"),
+        ({"max_tokens": "many"}, 400, "max_tokens='many': Input should be a valid integer"),
         ({"temperature": -1}, 400, "temperature"),
         ({"temperature": "Infinity"}, 400, "temperature"),
         ({"top_p": 0}, 400, "top_p"),
         ({"stop": [""]}, 400, "stop"),
-        ({"stop": 5}, 400, "stop: Input should be a valid string"),
-        ({"n": 2}, 400, "n:"),
+        ({"stop": 5}, 400, "stop=5 is no text: send a string, or a list"),
+        ({"stop": ["x"] * 17}, 400, "stop has more than 16 items: send fewer"),
+        ({"n": 2}, 400, "n=2 is not supported here: send 1"),
         ({"logprobs": True}, 400, "logprobs"),
-        ({"tools": [{"type": "function"}]}, 400, "tools"),
+        ({"tools": [{"type": "function"}]}, 400, "tools=[{'type': 'function'}] is not supported here: leave it out"),
         ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
-        ({"response_format": {"type": "xml"}}, 400, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
+        ({"response_format": {"type": "xml"}}, 400, "response_format={'type': 'xml'} is not supported here: send one"),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema is missing: send it"),
         ({"response_format": json_format({"type": "nothing"})}, 400, "json_schema"),
         ({"response_format": json_format({"enum": ["x" * 99] * 700})}, 400, "65536 are allowed"),
         ({"response_format": json_format(nested(400))}, 400, "recursion"),
@@ -148,12 +157,37 @@ def test_what_is_not_served_is_refused_by_name(url: str, body: dict[str, Any], s
         assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{}", "input is missing: send it"),
+        (b"[]", "the body is no JSON object: send one"),
+        (b"[5]", "the body is no JSON object: send one"),
+        (b'{"input": 5}', "input=5 is no text: send a string, or a list"),
+        (b'{"input": []}', "input is empty: send 1 or more"),
+        (b'{"input": ["a", 5]}', "input.1=5: Input should be a valid string"),
+        (b'{"input": "a", "ratio": "x"}', "ratio='x': Input should be a valid integer"),
+    ],
+)
+def test_compress_says_what_to_send(url: str, content: bytes, message: str) -> None:
+    headers = {"Authorization": f"Bearer {ANNA}", "Content-Type": "application/json"}
+    reply = httpx.post(f"{url}/v1/compress", content=content, headers=headers)
+    assert reply.status_code == 400 and message in reply.json()["error"]["message"]
+
+
 def test_bodies_that_are_no_request(url: str) -> None:
     headers = {"Authorization": f"Bearer {ANNA}", "Content-Type": "application/json"}
     for content in (b"", b"{", b"[" * 50_000, b"\xff\xfe", b'"text"', b"null"):
         reply = httpx.post(f"{url}/v1/chat/completions", content=content, headers=headers)
         assert reply.status_code == 400, (content[:10], reply.text)
-        assert reply.json()["error"]["message"]
+        assert "JSON" in reply.json()["error"]["message"] and reply.json()["error"]["param"] is None
+    plain = httpx.post(
+        f"{url}/v1/compress", content=b'{"input": "a"}', headers=headers | {"Content-Type": "text/plain"}
+    )
+    assert "send one, with the header Content-Type: application/json" in plain.json()["error"]["message"]
+    for route in ("embeddings", "responses"):
+        message = httpx.post(f"{url}/v1/{route}", json={}, headers=headers).json()["error"]["message"]
+        assert message.startswith(f"'POST /v1/{route}' is not served here: there are POST /v1/chat/completions")
     assert httpx.get(f"{url}/v1/nothing", headers=headers).status_code == 404
     assert httpx.get(f"{url}/v1/completions", headers=headers).status_code == 405
 

@@ -241,10 +241,29 @@ def test_processes_that_share_weights_draw_no_ratio_for_each_example(tmp_path: P
         ({"optim": {"steps": 0}}, "steps"),
         ({"data": {"files": []}}, "files or world"),
         ({"data": {"files": ["x.jsonl"], "templates": ["no places"]}}, "no places"),
+        ({"stage": "alchemy"}, "^[^:]*: stage: 'alchemy' is unknown: give one of .*'teacher'"),
     ],
 )
 def test_impossible_recipes_are_refused_by_name(tmp_path: Path, change: dict[str, Any], named: str) -> None:
     recipe = yaml.safe_load((SHIPPED / "demo" / "teacher.yaml").read_text()) | change
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(ConfigError, match=named):
+        load_recipe(tmp_path / "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"ratios": [4, 6]}, "ratio 6 cannot be made from slots stored at 4"),
+        ({"curriculum": [{"step": 0, "ratios": [6]}]}, "ratio 6 does not divide the encoder's window of 1024"),
+        ({"window": 1022}, "ratio 4 does not divide the encoder's window of 1022"),
+    ],
+)
+def test_impossible_ratios_are_refused_before_anything_is_trained(
+    tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    """A teacher may train for days before the compressor's recipe begins."""
+    recipe = yaml.safe_load((SHIPPED / "mean_pooling" / "compressor.yaml").read_text()) | change
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.raises(ConfigError, match=named):
         load_recipe(tmp_path / "recipe.yaml")
