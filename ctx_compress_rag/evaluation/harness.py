@@ -68,8 +68,10 @@ class Score:
         declined: share of the questions without an answer that were declined; None where there are none.
         declined_error: its standard error.
         wrongly_declined: share of the questions with an answer that were declined.
-        cases: share of answers that contain an accepted one, by what no context and full text contain: "FT" are the
-            questions that full text alone answers (ArcAligner, figure 6); each with how many questions there are.
+        cases: share of right answers by whether no context and full text are right: "FT" are the questions that full
+            text alone answers (ArcAligner, figure 6); each with how many questions there are. Right is what the judge
+            found so, questions with a verdict that could not be read left out; without a judge, what contains an
+            accepted answer.
         judged: share of the questions with an answer that a judge found answered rightly, among those where its
             verdict could be read; None without a judge.
         judged_error: its standard error.
@@ -399,10 +401,6 @@ def scores_of(
     exact = {key: each(exact_match, texts, asked) for key, texts in said.items()}
     contains = {key: each(contains_answer, texts, asked) for key, texts in said.items()}
     full, none = f1[FULL, None], f1[NONE, None]
-    case = [
-        "FT"[int(alone > 0)] + "FT"[int(read > 0)]
-        for alone, read in zip(contains[NONE, None], contains[FULL, None], strict=True)
-    ]
     right = {key: [float(found) for found in given if found is not None] for key, given in (verdicts or {}).items()}
     return [
         Score(
@@ -418,14 +416,7 @@ def scores_of(
             declined=float(np.mean(rest[key])) if rest[key] else None,
             declined_error=standard_error(rest[key]) if len(rest[key]) > 1 else None,
             wrongly_declined=float(np.mean([declined(text) for text in said[key]])),
-            cases={
-                one: (
-                    float(np.mean([v for v, c in zip(contains[key], case, strict=True) if c == one])),
-                    case.count(one),
-                )
-                for one in ("TT", "TF", "FT", "FF")
-                if one in case
-            },
+            cases=_cases(verdicts or contains, key),
             judged=float(np.mean(right[key])) if right.get(key) else None,
             judged_error=standard_error(right[key]) if len(right.get(key, ())) > 1 else None,
             unread=len(asked) - len(right[key]) if key in right else None,
@@ -433,6 +424,15 @@ def scores_of(
         )
         for key, given in answers.items()
     ]
+
+
+def _cases(right: Mapping[Key, Sequence[float | None]], key: Key) -> dict[str, tuple[float, int]]:
+    """`Score.cases` of a system, from which answers are right; None where that is unknown."""
+    by_case: dict[str, list[float]] = {"TT": [], "TF": [], "FT": [], "FF": []}
+    for alone, read, own in zip(right[NONE, None], right[FULL, None], right[key], strict=True):
+        if alone is not None and read is not None and own is not None:
+            by_case["FT"[int(alone)] + "FT"[int(read)]].append(float(own))
+    return {case: (float(np.mean(found)), len(found)) for case, found in by_case.items() if found}
 
 
 def table(scores: Sequence[Score]) -> str:

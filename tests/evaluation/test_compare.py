@@ -16,8 +16,10 @@ import pytest
 import yaml
 
 from ctx_compress_rag import __version__
+from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
+from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.data.world import World
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.compare import run as compare_module
@@ -33,6 +35,7 @@ from ctx_compress_rag.evaluation.compare.report import read_report, table
 from ctx_compress_rag.evaluation.compare.run import EntryJob, Plan, source_tokens
 from ctx_compress_rag.metrics import token_f1
 from ctx_compress_rag.training.examples import load_examples
+from helpers import architectures
 from helpers.training import killed
 
 STEPS = 4
@@ -94,6 +97,38 @@ def test_the_shipped_comparisons_are_valid_for_every_entry(tmp_path: Path, name:
         assert {recipe.optim.batch_size for recipe in recipes} == {shipped.batch_size}
         assert recipes[0].decoder == "decoder"
         assert all(recipe.ratios == shipped.ratios_of(name) for recipe in recipes)
+
+
+@pytest.mark.parametrize(
+    ("name", "claim", "setting"),
+    [
+        ("demo", "(ArcAligner, table 3)", "gate"),
+        ("natural", "(ArcAligner, table 3)", "gate"),
+        ("demo", "(Read As Human, table 4)", "skimming"),
+        ("natural", "(Read As Human, table 4)", "skimming"),
+        ("natural", "the linear map helps (Simple Context Compression, table 3)", "linear"),
+    ],
+)
+def test_an_ablation_differs_in_one_setting(tmp_path: Path, name: str, claim: str, setting: str) -> None:
+    shipped = load_comparison(name)
+    [ordering] = [each for each in shipped.orderings if each.claim.endswith(claim)]
+    stages, values = [], []
+    for entry in (ordering.better, ordering.worse):
+        recipes = stage_recipes(shipped, entry, Budget(1000, 1), "decoder", tmp_path)
+        stages.append([recipe.model_dump(exclude={"name", "output"}) for recipe in recipes])
+        values.append([stage["method"].pop(setting) for stage in stages[-1]])
+    assert stages[0] == stages[1]
+    assert values[0][-1] != values[1][-1]
+
+
+def test_the_ablation_without_a_linear_map_has_none_anywhere() -> None:
+    """A map of hidden states before they are pooled would do its work."""
+    method = load_comparison("natural").resolved("mean_pooling_no_map").method
+    config = BundleConfig.model_validate(
+        {"name": "t", "method": method, "base_ratio": 4, "ratios": [4], "max_tokens": 64}
+    )
+    bundle = Bundle.build(config, Backbone(architectures.model("Qwen3"), architectures.tokenizer("Qwen3")))
+    assert not [*bundle.compressor.state_dict(), *bundle.reader.state_dict()]  # LoRA is the decoder's
 
 
 @pytest.mark.parametrize("steps", [3, 1000])

@@ -86,6 +86,20 @@ def test_means_over_sets_count_each_once_and_cases_say_what_the_context_did() ->
     assert soft.endswith("| 0.375 | -0.750 |") and full.endswith("|  |  |")
 
 
+def test_cases_go_by_the_judge_where_there_is_one() -> None:
+    """No answer holds an accepted one; of four questions, one has a verdict that could not be read."""
+    questions = [Question(("p",), f"q{i}", ("yes",)) for i in range(4)]
+    verdicts: dict[harness.Key, list[bool | None]] = {
+        (NONE, None): [False, False, True, True],
+        (FULL, None): [True, True, True, True],
+        (SOFT, 4): [True, False, True, None],
+    }
+    answers = {key: Answers(["no"] * 4, 9.0, None) for key in verdicts}
+    soft = harness.scores_of(questions, answers, verdicts)[2]
+    assert soft.cases == {"FT": (0.5, 2), "TT": (1.0, 1)}
+    assert harness.scores_of(questions, answers)[2].cases == {"FF": (0.0, 4)}
+
+
 def test_what_counts_as_declining() -> None:
     assert declined(" the TEXT does not say") == declined("") == 1.0
     assert declined("The text does not say so.") == declined("no") == 0.0

@@ -1,13 +1,15 @@
-"""ArcAligner readers on tiny decoders, and prompts for them."""
+"""ArcAligner readers on tiny decoders, prompts for them, and the same decoders built from merged weights."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.backbone import Backbone, decoder_layers
 from ctx_compress_rag.decoding.splice import Spliced, splice
 from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
@@ -17,9 +19,11 @@ from helpers import architectures
 LORA = {"rank": 4, "alpha": 6, "dropout": 0.0}
 
 
-def make_reader(name: str = "Llama", wide: bool = True, double: bool = False, **settings: Any) -> ArcAlignerReader:
-    """A reader for a tiny decoder; `wide` weights make every update and gate matter."""
-    model = architectures.model(name)
+def make_reader(
+    name: str = "Llama", wide: bool = True, double: bool = False, model: Any = None, **settings: Any
+) -> ArcAlignerReader:
+    """A reader for a tiny decoder, by default the family's; `wide` weights make every update and gate matter."""
+    model = architectures.model(name) if model is None else model
     backbone = Backbone(model.double() if double else model, architectures.tokenizer(name))
     torch.manual_seed(1)
     reader = ArcAlignerReader(backbone, 12, ArcAlignerConfig(**({"lora": LORA, "gate_width": 8} | settings)))
@@ -53,3 +57,50 @@ def alone(batch: Spliced, row: int) -> Spliced:
     """One prompt of a batch, without its padding."""
     real = batch.attention_mask[row].bool()
     return Spliced(*(t[row][real].unsqueeze(0) for t in vars(batch).values()))
+
+
+class PerPosition(nn.Module):
+    """A linear layer with merged weights at slots and its own elsewhere."""
+
+    def __init__(self, linear: nn.Linear, merged: Tensor, mask: Tensor) -> None:
+        super().__init__()
+        self.linear, self.merged, self.mask = linear, merged, mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = F.pad(self.mask, (0, x.shape[1] - self.mask.shape[1])).unsqueeze(-1)
+        return torch.where(mask, F.linear(x, self.merged, self.linear.bias), self.linear(x))
+
+
+class Looped(nn.Module):
+    """A decoder layer and its loops, without a cache, decided at every position and kept at slots."""
+
+    def __init__(self, layer: nn.Module, gate: dict[str, Tensor], mask: Tensor, loops: int) -> None:
+        super().__init__()
+        self.layer, self.gate, self.mask, self.loops = layer, gate, mask, loops
+
+    def forward(self, h: Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = self.layer(h, *args, **kwargs)
+        h = made[0] if isinstance(made, tuple) else made
+        mask = F.pad(self.mask, (0, h.shape[1] - self.mask.shape[1])).unsqueeze(-1)
+        for _ in range(self.loops):
+            inner = F.silu(F.linear(h, self.gate["0.weight"], self.gate["0.bias"]))
+            g = F.linear(inner, self.gate["2.weight"], self.gate["2.bias"]).sigmoid()
+            again = self.layer(h, *args, **kwargs)
+            h = torch.where(mask & (g >= 0.5), again[0] if isinstance(again, tuple) else again, h)
+        return (h, *made[1:]) if isinstance(made, tuple) else h
+
+
+def merged_model(reader: ArcAlignerReader, mask: Tensor) -> Any:
+    """The reader's decoder for prompts with these slots, built from merged weights; without a cache only."""
+    model = copy.deepcopy(reader.backbone.model)
+    state = reader.state_dict()
+    layers = decoder_layers(model.get_decoder(), model.config.num_hidden_layers)
+    for number, layer in enumerate(layers):
+        for name, linear in list(layer.named_modules()):
+            if isinstance(linear, nn.Linear):
+                a, b = (state[f"lora.{number}.updates.{name.replace('.', '_')}.{which}"] for which in "ab")
+                merged = linear.weight + LORA["alpha"] / LORA["rank"] * b @ a
+                layer.set_submodule(name, PerPosition(linear, merged, mask))
+        gate = {n.removeprefix(f"gates.{number}."): p for n, p in state.items() if n.startswith(f"gates.{number}.")}
+        layers[number] = Looped(layer, gate, mask, reader.config.loops)
+    return model

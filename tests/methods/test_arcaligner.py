@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.prompt import Prompt
 from helpers import architectures
-from helpers.arcaligner import LORA, alone, make_reader, prompts, read
+from helpers.arcaligner import LORA, alone, make_reader, merged_model, prompts, read
 from helpers.plain_llama import llama_layer, rms_norm
 
 WAIT = 120
@@ -122,50 +120,6 @@ def test_gradients_are_those_of_the_straight_through_estimator() -> None:
 
 
 # Any architecture, against merged weights
-
-
-class PerPosition(nn.Module):
-    """A linear layer with merged weights at slots and its own elsewhere."""
-
-    def __init__(self, linear: nn.Linear, merged: Tensor, mask: Tensor) -> None:
-        super().__init__()
-        self.linear, self.merged, self.mask = linear, merged, mask
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = F.pad(self.mask, (0, x.shape[1] - self.mask.shape[1])).unsqueeze(-1)
-        return torch.where(mask, F.linear(x, self.merged, self.linear.bias), self.linear(x))
-
-
-class Looped(nn.Module):
-    """A decoder layer and its loops, without a cache, decided at every position and kept at slots."""
-
-    def __init__(self, layer: nn.Module, gate: dict[str, Tensor], mask: Tensor, loops: int) -> None:
-        super().__init__()
-        self.layer, self.gate, self.mask, self.loops = layer, gate, mask, loops
-
-    def forward(self, h: Tensor, **kwargs: Any) -> Tensor:
-        h = self.layer(h, **kwargs)
-        mask = F.pad(self.mask, (0, h.shape[1] - self.mask.shape[1])).unsqueeze(-1)
-        for _ in range(self.loops):
-            inner = F.silu(F.linear(h, self.gate["0.weight"], self.gate["0.bias"]))
-            g = F.linear(inner, self.gate["2.weight"], self.gate["2.bias"]).sigmoid()
-            h = torch.where(mask & (g >= 0.5), self.layer(h, **kwargs), h)
-        return h
-
-
-def merged_model(reader: ArcAlignerReader, mask: Tensor) -> Any:
-    """The reader's decoder for prompts with these slots, built from merged weights; without a cache only."""
-    model = copy.deepcopy(reader.backbone.model)
-    state = reader.state_dict()
-    for number, layer in enumerate(model.model.layers):
-        for name, linear in list(layer.named_modules()):
-            if isinstance(linear, nn.Linear):
-                a, b = (state[f"lora.{number}.updates.{name.replace('.', '_')}.{which}"] for which in "ab")
-                merged = linear.weight + LORA["alpha"] / LORA["rank"] * b @ a
-                layer.set_submodule(name, PerPosition(linear, merged, mask))
-        gate = {n.removeprefix(f"gates.{number}."): p for n, p in state.items() if n.startswith(f"gates.{number}.")}
-        model.model.layers[number] = Looped(layer, gate, mask, reader.config.loops)
-    return model
 
 
 @pytest.mark.parametrize("name", architectures.NAMES)

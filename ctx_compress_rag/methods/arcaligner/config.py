@@ -24,8 +24,9 @@ class ArcAlignerConfig(SentenceUnits):
     Attributes:
         lora: None is the paper's ablation without LoRA.
         loops: most passes after the mandatory one (T of algorithm 1); 0 switches the gates off: stages I
-            and II, and the ablation without recursion. The tables' "max loops 3" is taken for T; appendix E
-            counts the mandatory pass too, by which it would be 2.
+            and II, and the ablation without recursion. The tables' "max loops 3" is taken for T: algorithm 1 is the
+            method, and its T counts passes after the mandatory one, as section 3.4 does ("up to T additional").
+            Appendix E counts the mandatory pass too, by which it would be 2.
         gated_layers: which of the decoder's layers have gates, from 0.
         gate: "open" is the ablation without gate: every slot takes all loops.
         gate_width: width of the gates' inner layer; the paper names none.

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.backbone import Backbone, decoder_layers
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig
-from ctx_compress_rag.methods.arcaligner.recursion import Recursion
+from ctx_compress_rag.methods.arcaligner.recursion import Recursion, named, states_of
 from ctx_compress_rag.methods.arcaligner.selective_lora import SelectiveLora, SlotPlaces, twin
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.base.mapped_reader import MappedReader
@@ -82,7 +82,7 @@ class ArcAlignerReader(MappedReader):
         model = twin(backbone.model)
         trunk = model.get_decoder()
         layers = decoder_layers(trunk, model.config.get_text_config().num_hidden_layers)
-        trunk.forward = partial(self._forward, trunk.forward)
+        trunk.forward = partial(self._forward, trunk, trunk.forward)
         self._twin = Borrowed(model)
         self._layers = Borrowed(list(layers))
         gated = range(len(layers)) if config.gated_layers == "all" else config.gated_layers
@@ -141,8 +141,9 @@ class ArcAlignerReader(MappedReader):
             finally:
                 self._loops = outer
 
-    def _forward(self, forward: Callable[..., Any], **inputs: Any) -> Any:
+    def _forward(self, trunk: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What the twin's trunk does: its own `forward`, and algorithm 1 where a prompt has slots."""
+        inputs = named(trunk, args, kwargs)
         cache = inputs.get("past_key_values")
         if self._slot_mask is None or (cache is not None and cache.get_seq_length()):
             return forward(**inputs)
@@ -184,8 +185,8 @@ class ArcAlignerReader(MappedReader):
         layer: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        state: Tensor,
-    ) -> Tensor:
+        made: Any,
+    ) -> Any:
         """Lines 4 to 15 of algorithm 1 for one layer, after its mandatory pass.
 
         Args:
@@ -195,16 +196,15 @@ class ArcAlignerReader(MappedReader):
             layer: the decoder layer, LoRA in place.
             args: what it was called with: H^(l,0).
             kwargs: what it was called with.
-            state: H^(l+1,0): (batch, length, dim).
+            made: what it returned: H^(l+1,0), (batch, length, dim), or a tuple that begins with it.
 
         Returns:
-            H^(l+1,T), which the next layer takes for its H^(l+1,0).
+            The same with H^(l+1,T), which the next layer takes for its H^(l+1,0).
         """
-        if not isinstance(state, Tensor):
-            raise ConfigError(f"{type(layer).__name__} returns more than its states: ArcAligner cannot read with it")
+        state = states_of(made)
         training = self.training and torch.is_grad_enabled()
         lora = cast(SelectiveLora, self.lora[number]) if self.config.lora else None
-        candidates = Recursion(layer, lora, slots, kwargs)
+        candidates = Recursion(layer, lora, slots, args, kwargs)
         at = slots.mask  # which slots a pass is for: in training all, for the gates' gradients
         loops = at.long() - 1
         for _ in range(self.config.loops):
@@ -229,4 +229,4 @@ class ArcAlignerReader(MappedReader):
             state = state.masked_scatter(at.unsqueeze(-1), updated.to(state.dtype))  # eq. 9
         if self._loops is not None:
             self._loops[number] = loops.cpu()
-        return state
+        return (state, *made[1:]) if isinstance(made, tuple) else state

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from ctx_compress_rag.methods.arcaligner.selective_lora import SelectiveLora, SlotPlaces
 
@@ -27,14 +29,25 @@ class Recursion:
         layer: the decoder layer.
         lora: its selective LoRA, on for the whole prompt; None if it has none.
         slots: where the prompt's slots are.
-        given: the keyword arguments of the mandatory pass.
+        args: the positional arguments of the mandatory pass, its states first.
+        kwargs: its keyword arguments.
     """
 
     def __init__(
-        self, layer: nn.Module, lora: SelectiveLora | None, slots: SlotPlaces, given: Mapping[str, Any]
+        self,
+        layer: nn.Module,
+        lora: SelectiveLora | None,
+        slots: SlotPlaces,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> None:
         self._layer, self._lora, self._slots = layer, lora, slots.mask
-        self._given = {name: value for name, value in given.items() if name not in ("past_key_values", "use_cache")}
+        given = named(layer, args, kwargs)
+        del given[parameters(layer)[0]]  # the states
+        # Whatever a layer calls its cache, the mandatory pass alone writes there.
+        self._given = {
+            name: value for name, value in given.items() if name != "use_cache" and not isinstance(value, Cache)
+        }
         mask = given.get("attention_mask")
         implementation = getattr(getattr(layer, "self_attn", None), "config", None)
         masked = getattr(implementation, "_attn_implementation", None) in ("sdpa", "eager")
@@ -54,8 +67,7 @@ class Recursion:
             Their candidates, in the order of `state[at]`: (slots, dim).
         """
         if not self._sparse:
-            everywhere: Tensor = self._layer.forward(state, **self._given)
-            return everywhere[at]
+            return states_of(self._layer.forward(state, **self._given))[at]
         if self._stale is None:
             stale = torch.arange(self._length, device=state.device).expand(len(state), -1)
         else:
@@ -103,7 +115,7 @@ class Recursion:
         lora = self._lora.on(SlotPlaces(self._slots.gather(1, places))) if self._lora else nullcontext()
         with lora:
             try:
-                made: Tensor = self._layer.forward(chosen(state), **given)
+                made = states_of(self._layer.forward(chosen(state), **given))
             except _Taken:
                 made = state.new_empty(batch, count, 0)
         return made
@@ -111,14 +123,18 @@ class Recursion:
     @contextmanager
     def _only_keys(self) -> Iterator[None]:
         """Within the context queries cost nothing where a layer of their own makes them: they are never read."""
-        linears = [(m, m.out_features) for name, m in self._layer.named_modules() if name.endswith("q_proj")]
-        for linear, width in linears:
-            linear.forward = lambda x, *_, width=width, **__: x.new_zeros(*x.shape[:-1], width)
+        linears = [m for name, m in self._layer.named_modules() if name.endswith("q_proj")]
+        own = [vars(linear).get("forward") for linear in linears]  # accelerate's, where weights are offloaded
+        for linear in linears:
+            linear.forward = lambda x, *_, width=linear.out_features, **__: x.new_zeros(*x.shape[:-1], width)
         try:
             yield
         finally:
-            for linear, _ in linears:
-                del linear.forward
+            for linear, forward in zip(linears, own, strict=True):
+                if forward is None:
+                    del linear.forward
+                else:
+                    linear.forward = forward
 
 
 class _Taken(Exception):
@@ -134,6 +150,22 @@ class _Taking:
     def update(self, keys: Tensor, values: Tensor, *_: Any) -> NoReturn:
         self.recursion.keep(keys, values, self.places)
         raise _Taken
+
+
+def parameters(module: nn.Module) -> list[str]:
+    """The names of a module's arguments, by its class: hooks of others may replace the object's own `forward`."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by name: which of them are positional differs by architecture."""
+    return dict(zip(parameters(module), args, strict=False)) | dict(kwargs)
+
+
+def states_of(made: Any) -> Tensor:
+    """The states among what a decoder layer returns: some return a tuple that begins with them."""
+    states: Tensor = made[0] if isinstance(made, tuple) else made
+    return states
 
 
 def _places(at: Tensor) -> Tensor:
