@@ -293,6 +293,8 @@ def _met(yes: bool) -> str:
 
 def plot(scores: Sequence[SystemScore], path: Path, title: str) -> None:
     """F1 with its interval against the time a question takes, adapting included, on a log scale (as figure 4)."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
     figure = new_figure(8.0, 4.6)
     axes = figure.subplots()
     for number, s in enumerate(scores):
@@ -303,6 +305,9 @@ def plot(scores: Sequence[SystemScore], path: Path, title: str) -> None:
             markerfacecolor=None if number < 10 else "white", linestyle="none", capsize=3, label=s.system,
         )  # fmt: skip
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("milliseconds per question, adapting and answering")
     axes.set_ylabel("answer F1 (bars: 95 % bootstrap)")
     axes.set_title(title, loc="left", fontsize=11)
