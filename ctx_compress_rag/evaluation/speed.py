@@ -89,8 +89,8 @@ def indexing_speed(bundle: Bundle, passages: Sequence[str], folder: str | Path, 
         rounds = range(0, len(passages), _PASSAGES_PER_ROUND)
         for start in tqdm(rounds, desc="indexing", unit="round", disable=not progress):
             part = slice(start, start + _PASSAGES_PER_ROUND)
-            forward.append(_seconds(partial(bundle.compressor.compress, tokenized[part], ratio, window, 8192)))
-            stored.append(_seconds(partial(store.add, list(passages[part]), progress=False)))
+            forward.append(seconds_of(partial(bundle.compressor.compress, tokenized[part], ratio, window, 8192)))
+            stored.append(seconds_of(partial(store.add, list(passages[part]), progress=False)))
         info = store.info()
     return IndexingSpeed(
         passages=len(passages),
@@ -217,13 +217,14 @@ def _first_piece(decoder: TransformersDecoder, contents: Sequence[str]) -> _Aske
     # Each prompt begins in its own way: a server keeps what it has read for prompts that begin alike.
     context = PASSAGE_SEPARATOR.join([token_hex(4), *contents])
     chat = [dict(message) for message in messages(TEMPLATES[0], context, "What is it about?")]
-    reading = _seconds(partial(decoder.prepare, [chat]))
+    reading = seconds_of(partial(decoder.prepare, [chat]))
     started = time.perf_counter()
     [answer] = decoder.generate([chat], FIRST_TOKEN)
     return _Asked(time.perf_counter() - started, reading, answer.prompt_tokens)
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def seconds_of(run: Callable[[], object]) -> float:
+    """How long a call takes."""
     started = time.perf_counter()
     run()
     return time.perf_counter() - started

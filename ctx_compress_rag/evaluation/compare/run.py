@@ -11,8 +11,7 @@ import json
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -50,6 +49,7 @@ from ctx_compress_rag.evaluation.harness import (
     each,
 )
 from ctx_compress_rag.evaluation.questions import Question, digest, questions_of, with_other_passages
+from ctx_compress_rag.evaluation.speed import seconds_of
 from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
@@ -397,10 +397,4 @@ def source_tokens(recipe: CompressionRecipe, tokenizer: Any) -> int:
 def _compress_seconds(bundle: Bundle, questions: Sequence[Question]) -> float:
     """Median time to compress one passage, on its own, at the base ratio."""
     passages = list(dict.fromkeys(p for q in questions for p in q.passages))[:_TIMED_PASSAGES]
-    return median(_seconds(partial(bundle.compress, [passage])) for passage in passages)
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
+    return median(seconds_of(partial(bundle.compress, [passage])) for passage in passages)
