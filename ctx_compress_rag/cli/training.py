@@ -32,7 +32,8 @@ def data(
     """Write a published data set as JSONL.
 
     Rows have question, answers, context and, for stage ram, evidence: what `train` and `eval` read. Sets without
-    passages (nq, popqa) need a file with retrieved ones under "ctxs".
+    passages (nq, popqa, bamboogle) need a file with retrieved ones under "ctxs", which hotpotqa, 2wikimultihopqa and
+    musique take in place of their own.
     """
     from ctx_compress_rag.data.published import convert
 
