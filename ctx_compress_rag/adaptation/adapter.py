@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,9 +142,12 @@ class Adapter:
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        alpha, factor = round(self.scale * self.rank), 1.0
+        if not math.isclose(alpha, self.scale * self.rank):
+            alpha, factor = self.rank, self.scale  # peft's lora_alpha is whole: `b` takes the scale
         LoraConfig(
             r=self.rank,
-            lora_alpha=round(self.scale * self.rank),
+            lora_alpha=alpha,
             target_modules=sorted({name.rpartition(".")[2] for name in self.a}),
             base_model_name_or_path=decoder,
             task_type="CAUSAL_LM",
@@ -152,7 +156,7 @@ class Adapter:
         tensors = {}
         for name in self.a:
             tensors[f"{_PEFT_PREFIX}{name}.lora_A.weight"] = self.a[name].detach().float().cpu().contiguous()
-            tensors[f"{_PEFT_PREFIX}{name}.lora_B.weight"] = self.b[name].detach().float().cpu().contiguous()
+            tensors[f"{_PEFT_PREFIX}{name}.lora_B.weight"] = (factor * self.b[name].detach().float()).cpu().contiguous()
         save_file(tensors, folder / _WEIGHTS_FILE)
 
     @classmethod

@@ -13,11 +13,21 @@ from ctx_compress_rag.training.config import BaseRecipe
 
 
 class TaskData(Strict):
-    """Where demonstrations come from: JSONL files, each a task, or the invented world's task families."""
+    """Where demonstrations come from: JSONL files, each a task, or the invented world's task families.
+
+    Attributes:
+        files, families: either.
+        held_out: files whose questions are refused in `files`. They may share passages: those of the paper are
+            retrieved from one corpus (appendix F).
+        passages: how many of a question's passages are read, the first ones; None: all.
+        max_context_tokens: a question's passages are cut to this many tokens together.
+        max_answer_tokens: answers are cut to this many.
+    """
 
     files: list[Path] = Field(default=[])
     families: Literal["train", "dev"] | None = None
     held_out: list[Path] = Field(default=[])
+    passages: int | None = Field(default=None, gt=0)
     max_context_tokens: int = Field(default=1024, gt=0)
     max_answer_tokens: int = Field(default=256, gt=0)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -79,25 +81,32 @@ class FamilyTasks(Tasks):
 
 
 class FileTasks(Tasks):
-    """JSONL files (see `data.examples.read_jsonl`), each of them a task.
+    """JSONL files (see `data.examples.read_jsonl`), each of them a task of the file's name.
 
     Args:
-        files: the files.
+        files: the files. Where two have one name, tasks have their folders' names, too.
         builder: for the decoder's tokens.
         max_context_tokens: a question's passages are cut to this many tokens together, the longest first.
         max_answer_tokens: answers that are shown or learnt from are cut to this many; accepted ones are whole.
+        passages: how many of a question's passages are read, the first ones; None: all.
 
     Raises:
-        DataError: a file is not there, malformed, or has a single question.
+        DataError: a file is not there, malformed, given twice, or has a single question.
     """
 
     def __init__(
-        self, files: Sequence[Path], builder: PromptBuilder, max_context_tokens: int, max_answer_tokens: int
+        self,
+        files: Sequence[Path],
+        builder: PromptBuilder,
+        max_context_tokens: int,
+        max_answer_tokens: int,
+        passages: int | None = None,
     ) -> None:
-        self.examples = {file.stem: read_jsonl(file) for file in files}
+        self.examples = {name: read_jsonl(file) for name, file in zip(_names(files), files, strict=True)}
         self.builder = builder
         self.max_context_tokens = max_context_tokens
         self.max_answer_tokens = max_answer_tokens
+        self.passages = passages
         for name, examples in self.examples.items():
             if len(examples) < 2:
                 raise DataError(f"the task {name} has one question: none is left to demonstrate it with")
@@ -145,9 +154,21 @@ class FileTasks(Tasks):
 
     def _cut(self, example: Example) -> Demonstration:
         turn = example.turns[0]
-        passages = tuple(text for text, _ in self.builder.shortened(example.passages, self.max_context_tokens))
+        read = example.passages[: self.passages]
+        passages = tuple(text for text, _ in self.builder.shortened(read, self.max_context_tokens))
         [(answer, _)] = self.builder.shortened([turn.answers[0]], self.max_answer_tokens)
         return Demonstration(turn.question, passages, answer)
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """The files' names without ending, behind as many folders as tell all of them apart."""
+    paths = [(file.parent / file.stem).parts for file in files]
+    for depth in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(parts[-depth:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    twice = next(file for file, parts in zip(files, paths, strict=True) if paths.count(parts) > 1)
+    raise DataError(f"two of the files are {twice.parent / twice.stem}, endings aside: each needs a name of its own")
 
 
 class Episodes(Sequence[Any]):
@@ -188,9 +209,30 @@ def drawn_apart(
     return scored, [episode for episode in others if episode.query.question not in questions]
 
 
+def digest(episodes: Iterable[Episode]) -> str:
+    """What the episodes hold, in 64 hex digits: other questions under the same file names have others.
+
+    Take it before `with_slots`, whose markers are new in every run.
+    """
+    hashed = hashlib.sha256()
+    for episode in episodes:
+        hashed.update(json.dumps(asdict(episode)).encode())
+    return hashed.hexdigest()
+
+
 def with_slots(episode: Episode, store: Any, ratio: int | None) -> Episode:
-    """The episode with soft contexts of a store for passages; None leaves them as text."""
+    """The episode with soft contexts of a store for passages; None leaves them as text.
+
+    Raises:
+        DataError: a question has no passages. Alone it is read by the decoder for text, in a batch by that for slots.
+    """
     if ratio is None:
         return episode
+    for each in (*episode.support, episode.query):
+        if not each.passages:
+            raise DataError(
+                f"the question {each.question!r} of the task {episode.task} has no passages to make soft contexts of: "
+                "leave it out, or leave `ratio` out of the recipe"
+            )
     support = tuple(demonstration.marked(store, ratio) for demonstration in episode.support)
     return replace(episode, support=support, query=episode.query.marked(store, ratio))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from tqdm.auto import tqdm
 from ctx_compress_rag.adaptation.config import AdaptationRecipe, UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.cost import AdaptationCost, measure
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, generate_together
-from ctx_compress_rag.adaptation.episodes import Episode, FamilyTasks, FileTasks, Tasks, drawn_apart, with_slots
+from ctx_compress_rag.adaptation.episodes import Episode, FamilyTasks, FileTasks, Tasks, digest, drawn_apart, with_slots
 from ctx_compress_rag.adaptation.methods import TestTimeSGD
 from ctx_compress_rag.adaptation.stages import open_decoder
 from ctx_compress_rag.adaptation.systems import AT_TEST_TIME, BASE, PREDICTED, Recipes, System, controls, copy_rule
@@ -103,22 +104,21 @@ def evaluate(
     shown = [recipe.demonstrations for recipe in recipes.others if isinstance(recipe, UpdatePredictorRecipe)]
     tasks = _tasks(recipes.base, decoder, files, split)
     support = max(shown, default=3)
+    apart = drawn_apart(tasks, questions, tuning, support, seed)
     episodes, held_back = (
-        [with_slots(episode, decoder.store, recipes.base.ratio) for episode in drawn]
-        for drawn in drawn_apart(tasks, questions, tuning, support, seed)
+        [with_slots(episode, decoder.store, recipes.base.ratio) for episode in drawn] for drawn in apart
     )
     sampling = Sampling(max_new_tokens=max_new_tokens)
     about = {
         "recipes": [recipe.model_dump(mode="json") for recipe in (recipes.base, *recipes.others)],
         "fingerprint": decoder.bundle.fingerprint,
         "data": [Path(file).name for file in files] or f"task families, {split}",
+        "episodes": digest(chain(*apart)),
         "questions": len(episodes),
         "tuning": len(held_back),
         "max_new_tokens": max_new_tokens,
         "seed": seed,
     }
-    if split == "dev" and not files:
-        about["tuned"] = "apart"  # earlier versions tuned on what they asked: those answers are made again
     if held_back:
         systems += _tuned(decoder, systems, held_back, sampling, folder / "tuning", about)
     systems += controls(systems, decoder, episodes)
@@ -139,7 +139,9 @@ def _tasks(
     if not files:
         return FamilyTasks(split)
     builder = PromptBuilder(decoder.bundle.tokenizer)
-    return FileTasks([Path(f) for f in files], builder, recipe.data.max_context_tokens, recipe.data.max_answer_tokens)
+    data = recipe.data
+    paths = [Path(file) for file in files]
+    return FileTasks(paths, builder, data.max_context_tokens, data.max_answer_tokens, data.passages)
 
 
 def answer_all(

@@ -190,9 +190,11 @@ class PredictedUpdate(Adaptation):
             # A marker whose slots cannot be read may have been read as text.
             given = decoder.ratios(demonstration) if row.soft else {None}
             if other := sorted(given - {wanted}, key=lambda ratio: ratio or 0):
+                bare = not any(map(str.strip, demonstration.passages)) and not row.soft
+                has = "no passages" if bare else f"passages that are {' and '.join(map(_as_read, other))}"
                 raise ConfigError(
                     f"this predictor was trained on demonstrations whose passages are {_as_read(wanted)}, and "
-                    f"demonstration {number} has passages that are {' and '.join(map(_as_read, other))}: give it such"
+                    f"demonstration {number} has {has}: give it such"
                 )
         return rows
 

@@ -81,7 +81,8 @@ def pooled_states(
 ) -> Tensor:
     """Hidden states at the end tokens of demonstrations, averaged over each context: (contexts, dim).
 
-    The demonstrations (question, passages, answer) are read by the frozen decoder with the base adapter.
+    The demonstrations are read by the frozen decoder with the base adapter. As in all prompts here passages come first,
+    then question and answer; the paper has the question first (appendix G).
 
     Args:
         decoder: the frozen decoder.

@@ -22,7 +22,7 @@ from ctx_compress_rag.adaptation.config import (
     UpdatePredictorRecipe,
 )
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, text_bundle
-from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, FileTasks, Tasks, with_slots
+from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, FileTasks, Tasks, digest, with_slots
 from ctx_compress_rag.adaptation.methods import PredictedUpdate, PredictorConfig, PromptTuning
 from ctx_compress_rag.adaptation.objectives.retrieval_adapter import PromptTuningLoss, RetrievalAdapterLoss
 from ctx_compress_rag.adaptation.objectives.update_predictor import (
@@ -69,17 +69,17 @@ def load_tasks(recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> Tasks:
     """The recipe's training tasks, checked against what is held out.
 
     Raises:
-        DataError: a family, passage or question is held out.
+        DataError: a family or question is held out.
     """
     data = recipe.data
     if data.families is not None:
         check_families(families(data.families), families("test"))
         return FamilyTasks(data.families)
     builder = PromptBuilder(decoder.bundle.tokenizer)
-    tasks = FileTasks(data.files, builder, data.max_context_tokens, data.max_answer_tokens)
+    tasks = FileTasks(data.files, builder, data.max_context_tokens, data.max_answer_tokens, data.passages)
     held_out = [example for file in data.held_out for example in read_jsonl(file)]
     for examples in tasks.examples.values():
-        check_held_out(examples, held_out)
+        check_held_out(examples, held_out, passages=False)
     return tasks
 
 
@@ -203,12 +203,7 @@ def _solved(
 ) -> SolvedContexts:
     """The recipe's contexts with their updates, solved now where they are not yet."""
     episodes = Episodes(load_tasks(recipe, decoder), config.contexts, recipe.demonstrations, recipe.seed)
-    about = {
-        "data": recipe.data.model_dump(mode="json"),
-        "ratio": recipe.ratio,
-        "demonstrations": recipe.demonstrations,
-        "seed": recipe.seed,
-    }
+    about = {"episodes": digest(episodes), "ratio": recipe.ratio}
     rate, steps = recipe.inner_learning_rate, config.steps
     solve(decoder, base, batches.slots(episodes), steps, rate, config.folder, about, recipe.layer)
     return load_solved(config.folder, base, config.contexts, recipe.inner_steps)

@@ -120,7 +120,7 @@ class Recipes:
         Raises:
             ConfigError: an output was made for another decoder, or by a recipe that has changed since.
         """
-        from ctx_compress_rag.training.run import run_recipe
+        from ctx_compress_rag.training.run import made_by, run_recipe
 
         for file, recipe in zip(self.files, (self.base, *self.others), strict=True):
             report = recipe.output / _REPORT_FILE
@@ -129,13 +129,16 @@ class Recipes:
                 run_recipe(file)
                 continue
             made = json.loads(report.read_text(encoding="utf-8"))
-            if made.get("recipe") != recipe.model_dump(mode="json"):
+            if not made_by(recipe, made.get("recipe")):
                 raise ConfigError(f"{recipe.output} was made before {file} was changed: remove it to train it again")
             if not decoder.bundle.made(made.get("fingerprint", "")):
                 raise ConfigError(f"{recipe.output} was made for another decoder: remove it to train it again")
 
     def systems(self, decoder: AdaptiveDecoder) -> list[System]:
-        """What was trained, and the baselines, in the order of a table."""
+        """What was trained, and the baselines, in the order of a table.
+
+        Recipes of one kind, and of one K, have their files' names behind it.
+        """
         base = Adapter.from_pretrained(self.base.output, decoder.bundle.backbone.model)
         systems = [
             System("query only", BaseAdapter(None), given=_without_passages),
@@ -144,20 +147,30 @@ class Recipes:
             System(BASE, BaseAdapter(base)),
             System(f"{BASE}, few-shot", FewShot(base)),
         ]
-        for recipe in self.others:
+        kinds = [_kind(recipe) for recipe in self.others]
+        predicted: list[tuple[str, PredictedUpdate]] = []
+        for kind, file, recipe in zip(kinds, self.files[1:], self.others, strict=True):
+            name = kind if kinds.count(kind) == 1 else f"{kind} ({file.stem})"
             if isinstance(recipe, PromptTuningRecipe):
-                systems.append(System("prompt tuning", PromptTuning.from_pretrained(recipe.output, decoder)))
-        outputs = [recipe.output for recipe in self.others if isinstance(recipe, UpdatePredictorRecipe)]
-        predicted = [PredictedUpdate.from_pretrained(output, decoder) for output in outputs]
-        systems += [System("HyperTuning", each) for each in predicted if each.config.loss == "task"]
+                systems.append(System(name, PromptTuning.from_pretrained(recipe.output, decoder)))
+            else:
+                predicted.append((name, PredictedUpdate.from_pretrained(recipe.output, decoder)))
+        systems += [System(name, each) for name, each in predicted if each.config.loss == "task"]
         matching = sorted(
-            (each for each in predicted if each.config.loss == "matching"), key=lambda each: each.config.inner_steps
+            (one for one in predicted if one[1].config.loss == "matching"), key=lambda one: one[1].config.inner_steps
         )
-        for each in matching:
-            steps, rate = each.config.inner_steps, each.config.inner_learning_rate
-            systems.append(System(f"{AT_TEST_TIME}{steps}", TestTimeSGD(base, steps, rate)))
-        systems += [System(f"{PREDICTED}{each.config.inner_steps}", each) for each in matching]
+        for name, each in matching:
+            own = TestTimeSGD(base, each.config.inner_steps, each.config.inner_learning_rate)
+            systems.append(System(f"{AT_TEST_TIME}{name.removeprefix(PREDICTED)}", own))
+        systems += [System(name, each) for name, each in matching]
         return systems
+
+
+def _kind(recipe: AdaptationRecipe) -> str:
+    """What a comparison calls what a recipe trains, where it is the only one of its kind."""
+    if not isinstance(recipe, UpdatePredictorRecipe):
+        return "prompt tuning"
+    return "HyperTuning" if recipe.loss == "task" else f"{PREDICTED}{recipe.inner_steps}"
 
 
 def controls(systems: Sequence[System], decoder: AdaptiveDecoder, episodes: Sequence[Episode]) -> list[System]:

@@ -16,8 +16,8 @@ def data(
         str,
         typer.Argument(
             metavar="NAME",
-            help="squad, hotpotqa, hotpotqa_gold, 2wikimultihopqa, musique, nq, triviaqa, popqa, narrativeqa, mrqa or "
-            "multinews.",
+            help="squad, hotpotqa, hotpotqa_gold, 2wikimultihopqa, musique, nq, triviaqa, popqa, bamboogle, "
+            "narrativeqa, mrqa or multinews.",
             show_default=False,
         ),
     ],
@@ -33,8 +33,8 @@ def data(
     """Write a published data set as JSONL.
 
     Rows have question, answers, context and, for stage ram, the evidence that a set marks: what `train` and `eval`
-    read. Sets without passages (nq, popqa) need a file with retrieved ones under "ctxs". narrativeqa has the stories'
-    summaries.
+    read. Sets without passages (nq, popqa, bamboogle) need a file with retrieved ones under "ctxs", which hotpotqa,
+    2wikimultihopqa and musique take in place of their own. narrativeqa has the stories' summaries.
     """
     from ctx_compress_rag.data.published import convert
 

@@ -150,16 +150,21 @@ def _plain(question: str) -> str:
     return " ".join(question.lower().split())
 
 
-def check_held_out(training: Sequence[Example], held_out: Sequence[Example]) -> None:
+def check_held_out(training: Sequence[Example], held_out: Sequence[Example], passages: bool = True) -> None:
     """Refuse training data that shares a passage or a question with held-out data.
 
     Strict on purpose: a question that is asked of other passages, too, is refused all the same. Rows of passages alone,
     whose question is blank, share none.
 
+    Args:
+        training: examples.
+        held_out: examples.
+        passages: refuse shared passages; False where both are retrieved from one corpus.
+
     Raises:
         DataError: naming the first shared passage or question.
     """
-    test_passages = {p.strip() for e in held_out for p in e.passages}
+    test_passages = {p.strip() for e in held_out for p in e.passages if passages}
     test_questions = {_plain(t.question) for e in held_out for t in e.turns} - {""}
     for number, example in enumerate(training):
         for passage in example.passages:

@@ -235,7 +235,13 @@ def _squad(row: Row) -> Iterator[Example]:
 
 
 def _hotpot(row: Row, gold: bool = False) -> Iterator[Example]:
-    """HotpotQA and 2WikiMultihopQA; evidence are the supporting sentences. With `gold` their paragraphs alone."""
+    """HotpotQA and 2WikiMultihopQA; evidence are the supporting sentences. Rows with "ctxs" are as NQ's.
+
+    With `gold` the supporting paragraphs alone.
+    """
+    if row.get("ctxs"):
+        yield from _open_domain(row)
+        return
     pages = _pairs(row["context"], "title", "sentences")
     sentences = {title: list(own) for title, own in pages}
     facts = _pairs(row["supporting_facts"], "title", "sent_id")
@@ -263,8 +269,11 @@ def _pairs(given: Any, first: str, second: str) -> list[tuple[Any, Any]]:
 
 
 def _musique(row: Row) -> Iterator[Example]:
-    """Evidence are the supporting paragraphs."""
+    """Evidence are the supporting paragraphs. Rows with "ctxs" are as NQ's."""
     if row.get("answerable", True):
+        if row.get("ctxs"):
+            yield from _open_domain(row)
+            return
         texts = [(p["title"], p["paragraph_text"], p.get("is_supporting")) for p in row["paragraphs"]]
         yield _example(
             row["question"],
@@ -277,8 +286,8 @@ def _musique(row: Row) -> Iterator[Example]:
 def _open_domain(row: Row, passages: int = 20) -> Iterator[Example]:
     """Questions with retrieved passages ("ctxs", or DPR's "positive_ctxs"); evidence are those marked `isgold`."""
     answers = row.get("answers", row.get("answer", row.get("possible_answers")))
-    if isinstance(answers, str):
-        answers = json.loads(answers)
+    if isinstance(answers, str):  # PopQA's are JSON text
+        answers = json.loads(answers) if answers.startswith("[") else [answers, *row.get("answer_aliases", [])]
     if isinstance(answers, Mapping):  # TriviaQA
         answers = [answer for answer in [answers["value"], *answers.get("aliases", [])] if answer != "<unk>"]
     found = row.get("ctxs") or [*row.get("positive_ctxs", []), *row.get("hard_negative_ctxs", [])]
@@ -320,6 +329,7 @@ SETS: dict[str, Published] = {
     "nq": Published(None, _lines, _open_domain),
     "triviaqa": Published(("mandarjoshi/trivia_qa", "rc"), _trivia_file, _open_domain),
     "popqa": Published(None, _lines_or_table, _open_domain),
+    "bamboogle": Published(None, _lines, _open_domain),
     "narrativeqa": Published(
         ("deepmind/narrativeqa", None), _narrative_file, _narrative, splits={"validation": "valid"}
     ),

@@ -21,7 +21,7 @@ _CUE = "Answer:"
 
 
 def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
-    """`chat` in the tokenizer's chat format, BOS and all, or joined plainly where it has none.
+    """`chat` in the tokenizer's chat format, BOS and all, or joined plainly where it has none: answers after "Answer:".
 
     Templates that know no system role (Gemma 2, early Mistral) get the system message at the start
     of the first user message: LangChain's and LlamaIndex's chains put the context there.
@@ -37,8 +37,13 @@ def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
     if unknown := [message["role"] for message in chat if message["role"] not in ROLES]:
         raise ConfigError(f"no decoder knows the role {unknown[0]!r}: give one of {', '.join(ROLES)}")
     if not getattr(tokenizer, "chat_template", None):
-        first = "" if bos_id(tokenizer) is None else tokenizer.bos_token
-        return first + "\n\n".join(message["content"] for message in chat) + f"\n{_CUE}"
+        text = ""
+        for message in chat:
+            if message["role"] == "assistant":  # as `answer_ids` has it
+                text += f"\n{_CUE} {message['content'].lstrip()}"
+            else:
+                text += ("\n\n" if text else "") + message["content"]
+        return ("" if bos_id(tokenizer) is None else tokenizer.bos_token) + f"{text}\n{_CUE}"
     try:
         return _render(tokenizer, chat)
     except _Refusal as error:

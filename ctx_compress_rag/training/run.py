@@ -7,8 +7,10 @@ import logging
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from ctx_compress_rag.errors import TimeUpError
 from ctx_compress_rag.training.config import BaseRecipe
@@ -69,5 +71,12 @@ def _is_finished(recipe: BaseRecipe) -> bool:
     file = recipe.output / _REPORT_FILE
     if not file.exists():
         return False
-    done = json.loads(file.read_text(encoding="utf-8")).get("recipe")
-    return bool(done == recipe.model_dump(mode="json"))
+    return made_by(recipe, json.loads(file.read_text(encoding="utf-8")).get("recipe"))
+
+
+def made_by(recipe: BaseRecipe, reported: Any) -> bool:
+    """Whether a report's recipe is this one. A key that is newer than the report has its default there."""
+    try:
+        return type(recipe).model_validate(reported) == recipe
+    except ValidationError:
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from ctx_compress_rag.adaptation import (
     text_bundle,
 )
 from ctx_compress_rag.adaptation.adapter import applied, projections
+from ctx_compress_rag.adaptation.demonstrations import shots
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoding.change import opened
@@ -32,6 +34,8 @@ from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.text.prompt_tokenizer import answer_ids, chat_text
+from ctx_compress_rag.text.tokenising import bos_id, text_ids
 from helpers import architectures
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, plain_copy, random_adapter
 
@@ -136,6 +140,23 @@ def test_peft_loads_what_is_saved_to_the_same_outputs(name: str, tmp_path: Path)
         torch.testing.assert_close(theirs(ids[None]).logits, ours, atol=1e-5, rtol=1e-5)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (8, 8, "someone/decoder")
+
+
+@pytest.mark.parametrize(("scale", "rank"), [(0.3, 2), (0.1, 4), (1.5, 3), (1.5, 4)])
+def test_a_saved_adapter_keeps_its_scale(scale: float, rank: int, tmp_path: Path) -> None:
+    """Though peft's lora_alpha, scale * rank, is a whole number."""
+    from peft import PeftModel
+
+    model = architectures.model("Llama")
+    adapter = random_adapter(model, rank, seed=9, scale=scale)
+    adapter.save_pretrained(tmp_path)
+    [ids] = architectures.random_ids("Llama", [13])
+    expected = merged_copy(model, adapter)(ids[None]).logits
+    theirs = PeftModel.from_pretrained(architectures.model("Llama"), tmp_path)
+    ours = _logits(model, ids[None], Adapter.from_pretrained(tmp_path, model))
+    with torch.no_grad():
+        for read in (ours, theirs(ids[None]).logits):
+            torch.testing.assert_close(read, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_an_adapter_that_peft_made_is_read(tmp_path: Path) -> None:
@@ -281,6 +302,22 @@ def test_few_shot_puts_demonstrations_before_the_question(decoder: AdaptiveDecod
     assert adapted.generate([chat], SHORT) == TransformersDecoder(bundle).generate([[*earlier, *chat]], SHORT)
     with pytest.raises(ConfigError, match="plain string"):
         adapted.generate(["What?"])
+
+
+def test_shown_answers_stand_as_the_one_that_is_asked_for(tiny_tokenizer: Any) -> None:
+    """Without a chat template: after the cue, as `answer_ids` has it."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = None
+    shown, asked = DEMONSTRATIONS[1], QUESTIONS[0]
+    bos = "" if bos_id(tokenizer) is None else tokenizer.bos_token
+    text = chat_text(tokenizer, [*shots([shown]), *asked.chat()])
+    assert text == (
+        f"{bos}Kormoor lies on the river Halen.\n\nQuestion: Which river flows through Kormoor?\n"
+        "Answer: the river Halen\n\n"
+        "Ivo Stormley keeps a crow as a pet.\n\nQuestion: Which pet does Ivo Stormley keep?\nAnswer:"
+    )
+    alone = text_ids(tokenizer, chat_text(tokenizer, shown.chat())) + answer_ids(tokenizer, shown.answer)
+    assert text_ids(tokenizer, text)[: len(alone)] == alone
 
 
 def test_adapting_leaves_the_original_and_starts_from_it(decoder: AdaptiveDecoder) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,16 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from ctx_compress_rag.adaptation.episodes import Episodes, FamilyTasks, FileTasks, drawn_apart
+from ctx_compress_rag.adaptation import Demonstration
+from ctx_compress_rag.adaptation.episodes import (
+    Episode,
+    Episodes,
+    FamilyTasks,
+    FileTasks,
+    digest,
+    drawn_apart,
+    with_slots,
+)
 from ctx_compress_rag.adaptation.task_families import (
     ENDS,
     FAMILIES,
@@ -187,3 +197,36 @@ def test_files_are_tasks(tmp_path: Path, tiny_tokenizer: Any) -> None:
     write_jsonl(tmp_path / "lonely.jsonl", rows[:1])
     with pytest.raises(DataError, match="lonely has one question"):
         FileTasks([tmp_path / "lonely.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6)
+
+
+def test_files_of_one_name_are_tasks_of_their_own(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    files = [tmp_path / folder / "train.jsonl" for folder in ("nq", "triviaqa")]
+    for file in files:
+        file.parent.mkdir()
+        name = file.parent.name
+        write_jsonl(file, [Example((f"{i}.", "Two.", "3."), (Turn(f"{name} {i}?", ("yes",)),)) for i in range(4)])
+    tasks = FileTasks(files, PromptBuilder(tiny_tokenizer), 40, 6, passages=2)
+    seen = {(e.task, e.query.question.split()[0]) for e in Episodes(tasks, 30, 2, seed=0)}
+    assert seen == {("nq/train", "nq"), ("triviaqa/train", "triviaqa")}
+    assert all(d.passages[1:] == ("Two.",) for e in Episodes(tasks, 5, 2, seed=0) for d in (*e.support, e.query))
+    with pytest.raises(DataError, match=r"two of the files are .*nq.train, endings aside"):
+        FileTasks([*files, files[0]], PromptBuilder(tiny_tokenizer), 40, 6)
+
+
+def test_the_digest_is_of_all_that_an_episode_holds() -> None:
+    first = Demonstration("Who?", ("A text.",), "me")
+    whole = Episode("task", (first, first), first, ("me", "I"))
+    others = [replace(first, question="What?"), replace(first, passages=("A", "text.")), replace(first, answer="I")]
+    changed = [replace(whole, query=other) for other in others]
+    changed += [replace(whole, support=(first, other)) for other in others] + [replace(whole, answers=("me",))]
+    digests = [digest([each, whole]) for each in (whole, *changed)] + [digest([whole])]
+    assert len(set(digests)) == len(digests)
+    assert digest([replace(whole), whole]) == digests[0]
+
+
+def test_soft_contexts_need_passages() -> None:
+    given, bare = Demonstration("Who?", ("A text.",), "me"), Demonstration("What?", (), "it")
+    for episode in (Episode("two", (given, bare), given), Episode("two", (given,), bare)):
+        with pytest.raises(DataError, match=r"'What\?' of the task two has no passages"):
+            with_slots(episode, None, 4)
+        assert with_slots(episode, None, None) is episode

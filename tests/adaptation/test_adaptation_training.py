@@ -21,8 +21,9 @@ from ctx_compress_rag.adaptation import (
     PredictedUpdate,
     PromptTuning,
     TestTimeSGD,
+    evaluation,
 )
-from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
+from ctx_compress_rag.adaptation.config import RetrievalAdapterRecipe, UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.cost import AdaptationCost, flops_of
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, with_slots
 from ctx_compress_rag.adaptation.evaluation import SystemScore, evaluate, table, verdict
@@ -30,6 +31,7 @@ from ctx_compress_rag.adaptation.methods import PredictorConfig
 from ctx_compress_rag.adaptation.objectives.retrieval_adapter import PromptTuningLoss, RetrievalAdapterLoss
 from ctx_compress_rag.adaptation.objectives.update_predictor import MatchingObjective, TaskObjective
 from ctx_compress_rag.adaptation.predictor import pooled_states
+from ctx_compress_rag.adaptation.stages import load_tasks, open_decoder
 from ctx_compress_rag.adaptation.systems import Recipes, System
 from ctx_compress_rag.adaptation.updates import matching_loss, norms, sgd
 from ctx_compress_rag.bundle import Bundle
@@ -40,7 +42,7 @@ from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.metrics import Interval, exact_match, token_f1
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.training.recipes import find, load_recipe
-from ctx_compress_rag.training.run import run_recipe
+from ctx_compress_rag.training.run import made_by, run_recipe
 from helpers.adaptation import DEMONSTRATIONS, random_adapter
 from helpers.training import killed, losses
 
@@ -181,9 +183,16 @@ def test_held_out_data_never_reaches_training(tmp_path: Path, bundle_folder: Pat
     write_jsonl(tmp_path / "train.jsonl", rows)
     write_jsonl(tmp_path / "test.jsonl", [Example(("Another.",), rows[2].turns)])
     data = {"files": [str(tmp_path / "train.jsonl")], "held_out": [str(tmp_path / "test.jsonl")]}
+    data |= {"passages": 1}
     files = _recipes(tmp_path / "run", bundle_folder, data=data)
     with pytest.raises(DataError, match=r"held-out question: 'Question 2\?'"):
         run_recipe(files["base"])
+    # One corpus: the same passage is retrieved for a question of training and for one that is held out.
+    write_jsonl(tmp_path / "test.jsonl", [Example(rows[2].passages, (Turn("Another question?", ("no",)),))])
+    recipe = load_recipe(files["base"])
+    assert isinstance(recipe, RetrievalAdapterRecipe)
+    [episode] = Episodes(load_tasks(recipe, open_decoder(recipe)), 1, 0, seed=0)
+    assert episode.query.passages == ("A text.",)
     settings = yaml.safe_load(files["base"].read_text()) | {"data": {"families": "test"}}
     files["base"].write_text(yaml.safe_dump(settings))
     with pytest.raises(ConfigError, match="families"):
@@ -215,6 +224,7 @@ def test_shipped_recipes_belong_together() -> None:
         assert recipes.files[0].parent == find(where)
         assert len({recipe.output for recipe in (recipes.base, *recipes.others)}) == 6
         kinds = sorted((r.stage, getattr(r, "loss", ""), getattr(r, "inner_steps", 0)) for r in recipes.others)  # type: ignore[attr-defined]
+        assert all(r.data.passages == (5 if r.data.files else None) for r in (recipes.base, *recipes.others))
         matching = [("update_predictor", "matching", k) for k in (1, 5, 10)]
         assert kinds == [("prompt_tuning", "", 0), *matching, ("update_predictor", "task", 5)]
 
@@ -229,6 +239,31 @@ def test_recipes_that_do_not_belong_together_are_refused(tmp_path: Path) -> None
     files["base"].unlink()
     with pytest.raises(ConfigError, match="0 retrieval_adapter"):
         Recipes.find(tmp_path / "recipes")
+
+
+def test_recipes_of_one_kind_have_rows_of_their_own(trained: Path, tmp_path: Path, decoder: AdaptiveDecoder) -> None:
+    for name in ("base", "prefix", "k1", "k2", "task"):
+        text = (trained / "recipes" / f"{name}.yaml").read_text()
+        for copy in (name, f"{name}_again") if name in ("prefix", "k2", "task") else (name,):
+            (tmp_path / f"{copy}.yaml").write_text(text)
+    names = [system.name for system in Recipes.find(tmp_path).systems(decoder)]
+    assert names[5:] == [
+        "prompt tuning (prefix)", "prompt tuning (prefix_again)", "HyperTuning (task)", "HyperTuning (task_again)",
+        "TT-SGD, K=1", "TT-SGD, K=2 (k2)", "TT-SGD, K=2 (k2_again)",
+        "RAG-GD, K=1", "RAG-GD, K=2 (k2)", "RAG-GD, K=2 (k2_again)",
+    ]  # fmt: skip
+    scores = [_score(name, 0.5, 0.1, 1.0) for name in names]
+    assert [line.split(": ")[0] for line in verdict(scores).splitlines()] == [f"- {name}" for name in names[-3:]]
+
+
+def test_a_report_from_before_a_key_is_of_the_same_recipe(tmp_path: Path) -> None:
+    recipe = load_recipe(_recipes(tmp_path, Path("demo"))["k1"])
+    reported = recipe.model_dump(mode="json")
+    assert made_by(recipe, reported)
+    assert not made_by(recipe, reported | {"code": 5})
+    assert not made_by(recipe, reported | {"unknown": 1}) and not made_by(recipe, None)
+    del reported["data"]["passages"]
+    assert made_by(recipe, reported)
 
 
 # Costs
@@ -396,7 +431,7 @@ def test_the_command_reads_files_and_slots(
     for task in ("one", "two"):
         rows = [Example((f"{task} has {i}.", "More."), (Turn(f"What has {task}, {i}?", (str(i),)),)) for i in range(8)]
         write_jsonl(tmp_path / f"{task}.jsonl", rows)
-    data = {"files": [str(tmp_path / "one.jsonl")]}
+    data = {"files": [str(tmp_path / "one.jsonl")], "passages": 1}
     files = _recipes(tmp_path, bundle_folder, steps=1, ratio=4, data=data)
     for name in ("prefix", "k2", "task"):
         files[name].unlink()
@@ -411,3 +446,21 @@ def test_the_command_reads_files_and_slots(
     assert all(set(s["by_task"]) == {"two"} for s in kept["scores"])
     assert kept["questions"] == 4
     assert kept["data"] == ["two.jsonl"]
+
+    # Other questions under the same name: answers are made anew, of one passage each, and contexts solved for the
+    # former ones are refused.
+    asked: list[str] = []
+    answer = evaluation.generate_together
+
+    def watched(decoders: Any, chats: Any, sampling: Any) -> Any:
+        asked.extend(chat[0]["content"] for chat in chats)
+        return answer(decoders, chats, sampling)
+
+    monkeypatch.setattr(evaluation, "generate_together", watched)
+    for task in ("one", "two"):
+        rows = [Example((f"{task} had {i}.", "More."), (Turn(f"Which had {task}, {i}?", ("no",)),)) for i in range(8)]
+        write_jsonl(tmp_path / f"{task}.jsonl", rows)
+    assert main(command) == 0
+    assert asked and all(re.fullmatch(r"(\[\[\S+\]\])?\n\nQuestion: Which had two, \d\?", text) for text in asked)
+    with pytest.raises(ConfigError, match="other settings: remove it"):
+        run_recipe(files["k1"], resume=False)

@@ -297,6 +297,8 @@ def test_a_predictor_takes_passages_as_it_was_trained_with(bundle: Any, base: Ad
         update = PredictedUpdate.build(base, decoder, CONFIG.model_copy(update={"ratio": 8}))
         assert decoder.adapt(at[8], update).adapted.adapter is not None
         first, *_ = at[8]
+        with pytest.raises(ConfigError, match="soft contexts of ratio 8, and demonstration 0 has no passages: give"):
+            decoder.adapt([replace(first, passages=()), *at[8][1:]], update)
         mixed = replace(first, passages=(first.passages[0], DEMONSTRATIONS[0].passages[1]))
         four, text = "soft contexts of ratio 4", "text"
         for demonstrations, number, what in (

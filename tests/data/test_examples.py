@@ -53,9 +53,10 @@ def test_held_out_passages_and_questions_never_reach_training() -> None:
     check_held_out(world_examples("train", 0, 200), held_out)
     with pytest.raises(DataError, match="passage"):
         check_held_out([*world_examples("train", 0, 3), held_out[3]], held_out)
+    check_held_out([Example(held_out[3].passages, (Turn("Another question?", ("yes",)),))], held_out, passages=False)
     question = Example(("Another text.",), held_out[3].turns)
     with pytest.raises(DataError, match="question"):
-        check_held_out([*world_examples("train", 0, 3), question], held_out)
+        check_held_out([*world_examples("train", 0, 3), question], held_out, passages=False)
 
 
 def test_passages_without_questions_share_none() -> None:

@@ -134,6 +134,10 @@ FILES: dict[str, Any] = {
         lambda f: lines(f / "p.jsonl", {"question": "When?", "possible_answers": '["1874", "MD"]', "ctxs": CTXS}),
         ("When?", ("1874", "MD"), JOINED, ()),
     ),
+    "bamboogle": (
+        lambda f: lines(f / "b.jsonl", {"question": "When?", "answer": "1874", "ctxs": CTXS}),
+        ("When?", ("1874",), JOINED, ()),
+    ),
     "narrativeqa": (narrative, ("Who drew it?", ("Ada Quill", "Ada, the keeper"), (TEXT,), ())),
     "mrqa": (
         lambda f: lines(f / "m.jsonl.gz", {"header": {"dataset": "NewsQA"}}, MRQA),
@@ -174,6 +178,19 @@ def test_a_published_file_becomes_rows(name: str, tmp_path: Path) -> None:
     made, expected = FILES[name]
     assert main(["data", name, str(made(tmp_path)), "--output", str(tmp_path / "out.jsonl")]) == 0
     assert [parts(example) for example in read_jsonl(tmp_path / "out.jsonl")] == [expected]
+
+
+@pytest.mark.parametrize("name", ["hotpotqa", "2wikimultihopqa", "musique"])
+def test_retrieved_passages_take_the_place_of_a_sets_own(name: str, tmp_path: Path) -> None:
+    """As a set's own row, where there is more than one answer with all of them, and as DPR writes it."""
+    own = MUSIQUE if name == "musique" else WIKI
+    dpr = {"question": "Who drew it?", "answers": ["Ada Quill"]}
+    hidden = [MUSIQUE | {"answerable": False}] if name == "musique" else []
+    file = lines(tmp_path / "r.jsonl", *(row | {"ctxs": CTXS} for row in (own, dpr, *hidden)))
+    convert(name, file, tmp_path / "out.jsonl")
+    answers = [("Ada Quill", "Quill") if name == "musique" else ("Ada Quill",), ("Ada Quill",)]
+    found = [("Who drew it?", accepted, JOINED, ()) for accepted in answers]
+    assert [parts(example) for example in read_jsonl(tmp_path / "out.jsonl")] == found
 
 
 @pytest.mark.parametrize("name", HUB)
