@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.gguf import GgufDecoder
@@ -105,7 +105,7 @@ def explain(error: ValidationError) -> str:
     return "; ".join(_explained(fault) for fault in error.errors())
 
 
-def _explained(fault: ErrorDetails) -> str:
+def _explained(fault: Mapping[str, Any]) -> str:
     where = ".".join(str(place) for place in fault["loc"])
     match fault["type"]:
         case "missing":

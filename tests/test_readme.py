@@ -127,27 +127,28 @@ def test_store_code(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "AddReport(added=1, updated=0, unchanged=0)" in capsys.readouterr().out
 
 
-def test_adaptation_code(workplace: Path, talkative: Any) -> None:
+def test_adaptation_code(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a predictor that was not trained: what it predicts is applied, kept, and leaves `llm` as it is."""
     import torch
 
+    from ctx_compress_rag import Bundle, SoftContextStore
     from ctx_compress_rag.adaptation import AdaptiveDecoder, PredictedUpdate
     from ctx_compress_rag.adaptation.methods import PredictorConfig
     from helpers.adaptation import random_adapter
-    from helpers.langchain import open_app
+    from langchain_ctx_compress import ChatCompressedContext
 
     (block,) = (b for b in _blocks("python") if "Demonstration" in b)
-    app = open_app(workplace / "app", talkative)
+    bundle = Bundle.from_pretrained("demo")
     config = PredictorConfig(inner_steps=2, inner_learning_rate=0.01, demonstrations=3, hidden=16, code=8)
-    made = PredictedUpdate.build(
-        random_adapter(app.bundle.backbone.model, 4, seed=8), AdaptiveDecoder(app.bundle), config
-    )
+    made = PredictedUpdate.build(random_adapter(bundle.backbone.model, 4, seed=8), AdaptiveDecoder(bundle), config)
     with torch.no_grad():
         for parameter in made.predictor.parameters():
             parameter.normal_(std=0.5)
     made.save_pretrained(workplace / "runs/rag_gd/demo/rag_gd_k5")
-    llm, question = app.llm(), "Who is the mayor of Nimbridge?"
-    before = llm.invoke(question).content
-    given = {"llm": llm, "passage": world_examples("test", 0, 1)[0].passages[0]}
+    given: dict[str, Any] = {}
     _run(block, given)
-    assert given["adapted"].invoke(question).content == llm.with_adapter("./wool_snow").invoke(question).content
-    assert llm.invoke(question).content == before
+    plain, adapted = capsys.readouterr().out.rstrip("\n").split(" -> ")
+    with SoftContextStore("other_contexts", bundle) as store:
+        llm = ChatCompressedContext(store=store)
+        assert llm.invoke(given["question"]).content == plain != adapted
+        assert llm.with_adapter("./wool_snow").invoke(given["question"]).content == adapted

@@ -330,8 +330,8 @@ class Companion:
             raise FingerprintMismatchError(
                 f"the soft contexts in {collection.name!r} ({where}) were made by bundle {metadata['bundle']!r}, "
                 f"fingerprint {metadata['fingerprint'][:12]}, and {bundle.config.name!r}, fingerprint "
-                f"{bundle.fingerprint[:12]}, cannot read them: take that bundle, or index into another folder "
-                f"or collection, or first delete this one: client.delete_collection({collection.name!r})"
+                f"{bundle.fingerprint[:12]}, cannot read them: take that bundle, or index again: into another "
+                f"folder or collection, or first delete this one: client.delete_collection({collection.name!r})"
             )
         if self._codec_asked not in (None, metadata["codec"]):
             raise StoreError(

@@ -116,5 +116,5 @@ def test_its_settings_are_checked_as_those_of_any_method(registered: None, tiny_
 
 
 def test_without_registering_it_is_unknown(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"method: .*'first_tokens'.*'mean_pooling'"):
+    with pytest.raises(ConfigError, match=r"method.name: 'first_tokens' is unknown: .*'mean_pooling'"):
         run_recipe(recipe(tmp_path, tiny_tokenizer))

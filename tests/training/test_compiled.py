@@ -52,6 +52,7 @@ def test_frozen_weights_are_rounded_unless_the_bundle_saves_them(
         "decoder": str(tmp_path / "decoder"),
         "copy_decoder": copied,
         "method": {"name": "mean_pooling"},
+        "ratios": [4, 8],
         "window": 64,
         "data": {"world": {"examples": 4}},
         "optim": {"bf16": True},
