@@ -88,9 +88,14 @@ def convert(
 
 
 def _checked(one: Callable[[Row], Iterable[Example]], rows: Iterable[Row]) -> Iterator[Example]:
-    """Examples with passages and answers; evidence that stands in a passage to the letter."""
+    """Examples with passages and answers; evidence that stands in a passage to the letter.
+
+    Retrieved passages ("ctxs") take the place of a set's own. MuSiQue marks rows that its paragraphs do not answer.
+    """
     for row in rows:
-        for example in one(row):
+        if not row.get("answerable", True):
+            continue
+        for example in (_open_domain if row.get("ctxs") else one)(row):
             if not example.passages:
                 raise DataError(_NO_PASSAGES)
             for turn in example.turns:
@@ -235,13 +240,7 @@ def _squad(row: Row) -> Iterator[Example]:
 
 
 def _hotpot(row: Row, gold: bool = False) -> Iterator[Example]:
-    """HotpotQA and 2WikiMultihopQA; evidence are the supporting sentences. Rows with "ctxs" are as NQ's.
-
-    With `gold` the supporting paragraphs alone.
-    """
-    if row.get("ctxs"):
-        yield from _open_domain(row)
-        return
+    """HotpotQA and 2WikiMultihopQA; evidence are the supporting sentences. `gold`: the supporting paragraphs alone."""
     pages = _pairs(row["context"], "title", "sentences")
     sentences = {title: list(own) for title, own in pages}
     facts = _pairs(row["supporting_facts"], "title", "sent_id")
@@ -269,18 +268,14 @@ def _pairs(given: Any, first: str, second: str) -> list[tuple[Any, Any]]:
 
 
 def _musique(row: Row) -> Iterator[Example]:
-    """Evidence are the supporting paragraphs. Rows with "ctxs" are as NQ's."""
-    if row.get("answerable", True):
-        if row.get("ctxs"):
-            yield from _open_domain(row)
-            return
-        texts = [(p["title"], p["paragraph_text"], p.get("is_supporting")) for p in row["paragraphs"]]
-        yield _example(
-            row["question"],
-            [row["answer"], *row.get("answer_aliases", [])],
-            [f"{title}\n{text}" for title, text, _ in texts],
-            [text for _, text, supporting in texts if supporting],
-        )
+    """Evidence are the supporting paragraphs."""
+    texts = [(p["title"], p["paragraph_text"], p.get("is_supporting")) for p in row["paragraphs"]]
+    yield _example(
+        row["question"],
+        [row["answer"], *row.get("answer_aliases", [])],
+        [f"{title}\n{text}" for title, text, _ in texts],
+        [text for _, text, supporting in texts if supporting],
+    )
 
 
 def _open_domain(row: Row, passages: int = 20) -> Iterator[Example]:

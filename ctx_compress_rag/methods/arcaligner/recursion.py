@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -43,7 +44,7 @@ class Recursion:
     ) -> None:
         self._layer, self._lora, self._slots = layer, lora, slots.mask
         given = named(layer, args, kwargs)
-        del given[parameters(layer)[0]]  # the states
+        del given[parameters(type(layer).forward)[0]]  # the states
         # Whatever a layer calls its cache, the mandatory pass alone writes there.
         self._given = {
             name: value for name, value in given.items() if name != "use_cache" and not isinstance(value, Cache)
@@ -152,14 +153,15 @@ class _Taking:
         raise _Taken
 
 
-def parameters(module: nn.Module) -> list[str]:
-    """The names of a module's arguments, by its class: hooks of others may replace the object's own `forward`."""
-    return list(inspect.signature(type(module).forward).parameters)[1:]
+@cache
+def parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a method's arguments. Of a module, ask its class: hooks may replace the object's own `forward`."""
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments of a call by name: which of them are positional differs by architecture."""
-    return dict(zip(parameters(module), args, strict=False)) | dict(kwargs)
+    return dict(zip(parameters(type(module).forward), args, strict=False)) | dict(kwargs)
 
 
 def states_of(made: Any) -> Tensor:
