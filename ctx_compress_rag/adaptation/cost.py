@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
-
-import torch
 
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
 from ctx_compress_rag.adaptation.episodes import Episode
 from ctx_compress_rag.adaptation.systems import System
 from ctx_compress_rag.decoding.generation import Sampling
-from ctx_compress_rag.flops import counting
+from ctx_compress_rag.evaluation.phases import Phases, count_flops, time_phases
 
 _COUNTED = 4
 
@@ -38,47 +34,30 @@ class AdaptationCost:
 def measure(
     decoder: AdaptiveDecoder, systems: Sequence[System], episodes: Sequence[Episode], sampling: Sampling, timed: int
 ) -> dict[str, AdaptationCost]:
-    """The cost of each system, by name, over the first `timed` episodes.
-
-    Systems take turns at each question, in random order, so that whatever else the machine does falls on all
-    of them; the first question is done once more before, for warming up.
-    """
-    times: dict[str, list[tuple[float, float]]] = {system.name: [] for system in systems}
+    """The cost of each system, by name, over the first `timed` episodes."""
     given = {system.name: system.given(episodes) for system in systems}
-    for number in range(-1, min(timed, len(episodes))):
-        for system in random.Random(number).sample(list(systems), len(systems)):
-            episode = given[system.name][max(number, 0)]
-            started = time.perf_counter()
-            adapted = decoder.adapt(episode.support, system.adaptation)
-            between = _now(decoder)
-            adapted.generate([episode.query.chat()], sampling)
-            ended = _now(decoder)
-            if number >= 0:
-                times[system.name].append((between - started, ended - between))
+    questions = [
+        {system.name: phases(decoder, system, given[system.name][n], sampling) for system in systems}
+        for n in range(min(timed, len(episodes)))
+    ]
+    times = time_phases(questions, decoder.bundle.backbone.device, progress=False)
     costs = {}
-    for system in systems:
-        flops = [flops_of(decoder, system, episode, sampling) for episode in given[system.name][: min(timed, _COUNTED)]]
-        costs[system.name] = AdaptationCost(
-            adapt_ms=1000 * median(adapt for adapt, _ in times[system.name]),
-            answer_ms=1000 * median(answer for _, answer in times[system.name]),
+    for name in given:
+        flops = [count_flops(question[name]) for question in questions[:_COUNTED]]
+        costs[name] = AdaptationCost(
+            adapt_ms=1000 * median(adapt for adapt, _ in times[name]),
+            answer_ms=1000 * median(answer for _, answer in times[name]),
             adapt_flops=mean(adapt for adapt, _ in flops),
             answer_flops=mean(answer for _, answer in flops),
         )
     return costs
 
 
-def flops_of(decoder: AdaptiveDecoder, system: System, episode: Episode, sampling: Sampling) -> tuple[int, int]:
-    """Floating-point operations of adapting to an episode's demonstrations, and of answering its question."""
-    with counting() as adapting:
-        adapted = decoder.adapt(episode.support, system.adaptation)
-    with counting() as answering:
-        # In this thread: operations of passes that others share run in another, uncounted.
-        adapted.generate_apart(episode.query.chat(), sampling)
-    return adapting.get_total_flops(), answering.get_total_flops()
-
-
-def _now(decoder: AdaptiveDecoder) -> float:
-    """The time when the device has done all that it was given."""
-    if decoder.bundle.backbone.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def phases(decoder: AdaptiveDecoder, system: System, episode: Episode, sampling: Sampling) -> Phases:
+    """Adapting to an episode's demonstrations, and answering its question."""
+    chat = episode.query.chat()
+    return Phases(
+        lambda: decoder.adapt(episode.support, system.adaptation),
+        lambda adapted: adapted.generate([chat], sampling),
+        lambda adapted: adapted.generate_apart(chat, sampling),
+    )

@@ -255,7 +255,7 @@ def adapt_eval(
         typer.Option(metavar="STEPS", help="Most training steps of a recipe, for a quick look.  [default: its own]"),
     ] = None,
     questions: Annotated[int, typer.Option(metavar="N", help="To score with.")] = 400,
-    timed: Annotated[int, typer.Option(metavar="N", help="Questions timed.")] = 20,
+    timed: Annotated[int, typer.Option(metavar="N", min=1, help="Questions timed.")] = 20,
     max_tokens: Annotated[int, typer.Option(metavar="N", help="Most of an answer.")] = 32,
     output: Output = "ctx-compress-adapt-eval",
 ) -> None:

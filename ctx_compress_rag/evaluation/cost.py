@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import TypeVar
 
-from tqdm.auto import tqdm
-
 from ctx_compress_rag.decoding.decoder import Message, TransformersDecoder
 from ctx_compress_rag.evaluation import report
+from ctx_compress_rag.evaluation.phases import Phases, count_flops, time_phases
 from ctx_compress_rag.evaluation.speed import FIRST_TOKEN
-from ctx_compress_rag.flops import counting
 
 K = TypeVar("K")
 MakePrompt = Callable[[], list[Message]]
@@ -45,29 +41,18 @@ def measure(
 ) -> dict[K, Cost]:
     """The cost of each system.
 
-    Systems take turns at each question, in random order, so that whatever else the machine does falls on all of
-    them; the first question is asked once more before, for warming up.
-
     Args:
         decoder: what answers.
         questions: for each question, what makes its prompt, by system.
         progress: show a progress bar.
     """
-    times: dict[K, list[tuple[float, float]]] = {system: [] for system in questions[0]}
-    rounds = [questions[0], *questions]
-    for number, prompts in enumerate(tqdm(rounds, desc="timing", unit="question", disable=not progress)):
-        for system in random.Random(number).sample(list(prompts), len(prompts)):
-            started = time.perf_counter()
-            chat = prompts[system]()
-            between = time.perf_counter()
-            decoder.generate([chat], FIRST_TOKEN)
-            if number:
-                times[system].append((between - started, time.perf_counter() - started))
-    flops = {system: [flops_of(decoder, prompts[system]) for prompts in questions] for system in times}
+    phases = [{system: _phases(decoder, prompt) for system, prompt in prompts.items()} for prompts in questions]
+    times = time_phases(phases, decoder.bundle.backbone.device, progress)
+    flops = {system: [count_flops(systems[system]) for systems in phases] for system in times}
     return {
         system: Cost(
             context_seconds=median(context for context, _ in times[system]),
-            first_token_seconds=median(first for _, first in times[system]),
+            first_token_seconds=median(context + reading for context, reading in times[system]),
             context_flops=mean(context for context, _ in flops[system]),
             first_token_flops=mean(context + reading for context, reading in flops[system]),
         )
@@ -75,14 +60,12 @@ def measure(
     }
 
 
-def flops_of(decoder: TransformersDecoder, prompt: MakePrompt) -> tuple[int, int]:
-    """Operations of making a prompt, and of reading it up to the first token."""
-    with counting() as making:
-        chat = prompt()
-    with counting() as reading:
-        # In this thread: operations of passes that others share run in another, uncounted.
-        decoder.generate_apart(chat, FIRST_TOKEN)
-    return making.get_total_flops(), reading.get_total_flops()
+def _phases(decoder: TransformersDecoder, prompt: MakePrompt) -> Phases:
+    return Phases(
+        prompt,
+        lambda chat: decoder.generate([chat], FIRST_TOKEN),
+        lambda chat: decoder.generate_apart(chat, FIRST_TOKEN),
+    )
 
 
 def cost_table(costs: Mapping[tuple[str, int | None], Cost]) -> str:

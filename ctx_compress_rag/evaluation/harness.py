@@ -49,7 +49,7 @@ KEPT_LABEL = "teacher-normalised F1"
 
 ANSWER_TOKENS = 32
 """The longest answer where neither caller nor bundle says it."""
-_AT_ONCE = 64  # questions: the slots that close reading makes for a question must stay until they are read
+_AT_ONCE = 16  # questions between two saves; the slots that close reading makes for them must stay until they are read
 _SKIMMED = _AT_ONCE * 1024
 _TIMED = 5  # questions, spread over all
 

@@ -24,7 +24,7 @@ from ctx_compress_rag.adaptation import (
     evaluation,
 )
 from ctx_compress_rag.adaptation.config import RetrievalAdapterRecipe, UpdatePredictorRecipe
-from ctx_compress_rag.adaptation.cost import AdaptationCost, flops_of
+from ctx_compress_rag.adaptation.cost import AdaptationCost, phases
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, with_slots
 from ctx_compress_rag.adaptation.evaluation import SystemScore, evaluate, table, verdict
 from ctx_compress_rag.adaptation.methods import PredictorConfig
@@ -39,6 +39,7 @@ from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.errors import ConfigError, DataError
+from ctx_compress_rag.evaluation.phases import count_flops
 from ctx_compress_rag.metrics import Interval, exact_match, token_f1
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.training.recipes import find, load_recipe
@@ -277,7 +278,7 @@ def test_flops_are_those_of_the_matrix_products(decoder: AdaptiveDecoder) -> Non
     one = Sampling(max_new_tokens=1)
 
     def flops(adaptation: Any) -> tuple[int, int]:
-        return flops_of(decoder, System("it", adaptation), episode, one)
+        return count_flops(phases(decoder, System("it", adaptation), episode, one))
 
     [row] = decoder.rows(episode.support)
     tokens, width, layers = len(row.answers), 32, 2
