@@ -19,15 +19,16 @@ from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.bundle_folder import SHIPPED
+from ctx_compress_rag.bundle_folder import CONFIG_FILE, DECODER_FOLDER, SHIPPED, read_config
 from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.gguf import GgufDecoder, gguf_file
 from ctx_compress_rag.methods.ram.segments import Segments
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.text.tokenising import text_parts, text_tokens
@@ -39,11 +40,24 @@ from llama_index.llms.ctx_compress import CompressedContextLLM
 NAMES = [*architectures.NAMES, *SHIPPED]
 
 
+def shipped_tokenizer(name: str) -> Any:
+    """The tokenizer of a shipped bundle's decoder."""
+    decoder = read_config(SHIPPED[name] / CONFIG_FILE).decoder
+    if decoder is None:
+        tokenizer = AutoTokenizer.from_pretrained(SHIPPED[name] / DECODER_FOLDER)
+    else:
+        assert isinstance(decoder, GgufDecoder)
+        file = gguf_file(decoder)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
 @pytest.fixture(scope="module", params=NAMES)
 def bundle(request: pytest.FixtureRequest) -> Bundle:
     name = request.param
     if name in SHIPPED:  # the tokenizer is what differs; SmolLM2's own layers would take minutes
-        tokenizer = Bundle.from_pretrained(name, device="cpu").tokenizer
+        tokenizer = shipped_tokenizer(name)
         model = tiny_llama(tokenizer)
     else:
         model, tokenizer = architectures.model(name), architectures.tokenizer(name)
