@@ -8,6 +8,7 @@ under the same ids.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -336,7 +337,7 @@ class _Recorded:
 def check_there(folder: str | Path, create: bool = False) -> None:
     """StoreError where there is no store, unless it is to be made."""
     # Chroma would make the folder; a caller that only reads should be told that the path is wrong.
-    if not create and not (Path(folder) / DATABASE).exists():
+    if not create and not os.path.exists(Path(folder) / DATABASE):
         raise StoreError(f"no store at {str(folder)!r}: make one with `ctx-compress index DIR --store {folder}`")
 
 

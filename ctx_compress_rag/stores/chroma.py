@@ -78,6 +78,7 @@ class SoftContextStore(OfThisProcess):
     Raises:
         FingerprintMismatchError: the store was made with another bundle.
         StoreError: it cannot be opened, is of another format, or has another codec or ratio than asked for.
+        StoreWriteError: there is none yet, and this user may not make it there.
         RatioError: the bundle cannot make this ratio.
         ConfigError: an argument has an impossible value.
     """

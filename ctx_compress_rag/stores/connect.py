@@ -15,9 +15,10 @@ from chromadb.api import ClientAPI
 from chromadb.api.client import Client
 from chromadb.config import DEFAULT_DATABASE, DEFAULT_TENANT
 
-from ctx_compress_rag.errors import ConfigError, StoreError
+from ctx_compress_rag.errors import ConfigError, StoreError, StoreWriteError
 from ctx_compress_rag.stores.folder import Folder
 from ctx_compress_rag.stores.lock import DEFAULT_TIMEOUT
+from ctx_compress_rag.stores.sqlite import DATABASE
 
 Location = str | os.PathLike[str] | ClientAPI | chromadb.Collection
 
@@ -98,6 +99,7 @@ def connect(location: Location, collection: str) -> Connection:
     Raises:
         ConfigError: the location is no path, (synchronous) client or collection, or the collection no name.
         StoreError: it is no folder.
+        StoreWriteError: it holds nothing yet, and may not be written to.
     """
     if not isinstance(collection, str) or not _NAME.fullmatch(f"{collection}-ctx"):
         raise ConfigError(
@@ -118,7 +120,7 @@ def connect(location: Location, collection: str) -> Connection:
             "PersistentClient, EphemeralClient) or a collection; asynchronous ones are not supported"
         )
     path = os.fspath(location)
-    if not path or (Path(path).exists() and not Path(path).is_dir()):
+    if not path or (os.path.exists(path) and not os.path.isdir(path)):
         raise StoreError(f"a store needs a folder, and {path!r} is none")
     return _of_folder(Path(path), DEFAULT_TENANT, DEFAULT_DATABASE, collection)
 
@@ -131,7 +133,20 @@ def _of_client(client: ClientAPI, collection: str) -> Connection:
 
 
 def _of_folder(path: Path, tenant: str, database: str, collection: str) -> Connection:
+    _check_there_or_makeable(path)
     return Connection(None, Folder.of(path, tenant, database), f"{collection}-ctx", str(path), path)
+
+
+def _check_there_or_makeable(path: Path) -> None:
+    # os.path's exists, since Path's raises where this user may not look.
+    if os.path.exists(path / DATABASE):
+        return
+    there = next(str(folder) for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder))
+    if not os.access(there, os.W_OK):
+        raise StoreWriteError(
+            f"there is no store in {path} that this user can read, and none can be made: this user may not write to "
+            f"{there}: change its permissions, or give another folder"
+        )
 
 
 def _is_remote(client: ClientAPI) -> bool:

@@ -116,11 +116,11 @@ def content_id(text: str) -> str:
     return hashlib.sha256(_utf8(text, "a passage")).hexdigest()[:32]
 
 
-def to_passage(document: object, id: str | None = None) -> Passage:
+def to_passage(document: object, id: str | None, place: int) -> Passage:
     """A string, Passage, LangChain Document or LlamaIndex node (scored or not) as a checked Passage with an id.
 
-    `id` takes precedence over the document's own. Metadata keeps the scalars that JSON can hold; nested
-    values and NaN stay with the app's own collection.
+    `id` takes precedence over the document's own; messages name `place`, its index among the others. Metadata keeps
+    the scalars that JSON can hold; nested values and NaN stay with the app's own collection.
 
     Raises:
         ConfigError: it is none of these, its text is blank, too long or not text, or its id is empty.
@@ -143,7 +143,7 @@ def to_passage(document: object, id: str | None = None) -> Passage:
             "or LlamaIndex node"
         )
     name = own if id is None else id
-    label = "a passage" if name is None else f"passage {name!r}"
+    label = f"documents[{place}]" if name is None else f"passage {name!r}"
     if not isinstance(text, str):
         raise ConfigError(f"{label} has a text of type {type(text).__name__}, not str")
     if not text.strip():
@@ -187,7 +187,7 @@ def to_passages(
         raise ConfigError(f"{len(ids)} ids for {len(items)} documents: give one id per document")
     passages: dict[str, Passage] = {}
     for i, item in enumerate(items):
-        passage = to_passage(item, None if ids is None else ids[i])
+        passage = to_passage(item, None if ids is None else ids[i], i)
         assert passage.id is not None
         known = passages.setdefault(passage.id, passage)
         if known is passage:

@@ -171,12 +171,12 @@ def test_threads_that_ensure_the_same_compress_once(store: SoftContextStore, bun
 @pytest.mark.parametrize(
     ("documents", "ids", "message"),
     [
-        (["good", ""], None, "no text"),
+        (["good", ""], None, r"documents\[1\] has no text"),
         (["good", " \n\t"], ["a", "b"], "passage 'b' has no text"),
         (["good", None], None, "NoneType"),
         (["good", 3], None, "int"),
         (["good", Passage(5, "five")], None, "'five' has a text of type int"),  # type: ignore[arg-type]
-        (["good", "\ud800"], None, "Unicode"),
+        (["good", "\ud800"], None, r"documents\[1\] is not valid Unicode"),
         (["good", "more"], ["a", ""], "non-empty"),
         (["good", "more"], ["a", 7], "non-empty str, got 7"),
         (["good", "more"], ["a", "a"], "'a' is given twice with different texts"),

@@ -159,6 +159,31 @@ with SoftContextStore(sys.argv[1], bundle, key=b"sixteen bytes or more") as stor
     assert "refused: cannot write to the store" in run.stdout
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+def test_a_store_that_nobody_made_and_this_user_cannot_make_is_refused_at_once(tmp_path: Path, mode: int) -> None:
+    """In a folder that another user may read alone, or not even look into."""
+    if os.name != "posix" or os.getuid() != 0:
+        pytest.skip("needs a second user")
+    closed = Path(tempfile.mkdtemp(dir=tempfile.gettempdir()))
+    closed.chmod(mode)
+    code = f"""{WRITE}
+import os
+from ctx_compress_rag.errors import StoreWriteError
+bundle = WordBundle()
+os.setuid(65534)
+for name in ("", "new", "new/newer"):
+    try:
+        SoftContextStore(os.path.join(sys.argv[1], name), bundle, key=b"sixteen bytes or more")
+        print("opened")
+    except StoreWriteError as error:
+        print(error)
+"""
+    run = run_python(code, closed)
+    closed.rmdir()
+    said = run.stdout.splitlines()
+    assert len(said) == 3 and all(f"none can be made: this user may not write to {closed}:" in line for line in said)
+
+
 def test_a_chroma_server_on_the_folder_is_noticed(tmp_path: Path, bundle: WordBundle) -> None:
     with SoftContextStore(tmp_path, bundle) as store:
         add(store, 2)

@@ -6,6 +6,7 @@ import sys
 from typing import Literal
 
 import pytest
+from llama_index.core.llms import ChatMessage
 from llama_index.core.output_parsers import PydanticOutputParser
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import RouterQueryEngine, SubQuestionQueryEngine
@@ -65,6 +66,19 @@ async def test_cut_json_names_the_limit(app: App) -> None:
         llm.structured_predict(Tower, PromptTemplate("Describe the tower."))
     with pytest.raises(ConfigError, match="max_tokens=3 cut the JSON"):
         await llm.astructured_predict(Tower, PromptTemplate("Describe the tower."))
+    with pytest.raises(ConfigError, match="max_tokens=3 cut the JSON"):
+        list(llm.stream_structured_predict(Tower, PromptTemplate("Describe the tower.")))
+    with pytest.raises(ConfigError, match="max_tokens=3 cut the JSON"):
+        [_ async for _ in await llm.astream_structured_predict(Tower, PromptTemplate("Describe the tower."))]
+
+
+async def test_a_streamed_object_is_whole_at_its_end(app: App) -> None:
+    llm, asked = app.llm(max_tokens=50), PromptTemplate("Describe the tower.")
+    wanted = llm.structured_predict(Tower, asked)
+    assert list(llm.stream_structured_predict(Tower, asked))[-1] == wanted
+    assert [part async for part in await llm.astream_structured_predict(Tower, asked)][-1] == wanted
+    chat = [ChatMessage("Describe the tower.")]
+    assert isinstance(list(llm.as_structured_llm(Tower).stream_chat(chat))[-1].raw, Tower)
 
 
 def test_without_the_extra_the_message_names_it(app: App, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -171,22 +171,26 @@ class CompressedContextLLM(DecoderLLM, LLM):
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Answer a prompt piece by piece; the last response has an empty delta and the token counts."""
-        return _completions(self._stream(self._from_text(prompt, formatted), self._sampling(kwargs)))
+        sampling = self._sampling(kwargs)
+        return _completions(self._stream(self._from_text(prompt, formatted), sampling), sampling)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a conversation piece by piece; the last response has an empty delta and the token counts."""
-        return _chats(self._stream(self._from_messages(messages), self._sampling(kwargs)))
+        sampling = self._sampling(kwargs)
+        return _chats(self._stream(self._from_messages(messages), sampling), sampling)
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """`stream_complete` in a thread."""
-        return in_thread(_completions(await self._astream(self._from_text(prompt, formatted), self._sampling(kwargs))))
+        sampling = self._sampling(kwargs)
+        return in_thread(_completions(await self._astream(self._from_text(prompt, formatted), sampling), sampling))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """`stream_chat` in a thread."""
-        return in_thread(_chats(await self._astream(self._from_messages(messages), self._sampling(kwargs))))
+        sampling = self._sampling(kwargs)
+        return in_thread(_chats(await self._astream(self._from_messages(messages), sampling), sampling))
 
     def structured_predict(
         self,
@@ -214,6 +218,33 @@ class CompressedContextLLM(DecoderLLM, LLM):
         """`structured_predict` in a thread."""
         wanted = _constrained(output_cls, llm_kwargs)
         return cast(Model, await super().astructured_predict(output_cls, prompt, wanted, **prompt_args))
+
+    def stream_structured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Generator[Any, None, None]:
+        """`structured_predict` piece by piece: what is read so far, fields that are missing as None; last the whole."""
+        wanted = _constrained(output_cls, llm_kwargs)
+        return cast(
+            Generator[Any, None, None], super().stream_structured_predict(output_cls, prompt, wanted, **prompt_args)
+        )
+
+    async def astream_structured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> AsyncGenerator[Any, None]:
+        """`stream_structured_predict` in a thread."""
+        wanted = _constrained(output_cls, llm_kwargs)
+        return cast(
+            AsyncGenerator[Any, None],
+            await super().astream_structured_predict(output_cls, prompt, wanted, **prompt_args),
+        )
 
     def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
         """The answer to a filled template; where its parser reads JSON (selectors, sub-questions), JSON of that form.
@@ -310,18 +341,18 @@ def _response_format(schema: dict[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
-def _completions(pieces: Pieces) -> CompletionResponseGen:
+def _completions(pieces: Pieces, sampling: Sampling) -> CompletionResponseGen:
     text = ""
     for piece in pieces:
         if isinstance(piece, Generation):
-            yield _completion(piece, delta="")
+            yield _completion(_whole(piece, sampling), delta="")
         else:
             text += piece
             yield CompletionResponse(text=text, delta=piece)
 
 
-def _chats(pieces: Pieces) -> ChatResponseGen:
-    for response in _completions(pieces):
+def _chats(pieces: Pieces, sampling: Sampling) -> ChatResponseGen:
+    for response in _completions(pieces, sampling):
         yield _chat(response)
 
 
