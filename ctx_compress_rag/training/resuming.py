@@ -29,30 +29,30 @@ _MAY_CHANGE = frozenset(
 )  # fmt: skip
 
 
-def begin(recipe: BaseRecipe, resume: bool, main: bool) -> None:
-    """Keep the recipe beside its checkpoints, which no other recipe continues.
-
-    Args:
-        recipe: what is about to be trained.
-        resume: whether its checkpoints are to be continued; otherwise they are removed.
-        main: whether this process writes.
+def refuse_another(recipe: BaseRecipe) -> None:
+    """Refuse to continue another recipe's checkpoints.
 
     Raises:
         ConfigError: the checkpoints are of a recipe with other settings.
     """
     folder = recipe.output / FOLDER
     file = folder / _RECIPE_FILE
-    if resume and file.exists():
-        if changed := list(_changed(recipe, json.loads(file.read_text(encoding="utf-8")))):
-            raise ConfigError(
-                f"{folder} holds a training with other settings ({'; '.join(changed)}): give back those, choose "
-                "another output, or train anew with --no-resume"
-            )
-    elif not resume and main:
+    if not file.exists() or not _whole(recipe.output):
+        return
+    if changed := list(_changed(recipe, json.loads(file.read_text(encoding="utf-8")))):
+        raise ConfigError(
+            f"{folder} holds a training with other settings ({'; '.join(changed)}): give back those, choose "
+            "another output, or train anew with --no-resume"
+        )
+
+
+def begin(recipe: BaseRecipe, resume: bool) -> None:
+    """Keep the recipe beside its checkpoints; where they are not to be continued, they are removed."""
+    folder = recipe.output / FOLDER
+    if not resume:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    if main:
-        _write(file, recipe.model_dump(mode="json"))
+    _write(folder / _RECIPE_FILE, recipe.model_dump(mode="json"))
 
 
 def _changed(recipe: BaseRecipe, before: Any) -> Iterator[str]:
@@ -83,11 +83,10 @@ def last_checkpoint(output: Path, steps: int, main: bool) -> Path | None:
     Raises:
         ConfigError: it is of a later step than the recipe's last.
     """
-    found = sorted((output / FOLDER).glob("checkpoint-*"), key=_step)
-    for half in [folder for folder in found if not (folder / _PROGRESS_FILE).exists()] if main else []:
+    whole = _whole(output)
+    for half in set(_all(output)) - set(whole) if main else ():
         logger.warning("%s was not written to its end, and is removed", half)
         shutil.rmtree(half, ignore_errors=True)
-    whole = [folder for folder in found if (folder / _PROGRESS_FILE).exists()]
     if not whole:
         return None
     if _step(whole[-1]) > steps:
@@ -96,6 +95,15 @@ def last_checkpoint(output: Path, steps: int, main: bool) -> Path | None:
             "with --no-resume"
         )
     return whole[-1]
+
+
+def _all(output: Path) -> list[Path]:
+    """Checkpoints, the last one last."""
+    return sorted((output / FOLDER).glob("checkpoint-*"), key=_step)
+
+
+def _whole(output: Path) -> list[Path]:
+    return [folder for folder in _all(output) if (folder / _PROGRESS_FILE).exists()]
 
 
 def _step(checkpoint: Path) -> int:

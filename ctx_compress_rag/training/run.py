@@ -16,7 +16,7 @@ from ctx_compress_rag.errors import TimeUpError
 from ctx_compress_rag.training.config import BaseRecipe
 from ctx_compress_rag.training.loop import is_main_process, train
 from ctx_compress_rag.training.recipes import load_recipe
-from ctx_compress_rag.training.resuming import begin
+from ctx_compress_rag.training.resuming import begin, refuse_another
 from ctx_compress_rag.training.stage import STAGES
 
 _REPORT_FILE = "training_report.json"
@@ -44,10 +44,13 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
         return recipe.output
     if deadline is not None and time.monotonic() >= deadline:
         raise TimeUpError(f"{path}: not begun; the same command resumes there")
-    begin(recipe, resume, is_main_process())
+    if resume:
+        refuse_another(recipe)
     _prepare(recipe)
     logger.info("%s: %d steps, seed %d, into %s", path, recipe.optim.steps, recipe.seed, recipe.output)
     job = STAGES[recipe.stage].start(recipe, resume)
+    if is_main_process():
+        begin(recipe, resume)  # after the start: a fault in the recipe leaves what is there
     report = train(job, recipe.optim, recipe.output, recipe.seed, resume, deadline)
     report["recipe"] = recipe.model_dump(mode="json")
     if is_main_process():
@@ -59,13 +62,14 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
 
 
 def _prepare(recipe: BaseRecipe) -> None:
-    """Set up this process: its GPU and the seed."""
+    """Set up this process: its GPU, the seed, and the folder it writes to."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     torch.manual_seed(recipe.seed)
     # Softmax tails and Adam's moments reach subnormal numbers, on which a CPU is slow. Threads inherit
     # this when they start, so it comes before any work.
     torch.set_flush_denormal(True)
+    recipe.output.mkdir(parents=True, exist_ok=True)
 
 
 def _is_finished(recipe: BaseRecipe) -> bool:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import Trainer
 
 from ctx_compress_rag.data.examples import write_jsonl
-from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.training.run import run_recipe
 from helpers.models import save_tiny_llama
 from helpers.processes import run_by
@@ -89,6 +89,23 @@ def test_another_recipe_does_not_continue(
         run_recipe(_recipe(decoder, folder, **change))
     run_recipe(_recipe(decoder, folder))
     _assert_the_same(whole, folder)
+
+
+def test_a_fault_in_a_recipe_loses_no_checkpoint(decoder: Path, tmp_path: Path) -> None:
+    """Not even where the training was to begin anew."""
+    recipe = _recipe(decoder, tmp_path / "cut")
+    with killed(after=3):
+        run_recipe(recipe)
+    with pytest.raises(DataError, match="no data file"):
+        run_recipe(_recipe(decoder, tmp_path / "cut", data="absent.jsonl"), resume=False)
+    run_recipe(_recipe(decoder, tmp_path / "cut"))
+    assert _report(tmp_path / "cut")["resumed"] is True
+
+
+def test_a_recipe_that_never_began_is_mended(decoder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no data file"):
+        run_recipe(_recipe(decoder, tmp_path / "run", data="absent.jsonl"))
+    run_recipe(_recipe(decoder, tmp_path / "run"))
 
 
 def test_how_steps_are_made_may_change(decoder: Path, tmp_path: Path) -> None:
