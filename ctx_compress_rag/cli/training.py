@@ -55,7 +55,9 @@ def train(
     minutes: Annotated[
         float | None, typer.Option(metavar="N", help="Stop after so long, a checkpoint saved.  [default: at the end]")
     ] = None,
-    no_resume: Annotated[bool, typer.Option("--no-resume", help="Start anew where a run was interrupted.")] = False,
+    no_resume: Annotated[
+        bool, typer.Option("--no-resume", help="Start anew; checkpoints of before are removed.")
+    ] = False,
 ) -> None:
     """Train a bundle by recipes.
 

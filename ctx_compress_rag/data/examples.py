@@ -80,6 +80,7 @@ def _rows(path: Path, unanswerable: bool) -> Iterator[tuple[tuple[str, ...], Tur
 def _row(line: str, place: str, unanswerable: bool) -> tuple[tuple[str, ...], Turn]:
     try:
         row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode()  # "\\ud83d" alone is JSON, and no character that can be tokenised
         question, answers = row["question"], row["answers"]
         context = [f"{p['title']}\n{p['text']}" for p in row["passages"]] if "passages" in row else row["context"]
     except (ValueError, KeyError, TypeError) as error:
@@ -89,7 +90,8 @@ def _row(line: str, place: str, unanswerable: bool) -> tuple[tuple[str, ...], Tu
     passages = (context,) if isinstance(context, str) else tuple(context)
     if not isinstance(question, str) or not isinstance(answers, list) or not all(isinstance(a, str) for a in answers):
         raise DataError(f"{place}: question must be a string and answers a list of strings")
-    if not (answers or unanswerable) or not all(isinstance(p, str) and p.strip() for p in passages):
+    filled = bool(passages) and all(isinstance(p, str) and p.strip() for p in passages)
+    if not (answers or unanswerable) or not filled:
         raise DataError(f"{place}: answers and passages must not be empty")
     subject = row.get("subject", "")
     if not isinstance(subject, str):

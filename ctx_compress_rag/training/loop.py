@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
-from transformers.trainer_utils import get_last_checkpoint
 
 from ctx_compress_rag.errors import ConfigError, TimeUpError
 from ctx_compress_rag.figures import new_figure, save
@@ -28,6 +27,8 @@ from ctx_compress_rag.training.compiled import bfloat16_pays
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.muon import MuonAdamW
 from ctx_compress_rag.training.parts import FOLDER, load_parts, save_parts
+from ctx_compress_rag.training.resuming import FOLDER as CHECKPOINTS
+from ctx_compress_rag.training.resuming import finish_checkpoint, last_checkpoint, progress_of
 from ctx_compress_rag.training.sharding import at_hand, is_shared_out, sharded
 from ctx_compress_rag.training.throughput import Meter
 from ctx_compress_rag.training.whole_batch import WholeBatchMean, items_of
@@ -35,7 +36,6 @@ from ctx_compress_rag.training.whole_batch import WholeBatchMean, items_of
 logger = logging.getLogger(__name__)
 
 _TRAINED_FILE = "trained.safetensors"
-_PROGRESS_FILE = "progress.json"
 _COUNTED_STEPS = 8
 
 StepHook = Callable[[int], None]
@@ -82,16 +82,20 @@ class Job:
 
 
 class ExampleDataset(Dataset[Any]):
-    """A list of examples, or of whatever the collator takes, as the Trainer wants it."""
+    """All items that the steps take: the examples over and over, so that every batch is full.
 
-    def __init__(self, examples: Examples) -> None:
+    A batch cut short where the examples end would be filled up by several processes, and not by one.
+    """
+
+    def __init__(self, examples: Examples, items: int) -> None:
         self.examples = examples
+        self.items = items
 
     def __len__(self) -> int:
-        return len(self.examples)
+        return self.items
 
     def __getitem__(self, index: int) -> Any:
-        return self.examples[index]
+        return self.examples[index % len(self.examples)]
 
 
 class _OnStep(TrainerCallback):
@@ -201,7 +205,12 @@ class _Trainer(Trainer):
         folder.mkdir(parents=True, exist_ok=True)
         if not is_shared_out(self.model):
             save_file(trainable_state(cast(nn.Module, self.model)), folder / _TRAINED_FILE)
-        (folder / _PROGRESS_FILE).write_text(json.dumps(self.progress()), encoding="utf-8")
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()  # each process writes a part
+        if self.args.should_save:
+            finish_checkpoint(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", self.progress())  # type: ignore[arg-type]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not is_shared_out(self.model):
@@ -289,7 +298,7 @@ def train(
             "choose numbers that divide it"
         )
     arguments = TrainingArguments(
-        output_dir=str(output / "checkpoints"),
+        output_dir=str(output / CHECKPOINTS),
         max_steps=optim.steps,
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=optim.batch_size // (micro * processes),
@@ -326,7 +335,7 @@ def train(
     trainer = _Trainer(
         model=model,
         args=arguments,
-        train_dataset=ExampleDataset(job.examples),
+        train_dataset=ExampleDataset(job.examples, optim.items),
         data_collator=job.collate,
         callbacks=[_OnStep(job.on_step)] if job.on_step else None,
     )
@@ -334,13 +343,12 @@ def train(
         trainer.add_callback(_Probing(trainer, job.probe, job.probe_every))
     if deadline is not None:
         trainer.add_callback(_StopAt(deadline))
-    folder = output / "checkpoints"
-    checkpoint = get_last_checkpoint(str(folder)) if resume and folder.exists() else None
+    checkpoint = last_checkpoint(output, optim.steps, is_main_process()) if resume else None
     if checkpoint:
         logger.info("resuming from %s", checkpoint)
     trainer.optim = optim
     trainer.meter = Meter()
-    trainer.before = _progress(Path(checkpoint)) if checkpoint else {}
+    trainer.before = progress_of(checkpoint) if checkpoint else {}
     trainer.began = time.monotonic()
     shard = optim.shard if processes > 1 else None
     if shard == "all":
@@ -348,7 +356,7 @@ def train(
         prepare = partial(trainer.accelerator.prepare_model, evaluation_mode=True)
         trainer.accelerator.prepare_model = prepare
     with sharded(model, job.layers, shard, arguments.device.type) if shard else nullcontext():
-        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     step = trainer.state.global_step
     rows: list[dict[str, Any]] = trainer.state.log_history
     history = [row for row in rows if "loss" in row]
@@ -357,7 +365,7 @@ def train(
         plot_loss(history, output / "loss.png")
     if step < optim.steps:
         raise TimeUpError(f"{output}: stopped at step {step} of {optim.steps}; the same command resumes there")
-    trainer.save_model(str(output / "checkpoints" / "last"))
+    trainer.save_model(str(output / CHECKPOINTS / "last"))
     return {
         "steps": step,
         "seconds": max((row["seconds"] for row in rows if "seconds" in row), default=0.0),
@@ -369,11 +377,6 @@ def train(
         "seed": seed,
         **job.about,
     }
-
-
-def _progress(checkpoint: Path) -> dict[str, Any]:
-    file = checkpoint / _PROGRESS_FILE  # checkpoints of earlier versions have none
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
 
 
 def _schedule(optim: OptimConfig) -> dict[str, Any]:

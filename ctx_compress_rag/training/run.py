@@ -16,6 +16,7 @@ from ctx_compress_rag.errors import TimeUpError
 from ctx_compress_rag.training.config import BaseRecipe
 from ctx_compress_rag.training.loop import is_main_process, train
 from ctx_compress_rag.training.recipes import load_recipe
+from ctx_compress_rag.training.resuming import begin, refuse_another
 from ctx_compress_rag.training.stage import STAGES
 
 _REPORT_FILE = "training_report.json"
@@ -34,6 +35,7 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
         deadline: when to stop, in seconds of `time.monotonic`.
 
     Raises:
+        ConfigError: its output holds checkpoints of a recipe with other settings.
         TimeUpError: the deadline came first; a checkpoint is saved.
     """
     recipe = load_recipe(path)
@@ -42,9 +44,13 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
         return recipe.output
     if deadline is not None and time.monotonic() >= deadline:
         raise TimeUpError(f"{path}: not begun; the same command resumes there")
+    if resume:
+        refuse_another(recipe)
     _prepare(recipe)
     logger.info("%s: %d steps, seed %d, into %s", path, recipe.optim.steps, recipe.seed, recipe.output)
     job = STAGES[recipe.stage].start(recipe, resume)
+    if is_main_process():
+        begin(recipe, resume)  # after the start: a fault in the recipe leaves what is there
     report = train(job, recipe.optim, recipe.output, recipe.seed, resume, deadline)
     report["recipe"] = recipe.model_dump(mode="json")
     if is_main_process():

@@ -28,6 +28,9 @@ def test_jsonl_round_trip_and_grouping(tmp_path: Path) -> None:
         "{",
         '{"question": "Q", "answers": [], "context": "c"}',
         '{"question": "Q", "answers": ["a"], "context": 5}',
+        '{"question": "Q", "answers": ["a"], "context": []}',
+        '{"question": "Q", "answers": ["a"], "passages": []}',
+        r'{"question": "Q", "answers": ["a"], "context": "cut in the middle of an emoji \ud83d"}',
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, row: str) -> None:

@@ -1,0 +1,131 @@
+"""What an interrupted training continues from: its last whole checkpoint, and no other recipe's."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.training.config import BaseRecipe
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "checkpoints"
+_RECIPE_FILE = "recipe.json"
+_PROGRESS_FILE = "progress.json"
+
+# How a step is computed, and where it is kept, not what it makes; and a training may be prolonged.
+_MAY_CHANGE = {
+    "output",
+    "optim.steps",
+    "optim.micro_batch_size",
+    "optim.compile",
+    "optim.checkpoint_layers",
+    "optim.shard",
+    "optim.workers",
+    "optim.save_every",
+    "optim.log_every",
+}
+
+
+def refuse_another(recipe: BaseRecipe) -> None:
+    """Refuse to continue another recipe's checkpoints.
+
+    Raises:
+        ConfigError: the checkpoints are of a recipe with other settings.
+    """
+    folder = recipe.output / FOLDER
+    file = folder / _RECIPE_FILE
+    if not file.exists() or not _whole(recipe.output):
+        return
+    if changed := list(_changed(recipe, json.loads(file.read_text(encoding="utf-8")))):
+        raise ConfigError(
+            f"{folder} holds a training with other settings ({'; '.join(changed)}): give back those, choose "
+            "another output, or train anew with --no-resume"
+        )
+
+
+def begin(recipe: BaseRecipe, resume: bool) -> None:
+    """Keep the recipe beside its checkpoints; where they are not to be continued, they are removed."""
+    folder = recipe.output / FOLDER
+    if not resume:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / _RECIPE_FILE, recipe.model_dump(mode="json"))
+
+
+def _changed(recipe: BaseRecipe, before: Any) -> Iterator[str]:
+    """The keys that a checkpoint's recipe has otherwise, with both values."""
+    try:
+        # A key that is newer than the checkpoint has its default there.
+        before = type(recipe).model_validate(before).model_dump(mode="json")
+    except ValidationError:
+        yield f"stage {before.get('stage')!r} there, {recipe.stage!r} in the recipe"
+        return
+    old, new = _flat(before), _flat(recipe.model_dump(mode="json"))
+    for key in sorted((old.keys() | new.keys()) - _MAY_CHANGE):
+        if old.get(key) != new.get(key):
+            yield f"{key} {old.get(key)!r} there, {new.get(key)!r} in the recipe"
+
+
+def _flat(settings: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested settings by dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
+    return flat
+
+
+def last_checkpoint(output: Path, steps: int, main: bool) -> Path | None:
+    """The last checkpoint that was written to its end; `main` removes those that were not.
+
+    Raises:
+        ConfigError: it is of a later step than the recipe's last.
+    """
+    whole = _whole(output)
+    for half in set(_all(output)) - set(whole) if main else ():
+        logger.warning("%s was not written to its end, and is removed", half)
+        shutil.rmtree(half, ignore_errors=True)
+    if not whole:
+        return None
+    if _step(whole[-1]) > steps:
+        raise ConfigError(
+            f"{whole[-1]} is beyond the recipe's {steps} steps: give it as many, choose another output, or train anew "
+            "with --no-resume"
+        )
+    return whole[-1]
+
+
+def _all(output: Path) -> list[Path]:
+    """Checkpoints, the last one last."""
+    return sorted((output / FOLDER).glob("checkpoint-*"), key=_step)
+
+
+def _whole(output: Path) -> list[Path]:
+    return [folder for folder in _all(output) if (folder / _PROGRESS_FILE).exists()]
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def finish_checkpoint(checkpoint: Path, progress: dict[str, Any]) -> None:
+    """Mark a checkpoint as whole, once all of it is written; it then says what the training has taken so far."""
+    _write(checkpoint / _PROGRESS_FILE, progress)
+
+
+def progress_of(checkpoint: Path) -> dict[str, Any]:
+    """What `finish_checkpoint` was given."""
+    return dict(json.loads((checkpoint / _PROGRESS_FILE).read_text(encoding="utf-8")))
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    part.replace(file)  # there whole or not at all

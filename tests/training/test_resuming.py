@@ -1,0 +1,179 @@
+"""What an interrupted training continues from, and that it ends as one that was not interrupted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import Trainer
+
+from ctx_compress_rag.data.examples import write_jsonl
+from ctx_compress_rag.errors import ConfigError, DataError
+from ctx_compress_rag.training.run import run_recipe
+from helpers.models import save_tiny_llama
+from helpers.processes import run_by
+from helpers.training import UNLIKE, killed, losses
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+    folder = tmp_path_factory.mktemp("decoder")
+    save_tiny_llama(tiny_tokenizer, folder)
+    write_jsonl(folder / "data.jsonl", UNLIKE[:3])  # no multiple of a batch
+    write_jsonl(folder / "other.jsonl", UNLIKE[3:])
+    return folder
+
+
+def _recipe(decoder: Path, folder: Path, data: str = "data.jsonl", seed: int = 0, **optim: Any) -> Path:
+    settings = {
+        "steps": 6,
+        "batch_size": 4,
+        "micro_batch_size": 2,
+        "save_every": 2,
+        "log_every": 1,
+        "warmup_ratio": 0.0,
+    }
+    recipe = {
+        "stage": "teacher",
+        "output": str(folder),
+        "decoder": str(decoder),
+        "tune": {"mode": "lora"},
+        "seed": seed,
+        "data": {"files": [str(decoder / data)], "max_turns": 2},
+        "optim": settings | {"learning_rate": 1e-2, "warmup_ratio": 0.0} | optim,
+    }
+    path = folder.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def _report(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "training_report.json").read_text()))
+
+
+def _assert_the_same(one: Path, other: Path) -> None:
+    assert losses(one) == pytest.approx(losses(other), rel=1e-5)
+    a, b = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
+    for name, weight in a.items():
+        assert torch.allclose(b[name], weight, atol=2e-5), name
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"learning_rate": 0.1}, "optim.learning_rate 0.01 there, 0.1 in the recipe"),
+        ({"data": "other.jsonl"}, "data.files"),
+        ({"seed": 5}, "seed 0 there, 5"),
+        ({"steps": 1}, "checkpoint-2 is beyond the recipe's 1 steps"),
+    ],
+)
+@pytest.mark.parametrize("finished", [False, True])
+def test_another_recipe_does_not_continue(
+    decoder: Path, tmp_path: Path, change: dict[str, Any], named: str, finished: bool
+) -> None:
+    """It is told what differs; the training that is there ends as it would have."""
+    whole = run_recipe(_recipe(decoder, tmp_path / "whole"))
+    folder = tmp_path / "cut"
+    if finished:
+        run_recipe(_recipe(decoder, folder))
+        named = named.replace("checkpoint-2", "checkpoint-6")
+    else:
+        with killed(after=3):
+            run_recipe(_recipe(decoder, folder))
+    with pytest.raises(ConfigError, match=named):
+        run_recipe(_recipe(decoder, folder, **change))
+    run_recipe(_recipe(decoder, folder))
+    _assert_the_same(whole, folder)
+
+
+def test_a_fault_in_a_recipe_loses_no_checkpoint(decoder: Path, tmp_path: Path) -> None:
+    """Not even where the training was to begin anew."""
+    recipe = _recipe(decoder, tmp_path / "cut")
+    with killed(after=3):
+        run_recipe(recipe)
+    with pytest.raises(DataError, match="no data file"):
+        run_recipe(_recipe(decoder, tmp_path / "cut", data="absent.jsonl"), resume=False)
+    run_recipe(_recipe(decoder, tmp_path / "cut"))
+    assert _report(tmp_path / "cut")["resumed"] is True
+
+
+def test_a_recipe_that_never_began_is_mended(decoder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no data file"):
+        run_recipe(_recipe(decoder, tmp_path / "run", data="absent.jsonl"))
+    run_recipe(_recipe(decoder, tmp_path / "run"))
+
+
+def test_how_steps_are_made_may_change(decoder: Path, tmp_path: Path) -> None:
+    """And a training may be prolonged; its report then has the new number of steps."""
+    whole = run_recipe(_recipe(decoder, tmp_path / "whole"))
+    folder = tmp_path / "cut"
+    with killed(after=3):
+        run_recipe(_recipe(decoder, folder))
+    folder = folder.rename(tmp_path / "moved")
+    run_recipe(_recipe(decoder, folder, micro_batch_size=1, save_every=4, checkpoint_layers=True))
+    assert _report(folder)["resumed"] is True
+    _assert_the_same(whole, folder)
+    run_recipe(_recipe(decoder, folder, steps=8))
+    assert (_report(folder)["steps"], len(losses(folder))) == (8, 8)
+
+
+def test_a_training_begun_anew_forgets_the_one_before(decoder: Path, tmp_path: Path) -> None:
+    """Interrupted, too, it does not continue from the other's checkpoints, though those are of later steps."""
+    whole = run_recipe(_recipe(decoder, tmp_path / "whole", seed=5))
+    folder = run_recipe(_recipe(decoder, tmp_path / "cut"))
+    anew = _recipe(decoder, folder, seed=5)
+    with killed(after=3):
+        run_recipe(anew, resume=False)
+    run_recipe(anew)
+    _assert_the_same(whole, folder)
+
+
+def test_a_checkpoint_that_was_cut_off_is_not_read(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run_recipe(_recipe(decoder, tmp_path / "whole"))
+    write = Trainer._save_rng_state
+
+    def full(trainer: Any, output_dir: str) -> None:
+        if output_dir.endswith("-4"):
+            raise OSError(28, "No space left on device")
+        write(trainer, output_dir)
+
+    recipe = _recipe(decoder, tmp_path / "cut")
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(Trainer, "_save_rng_state", full)
+        run_recipe(recipe)
+    assert (tmp_path / "cut" / "checkpoints" / "checkpoint-4" / "trained.safetensors").exists()
+    run_recipe(recipe)
+    assert _report(tmp_path / "cut")["resumed"] is True
+    _assert_the_same(whole, tmp_path / "cut")
+
+
+def test_a_result_that_could_not_be_written_takes_no_further_step(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import PeftModel
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    whole = run_recipe(_recipe(decoder, tmp_path / "whole", batch_size=2, steps=5))
+    recipe = _recipe(decoder, tmp_path / "cut", batch_size=2, steps=5)
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(PeftModel, "save_pretrained", full)
+        run_recipe(recipe)
+    run_recipe(recipe)
+    assert _report(tmp_path / "cut")["steps"] == 5
+    _assert_the_same(whole, tmp_path / "cut")
+
+
+def test_two_processes_take_the_same_batches(decoder: Path, tmp_path: Path) -> None:
+    """Where the examples end within a batch, too."""
+    alone = run_recipe(_recipe(decoder, tmp_path / "alone"))
+    run_by(2, tmp_path / "told", ("train", _recipe(decoder, tmp_path / "shared")))
+    _assert_the_same(alone, tmp_path / "shared")
