@@ -91,13 +91,19 @@ def load_decoder(
     except CtxCompressError:
         raise
     except Exception as error:  # transformers raises many kinds: OSError, ValueError, SafetensorError, ...
-        raise BundleError(f"cannot load the decoder {str(name)!r}: {error}") from error
+        of_hub = not isinstance(name, GgufDecoder | Path) and not _is_path(name) and not Path(name).is_dir()
+        where = "there is no such folder, and the hub says: " if of_hub else ""
+        raise BundleError(f"cannot load the decoder {str(name)!r}: {where}{error}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
     logger.info("decoder %s on %s in %s", name, device_map or chosen, weights)
     model = model if placed else model.to(chosen)
     return model.eval().requires_grad_(False), tokenizer
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", ".", "~"))
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype:
@@ -113,7 +119,7 @@ def _from_folder(
     """The causal LM and the tokenizer of a transformers folder, here or on the hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if str(name).startswith(("/", ".", "~")) and not Path(name).is_dir():  # transformers calls it a bad hub id
+    if (isinstance(name, Path) or _is_path(name)) and not Path(name).is_dir():  # transformers calls it a bad hub id
         raise ValueError("there is no such folder")
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     packed = Path(name) / INT8_FILE

@@ -289,9 +289,14 @@ def test_a_revision_is_the_hubs(folder: Path) -> None:
             Bundle.from_pretrained(name, revision="v1")
 
 
-def test_a_decoder_folder_that_is_not_there_is_said() -> None:
+def test_a_decoder_folder_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(BundleError, match="cannot load the decoder '/no/where': there is no such folder"):
         load_decoder("/no/where", device="cpu")
+    with pytest.raises(
+        BundleError, match="'no/where': there is no such folder, and the hub says"
+    ):
+        load_decoder("no/where", device="cpu")
 
 
 def test_impossible_changes_are_told_like_an_impossible_config(folder: Path) -> None:

@@ -138,6 +138,7 @@ def check_rag(execute: Any, file: Path, restored: str, retrieved: str) -> None:
     assert f"AddReport(added={passages}, updated=0, unchanged=0)" in printed
 
 
+@pytest.mark.slow
 def test_langchain(execute: Any, folder: Path) -> None:
     sources = "[d.page_content for d in {}]"
     restored = sources.format("restore_sources(result['context'], store)")
@@ -166,6 +167,7 @@ def test_chroma(execute: Any) -> None:
     assert sizes["int8, 16x"] < sizes["int4, 4x"] < sizes["int8, 4x"] < sizes["fp16, 4x"]
 
 
+@pytest.mark.slow
 def test_cost_of_a_ratio(execute: Any, folder: Path) -> None:
     columns = "{str(r): [column(name, r).tolist() for name in ('f1', 'kl', 'prompt_tokens')] for r in [*ratios, None]}"
     found, printed = run(execute, folder / "what_does_a_ratio_cost.ipynb", columns)

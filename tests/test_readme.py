@@ -91,6 +91,7 @@ def test_train_and_eval(workplace: Path, make_tiny_bundle: Any, capsys: pytest.C
     assert "teacher-normalised" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_compare(workplace: Path, make_tiny_bundle: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """With one entry of the shipped comparison, a tiny decoder and a few steps."""
     make_tiny_bundle().save_pretrained(workplace)  # and with it, its decoder

@@ -148,15 +148,15 @@ def write_jsonl(path: str | Path, examples: Iterable[Example]) -> int:
     return rows
 
 
-def _plain(question: str) -> str:
-    return " ".join(question.lower().split())
+def _plain(text: str) -> str:
+    return " ".join(text.lower().split())
 
 
 def check_held_out(training: Sequence[Example], held_out: Sequence[Example], passages: bool = True) -> None:
     """Refuse training data that shares a passage or a question with held-out data.
 
-    Strict on purpose: a question that is asked of other passages, too, is refused all the same. Rows of passages alone,
-    whose question is blank, share none.
+    Capitals and spaces do not matter. Strict on purpose: a question that is asked of other passages, too, is refused
+    all the same. Rows of passages alone, whose question is blank, share none.
 
     Args:
         training: examples.
@@ -166,11 +166,11 @@ def check_held_out(training: Sequence[Example], held_out: Sequence[Example], pas
     Raises:
         DataError: naming the first shared passage or question.
     """
-    test_passages = {p.strip() for e in held_out for p in e.passages if passages}
+    test_passages = {_plain(p) for e in held_out for p in e.passages if passages}
     test_questions = {_plain(t.question) for e in held_out for t in e.turns} - {""}
     for number, example in enumerate(training):
         for passage in example.passages:
-            if passage.strip() in test_passages:
+            if _plain(passage) in test_passages:
                 raise DataError(f"training example {number} holds a held-out passage: {passage[:80]!r}")
         for turn in example.turns:
             if _plain(turn.question) in test_questions:

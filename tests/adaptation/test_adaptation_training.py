@@ -302,6 +302,7 @@ def test_flops_are_those_of_the_matrix_products(decoder: AdaptiveDecoder) -> Non
 # The table
 
 
+@pytest.mark.slow
 def test_the_command_trains_scores_and_goes_on(
     tmp_path: Path, bundle_folder: Path, decoder: AdaptiveDecoder, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

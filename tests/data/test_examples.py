@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ def test_held_out_passages_and_questions_never_reach_training() -> None:
     check_held_out(world_examples("train", 0, 200), held_out)
     with pytest.raises(DataError, match="passage"):
         check_held_out([*world_examples("train", 0, 3), held_out[3]], held_out)
+    with pytest.raises(DataError, match="passage"):  # typed off
+        check_held_out([replace(held_out[3], passages=(held_out[3].passages[0].upper() + "\n",))], held_out)
     check_held_out([Example(held_out[3].passages, (Turn("Another question?", ("yes",)),))], held_out, passages=False)
     question = Example(("Another text.",), held_out[3].turns)
     with pytest.raises(DataError, match="question"):

@@ -324,6 +324,7 @@ def test_a_finished_entry_is_not_trained_again(
     assert "holds a comparison with steps 4, not 6" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_interrupted_entry_goes_on(command: list[str], tmp_path: Path) -> None:
     """Cut off in the second stage: the first is kept, the second resumes, and the bundle is the uninterrupted one's."""
 

@@ -56,6 +56,7 @@ def test_no_two_prompts_begin_alike(tiny_bundle: Any) -> None:
     assert len(set(asked)) == 6
 
 
+@pytest.mark.slow
 def test_training_steps_that_are_compared_have_one_loss(make_tiny_bundle: Any) -> None:
     bundle = make_tiny_bundle()  # of its own: a CPU that has bfloat16 leaves the frozen weights in it
     before = bundle.fingerprint

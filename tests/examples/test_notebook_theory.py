@@ -69,6 +69,7 @@ def check_tables(shown: list[Any]) -> None:
     assert max(tail["min-max"], tail["z-score"]) < 0.7 < min(tail["tanh"], tail["rank"])
 
 
+@pytest.mark.slow
 def test_the_section_on_tables_runs_by_itself() -> None:
     """With one seed and few steps, for time: the figures and what they show are checked below."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)

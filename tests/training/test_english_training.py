@@ -72,6 +72,7 @@ def report(folder: Path, stage: int) -> dict[str, Any]:
     return dict(json.loads((folder / str(stage) / "training_report.json").read_text()))
 
 
+@pytest.mark.slow
 def test_from_text_to_a_bundle_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [Path(name).name for name in stages(tmp_path)] == ["1.yaml", "2.yaml", "3.yaml"]
     assert main(["train", str(tmp_path / "recipes")]) == 0
