@@ -269,7 +269,15 @@ def test_impossible_ratios_are_refused_before_anything_is_trained(
         load_recipe(tmp_path / "recipe.yaml")
 
 
-def _tiny_recipes(folder: Path, steps: int) -> tuple[Path, Path]:
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder that a recipe has trained from nothing."""
+    folder = tmp_path_factory.mktemp("scratch") / "run"
+    return run_recipe(_tiny_recipes(folder, 2, folder / "teacher")[0])
+
+
+def _tiny_recipes(folder: Path, steps: int, scratch: Path) -> tuple[Path, Path]:
+    """Of a teacher from nothing, and of a compressor for the decoder `scratch`."""
     optim = {
         "steps": steps,
         "batch_size": 4,
@@ -300,7 +308,7 @@ def _tiny_recipes(folder: Path, steps: int) -> tuple[Path, Path]:
         "stage": "distillation",
         "name": "tiny",
         "output": str(folder / "student"),
-        "decoder": str(folder / "teacher"),
+        "decoder": str(scratch),
         "method": {"name": "mean_pooling"},
         "ratios": [4, 8],
         "window": 64,
@@ -316,21 +324,16 @@ def _tiny_recipes(folder: Path, steps: int) -> tuple[Path, Path]:
     return paths
 
 
-def test_a_recipe_resumes_on_the_same_loss_curve(tmp_path: Path) -> None:
-    """Both stages run from recipe to bundle; one cut off after step 3 ends like one that was not."""
+def test_a_recipe_resumes_on_the_same_loss_curve(scratch: Path, tmp_path: Path) -> None:
+    """From recipe to bundle; one cut off after step 3 ends like one that was not."""
 
     from ctx_compress_rag.bundle import Bundle
 
-    whole_teacher, whole_student = _tiny_recipes(tmp_path / "whole", steps=6)
-    run_recipe(whole_teacher)
-    run_recipe(whole_student)
+    run_recipe(_tiny_recipes(tmp_path / "whole", 6, scratch)[1])
     whole = losses(tmp_path / "whole" / "student")
     assert len(whole) == 6 and all(math.isfinite(x) for x in whole)
 
-    _, student = _tiny_recipes(tmp_path / "cut", steps=6)
-    student.write_text(
-        student.read_text().replace(str(tmp_path / "cut" / "teacher"), str(tmp_path / "whole" / "teacher"))
-    )
+    _, student = _tiny_recipes(tmp_path / "cut", 6, scratch)
     with killed(after=3):
         run_recipe(student)
     run_recipe(student)
@@ -343,7 +346,7 @@ def test_a_recipe_resumes_on_the_same_loss_curve(tmp_path: Path) -> None:
     assert (tmp_path / "whole" / "student" / "loss.png").stat().st_size > 1000
 
 
-def test_a_lora_teacher_reads_full_text_in_the_bundle(tmp_path: Path) -> None:
+def test_a_lora_teacher_reads_full_text_in_the_bundle(scratch: Path, tmp_path: Path) -> None:
     """The bundle's text decoder is the decoder with the teacher's adapter; slots are read without it."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -351,23 +354,18 @@ def test_a_lora_teacher_reads_full_text_in_the_bundle(tmp_path: Path) -> None:
     from ctx_compress_rag.bundle import Bundle
     from ctx_compress_rag.errors import BundleError
 
-    scratch, student = _tiny_recipes(tmp_path / "run", steps=2)
-    run_recipe(scratch)
-    settings = yaml.safe_load(scratch.read_text())
+    teacher, student = _tiny_recipes(tmp_path / "run", 2, scratch)
+    settings = yaml.safe_load(teacher.read_text())
     del settings["scratch"]
-    settings |= {
-        "decoder": str(tmp_path / "run" / "teacher"),
-        "output": str(tmp_path / "lora"),
-        "tune": {"mode": "lora"},
-    }
+    settings |= {"decoder": str(scratch), "output": str(tmp_path / "lora"), "tune": {"mode": "lora"}}
     settings["optim"]["learning_rate"] = 0.5  # two steps that show
-    scratch.write_text(yaml.safe_dump(settings))
-    run_recipe(scratch)
+    teacher.write_text(yaml.safe_dump(settings))
+    run_recipe(teacher)
     student.write_text(student.read_text() + f"teacher: {tmp_path / 'lora'}\n")
     run_recipe(student)
     bundle = Bundle.from_pretrained(tmp_path / "run" / "student" / "bundle")
     ids = torch.arange(5, 15).unsqueeze(0)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "teacher", dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32)
     with torch.no_grad():
         untuned = plain(ids).logits
         tuned = PeftModel.from_pretrained(plain, tmp_path / "lora")(ids).logits
@@ -379,15 +377,14 @@ def test_a_lora_teacher_reads_full_text_in_the_bundle(tmp_path: Path) -> None:
         Bundle.build(bundle.config, bundle.backbone, teacher=tmp_path / "run")
 
 
-def test_a_bundle_knows_how_it_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_knows_how_it_was_asked(scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its template and longest answer are what it is scored with; they are no part of its fingerprint."""
     from ctx_compress_rag.bundle import Bundle
     from ctx_compress_rag.decoding.decoder import TransformersDecoder
     from ctx_compress_rag.evaluation.harness import evaluate
     from ctx_compress_rag.evaluation.questions import Question
 
-    teacher, student = _tiny_recipes(tmp_path / "run", steps=1)
-    run_recipe(teacher)
+    _, student = _tiny_recipes(tmp_path / "run", 1, scratch)
     settings = yaml.safe_load(student.read_text())
     settings["data"] |= {"templates": ["Refer to {context}. {question}", TEMPLATES[0]], "max_answer_tokens": 7}
     student.write_text(yaml.safe_dump(settings))
@@ -416,12 +413,11 @@ def _built(bundle: Any) -> Any:
     return type(bundle)(bundle.config, bundle.backbone, bundle.compressor, bundle.reader)
 
 
-def test_a_lora_teacher_is_trained_on(tmp_path: Path) -> None:
+def test_a_lora_teacher_is_trained_on(scratch: Path, tmp_path: Path) -> None:
     """From its adapter, which a step of no size leaves as it is; its folder has no tokenizer and no weights."""
     from safetensors.torch import load_file
 
-    recipe, _ = _tiny_recipes(tmp_path / "run", steps=1)
-    run_recipe(recipe)
+    recipe, _ = _tiny_recipes(tmp_path / "run", 1, scratch)
     settings = yaml.safe_load(recipe.read_text())
     del settings["scratch"]
 
@@ -431,7 +427,7 @@ def test_a_lora_teacher_is_trained_on(tmp_path: Path) -> None:
         recipe.write_text(yaml.safe_dump(settings | changed | {"optim": optim}))
         return load_file(run_recipe(recipe) / "adapter_model.safetensors")
 
-    first = train("run/teacher", "first", 0.5)
+    first = train(str(scratch), "first", 0.5)
     same, other = train("first", "same", 1e-12), train("first", "other", 0.5)
     assert first.keys() == same.keys() == other.keys()
     assert all(torch.allclose(same[name], first[name]) for name in first)
