@@ -63,30 +63,30 @@ def _assert_the_same(one: Path, other: Path) -> None:
         assert torch.allclose(b[name], weight, atol=2e-5), name
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"learning_rate": 0.1}, "optim.learning_rate 0.01 there, 0.1 in the recipe"),
-        ({"data": "other.jsonl"}, "data.files"),
-        ({"seed": 5}, "seed 0 there, 5"),
-        ({"steps": 1}, "checkpoint-2 is beyond the recipe's 1 steps"),
-    ],
-)
+@pytest.fixture(scope="module")
+def whole(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training that was not interrupted."""
+    return run_recipe(_recipe(decoder, tmp_path_factory.mktemp("whole") / "whole"))
+
+
 @pytest.mark.parametrize("finished", [False, True])
-def test_another_recipe_does_not_continue(
-    decoder: Path, tmp_path: Path, change: dict[str, Any], named: str, finished: bool
-) -> None:
+def test_another_recipe_does_not_continue(decoder: Path, whole: Path, tmp_path: Path, finished: bool) -> None:
     """It is told what differs; the training that is there ends as it would have."""
-    whole = run_recipe(_recipe(decoder, tmp_path / "whole"))
     folder = tmp_path / "cut"
     if finished:
         run_recipe(_recipe(decoder, folder))
-        named = named.replace("checkpoint-2", "checkpoint-6")
     else:
         with killed(after=3):
             run_recipe(_recipe(decoder, folder))
-    with pytest.raises(ConfigError, match=named):
-        run_recipe(_recipe(decoder, folder, **change))
+    changes: dict[str, dict[str, Any]] = {
+        "optim.learning_rate 0.01 there, 0.1 in the recipe": {"learning_rate": 0.1},
+        "data.files": {"data": "other.jsonl"},
+        "seed 0 there, 5": {"seed": 5},
+        f"checkpoint-{6 if finished else 2} is beyond the recipe's 1 steps": {"steps": 1},
+    }
+    for named, change in changes.items():
+        with pytest.raises(ConfigError, match=named):
+            run_recipe(_recipe(decoder, folder, **change))
     run_recipe(_recipe(decoder, folder))
     _assert_the_same(whole, folder)
 
@@ -108,9 +108,8 @@ def test_a_recipe_that_never_began_is_mended(decoder: Path, tmp_path: Path) -> N
     run_recipe(_recipe(decoder, tmp_path / "run"))
 
 
-def test_how_steps_are_made_may_change(decoder: Path, tmp_path: Path) -> None:
-    """And a training may be prolonged; its report then has the new number of steps."""
-    whole = run_recipe(_recipe(decoder, tmp_path / "whole"))
+def test_how_steps_are_made_may_change(decoder: Path, whole: Path, tmp_path: Path) -> None:
+    """And a training may be moved, and prolonged; its report then has the new number of steps."""
     folder = tmp_path / "cut"
     with killed(after=3):
         run_recipe(_recipe(decoder, folder))
@@ -134,9 +133,8 @@ def test_a_training_begun_anew_forgets_the_one_before(decoder: Path, tmp_path: P
 
 
 def test_a_checkpoint_that_was_cut_off_is_not_read(
-    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    decoder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run_recipe(_recipe(decoder, tmp_path / "whole"))
     write = Trainer._save_rng_state
 
     def full(trainer: Any, output_dir: str) -> None:
@@ -172,8 +170,8 @@ def test_a_result_that_could_not_be_written_takes_no_further_step(
     _assert_the_same(whole, tmp_path / "cut")
 
 
-def test_two_processes_take_the_same_batches(decoder: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_two_processes_take_the_same_batches(decoder: Path, whole: Path, tmp_path: Path) -> None:
     """Where the examples end within a batch, too."""
-    alone = run_recipe(_recipe(decoder, tmp_path / "alone"))
     run_by(2, tmp_path / "told", ("train", _recipe(decoder, tmp_path / "shared")))
-    _assert_the_same(alone, tmp_path / "shared")
+    _assert_the_same(whole, tmp_path / "shared")
