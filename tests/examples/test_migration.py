@@ -1,4 +1,4 @@
-"""The examples of docs/migration.md, on two worlds, and that the page shows their code."""
+"""The examples of docs/migration.md, on one world, and that the page shows their code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIFFS = list(zip(NAMES, re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL), stric
 
 @pytest.fixture(scope="module")
 def app() -> App:
-    return make_app(worlds=2)
+    return make_app(worlds=1)
 
 
 @pytest.mark.parametrize("name", NAMES)

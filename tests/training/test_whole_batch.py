@@ -68,9 +68,8 @@ def _step(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("stage", [*STAGES, *ADAPTATION])
 def test_micro_batches_change_nothing(decoder: Path, tmp_path: Path, stage: str) -> None:
-    steps = [_step(run_recipe(_recipe(decoder, stage, tmp_path / str(micro), micro))) for micro in (4, 2, 1)]
+    steps = [_step(run_recipe(_recipe(decoder, stage, tmp_path / str(micro), micro))) for micro in (4, 1)]
     assert steps[1] == pytest.approx(steps[0], rel=1e-3)
-    assert steps[2] == pytest.approx(steps[0], rel=1e-3)
 
 
 @pytest.mark.parametrize(("stage", "shard"), [("answer", None), ("distillation", "frozen")])
