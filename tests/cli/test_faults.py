@@ -106,6 +106,7 @@ for path in (Path(store, "ctx-compress.lock"), Path(store, "chroma.sqlite3"), Pa
 """
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_written_is_one_line(run: Any, bundle_folder: Path, docs: Path, tmp_path: Path) -> None:
     """Its lock, its database and its folder."""
     under: tuple[str, ...] = ()
