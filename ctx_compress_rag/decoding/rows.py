@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from ctx_compress_rag.decoding.change import Change, opened
 from ctx_compress_rag.decoding.generation import Generation, Sampling, TextWatch, choosers, end_ids
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.prompt import Prompt
+
+logger = logging.getLogger(__name__)
 
 _KEPT_BY_POSITION = {"full_attention", "sliding_attention"}
 
@@ -77,6 +80,13 @@ class Row:
         done = self._watch.done[0]
         return None if done is None else Generation(done[0], self.prompt.length, self.prompt.slots, *done[1:])
 
+    def give(self, answer: Generation | BaseException) -> None:
+        """Put how it ended. What the caller's own code raises there is logged, and stops nobody else."""
+        try:
+            self.put(answer)
+        except Exception:
+            logger.exception("a caller's `put` failed")
+
     def opened(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
         """The transformers model as it reads this row, held for this thread."""
         return opened(self.bundle, self.prompt.soft, slot_mask, self.change)
@@ -95,7 +105,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
-        self._ended: list[tuple[Row, Generation]] = []
+        self._ended: list[tuple[Row, Generation | Exception]] = []
         self._cache: Any = None
         self._mask = torch.zeros(0, 0, dtype=torch.long)
 
@@ -138,15 +148,19 @@ class Rows:
             self._take(out.logits[:, -1], 0)
 
     def hand_out(self) -> None:
-        """Give those that have ended their answers."""
+        """Give those that have ended their answers, or what went wrong."""
         ended, self._ended = self._ended, []
         for row, answer in ended:
-            row.put(answer)
+            row.give(answer)
 
     def _take(self, scores: Tensor, first: int) -> None:
         going = []
         for row, own, likeliest in zip(self.rows[first:], scores, scores.argmax(-1).tolist(), strict=True):
-            answer = None if row.cancelled else row.take(own, likeliest)
+            answer: Generation | Exception | None
+            try:
+                answer = None if row.cancelled else row.take(own, likeliest)
+            except Exception as error:  # of this row alone: its schema, or its caller's own code
+                answer = error
             if answer is not None:
                 self._ended.append((row, answer))
             going.append(answer is None and not row.cancelled)
@@ -172,11 +186,20 @@ class Rows:
         if not self.rows:
             self._cache, self._mask = cache, mask
             return
-        length = max(mask.shape[1], self._mask.shape[1])
-        self._mask = torch.cat([_padded(self._mask, length, 1), _padded(mask, length, 1)])
-        for mine, new in zip(self._cache.layers, cache.layers, strict=True):
-            mine.keys = torch.cat([_padded(mine.keys, length, 2), _padded(new.keys, length, 2)])
-            mine.values = torch.cat([_padded(mine.values, length, 2), _padded(new.values, length, 2)])
+        rows, own = self._mask.shape
+        length = max(mask.shape[1], own)
+        try:
+            merged = torch.cat([_padded(self._mask, length, 1), _padded(mask, length, 1)])
+            for mine, new in zip(self._cache.layers, cache.layers, strict=True):
+                keys = torch.cat([_padded(mine.keys, length, 2), _padded(new.keys, length, 2)])
+                values = torch.cat([_padded(mine.values, length, 2), _padded(new.values, length, 2)])
+                mine.keys, mine.values = keys, values
+        except BaseException:
+            # Memory has ended half way: those who were here go on with what they had.
+            for mine in self._cache.layers:
+                mine.keys, mine.values = mine.keys[:rows, :, -own:], mine.values[:rows, :, -own:]
+            raise
+        self._mask = merged
 
 
 def _padded(x: Tensor, length: int, dim: int) -> Tensor:

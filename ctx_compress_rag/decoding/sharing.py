@@ -71,7 +71,10 @@ class Sharing:
             most: most rows in one pass.
         """
         with self._changed:
-            self._groups.setdefault(key, _Group()).waiting.extend((row, most) for row in rows)
+            group = self._groups.setdefault(key, _Group())
+            # Those whom nobody waits for any more would keep their prompts in memory until they have a turn.
+            group.waiting = deque(each for each in group.waiting if not each[0].cancelled)
+            group.waiting.extend((row, most) for row in rows)
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._run, name="ctx-compress-stream", daemon=True).start()
@@ -165,7 +168,7 @@ def _alike(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
 def _tell(rows: Sequence[Row], error: BaseException) -> None:
     for row in rows:
-        row.put(memory_error([row.prompt for row in rows], str(error)) if out_of_memory(error) else error)
+        row.give(memory_error([row.prompt for row in rows], str(error)) if out_of_memory(error) else error)
 
 
 def out_of_memory(error: BaseException) -> bool:

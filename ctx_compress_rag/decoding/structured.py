@@ -55,7 +55,7 @@ class JsonProcessor(LogitsProcessor):
     def __init__(self, schema: str, tokenizer: Any, end_ids: Collection[int], rows: int) -> None:
         with needs("structured"):
             from llguidance import LLMatcher
-        closed = closed_schema(schema)
+        self._schema, closed = schema, closed_schema(schema)
         try:
             grammar = LLMatcher.grammar_from_json_schema(closed, defaults=_FORM)
         except (ValueError, RecursionError) as error:
@@ -67,15 +67,22 @@ class JsonProcessor(LogitsProcessor):
         self._end_ids = sorted(end_ids)
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Masks scores (rows, vocabulary). `input_ids` (rows, new tokens) holds no prompt: that came as embeddings."""
+        """Masks scores (rows, vocabulary). `input_ids` (rows, new tokens) holds no prompt: that came as embeddings.
+
+        Raises:
+            ConfigError: following the schema takes more than the library's limits; the answer so far is no JSON.
+        """
         allowed = np.zeros(scores.shape, dtype=bool)
         for row, (matcher, ids) in enumerate(zip(self._rows, input_ids.tolist(), strict=True)):
             if ids and not matcher.is_stopped():
                 matcher.consume_token(ids[-1])
-            if matcher.is_stopped():  # the answer has ended; what follows is padding
+            mask = None if matcher.is_stopped() else matcher.compute_bitmask()
+            if said := matcher.get_error():
+                raise _refused(self._schema, said.partition("\n")[0])
+            if mask is None:  # the answer has ended; what follows is padding
                 allowed[row, self._end_ids] = True
                 continue
-            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+            bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
             width = min(len(bits), scores.shape[1])
             allowed[row, :width] = bits[:width]
         return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)

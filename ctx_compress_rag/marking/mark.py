@@ -146,7 +146,7 @@ def mark(
         on_unreadable: what to do with a text that holds a marker of a passage that is gone, or whose record is not as
             it was sealed: raise an "error", or leave this one text as it is, with a warning ("warn") or without
             ("text"). With "error", a marker of another key
-            or scope raises too; else it is text like any other. A marker in what stays text loses a bracket, so
+            or scope raises too; else it is text like any other. A marker in what stays text loses its colon, so
             that no LLM takes it for its own.
 
     Raises:

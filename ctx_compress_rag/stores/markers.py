@@ -68,8 +68,11 @@ def quietly(policy: OnUnreadable) -> OnUnreadable:
 
 
 def defused(text: str) -> str:
-    """The text without one bracket of each marker in it: none of them can be taken for a marker any more."""
-    return _MARKER.sub(lambda match: match[0][1:], text)
+    """The text without the colon of each marker in it: none of them can be taken for a marker any more.
+
+    A bracket less would not do: another one may stand before the marker, in the text or in the prompt's template.
+    """
+    return _MARKER.sub(lambda match: match[0].replace(":", ""), text)
 
 
 @contextmanager

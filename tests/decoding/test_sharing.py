@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import torch
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
+from ctx_compress_rag.decoding import rows
 from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, DecoderMemoryError
 from ctx_compress_rag.methods.base.config import TuneConfig
@@ -188,6 +191,76 @@ def test_what_fails_alone_fails_alone(decoder: TransformersDecoder, prompts: lis
     finally:
         handle.remove()
     assert answers == [by_generate(decoder, prompt, Sampling(9)) for prompt in QUESTIONS]
+
+
+WIDE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1200)}}
+"""A schema that compiles, and that llguidance gives up after the first character."""
+
+
+def test_who_fails_in_the_middle_fails_alone(decoder: TransformersDecoder, prompts: list[Any]) -> None:
+    """A schema that cannot be followed to its end, and callers whose own code raises, beside others."""
+    alone = [by_generate(decoder, prompt, Sampling(30)) for prompt in prompts[:4]]
+    told: list[Any] = []
+
+    def refuses(piece: Any) -> None:
+        told.append(piece)
+        raise ValueError("the caller's own")
+
+    with ThreadPoolExecutor(8) as pool:
+        with held(decoder.bundle):
+            good = [pool.submit(decoder.generate, [prompt], Sampling(30)) for prompt in prompts[:4]]
+            schema = pool.submit(decoder.generate, [prompts[0]], Sampling(30, json_schema=json.dumps(WIDE)))
+            decoder.start(prompts[1], Sampling(30), refuses)
+            decoder.start(prompts[2], Sampling(1), refuses)
+            time.sleep(0.3)
+        with pytest.raises(ConfigError, match="json_schema=.*items"):
+            schema.result(WAIT)
+        assert [each.result(WAIT)[0] for each in good] == alone
+        assert pool.submit(decoder.generate, [prompts[0]], Sampling(30)).result(WAIT) == alone[:1]
+    assert told
+
+
+def test_no_memory_to_join_leaves_those_who_are_there(
+    decoder: TransformersDecoder, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the layers have taken the newcomer in when memory ends."""
+    expected = by_generate(decoder, prompts[3], Sampling(300))
+    stream = decoder.stream(prompts[3], Sampling(300))
+    begun = str(next(stream))
+    padded, calls = rows._padded, []
+
+    def short_of_memory(x: Any, length: int, dim: int) -> Any:
+        calls.append(dim)
+        if len(calls) % 5 == 0:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return padded(x, length, dim)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "_padded", short_of_memory)
+        for _ in range(2):
+            with pytest.raises(DecoderMemoryError):
+                decoder.generate([prompts[0]], Sampling(3))
+    assert decoder.generate([prompts[0]], Sampling(6)) == [by_generate(decoder, prompts[0], Sampling(6))]
+    *rest, last = stream
+    assert last == expected and begun + "".join(map(str, rest)) == expected.text
+
+
+def live_rows() -> int:
+    gc.collect()
+    return sum(isinstance(each, rows.Row) for each in gc.get_objects())
+
+
+def test_who_is_gone_before_a_turn_leaves_nothing(talkative: Any) -> None:
+    """Prompts of a client that asks and goes, again and again, while others fill the passes."""
+    narrow = TransformersDecoder(talkative, batch_size=1)
+    long = narrow.stream("Tell all.", Sampling(900))
+    next(long)
+    before = live_rows()
+    for _ in range(40):
+        narrow.start("And this?", Sampling(900), lambda piece: None)()
+    kept = live_rows() - before
+    long.close()  # type: ignore[attr-defined]
+    assert kept <= 3
 
 
 def test_who_needs_the_model_for_something_else_has_a_turn(decoder: TransformersDecoder) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctx_compress_rag.errors import ConfigError, RatioError
-from ctx_compress_rag.stores.markers import MAX_FACTOR, Marker, MarkerCodec, current_scope, scope
+from ctx_compress_rag.stores.markers import MAX_FACTOR, Marker, MarkerCodec, current_scope, defused, scope
 
 KEY = b"k" * 32
 CODEC = MarkerCodec(KEY, "f" * 64)
@@ -99,6 +99,16 @@ def test_a_forged_marker_is_logged_once_and_stays(caplog: pytest.LogCaptureFixtu
     assert [record.message for record in caplog.records] == [
         "2 marker(s) in the text were not made with this key for scope 't', or were cut: left as literal text"
     ]
+
+
+@pytest.mark.parametrize("before", ["", "[", "[[", "a[[[[["])
+@pytest.mark.parametrize("after", ["", "]", "]]"])
+def test_what_is_defused_is_no_marker_however_many_brackets_stand_around_it(before: str, after: str) -> None:
+    good = CODEC.write("p" * 17, 1, 3, "t")
+    left = defused(f"{before}{good}{good}{after} [[words]]")
+    assert CODEC.split(left, "t", "error") == [left]
+    assert CODEC.split(f"[{left}]", "t", "error") == [f"[{left}]"]
+    assert left.replace("ctx", "ctx:") == f"{before}{good}{good}{after} [[words]]"
 
 
 def test_it_survives_what_prompts_go_through() -> None:

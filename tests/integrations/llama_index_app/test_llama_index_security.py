@@ -163,10 +163,14 @@ def test_a_bad_marker_fails_its_own_node_and_question_alone(
         gone, kept = store.markers(["gone", "n0"], RATIO)
         store.delete(["gone"])
         forged = f"[[ctx:{'ab' * 10}.3.{'cd' * 8}]]"
+        about = {"title": forged, "by": [f"[{forged}"], forged: 1}
         nodes = [
             NodeWithScore(node=TextNode(id_="stale", text=f"Read {gone}")),
-            NodeWithScore(node=TextNode(id_="n0", text=PASSAGES[0], metadata={"title": forged})),
+            NodeWithScore(node=TextNode(id_="n0", text=PASSAGES[0], metadata=about)),
         ]
+
+        text = forged.replace(":", "")
+        shown = f"title: {text}\nby: ['[{text}']\n{text}: 1"
 
         def process(policy: Any) -> list[str]:
             postprocessor = CompressedContextPostprocessor(store, ratio=RATIO, on_unreadable=policy)
@@ -176,7 +180,7 @@ def test_a_bad_marker_fails_its_own_node_and_question_alone(
             process("error")
         for policy in ("warn", "text"):
             caplog.clear()
-            assert process(policy) == [f"Read {gone[1:]}", f"title: {forged[1:]}\n\n{kept}"]
+            assert process(policy) == [f"Read {gone.replace(':', '')}", f"{shown}\n\n{kept}"]
             assert ("left as text" in caplog.text) == (policy == "warn")
         assert store.ids() == ["n0"]
         asked = "\n".join(process("text"))

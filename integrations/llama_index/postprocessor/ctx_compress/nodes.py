@@ -56,7 +56,7 @@ class CompressedTextNode(TextNode):
             return None
         fields = {name: getattr(self, name) for name in TextNode.model_fields}
         # Metadata are the document's author's: no LLM is to take a marker in them for one that it cannot read.
-        metadata = {name: defused(value) if isinstance(value, str) else value for name, value in self.metadata.items()}
+        metadata = {defused(name): defused(str(value)) for name, value in self.metadata.items()}
         return TextNode(**{**fields, "text": self.marker, "metadata": metadata})
 
 
