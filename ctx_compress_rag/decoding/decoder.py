@@ -244,6 +244,11 @@ class TransformersDecoder:
         if not contents or not contents[-1].strip():
             raise ConfigError(f"prompt {index} is empty: its last message must ask something")
         check_characters(f"prompt {index}", sum(map(len, contents)), self._window)
+        if self._window is not None and len(contents) > self._window:  # each takes a token at least
+            raise ConfigError(
+                f"prompt {index} has {len(contents)} messages, more than the model's window of {self._window} tokens: "
+                "leave old ones out"
+            )
         return contents
 
     def _raw_ids(self, texts: Sequence[str]) -> list[Tensor]:

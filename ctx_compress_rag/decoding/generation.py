@@ -262,5 +262,5 @@ class TextWatch(StoppingCriteria):
     def _certain(self, text: str) -> int:
         """How much of `text` stays as it is, whatever comes next."""
         text = text.rstrip("\ufffd")  # bytes of a character whose other bytes are still to come
-        held = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        held = (n for stop in self._stop for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n]))
         return len(text) - max(held, default=0)

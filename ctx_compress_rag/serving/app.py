@@ -32,9 +32,9 @@ with needs("serve"):
     from fastapi import Depends, FastAPI, Request
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+    from fastapi.routing import APIRoute
     from starlette.exceptions import HTTPException
 
-_ROUTES = ("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/compress", "GET /v1/models")
 _THREADS = 4  # they read prompts; writing passages and the model have threads of their own
 
 
@@ -83,14 +83,9 @@ def create_app(decoder: TransformersDecoder, keys: ApiKeys | None = None, limits
             threads.shutdown(wait=False, cancel_futures=True)
 
     def open_scope(request: Request) -> str | None:
-        if keys is None:
-            return None
-        scope = keys.scope_of(request.headers.get("authorization"))
-        if scope is None:
-            raise RequestError(401, "no valid API key: send `Authorization: Bearer KEY`", "invalid_api_key")
-        return scope
+        return request.state.tenant  # type: ignore[no-any-return]
 
-    app = FastAPI(title="ctx-compress", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(title="ctx-compress", openapi_url=None, lifespan=lifespan)
     opened = Depends(open_scope)
 
     @app.post("/v1/chat/completions")
@@ -102,14 +97,14 @@ def create_app(decoder: TransformersDecoder, keys: ApiKeys | None = None, limits
         return await service.generate("text", body, body.prompts(), request, scope)
 
     @app.post("/v1/compress")
-    async def compress(body: Compress, request: Request, scope: str | None = opened) -> dict[str, Any]:
-        return await service.compress(body, scope)
+    async def compress(body: Compress, request: Request, scope: str | None = opened) -> Response:
+        return await service.compress(body, request, scope)
 
-    @app.get("/v1/models", dependencies=[opened])
+    @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [service.model()]}
 
-    @app.get("/v1/models/{name:path}", dependencies=[opened])
+    @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
         return service.model()
@@ -124,12 +119,12 @@ def create_app(decoder: TransformersDecoder, keys: ApiKeys | None = None, limits
 
     async def refuse(request: Request, error: Exception) -> Response:
         status, body = as_fault(_explained(request, error))
-        return JSONResponse(body, status, {"WWW-Authenticate": "Bearer"} if status == 401 else None)
+        return JSONResponse(body, status)
 
     for kind in (Exception, CtxCompressError, RequestError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, refuse)
     app.add_middleware(BodyLimit, most=limits.body_bytes)
-    app.add_middleware(Door, metrics=metrics, most=limits.requests)
+    app.add_middleware(Door, metrics=metrics, keys=keys, most=limits.requests)
     return app
 
 
@@ -166,12 +161,12 @@ class _Service:
         if body.stream:
             if len(prompts) > 1:
                 raise RequestError(400, f"{len(prompts)} prompts cannot be streamed: send one", param="prompt")
-            return await self._stream(kind, head, prompts[0], sampling, scope, body.usage_in_stream)
+            return await self._stream(kind, head, prompts[0], sampling, request, scope, body.usage_in_stream)
         whole = self._whole(prompts, sampling, scope)
         try:
             answers = await unless_gone(request.receive, whole)
         except ClientGoneError:
-            return Response(status_code=499)  # nobody reads it; nginx's status, for the metrics
+            return _unread()
         return JSONResponse(replies.whole(kind, head, answers))
 
     async def _whole(self, prompts: Sequence[PromptLike], sampling: Sampling, scope: str | None) -> list[Generation]:
@@ -195,12 +190,16 @@ class _Service:
         head: dict[str, Any],
         prompt: PromptLike,
         sampling: Sampling,
+        request: Request,
         scope: str | None,
         count: bool,
     ) -> Response:
         pieces = self._answer(prompt, sampling, scope)
         # The first piece is waited for here, so that a prompt that is refused has a status of its own.
-        first = await anext(pieces)
+        try:
+            first = await unless_gone(request.receive, anext(pieces))
+        except ClientGoneError:
+            return _unread()
 
         async def events() -> AsyncIterator[str]:
             async with aclosing(pieces):
@@ -232,8 +231,11 @@ class _Service:
                     self._metrics.count(piece)
                 yield piece
 
-    async def compress(self, body: Compress, scope: str | None) -> dict[str, Any]:
-        """Markers for texts. A passage's id is a hash of its text: no client can change or name another's."""
+    async def compress(self, body: Compress, request: Request, scope: str | None) -> Response:
+        """Markers for texts. A passage's id is a hash of its text: no client can change or name another's.
+
+        What has begun is compressed to its end; what still waits when its client goes is not begun.
+        """
         if body.model is not None:
             self.check_model(body.model)
         texts = body.texts()
@@ -247,10 +249,18 @@ class _Service:
             scope=scope,
             question=body.question,
         )
-        shown = await asyncio.get_running_loop().run_in_executor(self.writer, work)
+        try:
+            shown = await unless_gone(request.receive, asyncio.get_running_loop().run_in_executor(self.writer, work))
+        except ClientGoneError:
+            return _unread()
         self._metrics.passages.inc(len(texts))
         data = [{"object": "marker", "index": index, "text": text} for index, text in enumerate(shown)]
-        return {"object": "list", "model": self._name, "data": data}
+        return JSONResponse({"object": "list", "model": self._name, "data": data})
+
+
+def _unread() -> Response:
+    """The answer to a client that has gone: nginx's status, for the metrics."""
+    return Response(status_code=499)
 
 
 def _explained(request: Request, error: Exception) -> Exception:
@@ -259,7 +269,11 @@ def _explained(request: Request, error: Exception) -> Exception:
         return malformed(error.errors())
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         asked = f"{request.method} {request.url.path}"
-        return RequestError(error.status_code, f"{asked[:80]!r} is not served here: there are {', '.join(_ROUTES)}")
+        routes = [route for route in request.app.routes if isinstance(route, APIRoute)]
+        served = ", ".join(
+            f"{method} {route.path_format}" for route in routes for method in sorted(route.methods or ())
+        )
+        return RequestError(error.status_code, f"{asked[:80]!r} is not served here: there are {served}")
     if isinstance(error, HTTPException) and error.status_code == 400:
         return RequestError(400, "the body cannot be read as JSON: send UTF-8, and nothing nested deeply")
     if isinstance(error, HTTPException):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from ctx_compress_rag.serving.door import is_locked
 from ctx_compress_rag.serving.replies import fault
 
 _SECONDS = 60
@@ -12,6 +13,8 @@ _SECONDS = 60
 
 class BodyLimit:
     """ASGI middleware that reads a request's body before the app sees any of it, and refuses one that is too long.
+
+    Bodies sent to open routes are not read at all.
 
     Args:
         app: the app.
@@ -26,7 +29,7 @@ class BodyLimit:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Handle a request."""
-        if scope["type"] != "http":
+        if not is_locked(scope):
             await self._app(scope, receive, send)
             return
         try:

@@ -39,6 +39,9 @@ def _kind(value: object) -> str:
 Text = Annotated[str, AfterValidator(_unicode)]
 # Tags choose one branch by what was sent, so that a fault in a list is not told as "no string".
 OneText = Annotated[Text, Tag("(text)")]
+Stop = Annotated[
+    str, Field(max_length=1000), AfterValidator(_unicode)
+]  # an answer's end is compared with each at every token
 List = Tag("(list)")
 EITHER = Discriminator(_kind)
 Zero = Annotated[float, Field(ge=0, le=0)]
@@ -115,7 +118,9 @@ class Generate(_Request):
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None  # not OpenAI's; -1 is vLLM's word for all tokens
-    stop: Annotated[OneText | Annotated[list[Text], Field(max_length=16), List], EITHER] | None = None
+    stop: (
+        Annotated[Annotated[Stop, Tag("(text)")] | Annotated[list[Stop], Field(max_length=16), List], EITHER] | None
+    ) = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

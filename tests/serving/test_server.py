@@ -179,6 +179,46 @@ def test_a_client_that_goes_stops_the_decoder(
         handle.remove()
 
 
+def running(url: str) -> float:
+    [line] = [
+        line for line in httpx.get(f"{url}/metrics").text.splitlines() if line.startswith("ctx_compress_requests_r")
+    ]
+    return float(line.split()[1])
+
+
+def test_who_goes_before_the_first_piece_gives_the_place_back(url: str, decoder: TransformersDecoder) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "stream": True}
+    with held(decoder.bundle):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {ANNA}"}, timeout=0.5
+            )
+        until = time.monotonic() + 10
+        while running(url):
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+
+def test_what_nobody_waits_for_is_not_compressed(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder
+) -> None:
+    """The first of two has begun; the other's client goes before its turn."""
+    texts = [f"The {name} of Stavely was built of oak." for name in ("bridge", "barn")]
+    with ThreadPoolExecutor(2) as pool, held(decoder.bundle):
+
+        def ask(text: str) -> None:
+            headers = {"Authorization": f"Bearer {ANNA}"}
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{url}/v1/compress", json={"input": text}, headers=headers, timeout=1)
+
+        for waiting in [pool.submit(ask, text) for text in texts if not time.sleep(0.3)]:  # type: ignore[func-returns-value]
+            waiting.result(WAIT)
+    last = "The mill of Stavely was built of oak."
+    httpx.post(f"{url}/v1/compress", json={"input": last}, headers={"Authorization": f"Bearer {ANNA}"}, timeout=WAIT)
+    assert store.has([*texts, last], scope="anna") == [True, False, True]
+    store.delete(store.ids("anna"), "anna")
+
+
 def test_what_is_too_much_is_told_to_come_again(decoder: TransformersDecoder, store: SoftContextStore) -> None:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     with listening(create_app(decoder, limits=Limits(requests=2, answer_tokens=2))) as url:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,11 +12,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.serving.app import Limits, create_app
+from ctx_compress_rag.serving.keys import ApiKeys
 from ctx_compress_rag.stores import SoftContextStore
 from helpers.langchain import TEXTS
-from helpers.serving import ANNA, BERT, WAIT, chat, client, json_format, marker
+from helpers.serving import ANNA, BERT, WAIT, chat, client, json_format, listening, marker
 
 # Tenants
 
@@ -94,6 +100,37 @@ def test_nobody_gets_in_without_a_key(url: str, header: str | None) -> None:
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
 
 
+def test_who_has_no_key_takes_nobodys_place(decoder: TransformersDecoder, store: SoftContextStore) -> None:
+    """Without one no body is waited for: neither a place nor memory is taken by those who send it slowly."""
+    limits = Limits(requests=2, answer_tokens=2)
+    with listening(create_app(decoder, ApiKeys({ANNA: "anna"}), limits)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        slow = [socket.create_connection((host, int(port))) for _ in range(4)]
+        for path, connection in zip(("chat/completions", "compress") * 2, slow, strict=True):
+            head = (
+                f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{{"
+            )
+            connection.sendall(head.encode())
+        said = [connection.recv(12) for connection in slow]
+        assert said == [b"HTTP/1.1 401"] * 4
+        assert client(url).chat.completions.create(model="tiny", messages=chat(store)).choices
+        for connection in slow:
+            connection.close()
+
+
+def test_a_key_is_needed_where_another_app_mounts_this_one(
+    decoder: TransformersDecoder, store: SoftContextStore
+) -> None:
+    app = Starlette(routes=[Mount("/llm", create_app(decoder, ApiKeys({ANNA: "anna"}), Limits(answer_tokens=2)))])
+    inner = app.routes[0].app  # type: ignore[attr-defined]
+    app.router.lifespan_context = inner.router.lifespan_context
+    with listening(app) as url:
+        for path in ("/llm/v1/models", "/llm/v1/chat/completions"):
+            assert httpx.request("POST" if "chat" in path else "GET", url + path).status_code == 401
+        assert httpx.get(f"{url}/llm/health").status_code == 200
+        assert client(f"{url}/llm").chat.completions.create(model="tiny", messages=chat(store)).choices
+
+
 # What is refused
 
 
@@ -129,6 +166,9 @@ def nested(depth: int) -> dict[str, Any]:
         ({"stop": [""]}, 400, "stop"),
         ({"stop": 5}, 400, "stop=5 is no text: send a string, or a list"),
         ({"stop": ["x"] * 17}, 400, "stop has more than 16 items: send fewer"),
+        ({"stop": "x" * 1001}, 400, "at most 1000 characters"),
+        ({"stop": ["a", "x" * 1001]}, 400, "at most 1000 characters"),
+        ({"messages": [{"role": "user", "content": c} for c in [""] * 1100 + ["x"]]}, 400, "has 1101 messages"),
         ({"n": 2}, 400, "n=2 is not supported here: send 1"),
         ({"logprobs": True}, 400, "logprobs"),
         ({"tools": [{"type": "function"}]}, 400, "tools=[{'type': 'function'}] is not supported here: leave it out"),
@@ -188,7 +228,12 @@ def test_bodies_that_are_no_request(url: str) -> None:
     for route in ("embeddings", "responses"):
         message = httpx.post(f"{url}/v1/{route}", json={}, headers=headers).json()["error"]["message"]
         assert message.startswith(f"'POST /v1/{route}' is not served here: there are POST /v1/chat/completions")
-    assert httpx.get(f"{url}/v1/nothing", headers=headers).status_code == 404
+        named = re.findall(r"(GET|POST) ([a-z0-9/]+)(?=,|$)", message.partition("there are ")[2])
+        assert {("GET", "/health"), ("GET", "/metrics"), ("GET", "/v1/models"), ("POST", "/v1/compress")} < set(named)
+        for method, path in named:
+            assert httpx.request(method, url + path, headers=headers).status_code not in (404, 405)
+    for path in ("/v1/nothing", "/openapi.json", "/docs"):
+        assert httpx.get(url + path, headers=headers).status_code == 404
     assert httpx.get(f"{url}/v1/completions", headers=headers).status_code == 405
 
 
