@@ -39,9 +39,8 @@ def _kind(value: object) -> str:
 Text = Annotated[str, AfterValidator(_unicode)]
 # Tags choose one branch by what was sent, so that a fault in a list is not told as "no string".
 OneText = Annotated[Text, Tag("(text)")]
-Stop = Annotated[
-    str, Field(max_length=1000), AfterValidator(_unicode)
-]  # an answer's end is compared with each at every token
+# At every token the answer's end is compared with the beginnings of each.
+Stop = Annotated[str, Field(max_length=1000), AfterValidator(_unicode)]
 List = Tag("(list)")
 EITHER = Discriminator(_kind)
 Zero = Annotated[float, Field(ge=0, le=0)]
