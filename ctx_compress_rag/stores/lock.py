@@ -80,10 +80,13 @@ def writer(folder: Path, timeout: float) -> Iterator[int]:
 
 
 def _open(path: Path, *, create: bool, write: bool = False) -> int | None:
-    flags = os.O_RDWR | (os.O_CREAT if create else 0)
+    # A link would have the store write into the file that it leads to.
+    flags = os.O_RDWR | (os.O_CREAT if create else 0) | getattr(os, "O_NOFOLLOW", 0)
     try:
         return os.open(path, flags, 0o666)
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise StoreWriteError(f"{path} is a symbolic link, where a lock file must be: delete it") from error
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or write:
             raise StoreWriteError(
                 f"cannot write to the store {path.parent} ({error.strerror}): see that the folder, its files and the "

@@ -15,10 +15,10 @@ import chromadb
 import pytest
 import torch
 
-from ctx_compress_rag.errors import StoreLockedError
+from ctx_compress_rag.errors import StoreLockedError, StoreWriteError
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.stores import AddReport, SoftContextStore, companion
-from ctx_compress_rag.stores.lock import LOCK_FILE, READERS_FILE
+from ctx_compress_rag.stores.lock import LOCK_FILE, READERS_FILE, TURN_FILE
 from helpers.forked import run_python
 from helpers.server import chroma_server
 from helpers.store import WRITE, WordBundle, add, assert_same, passage
@@ -195,6 +195,18 @@ def test_a_chroma_server_on_the_folder_is_noticed(tmp_path: Path, bundle: WordBu
             assert add(SoftContextStore(chromadb.HttpClient("127.0.0.1", port), bundle, key=b"k" * 16), 3).added == 1
         assert len(store) == 3
         assert add(store, 4) == AddReport(added=1, updated=0, unchanged=3)
+
+
+@pytest.mark.parametrize("name", [LOCK_FILE, TURN_FILE, READERS_FILE])
+def test_a_link_in_place_of_a_lock_file_is_not_followed(tmp_path: Path, bundle: WordBundle, name: str) -> None:
+    """Who may write to the folder could have the store write into any file of its owner."""
+    precious, folder = tmp_path / "precious", tmp_path / "chroma"
+    precious.write_text("words")
+    folder.mkdir()
+    (folder / name).symlink_to(precious)
+    with SoftContextStore(folder, bundle) as store, pytest.raises(StoreWriteError, match=f"{name}.*symbolic link"):
+        add(store, 1)
+    assert precious.read_text() == "words"
 
 
 def test_a_dead_writers_lock_is_free(tmp_path: Path, bundle: WordBundle) -> None:
