@@ -293,9 +293,7 @@ def test_a_decoder_folder_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(BundleError, match="cannot load the decoder '/no/where': there is no such folder"):
         load_decoder("/no/where", device="cpu")
-    with pytest.raises(
-        BundleError, match="'no/where': there is no such folder, and the hub says"
-    ):
+    with pytest.raises(BundleError, match="'no/where': there is no such folder, and the hub says"):
         load_decoder("no/where", device="cpu")
 
 
