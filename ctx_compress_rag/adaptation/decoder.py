@@ -116,8 +116,9 @@ class AdaptiveDecoder(TransformersDecoder):
     def fingerprint(self, ratio: int | None) -> str:
         """What updates are made for, in 64 hex digits: the bundle where passages are slots, else the decoder.
 
-        Of the decoder it hashes a sample of each weight, in bfloat16: it is the same in every precision, and
-        fine-tuning changes it.
+        Of the decoder it hashes a sample of each weight, in bfloat16: it is the same in whichever dtype a file is
+        loaded, and fine-tuning changes it. So does a bundle that holds a copy of the decoder, in half precision, or a
+        teacher, which reads its text.
         """
         if ratio is not None:
             return self.bundle.fingerprint

@@ -93,18 +93,19 @@ def evaluate(
 
     Raises:
         ConfigError: the recipes do not belong together, or what is there was made by others.
+        DataError: a file is not there, malformed or too short; nothing is trained then.
     """
     folder = Path(folder)
     recipes = Recipes.find(where)
     if budget is not None:
         recipes = recipes.shortened(budget, folder)
     decoder = open_decoder(recipes.base)
-    recipes.train_missing(decoder)
-    systems = recipes.systems(decoder)
     shown = [recipe.demonstrations for recipe in recipes.others if isinstance(recipe, UpdatePredictorRecipe)]
     tasks = _tasks(recipes.base, decoder, files, split)
     support = max(shown, default=3)
-    apart = drawn_apart(tasks, questions, tuning, support, seed)
+    apart = drawn_apart(tasks, questions, tuning, support, seed)  # refuses files that cannot be asked: before training
+    recipes.train_missing(decoder)
+    systems = recipes.systems(decoder)
     episodes, held_back = (
         [with_slots(episode, decoder.store, recipes.base.ratio) for episode in drawn] for drawn in apart
     )

@@ -221,7 +221,10 @@ class PredictedUpdate(Adaptation):
         except ValidationError as error:
             raise BundleError(f"{folder / _CONFIG_FILE}: {explain(error)}") from None
         if config.fingerprint != decoder.fingerprint(config.ratio):
-            raise BundleError(f"the predictor in {folder} was made for another decoder: train one for this decoder")
+            raise BundleError(
+                f"the predictor in {folder} was made for another decoder: train one for this decoder, by recipes that "
+                "name this bundle (bundle: in place of decoder:)"
+            )
         base = Adapter.from_pretrained(folder / BASE_FOLDER, decoder.bundle.backbone.model)
         made = cls.build(base, decoder, config)
         state, expected = _read(folder / _WEIGHTS_FILE), made._tensors()

@@ -141,7 +141,7 @@ def eval_(
         in_domain=in_domain or (),
         card=card,
     )
-    print(f"{text}; also in {output}")
+    print(f"{text}\n\nalso in {output}")
 
 
 @command("agree", "questions.txt --store ./chroma --ratios 4 16")

@@ -34,7 +34,9 @@ def data(
 
     Rows have question, answers, context and, for stage ram, the evidence that a set marks: what `train` and `eval`
     read. Sets without passages (nq, popqa, bamboogle) need a file with retrieved ones under "ctxs", which hotpotqa,
-    2wikimultihopqa and musique take in place of their own. narrativeqa has the stories' summaries.
+    2wikimultihopqa and musique take in place of their own. narrativeqa has the stories' summaries. Where a set is
+    several files, FILE is triviaqa's in qa/ (pages in evidence/), narrativeqa's qaps.csv (summaries in
+    third_party/wikipedia/) or multinews' .src (summaries in .tgt).
     """
     from ctx_compress_rag.data.published import convert
 

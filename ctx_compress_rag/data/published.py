@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import logging
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +19,8 @@ from typing import Any
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.extras import needs
+
+logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 """A row as it is published, from a file or the hub."""
@@ -59,7 +63,8 @@ def convert(
     Returns: the questions written.
 
     Raises:
-        DataError: no such set, no such file or split, a file of another form, or the hub does not give the set.
+        DataError: no such set, no such file or split, a file of another form or a damaged one, no passages, or the hub
+            does not give the set.
         MissingExtraError: the hub is asked and `datasets` is not installed.
     """
     if name not in SETS:
@@ -70,34 +75,43 @@ def convert(
         own = published.splits.get(split, split)
         rows = (row for row in rows if row["set"] == own)
     unfinished = Path(f"{output}.part")
+    bare: list[Row] = []
     try:
-        written = write_jsonl(unfinished, islice(_checked(published.convert, rows), limit))
+        written = write_jsonl(unfinished, islice(_checked(published.convert, rows, bare), limit))
+        if not written and bare:
+            raise DataError(_NO_EVIDENCE if name == "triviaqa" and source is not None else _NO_PASSAGES)
         if not written:
             where = f" in the split {split!r}" if source is None or published.splits else ""
             raise DataError(f"{source or name} has no question with an answer{where}")
+        if bare:
+            logger.warning("%d questions have no passages and are left out", len(bare))
         unfinished.replace(output)
         return written
     except DataError:  # a ValueError, too
         raise
     except (FileNotFoundError, IsADirectoryError) as error:
         raise DataError(f"no data file at {error.filename}") from None
+    except (EOFError, zlib.error) as error:
+        raise DataError(f"cannot read {source or name} ({error}): download it again") from None
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, csv.Error, gzip.BadGzipFile) as error:
         raise DataError(f"{source or name} is not in the form of {name} ({error!r})") from None
     finally:
         unfinished.unlink(missing_ok=True)
 
 
-def _checked(one: Callable[[Row], Iterable[Example]], rows: Iterable[Row]) -> Iterator[Example]:
+def _checked(one: Callable[[Row], Iterable[Example]], rows: Iterable[Row], bare: list[Row]) -> Iterator[Example]:
     """Examples with passages and answers; evidence that stands in a passage to the letter.
 
-    Retrieved passages ("ctxs") take the place of a set's own. MuSiQue marks rows that its paragraphs do not answer.
+    Rows without passages are put into `bare`. Retrieved passages ("ctxs") take the place of a set's own. MuSiQue marks
+    rows that its paragraphs do not answer.
     """
     for row in rows:
         if not row.get("answerable", True):
             continue
         for example in (_open_domain if row.get("ctxs") else one)(row):
             if not example.passages:
-                raise DataError(_NO_PASSAGES)
+                bare.append(row)
+                continue
             for turn in example.turns:
                 answers = tuple(dict.fromkeys(a for a in turn.answers if a.strip()))
                 if answers:
@@ -110,6 +124,9 @@ def _checked(one: Callable[[Row], Iterable[Example]], rows: Iterable[Row]) -> It
 _NO_PASSAGES = (
     "the rows have questions and no passages: retrieve some first, and give a file whose rows have "
     'them under "ctxs", as DPR writes them'
+)
+_NO_EVIDENCE = (
+    "the rows have questions and no passages: unpack the pages of triviaqa in evidence/ beside qa/, as published"
 )
 _PARQUET = "refs/convert/parquet"
 """The hub's own conversion to Parquet, of sets that have a loading script, which datasets 4 does not run."""
@@ -220,6 +237,8 @@ def _news_file(path: Path) -> Iterator[Row]:
     Of the corrected documents, test.src.cleaned, the summaries are those of before: test.tgt.
     """
     beside = path.with_name(path.name.replace(".src", ".tgt"))
+    if beside == path:
+        raise DataError(f"{path} is no file of documents: give the .src file, beside which the summaries are, .tgt")
     before = beside.with_name(beside.name.replace(".tgt.cleaned", ".tgt"))
     with _open(path) as documents, _open(beside if beside.exists() else before) as summaries:
         for document, summary in zip(documents, summaries, strict=True):

@@ -31,6 +31,7 @@ from ctx_compress_rag.evaluation.lingua import LLMLingua2
 from ctx_compress_rag.evaluation.perplexity import perplexity_table, reconstruction_perplexity
 from ctx_compress_rag.evaluation.plots import plot_panels
 from ctx_compress_rag.evaluation.questions import Question, questions_of
+from ctx_compress_rag.stores.codecs import check_codec
 
 
 def question_sets(files: Sequence[str], limit: int, passages: int = 1) -> dict[str, list[Question]]:
@@ -95,11 +96,13 @@ def evaluate_sets(
     Returns: the tables.
 
     Raises:
-        ConfigError: no set has a name of `in_domain`.
+        ConfigError: no set has a name of `in_domain`, or there is no such codec.
         DataError: a set has fewer than two questions with an answer that fit.
         RatioError: a ratio cannot be made.
     """
     check_ratios(bundle, ratios)
+    if codec is not None:
+        check_codec(codec)
     if unknown := sorted(set(in_domain) - set(sets)):
         raise ConfigError(f"in_domain names {unknown[0]!r}, which is none of the sets: {', '.join(sets)}")
     fit = {name: fitting(bundle, asked, template, max_new_tokens) for name, asked in sets.items()}

@@ -466,3 +466,16 @@ def test_the_command_reads_files_and_slots(
     assert asked and all(re.fullmatch(r"(\[\[\S+\]\])?\n\nQuestion: Which had two, \d\?", text) for text in asked)
     with pytest.raises(ConfigError, match="other settings: remove it"):
         run_recipe(files["k1"], resume=False)
+
+
+@pytest.mark.parametrize(("rows", "named"), [(0, "no data file at"), (3, "the task asked has 3 questions")])
+def test_files_to_score_with_are_read_before_anything_is_trained(
+    rows: int, named: str, tmp_path: Path, bundle_folder: Path
+) -> None:
+    _recipes(tmp_path, bundle_folder, steps=1)
+    if rows:
+        asked = [Example(("A passage.",), (Turn(f"Which is it, {i}?", (str(i),)),)) for i in range(rows)]
+        write_jsonl(tmp_path / "asked.jsonl", asked)
+    with pytest.raises(DataError, match=named):
+        evaluate(tmp_path / "recipes", tmp_path / "scores", files=[str(tmp_path / "asked.jsonl")])
+    assert not list(tmp_path.rglob("training_report.json"))

@@ -304,3 +304,37 @@ def test_what_cannot_be_converted_is_said(tmp_path: Path) -> None:
             convert("popqa", source, out)
     with pytest.raises(DataError, match="^the rows have questions and no passages: retrieve some first"):
         convert("nq", lines(tmp_path / "nq.jsonl", {"question": "When?", "answer": ["1874"]}), out)
+
+
+def test_a_question_without_a_passage_leaves_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In TriviaQA a page of the evidence may not be there, and DPR has found nothing for some questions."""
+    bare = {"question": "Who?", "answers": ["Ada"], "positive_ctxs": []}
+    row = bare | {"positive_ctxs": CTXS}
+    file = lines(tmp_path / "nq.jsonl", bare, row, bare, row)
+    assert convert("nq", file, tmp_path / "out.jsonl") == 2
+    assert [example.passages for example in read_jsonl(tmp_path / "out.jsonl")] == [JOINED, JOINED]
+    assert "2 questions have no passages and are left out" in caplog.text
+
+
+def test_pages_that_are_not_there_are_said(tmp_path: Path) -> None:
+    file = trivia(tmp_path)
+    (tmp_path / "evidence" / "wikipedia" / "Light.txt").unlink()
+    with pytest.raises(DataError, match="questions and no passages.* of triviaqa in evidence/ beside qa/"):
+        convert("triviaqa", file, tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("kept", [40, -30])
+def test_a_cut_or_damaged_file_is_said(kept: int, tmp_path: Path) -> None:
+    """A download that broke off, and one with wrong bytes."""
+    file = lines(tmp_path / "mrqa.jsonl.gz", *[MRQA | {"id": i} for i in range(50)])
+    whole = file.read_bytes()
+    file.write_bytes(whole[:kept] if kept > 0 else whole[:20] + b"\xff" * 8 + whole[28:])
+    with pytest.raises(DataError, match=r"cannot read .*mrqa\.jsonl\.gz"):
+        convert("mrqa", file, tmp_path / "out.jsonl")
+
+
+def test_the_summaries_alone_are_refused(tmp_path: Path) -> None:
+    """Else each would be asked of itself."""
+    news(tmp_path, "test.src", "test.tgt")
+    with pytest.raises(DataError, match=r"test\.tgt .*give the \.src file"):
+        convert("multinews", tmp_path / "test.tgt", tmp_path / "out.jsonl")

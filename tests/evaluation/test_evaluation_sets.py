@@ -172,3 +172,13 @@ def test_curves_are_of_what_is_kept_of_the_full_text() -> None:
     }
     [curve] = normalised_curves(harness.scores_of(questions, answers))
     assert (curve.label, list(curve.ratios), list(curve.scores)) == (SOFT, [4, 8], [0.75, 0.25])
+
+
+def test_a_codec_is_checked_before_anything_is_scored(bundle_folder: Path, tmp_path: Path) -> None:
+    examples = world_examples("test", 0, 3, max_turns=1, passages=(1,))
+    asked: list[str] = []
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(ConfigError, match="unknown codec 'int5'"):
+        patched.setattr("ctx_compress_rag.evaluation.sets.reconstruction_perplexity", lambda *_: asked.append("scored"))
+        bundle = Bundle.from_pretrained(bundle_folder)
+        evaluate_sets(bundle, {"mine": questions_of(examples, 3)}, (4,), tmp_path, codec="int5", perplexity=True)
+    assert not asked
