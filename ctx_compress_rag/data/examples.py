@@ -12,6 +12,9 @@ from typing import Any
 
 from ctx_compress_rag.errors import DataError
 
+SUMMARY_REQUEST = "Summarize the documents."
+"""The question where the answer is a summary. All of them have it: one that is held out gives nothing away."""
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -156,7 +159,7 @@ def check_held_out(training: Sequence[Example], held_out: Sequence[Example], pas
     """Refuse training data that shares a passage or a question with held-out data.
 
     Capitals and spaces do not matter. Strict on purpose: a question that is asked of other passages, too, is refused
-    all the same. Rows of passages alone, whose question is blank, share none.
+    all the same. Rows of passages alone, whose question is blank, share none, nor do requests for a summary.
 
     Args:
         training: examples.
@@ -167,7 +170,7 @@ def check_held_out(training: Sequence[Example], held_out: Sequence[Example], pas
         DataError: naming the first shared passage or question.
     """
     test_passages = {_plain(p) for e in held_out for p in e.passages if passages}
-    test_questions = {_plain(t.question) for e in held_out for t in e.turns} - {""}
+    test_questions = {_plain(t.question) for e in held_out for t in e.turns} - {"", _plain(SUMMARY_REQUEST)}
     for number, example in enumerate(training):
         for passage in example.passages:
             if _plain(passage) in test_passages:

@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ctx_compress_rag.data.examples import Example, read_jsonl
+from ctx_compress_rag.data.examples import SUMMARY_REQUEST, Example, read_jsonl
 from ctx_compress_rag.errors import DataError
 
 FILE = Path(__file__).with_name("held_out.npz")
@@ -48,7 +48,7 @@ class HeldOut:
         # A title, which files of several passages put on a line before the text, is no part of the text.
         passages += [p.split("\n", 1)[1] for p in passages if "\n" in p]
         return cls(
-            _sorted(_hash(_words(t.question)) for e in examples for t in e.turns),
+            _sorted(_hash(_words(t.question)) for e in examples for t in e.turns if t.question != SUMMARY_REQUEST),
             _sorted(_hash(_words(p)) for p in passages),
             _sorted(run for p in passages for run in _runs(p)),
         )

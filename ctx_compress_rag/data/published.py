@@ -9,6 +9,7 @@ import logging
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.data.examples import SUMMARY_REQUEST, Example, Turn, write_jsonl
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.extras import needs
 
@@ -75,16 +76,16 @@ def convert(
         own = published.splits.get(split, split)
         rows = (row for row in rows if row["set"] == own)
     unfinished = Path(f"{output}.part")
-    bare: list[Row] = []
+    left_out: Counter[str] = Counter()
     try:
-        written = write_jsonl(unfinished, islice(_checked(published.convert, rows, bare), limit))
-        if not written and bare:
+        written = write_jsonl(unfinished, islice(_checked(published.convert, rows, left_out), limit))
+        if not written and left_out:
             raise DataError(_NO_EVIDENCE if name == "triviaqa" and source is not None else _NO_PASSAGES)
         if not written:
             where = f" in the split {split!r}" if source is None or published.splits else ""
             raise DataError(f"{source or name} has no question with an answer{where}")
-        if bare:
-            logger.warning("%d questions have no passages and are left out", len(bare))
+        for why, count in left_out.items():
+            logger.warning("%d questions have %s and are left out", count, why)
         unfinished.replace(output)
         return written
     except DataError:  # a ValueError, too
@@ -99,18 +100,18 @@ def convert(
         unfinished.unlink(missing_ok=True)
 
 
-def _checked(one: Callable[[Row], Iterable[Example]], rows: Iterable[Row], bare: list[Row]) -> Iterator[Example]:
+def _checked(one: Callable[[Row], Iterable[Example]], rows: Iterable[Row], left_out: Counter[str]) -> Iterator[Example]:
     """Examples with passages and answers; evidence that stands in a passage to the letter.
 
-    Rows without passages are put into `bare`. Retrieved passages ("ctxs") take the place of a set's own. MuSiQue marks
-    rows that its paragraphs do not answer.
+    Questions without passages are counted in `left_out`. Retrieved passages ("ctxs") take the place of a set's own.
+    MuSiQue marks rows that its paragraphs do not answer.
     """
     for row in rows:
         if not row.get("answerable", True):
             continue
         for example in (_open_domain if row.get("ctxs") else one)(row):
             if not example.passages:
-                bare.append(row)
+                left_out["no passages"] += 1
                 continue
             for turn in example.turns:
                 answers = tuple(dict.fromkeys(a for a in turn.answers if a.strip()))
@@ -327,7 +328,7 @@ def _mrqa(row: Row) -> Iterator[Example]:
 
 def _news(row: Row) -> Iterator[Example]:
     documents = [document.strip() for document in _BETWEEN_NEWS.split(row["document"])]
-    yield _example("Summarize the documents.", [row["summary"].removeprefix("\u2013").strip()], documents)
+    yield _example(SUMMARY_REQUEST, [row["summary"].removeprefix("\u2013").strip()], documents)
 
 
 _BETWEEN_NEWS = re.compile(r"\|\|\|\|\||story_separator_special_tag")

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from ctx_compress_rag.data.examples import Example, Turn, check_held_out, read_jsonl, world_examples, write_jsonl
+from ctx_compress_rag.data.examples import (
+    SUMMARY_REQUEST,
+    Example,
+    Turn,
+    check_held_out,
+    read_jsonl,
+    world_examples,
+    write_jsonl,
+)
+from ctx_compress_rag.data.held_out import HeldOut
 from ctx_compress_rag.errors import DataError
 
 
@@ -63,6 +72,17 @@ def test_held_out_passages_and_questions_never_reach_training() -> None:
     question = Example(("Another text.",), held_out[3].turns)
     with pytest.raises(DataError, match="question"):
         check_held_out([*world_examples("train", 0, 3), question], held_out, passages=False)
+
+
+def test_a_request_for_a_summary_is_no_held_out_question() -> None:
+    """All rows of MultiNews have it; their documents are held out all the same."""
+    asked = Turn(SUMMARY_REQUEST, ("A summary.",))
+    train, test = (Example((text,), (asked,)) for text in ("Kormoor lies on the Halen.", "Pell trades in salt."))
+    check_held_out([train], [test])
+    assert not HeldOut.of([test]).shares(train)
+    with pytest.raises(DataError, match="passage"):
+        check_held_out([test], [test])
+    assert HeldOut.of([test]).shares(test)
 
 
 def test_passages_without_questions_share_none() -> None:
