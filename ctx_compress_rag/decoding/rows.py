@@ -18,6 +18,7 @@ from ctx_compress_rag.decoding.change import Change, opened
 from ctx_compress_rag.decoding.generation import Generation, Sampling, TextWatch, choosers, end_ids
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.stores.markers import current_scope
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Row:
         put: is given pieces of text, then the Generation or the error that ended it.
         stream: whether pieces are wanted.
         cancelled: whether nobody waits for it any more.
+        scope: the tenant or user of `stores.markers.scope` who asked; scopes take turns.
     """
 
     bundle: Bundle
@@ -45,6 +47,7 @@ class Row:
     put: Callable[[str | Generation | BaseException], object]
     stream: bool = False
     cancelled: bool = False
+    scope: str | None = field(default_factory=current_scope)
     ids: list[int] = field(default_factory=list)
     _watch: TextWatch | None = None
     _processors: LogitsProcessorList | None = None

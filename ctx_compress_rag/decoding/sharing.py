@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -106,7 +106,7 @@ class Sharing:
         new: list[Row] = []
         with self._changed:
             while group.waiting and len(group.rows.rows) + len(new) < group.waiting[0][1]:
-                row, _ = group.waiting.popleft()
+                row = _next(group, new)
                 if not row.cancelled:
                     new.append(row)
         for batch in _alike(new):
@@ -150,6 +150,14 @@ class Sharing:
 
 _OF: WeakKeyDictionary[Backbone, Sharing] = WeakKeyDictionary()
 _MAKING = threading.Lock()
+
+
+def _next(group: _Group, new: Sequence[Row]) -> Row:
+    """Takes who is next: of the scope with the fewest rows in the passes, the one that came first."""
+    busy = Counter(row.scope for row in (*group.rows.rows, *new))
+    place, (row, _) = min(enumerate(group.waiting), key=lambda each: busy[each[1][0].scope])
+    del group.waiting[place]
+    return row
 
 
 def _alike(rows: Sequence[Row]) -> Iterator[list[Row]]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import chromadb
@@ -24,6 +25,7 @@ from ctx_compress_rag.errors import ConfigError, DecoderMemoryError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores.markers import scope
 from helpers import architectures
 from helpers.decoding import WAIT, held
 from helpers.langchain import TEXTS
@@ -243,6 +245,23 @@ def test_no_memory_to_join_leaves_those_who_are_there(
     assert decoder.generate([prompts[0]], Sampling(6)) == [by_generate(decoder, prompts[0], Sampling(6))]
     *rest, last = stream
     assert last == expected and begun + "".join(map(str, rest)) == expected.text
+
+
+def test_one_tenants_many_prompts_do_not_keep_another_waiting(talkative: Any) -> None:
+    narrow = TransformersDecoder(talkative, batch_size=2)
+    ended: list[str] = []
+
+    def note(who: str, piece: Any) -> None:
+        if not isinstance(piece, str):
+            ended.append(who)
+
+    with held(talkative):
+        for who, count in (("anna", 12), ("bert", 2)):
+            with scope(who):
+                for number in range(count):
+                    narrow.start(f"Tell me of {number}.", Sampling(20), partial(note, who))
+    wait_for(lambda: len(ended) == 14)
+    assert {"bert"} == set(ended[:4]) - {"anna"} and ended[:6].count("bert") == 2
 
 
 def live_rows() -> int:
