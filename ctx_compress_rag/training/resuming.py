@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.training.config import BaseRecipe
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def begin(recipe: BaseRecipe, resume: bool) -> None:
     if not resume:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / _RECIPE_FILE, recipe.model_dump(mode="json"))
+    write_json(folder / _RECIPE_FILE, recipe.model_dump(mode="json"))
 
 
 def _changed(recipe: BaseRecipe, before: Any) -> Iterator[str]:
@@ -117,15 +118,9 @@ def _step(checkpoint: Path) -> int:
 
 def finish_checkpoint(checkpoint: Path, progress: dict[str, Any]) -> None:
     """Mark a checkpoint as whole, once all of it is written; it then says what the training has taken so far."""
-    _write(checkpoint / _PROGRESS_FILE, progress)
+    write_json(checkpoint / _PROGRESS_FILE, progress)
 
 
 def progress_of(checkpoint: Path) -> dict[str, Any]:
     """What `finish_checkpoint` was given."""
     return dict(json.loads((checkpoint / _PROGRESS_FILE).read_text(encoding="utf-8")))
-
-
-def _write(file: Path, content: dict[str, Any]) -> None:
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    part.replace(file)  # there whole or not at all

@@ -13,6 +13,7 @@ import torch
 from pydantic import ValidationError
 
 from ctx_compress_rag.errors import TimeUpError
+from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.training.config import BaseRecipe
 from ctx_compress_rag.training.loop import is_main_process, train
 from ctx_compress_rag.training.recipes import load_recipe
@@ -55,7 +56,7 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
     report["recipe"] = recipe.model_dump(mode="json")
     if is_main_process():
         job.save(report)
-        (recipe.output / _REPORT_FILE).write_text(json.dumps(report, indent=1), encoding="utf-8")
+        write_json(recipe.output / _REPORT_FILE, report)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # the next recipe may need what this one's first process has written
     return recipe.output

@@ -51,6 +51,7 @@ from ctx_compress_rag.evaluation.harness import (
 from ctx_compress_rag.evaluation.questions import Question, digest, questions_of, with_other_passages
 from ctx_compress_rag.evaluation.speed import seconds_of
 from ctx_compress_rag.gguf import GgufDecoder
+from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.metrics import exact_match, token_f1
@@ -293,9 +294,7 @@ def run_job(job: EntryJob) -> None:
     result["version"] = __version__
     file = job.plan.result(job.name)
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    part.replace(file)  # a result is there whole or not at all
+    write_json(file, result)
 
 
 def _train_stage(recipe: CompressionRecipe) -> dict[str, Any]:

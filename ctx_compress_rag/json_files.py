@@ -1,0 +1,15 @@
+"""JSON files that are there whole or not at all, whenever a process is killed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file in place of the one before; OSError where it cannot be written."""
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    part.replace(file)
