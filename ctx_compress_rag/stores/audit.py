@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from ctx_compress_rag.errors import PayloadError
@@ -16,7 +17,7 @@ def damaged(companion: Companion, signer: MarkerCodec) -> list[str]:
     bad: list[str] = []
     for key, row in _rows(companion):
         try:
-            records.check_seal(key, row, signer, companion.sealed)
+            records.check_seal(key, row, signer)
             records.read_soft(key, row)
             records.read_passage(key, row, companion.fingerprint)
         except PayloadError:
@@ -30,23 +31,19 @@ def reseal(companion: Companion, signer: MarkerCodec) -> int:
     Anyone who could write to the folder before could have put records there: only the owner of the folder can know
     whether to trust them.
     """
-    sealed = refused = 0
+    sealed = 0
     for ids in _pages(companion):
         fresh: dict[str, records.Record] = {}
         for key, row in companion.read(ids).items():
             try:
-                records.check_seal(key, row, signer, required=True)
+                records.check_seal(key, row, signer)
                 continue
             except PayloadError:
                 pass
-            try:
+            with suppress(PayloadError):
                 fresh[key] = records.sealed_anew(key, row, companion.fingerprint, signer)
-            except PayloadError:
-                refused += 1
         companion.update(fresh)
         sealed += len(fresh)
-    if not refused and not companion.sealed:
-        companion.require_seals()
     return sealed
 
 

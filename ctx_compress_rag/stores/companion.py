@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,13 +22,11 @@ from ctx_compress_rag.stores.scopes import own_id
 from ctx_compress_rag.stores.seven_bits import n_bytes
 from ctx_compress_rag.stores.sqlite import SqliteClient, SqliteCollection
 
-logger = logging.getLogger(__name__)
-
 Found = dict[str, dict[str, Any]]
 """Metadata of records by passage id."""
 
-FORMAT = 2  # 1 has records without a seal
-_FORMATS = (1, FORMAT)
+FORMAT = 2
+_FORMATS = (1, FORMAT)  # 1 was before records were sealed: `reseal` does
 _MANY = 1000  # from here on, one look at a whole column is faster than one by id
 READ_IDS = 250  # Chroma fails with tens of thousands of ids in one query
 WRITE_RECORDS = 250  # its ingestion is fastest with 100 to 250
@@ -98,11 +95,6 @@ class Companion:
         except BaseException:
             connection.close()
             raise
-
-    @property
-    def sealed(self) -> bool:
-        """Whether every record must have a seal."""
-        return bool(self._about.get("ctx_format", FORMAT) == FORMAT)
 
     @property
     def codec(self) -> str:
@@ -199,13 +191,6 @@ class Companion:
         for part in _parts(rows):
             with self._writing() as collection:
                 collection.update(ids=list(part), metadatas=list(part.values()))
-
-    @_answered
-    def require_seals(self) -> None:
-        """From now on a record without a seal is refused."""
-        with self._writing() as collection:
-            self._about = {**self._about, "ctx_format": FORMAT}
-            collection.modify(metadata=self._about)
 
     @_answered
     def delete(self, ids: Sequence[str]) -> None:
@@ -307,14 +292,7 @@ class Companion:
         return self._kept(client, made)
 
     def _kept(self, client: Any, collection: Any) -> Any:
-        first = not self._about
         self._about = dict(self._checked(collection).metadata or {})
-        if first and not self.sealed:
-            logger.warning(
-                "the store in %s was made before records were sealed: whoever can write to it can forge one. Where "
-                "nobody else could, `ctx-compress repair --reseal` (SoftContextStore.reseal) seals them",
-                self.connection.where,
-            )
         if not isinstance(client, SqliteClient):
             self._found = (client, collection)
         return collection

@@ -39,4 +39,4 @@ class Keyring:
             PayloadError: one was changed after it was sealed, or is of another key; the message names the passage.
         """
         for key, row in found.items():
-            records.check_seal(key, row, self.signer(), self._companion.sealed)
+            records.check_seal(key, row, self.signer())

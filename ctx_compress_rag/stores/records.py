@@ -102,12 +102,16 @@ def sealed_fields(key: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     return (key, *(str(row.get(name)) for name in ("text_hash", "marker", "slots", "tokens", _PAYLOAD_HASH)))
 
 
-def check_seal(key: str, stored: Mapping[str, Any], signer: MarkerCodec, required: bool) -> None:
-    """PayloadError unless this key sealed the record as it is, or it has no seal and none is required."""
+def check_seal(key: str, stored: Mapping[str, Any], signer: MarkerCodec) -> None:
+    """PayloadError unless this key sealed the record as it is."""
     fields = sealed_fields(key, stored)
     seal = stored.get(SEAL)
-    if seal is None and not required:
-        return
+    if seal is None:
+        raise _damaged(
+            own_id(key),
+            "it has no seal: it is from before there were seals, or somebody else wrote it; where nobody else could, "
+            "`ctx-compress repair --reseal` seals it",
+        )
     if not isinstance(seal, str) or not hmac.compare_digest(seal.encode(), signer.seal(*fields).encode()):
         raise _damaged(
             own_id(key),

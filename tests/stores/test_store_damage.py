@@ -124,20 +124,6 @@ def test_a_broken_seal_costs_its_own_passage_alone(tmp_path: Path, caplog: pytes
             mark(store, texts, ["p0", "p1", "p2"], on_unreadable="error")
 
 
-def test_a_store_without_seals_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
-        add(store, 1)
-    raw = chromadb.PersistentClient(tmp_path).get_collection("passages-ctx", embedding_function=None)
-    raw.modify(metadata={**raw.metadata, "ctx_format": 1})
-    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
-        store.get(["p0"])
-        assert caplog.text.count("before records were sealed") == 1 and "--reseal" in caplog.text
-        store.reseal()
-    caplog.clear()
-    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
-        assert store.get(["p0"])[0] is not None and not caplog.text
-
-
 @pytest.mark.parametrize("key", [" " * 20, "", "short"])
 def test_a_blank_key_is_refused(tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CTX_COMPRESS_KEY", key)

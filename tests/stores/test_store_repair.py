@@ -119,21 +119,19 @@ def strip_seals(folder: Path) -> None:
     client.close()
 
 
-def test_records_from_before_there_were_seals_get_one(tmp_path: Path) -> None:
+def test_records_without_a_seal_are_not_read_before_they_get_one(tmp_path: Path) -> None:
+    """Whatever format the collection claims: whoever can write records can write that, too."""
     folder, bundle = tmp_path / "store", WordBundle()
     with SoftContextStore(folder, bundle, key=KEY) as store:
         add(store, 3)
     strip_seals(folder)
     with SoftContextStore(folder, bundle, key=KEY) as store:
-        assert store.get_passages(["p1"])[0] is not None  # readable as it is
-        marker = store.marker("p1", 4)
+        with pytest.raises(PayloadError, match=r"'p1' is damaged \(it has no seal.*repair --reseal"):
+            store.get(["p1"])
+        assert store.damaged() == ["p0", "p1", "p2"]
         assert store.reseal() == 3
         assert store.reseal() == 0
-        assert store.marker("p1", 4) == marker
-        raw = chromadb.PersistentClient(str(folder)).get_collection("passages-ctx", embedding_function=None)
-        raw.update(ids=["p1"], metadatas=[{"seal": None}])
-        with pytest.raises(PayloadError, match="'p1' is damaged"):  # a seal is required from now on
-            store.get(["p1"])
+        assert_same(store.get(["p1"])[0], bundle.at(passage(1), 4))
 
 
 def test_records_of_a_lost_key_get_a_new_seal_where_they_are_whole(

@@ -207,6 +207,8 @@ def test_a_store_without_scopes_made_before_opens_and_reads(tmp_path: Path, bund
         "tokens": 30,
     }
     collection.upsert(ids=["old"], embeddings=[[0.0]], metadatas=[row])
+    with SoftContextStore(tmp_path, bundle, key=key) as store:
+        assert store.reseal() == 1
     for scope in (markers.DEFAULT_SCOPE, "ann"):
         with SoftContextStore(tmp_path, bundle, key=key, scope=scope) as store:
             assert_same(store.get(["old"])[0], bundle.at(text, 4))
