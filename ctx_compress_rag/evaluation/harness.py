@@ -36,6 +36,7 @@ from ctx_compress_rag.metrics import (
 )
 from ctx_compress_rag.ratios import check_window
 from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores.codecs import DEFAULT_CODEC
 from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, messages
 
 RATIOS = (4, 8, 16, 32, 64, 128)
@@ -156,6 +157,7 @@ def evaluate(
         batch_size: questions per forward pass.
         log: a JSONL file that keeps the answers; those that it has, of the same questions asked in the same way, are
             not asked for again.
+            A judge's replies go into judged.jsonl beside it.
         progress: show a progress bar.
     """
     systems = [FULL, NONE, SOFT, TRUNCATED]
@@ -175,7 +177,30 @@ def evaluate(
         log=log,
         progress=progress,
     )
-    return scores_of(questions, answers, None if judge is None else _verdicts(judge, questions, answers, progress))
+    judged_log = None if log is None else Path(log).with_name("judged.jsonl")
+    verdicts = None if judge is None else _verdicts(judge, questions, answers, judged_log, progress)
+    return scores_of(questions, answers, verdicts)
+
+
+def conditions(
+    bundle: Bundle,
+    questions: Sequence[Question],
+    lingua: LLMLingua2 | None = None,
+    codec: str | None = None,
+    template: str | None = None,
+    max_new_tokens: int | None = None,
+) -> dict[str, Any]:
+    """All that answers depend on but for system and ratio, with the defaults in place, as JSON can hold it."""
+    return {
+        "version": __version__,
+        "fingerprint": bundle.fingerprint,
+        "decoder": f"{bundle.backbone.embeddings.weight.dtype} on {bundle.backbone.device.type}",
+        "questions_sha256": digest(questions),
+        "template": template or bundle.config.asked_by,
+        "max_new_tokens": max_new_tokens or bundle.config.answer_tokens or ANSWER_TOKENS,
+        "codec": codec or DEFAULT_CODEC,
+        "llmlingua": None if lingua is None else lingua.model,
+    }
 
 
 def check_ratios(bundle: Bundle, ratios: Sequence[int]) -> None:
@@ -221,25 +246,9 @@ def answer(
         raise ConfigError("extraction needs a sentence encoder: give one, or leave it out")
     if LINGUA in systems and lingua is None:
         raise ConfigError("LLMLingua-2 needs its model: give one as lingua, or leave it out")
-    template = template or bundle.config.asked_by
-    max_new_tokens = max_new_tokens or bundle.config.answer_tokens or ANSWER_TOKENS
-    kept = (
-        None
-        if log is None
-        else AnswerLog(
-            log,
-            {
-                "version": __version__,
-                "fingerprint": bundle.fingerprint,
-                "decoder": f"{bundle.backbone.embeddings.weight.dtype} on {bundle.backbone.device.type}",
-                "questions_sha256": digest(questions),
-                "template": template,
-                "max_new_tokens": max_new_tokens,
-                "codec": codec,
-                "llmlingua": None if lingua is None else lingua.model,
-            },
-        )
-    )
+    about = conditions(bundle, questions, lingua, codec, template, max_new_tokens)
+    template, max_new_tokens = about["template"], about["max_new_tokens"]
+    kept = None if log is None else AnswerLog(log, about)
     answers: SystemAnswers = {}
     # One store serves all ratios of a nestable method, and of one that decides when it is asked; of another
     # each ratio needs its own.
@@ -363,7 +372,7 @@ def each(
 
 
 def _verdicts(
-    judge: Judge, questions: Sequence[Question], answers: SystemAnswers, progress: bool
+    judge: Judge, questions: Sequence[Question], answers: SystemAnswers, log: Path | None, progress: bool
 ) -> dict[Key, list[bool | None]]:
     """The judge's verdict on the answers of each system to the questions that have one."""
     asked = [
@@ -373,8 +382,9 @@ def _verdicts(
         if q.answers
     ]
     verdicts: dict[Key, list[bool | None]] = {key: [] for key in answers}
-    for (key, _), found in zip(asked, judge_answers(judge, [one for _, one in asked], progress), strict=True):
-        verdicts[key].append(found)
+    found = judge_answers(judge, [one for _, one in asked], progress, log)
+    for (key, _), each_found in zip(asked, found, strict=True):
+        verdicts[key].append(each_found)
     return verdicts
 
 

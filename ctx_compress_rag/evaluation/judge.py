@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import pkgutil
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from tqdm.auto import tqdm
@@ -34,7 +36,10 @@ class Judge(Protocol):
 
 
 def judge_answers(
-    judge: Judge, asked: Sequence[tuple[str, Sequence[str], str]], progress: bool = True
+    judge: Judge,
+    asked: Sequence[tuple[str, Sequence[str], str]],
+    progress: bool = True,
+    log: str | Path | None = None,
 ) -> list[bool | None]:
     """Whether each answer is right; None where the judge's reply cannot be read.
 
@@ -42,6 +47,8 @@ def judge_answers(
         judge: is asked one prompt after the other, and the same prompt once.
         asked: questions, each with its accepted answers and the answer to judge.
         progress: show a progress bar.
+        log: a JSONL file that keeps prompts and replies. Until the last is there its name ends in `.part`, and what
+            was interrupted continues from it.
 
     Raises:
         ConfigError: a reply is neither a string nor a message with a text.
@@ -50,9 +57,18 @@ def judge_answers(
         PROMPT.format(question=question, answers=" / ".join(answers), answer=answer)
         for question, answers, answer in asked
     ]
-    distinct = tqdm(dict.fromkeys(prompts), desc="judging", unit="answer", disable=not progress)
-    verdicts = {prompt: verdict(_text(judge.invoke(prompt))) for prompt in distinct}
-    return [verdicts[prompt] for prompt in prompts]
+    part = None if log is None else Path(f"{log}.part")
+    replies = {} if part is None else _replies(part)
+    for prompt in tqdm(dict.fromkeys(prompts), desc="judging", unit="answer", disable=not progress):
+        if prompt in replies:
+            continue
+        replies[prompt] = _text(judge.invoke(prompt))
+        if part is not None:
+            with part.open("a", encoding="utf-8") as out:
+                out.write(f"{json.dumps({'prompt': prompt, 'reply': replies[prompt]}, ensure_ascii=False)}\n")
+    if part is not None and part.exists():
+        part.replace(str(log))
+    return [verdict(replies[prompt]) for prompt in prompts]
 
 
 def verdict(reply: str) -> bool | None:
@@ -64,6 +80,15 @@ def verdict(reply: str) -> bool | None:
     words = set(re.findall(r"\b(?:yes|no)\b", reply.lower()))
     found = _VERDICT.match(reply)
     return found[1].lower() == "yes" if found and len(words) == 1 else None
+
+
+def _replies(part: Path) -> dict[str, str]:
+    """The replies of an interrupted judging, by prompt; a line that was cut off is removed from the file."""
+    if not part.is_file():
+        return {}
+    whole = [line for line in part.read_text(encoding="utf-8", errors="replace").splitlines(True) if line[-1] == "\n"]
+    part.write_text("".join(whole), encoding="utf-8")
+    return {row["prompt"]: row["reply"] for row in map(json.loads, whole)}
 
 
 def load_judge(name: str) -> Judge:

@@ -20,6 +20,7 @@ from ctx_compress_rag.evaluation.harness import (
     KEPT_LABEL,
     Score,
     check_ratios,
+    conditions,
     evaluate,
     normalised_curves,
     prompt_of,
@@ -118,7 +119,7 @@ def evaluate_sets(
     for name, questions in fit.items():
         about: dict[str, Any] = {
             "bundle": bundle.config.name,
-            "fingerprint": bundle.fingerprint,
+            **conditions(bundle, questions, lingua, codec, template, max_new_tokens),
             "data": name,
             "questions": len(questions),
             "too_long": len(sets[name]) - len(questions),

@@ -103,6 +103,36 @@ def test_chat_models_of_langchain_are_judges() -> None:
     assert judge_answers(GenericFakeChatModel(messages=replies), ASKED, False) == [True, False, None]
 
 
+def test_an_interrupted_judging_continues_and_a_finished_one_is_asked_again(tmp_path: Path) -> None:
+    log = tmp_path / "judged.jsonl"
+
+    class Limited(Rule):
+        """As an endpoint that refuses after so many requests."""
+
+        def __init__(self, left: int) -> None:
+            super().__init__()
+            self.left = left
+
+        def invoke(self, prompt: str) -> str:
+            self.left -= 1
+            if self.left < 0:
+                raise ConnectionError("quota")
+            return super().invoke(prompt)
+
+    with pytest.raises(ConnectionError):
+        judge_answers(Limited(2), ASKED, False, log)
+    assert not log.exists()
+    part = tmp_path / "judged.jsonl.part"
+    part.write_text(part.read_text() + '{"prompt": "cut o')
+    second = Limited(1)
+    assert judge_answers(second, ASKED, False, log) == [True, False, False]
+    assert [prompt for prompt in second.prompts if "When?" not in prompt] == []
+    assert [json.loads(line)["reply"] for line in log.read_text().splitlines()] == ["Yes."] + ["No, it is not."] * 2
+    assert not part.exists()
+    again = Limited(3)
+    assert judge_answers(again, ASKED, False, log) == [True, False, False] and len(again.prompts) == 3
+
+
 def test_a_reply_that_is_no_text_is_refused() -> None:
     class Wrong:
         def invoke(self, prompt: str) -> Any:
@@ -128,6 +158,9 @@ def test_the_command_asks_the_judge_it_is_given(
     assert main([*command, "--judge", "strict_judge:make", "--cost", "--output", "out"]) == 0
     saved = json.loads(Path("out/one/scores.json").read_text())
     assert saved["judge"] == "FakeListChatModel"
+    assert (saved["template"], saved["max_new_tokens"]) == ("{context}\n\nQuestion: {question}", 32)
+    assert (saved["codec"], saved["decoder"]) == ("int8", "torch.float32 on cpu")
+    assert "No." in Path("out/one/judged.jsonl").read_text()
     assert [(row["judged"], row["unread"]) for row in saved["scores"]] == [(0.0, 0)] * 4
     costs = {row["system"]: row["cost"]["first_token_flops"] for row in saved["scores"]}
     assert 0 < costs[SOFT] < costs[FULL]
