@@ -70,11 +70,11 @@ def train(
     from ctx_compress_rag.training.recipes import load_recipe, recipe_names
 
     names = [recipe for name in recipes for recipe in recipe_names(name)]
-    for recipe in names:
-        load_recipe(recipe)  # a fault in the last one is reported before the first is run
+    loaded = [load_recipe(recipe) for recipe in names]  # a fault in the last is reported before the first is run
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
-    from ctx_compress_rag.training.run import run_recipe  # takes seconds, which count
+    from ctx_compress_rag.training.run import check_inputs, run_recipe  # takes seconds, which count
 
+    check_inputs(loaded)
     try:
         for recipe in names:
             print(f"{recipe}: written to {run_recipe(recipe, resume=not no_resume, deadline=deadline)}")

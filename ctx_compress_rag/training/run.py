@@ -6,13 +6,14 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
-from ctx_compress_rag.errors import TimeUpError
+from ctx_compress_rag.errors import ConfigError, TimeUpError
 from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.training.config import BaseRecipe
 from ctx_compress_rag.training.loop import is_main_process, train
@@ -21,6 +22,7 @@ from ctx_compress_rag.training.resuming import begin, refuse_another
 from ctx_compress_rag.training.stage import STAGES
 
 _REPORT_FILE = "training_report.json"
+_WRITTEN = ("output", "folder")  # solved contexts are kept in a folder
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,35 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # the next recipe may need what this one's first process has written
     return recipe.output
+
+
+def check_inputs(recipes: Sequence[BaseRecipe]) -> None:
+    """Check that all that recipes read is there, or will be, before the first of them is run.
+
+    Raises:
+        ConfigError: a file or folder that one names is missing, and none before it writes it.
+    """
+    written: list[Path] = []
+    for recipe in recipes:
+        inputs = [] if _is_finished(recipe) else _inputs(recipe.model_dump())
+        for path in inputs:
+            if not path.exists() and not any(path.absolute().is_relative_to(folder) for folder in written):
+                raise ConfigError(
+                    f"{str(path)!r}, which the recipe with output {str(recipe.output)!r} reads, does not exist, and no "
+                    "recipe given before it writes it: mend the path, or train what writes it first"
+                )
+        written.append(recipe.output.absolute())
+
+
+def _inputs(settings: Any) -> Iterator[Path]:
+    """The paths in a recipe's settings, but for those that a training makes."""
+    if isinstance(settings, Path):
+        yield settings
+    elif isinstance(settings, dict | list):
+        items = settings.items() if isinstance(settings, dict) else enumerate(settings)
+        for key, value in items:
+            if key not in _WRITTEN:
+                yield from _inputs(value)
 
 
 def _prepare(recipe: BaseRecipe) -> None:

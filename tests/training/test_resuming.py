@@ -14,7 +14,8 @@ from transformers import Trainer
 
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import ConfigError, DataError
-from ctx_compress_rag.training.run import run_recipe
+from ctx_compress_rag.training.recipes import load_recipe
+from ctx_compress_rag.training.run import check_inputs, run_recipe
 from helpers.models import save_tiny_llama
 from helpers.processes import run_by
 from helpers.training import UNLIKE, killed, losses
@@ -67,6 +68,19 @@ def _assert_the_same(one: Path, other: Path) -> None:
 def whole(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training that was not interrupted."""
     return run_recipe(_recipe(decoder, tmp_path_factory.mktemp("whole") / "whole"))
+
+
+def test_what_a_later_recipe_lacks_is_said_before_the_first_is_run(decoder: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    recipes = [_recipe(decoder, first), _recipe(decoder, second, data="nowhere.jsonl")]
+    with pytest.raises(ConfigError, match=r"nowhere.jsonl'.*second'.*no recipe given before it writes it"):
+        check_inputs([load_recipe(recipe) for recipe in recipes])
+    settings = yaml.safe_load(recipes[1].read_text())
+    settings["data"]["files"] = [str(first / "answers.jsonl")]  # within what the first writes
+    recipes[1].write_text(yaml.safe_dump(settings))
+    check_inputs([load_recipe(recipe) for recipe in recipes])
+    with pytest.raises(ConfigError, match="answers.jsonl"):
+        check_inputs([load_recipe(recipe) for recipe in reversed(recipes)])
 
 
 @pytest.mark.parametrize("finished", [False, True])
