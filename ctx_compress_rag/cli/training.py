@@ -72,11 +72,13 @@ def train(
     names = [recipe for name in recipes for recipe in recipe_names(name)]
     loaded = [load_recipe(recipe) for recipe in names]  # a fault in the last is reported before the first is run
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
-    from ctx_compress_rag.training.run import check_inputs, run_recipe  # takes seconds, which count
+    from ctx_compress_rag.training.run import check_inputs, is_finished, run_recipe  # takes seconds, which count
 
     check_inputs(loaded)
     try:
-        for recipe in names:
-            print(f"{recipe}: written to {run_recipe(recipe, resume=not no_resume, deadline=deadline)}")
+        for name, recipe in zip(names, loaded, strict=True):
+            before = not no_resume and is_finished(recipe)
+            folder = run_recipe(name, resume=not no_resume, deadline=deadline)
+            print(f"{name}: {'finished before, in' if before else 'written to'} {folder}")
     except TimeUpError as stop:
         print(stop)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from ctx_compress_rag.decoder_identity import sha256
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.training.config import BaseRecipe
@@ -18,8 +19,10 @@ from ctx_compress_rag.training.config import BaseRecipe
 logger = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
+FILES_KEY = "files_sha256"
 _RECIPE_FILE = "recipe.json"
 _PROGRESS_FILE = "progress.json"
+_WRITTEN = ("output", "folder")  # keys of what a training writes: solved contexts are kept in a folder
 
 # How a step is computed, and where it is kept, not what it makes; and a training may be prolonged.
 _MAY_CHANGE = {
@@ -58,11 +61,36 @@ def begin(recipe: BaseRecipe, resume: bool) -> None:
     if not resume:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / _RECIPE_FILE, recipe.model_dump(mode="json"))
+    write_json(folder / _RECIPE_FILE, recipe.model_dump(mode="json") | {FILES_KEY: file_digests(recipe)})
+
+
+def inputs(recipe: BaseRecipe) -> Iterator[Path]:
+    """The files and folders that a recipe reads, but for decoders, which may be names on the hub."""
+    return _paths(recipe.model_dump())
+
+
+def _paths(settings: Any) -> Iterator[Path]:
+    if isinstance(settings, Path):
+        yield settings
+    elif isinstance(settings, dict | list):
+        for key, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
+            if key not in _WRITTEN:
+                yield from _paths(value)
+
+
+def file_digests(recipe: BaseRecipe) -> dict[str, str]:
+    """SHA-256 of the files that a recipe reads and that are there, by path."""
+    return {str(path): sha256(path) for path in inputs(recipe) if path.is_file()}
+
+
+def changed_files(recipe: BaseRecipe, before: Mapping[str, str]) -> list[str]:
+    """The files of a recipe with other contents than before. One that is gone or newly named has not changed."""
+    return [path for path, digest in file_digests(recipe).items() if before.get(path, digest) != digest]
 
 
 def _changed(recipe: BaseRecipe, before: Any) -> Iterator[str]:
-    """The keys that a checkpoint's recipe has otherwise, with both values."""
+    """The keys that a checkpoint's recipe has otherwise, with both values, and the files that have changed."""
+    files = before.pop(FILES_KEY, {})
     try:
         # A key that is newer than the checkpoint has its default there.
         before = type(recipe).model_validate(before).model_dump(mode="json")
@@ -73,6 +101,8 @@ def _changed(recipe: BaseRecipe, before: Any) -> Iterator[str]:
     for key in sorted((old.keys() | new.keys()) - _MAY_CHANGE):
         if old.get(key) != new.get(key):
             yield f"{key} {old.get(key)!r} there, {new.get(key)!r} in the recipe"
+    for path in changed_files(recipe, files):
+        yield f"{path} with other contents"
 
 
 def _flat(settings: dict[str, Any], before: str = "") -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,10 @@ from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.training.config import BaseRecipe
 from ctx_compress_rag.training.loop import is_main_process, train
 from ctx_compress_rag.training.recipes import load_recipe
-from ctx_compress_rag.training.resuming import begin, refuse_another
+from ctx_compress_rag.training.resuming import FILES_KEY, begin, changed_files, file_digests, inputs, refuse_another
 from ctx_compress_rag.training.stage import STAGES
 
 _REPORT_FILE = "training_report.json"
-_WRITTEN = ("output", "folder")  # solved contexts are kept in a folder
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +41,7 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
         TimeUpError: the deadline came first; a checkpoint is saved.
     """
     recipe = load_recipe(path)
-    if resume and _is_finished(recipe):
-        logger.info("%s: finished before, in %s", path, recipe.output)
+    if resume and is_finished(recipe):
         return recipe.output
     if deadline is not None and time.monotonic() >= deadline:
         raise TimeUpError(f"{path}: not begun; the same command resumes there")
@@ -55,8 +53,8 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
     if is_main_process():
         begin(recipe, resume)  # after the start: a fault in the recipe leaves what is there
     report = train(job, recipe.optim, recipe.output, recipe.seed, resume, deadline)
-    report["recipe"] = recipe.model_dump(mode="json")
     if is_main_process():
+        report |= {"recipe": recipe.model_dump(mode="json"), FILES_KEY: file_digests(recipe)}
         job.save(report)
         write_json(recipe.output / _REPORT_FILE, report)
     if torch.distributed.is_initialized():
@@ -72,25 +70,13 @@ def check_inputs(recipes: Sequence[BaseRecipe]) -> None:
     """
     written: list[Path] = []
     for recipe in recipes:
-        inputs = [] if _is_finished(recipe) else _inputs(recipe.model_dump())
-        for path in inputs:
+        for path in [] if is_finished(recipe) else inputs(recipe):
             if not path.exists() and not any(path.absolute().is_relative_to(folder) for folder in written):
                 raise ConfigError(
                     f"{str(path)!r}, which the recipe with output {str(recipe.output)!r} reads, does not exist, and no "
                     "recipe given before it writes it: mend the path, or train what writes it first"
                 )
         written.append(recipe.output.absolute())
-
-
-def _inputs(settings: Any) -> Iterator[Path]:
-    """The paths in a recipe's settings, but for those that a training makes."""
-    if isinstance(settings, Path):
-        yield settings
-    elif isinstance(settings, dict | list):
-        items = settings.items() if isinstance(settings, dict) else enumerate(settings)
-        for key, value in items:
-            if key not in _WRITTEN:
-                yield from _inputs(value)
 
 
 def _prepare(recipe: BaseRecipe) -> None:
@@ -104,12 +90,13 @@ def _prepare(recipe: BaseRecipe) -> None:
     recipe.output.mkdir(parents=True, exist_ok=True)
 
 
-def _is_finished(recipe: BaseRecipe) -> bool:
-    """Whether this very recipe has been run to its end."""
+def is_finished(recipe: BaseRecipe) -> bool:
+    """Whether this very recipe has been run to its end, on files with the contents that they have now."""
     file = recipe.output / _REPORT_FILE
     if not file.exists():
         return False
-    return made_by(recipe, json.loads(file.read_text(encoding="utf-8")).get("recipe"))
+    report = json.loads(file.read_text(encoding="utf-8"))
+    return made_by(recipe, report.get("recipe")) and not changed_files(recipe, report.get(FILES_KEY, {}))
 
 
 def made_by(recipe: BaseRecipe, reported: Any) -> bool:

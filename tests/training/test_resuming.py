@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import Trainer
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.training.recipes import load_recipe
-from ctx_compress_rag.training.run import check_inputs, run_recipe
+from ctx_compress_rag.training.run import check_inputs, is_finished, run_recipe
 from helpers.models import save_tiny_llama
 from helpers.processes import run_by
 from helpers.training import UNLIKE, killed, losses
@@ -103,6 +104,28 @@ def test_another_recipe_does_not_continue(decoder: Path, whole: Path, tmp_path: 
             run_recipe(_recipe(decoder, folder, **change))
     run_recipe(_recipe(decoder, folder))
     _assert_the_same(whole, folder)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_files_with_other_contents_do_not_continue(decoder: Path, tmp_path: Path, finished: bool) -> None:
+    recipe = _recipe(decoder, tmp_path / "cut")
+    settings = yaml.safe_load(recipe.read_text())
+    data = tmp_path / "mine.jsonl"
+    data.write_bytes((decoder / "data.jsonl").read_bytes())
+    settings["data"]["files"] = [str(data)]
+    recipe.write_text(yaml.safe_dump(settings))
+    with nullcontext() if finished else killed(after=3):
+        run_recipe(recipe)
+    assert is_finished(load_recipe(recipe)) is finished
+    write_jsonl(data, UNLIKE)
+    assert not is_finished(load_recipe(recipe))
+    with pytest.raises(ConfigError, match="mine.jsonl with other contents"):
+        run_recipe(recipe)
+    data.write_bytes((decoder / "data.jsonl").read_bytes())
+    run_recipe(recipe)
+    assert is_finished(load_recipe(recipe))
+    data.unlink()  # what is finished needs no data
+    assert run_recipe(recipe) == tmp_path / "cut"
 
 
 def test_a_fault_in_a_recipe_loses_no_checkpoint(decoder: Path, tmp_path: Path) -> None:
