@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import importlib.util
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,19 @@ def test_checked_in_outputs_are_those_of_one_clean_run(name: str) -> None:
         assert text.count("\n") < 60 and max(map(len, text.splitlines())) < 600
         for what, pattern in NOT_FOR_A_PAGE.items():
             assert not re.search(pattern, text), f"an output shows {what}: {text}"
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_imported_name_exists(name: str) -> None:
+    """Seconds, where running the notebooks takes minutes."""
+    code = [cell.source for cell in read(name).cells if cell.cell_type == "code"]
+    nodes = [node for source in code for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    for node in nodes:
+        assert node.module is not None
+        module = import_module(node.module)
+        for each in node.names:
+            assert hasattr(module, each.name) or import_module(f"{node.module}.{each.name}")
+    assert nodes
 
 
 @pytest.mark.parametrize("name", FIGURES)
