@@ -30,7 +30,7 @@ _BLOCKS = [range(0x3000, 0x3100), range(0xFE30, 0xFE50), range(0xFF00, 0xFFF0)]
 _PUNCTUATION = [chr(c) for block in _BLOCKS for c in block if unicodedata.category(chr(c)).startswith("P")]
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation + "".join(_PUNCTUATION))
 # Marks of iteration and zero, kana, Han, kana of half width, rare Han.
-_CHARACTER = re.compile(
+CHARACTER = re.compile(
     "([\u3005-\u3007\u3041-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff])"
 )
 
@@ -46,7 +46,7 @@ def normalize_answer(text: str) -> str:
 
 def _words(text: str) -> list[str]:
     """The words of the normal form; each Chinese and Japanese character is one."""
-    return _CHARACTER.sub(r" \1 ", normalize_answer(text)).split()
+    return CHARACTER.sub(r" \1 ", normalize_answer(text)).split()
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,27 @@ Piece = Tensor
 """Either int64 token ids (L,) or float vectors (S, D), already in the decoder's embedding space."""
 
 
+class QuotedToken(NamedTuple):
+    """A token of a text, and whether a quotation may end with it."""
+
+    id: int
+    may_end: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Quotable:
+    """Texts that an answer may quote; see `text.quoting`.
+
+    Attributes:
+        tokens: of all texts; None stands after each.
+        starts: the quotations that begin with a token, by its id: their first tokens, which stand nowhere in
+            `tokens`, perhaps none, and the place in `tokens` where they go on.
+    """
+
+    tokens: tuple[QuotedToken | None, ...]
+    starts: Mapping[int, Sequence[tuple[tuple[QuotedToken, ...], int]]]
+
+
 @dataclass(frozen=True, eq=False)
 class Prompt:
     """A prompt as the model is given it, perhaps with its answers.
@@ -27,12 +49,14 @@ class Prompt:
         answers: True on the answers' tokens: bool (length,).
         soft: whether the reader's decoder is to read it: True if it has passages, even ones without slots.
         prefix: how many vectors that are no slots stand before all else.
+        quotable: what an extractive answer may quote; None if none is wanted.
     """
 
     pieces: tuple[Piece, ...]
     answers: Tensor
     soft: bool = False
     prefix: int = 0
+    quotable: Quotable | None = None
 
     @classmethod
     def of(cls, *pieces: Piece) -> Prompt:

@@ -193,7 +193,8 @@ def generate_together(
     first = decoders[0]
     if any(decoder.bundle is not first.bundle or decoder.store is not first.store for decoder in decoders):
         raise ConfigError("decoders that answer together must be adapted from one decoder")
-    prepared = first.prepare(prompts, [decoder.adapted for decoder in decoders])
+    changes = [decoder.adapted for decoder in decoders]
+    prepared = first.prepare(prompts, changes, extractive=sampling.extractive)
 
     def run(batch: Sequence[int]) -> list[Generation]:
         adapter = Adapter.stack([decoders[i].adapted.adapter for i in batch])

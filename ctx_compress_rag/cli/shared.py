@@ -43,6 +43,9 @@ AnswerTokens = Annotated[
     int | None,
     typer.Option("--max-tokens", metavar="N", min=1, help="Most tokens of an answer.  [default: the bundle's]"),
 ]
+Extractive = Annotated[
+    bool, typer.Option("--extractive", help="Answers quote the passages: names and figures as they stand there.")
+]
 Temperature = Annotated[float, typer.Option(metavar="T", help="0 takes the likeliest token.")]
 BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Most prompts in a forward pass.")]
 Device = Annotated[str | None, typer.Option(metavar="NAME", help="cuda, mps or cpu.  [default: the first there is]")]

@@ -15,6 +15,7 @@ from ctx_compress_rag.cli.shared import (
     Device,
     Dtype,
     Embedder,
+    Extractive,
     OwnBundle,
     Server,
     ServerKey,
@@ -129,6 +130,7 @@ def ask(
     template: Template = None,
     max_tokens: AnswerTokens = None,
     temperature: Temperature = 0.0,
+    extractive: Extractive = False,
     device: Device = None,
     dtype: Dtype = None,
     embedder: Embedder = None,
@@ -161,7 +163,9 @@ def ask(
             if server is None
             else ServerDecoder(opened.bundle, opened.store, server=server, api_key=server_key)
         )
-        sampling = Sampling(max_tokens or config.answer_tokens or _ANSWER_TOKENS, temperature)
+        sampling = Sampling(
+            max_tokens or config.answer_tokens or _ANSWER_TOKENS, temperature=temperature, extractive=extractive
+        )
         begun = False
         for piece in decoder.stream(prompt, sampling):
             if isinstance(piece, str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from types import MappingProxyType
@@ -33,6 +34,7 @@ from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import Marker, OnUnreadable, check_on_unreadable
 from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
+from ctx_compress_rag.text.quoting import quotable
 from ctx_compress_rag.text.tokenising import check_characters
 
 __all__ = ["BATCH_SIZE", "Generation", "Message", "Sampling", "TransformersDecoder"]
@@ -123,12 +125,12 @@ class TransformersDecoder:
         """
         if can_share(self.bundle.backbone.model) and not self.bundle.backbone.held:
             return self._shared(prompts, sampling)
-        prepared = self.prepare(prompts)
+        prepared = self.prepare(prompts, extractive=sampling.extractive)
         return in_batches(prepared, self.batch_size, lambda batch: self.run([prepared[i] for i in batch], sampling))
 
     def generate_apart(self, prompt: PromptLike, sampling: Sampling = _GREEDY) -> Generation:
         """Answer one prompt by transformers' own `generate`, in passes that nobody shares; raises as `generate`."""
-        return self.run(self.prepare([prompt]), sampling)[0]
+        return self.run(self.prepare([prompt], extractive=sampling.extractive), sampling)[0]
 
     def stream(self, prompt: PromptLike, sampling: Sampling = _GREEDY) -> Iterator[str | Generation]:
         """Answer one prompt piece by piece, then give the whole Generation.
@@ -144,7 +146,7 @@ class TransformersDecoder:
             CtxCompressError: at iteration, when this thread holds the decoder itself.
         """
         with Sharing.of(self.bundle.backbone).reading():
-            [prepared] = self.prepare([prompt])
+            [prepared] = self.prepare([prompt], extractive=sampling.extractive)
         return self._pieces(prepared, sampling)
 
     def start(self, prompt: PromptLike, sampling: Sampling, put: Put) -> Callable[[], None]:
@@ -163,7 +165,7 @@ class TransformersDecoder:
         Raises: as `stream` at the call.
         """
         with Sharing.of(self.bundle.backbone).reading():
-            [prepared] = self.prepare([prompt])
+            [prepared] = self.prepare([prompt], extractive=sampling.extractive)
             return self.begin(prepared, sampling, put)
 
     def count_tokens(self, text: str) -> int:
@@ -187,12 +189,15 @@ class TransformersDecoder:
 
     # From text to what the model reads
 
-    def prepare(self, prompts: Sequence[PromptLike], changes: Sequence[Change] | None = None) -> list[Prompt]:
+    def prepare(
+        self, prompts: Sequence[PromptLike], changes: Sequence[Change] | None = None, *, extractive: bool = False
+    ) -> list[Prompt]:
         """What the model is given for prompts: they are checked, tokenised, and have their passages' slots.
 
         Args:
             prompts: as `generate` takes them.
             changes: what is changed for each; None: this decoder's own change.
+            extractive: whether answers are to be extractive (`Sampling`), which needs the passages' texts, too.
 
         Raises: as `generate`.
         """
@@ -208,6 +213,7 @@ class TransformersDecoder:
         texts_of = {m: c for m, c in contexts.items() if isinstance(c, str)}
         # The control tokens of a raw prompt are the caller's; a passage in it is text all the same.
         in_raw = {m: self._tokenizer.apart(c) for m, c in texts_of.items()}
+        said = texts_of | self._texts(list(embedded)) if extractive else {}
         prepared = []
         for index, (prompt, messages, change) in enumerate(zip(prompts, split, changes, strict=True)):
             shown = in_raw if isinstance(prompt, str) else texts_of
@@ -220,6 +226,9 @@ class TransformersDecoder:
             slots = [embedded[marker] for _, markers in around for marker in markers]
             made = change.read(HoledPrompt.without_answers(ids).filled(slots))
             self._check_length(index, made)
+            if extractive:
+                quoted = dict.fromkeys(said[p] if isinstance(p, Marker) else p for parts in messages for p in parts)
+                made = replace(made, quotable=quotable(quoted, self.bundle.tokenizer))
             prepared.append(made)
         return prepared
 
@@ -289,6 +298,10 @@ class TransformersDecoder:
             if self.on_unreadable != "text":
                 logger.warning("some slots cannot be read, texts are used where there are any: %s", error)
         return {marker: self._context_or_text(self.store, marker) for marker in markers}
+
+    def _texts(self, markers: Sequence[Marker]) -> dict[Marker, str]:
+        """The passages' texts."""
+        return {} if self.store is None else dict(zip(markers, self.store.text_of(markers), strict=True))
 
     def _context_or_text(self, store: SoftContextStore, marker: Marker) -> SoftContext | str:
         try:
@@ -376,7 +389,7 @@ class TransformersDecoder:
         with Sharing.of(self.bundle.backbone).reading():
             rows = [
                 Row(self.bundle, prompt, self.change, sampling, partial(_put_at, queue, index))
-                for index, prompt in enumerate(self.prepare(prompts))
+                for index, prompt in enumerate(self.prepare(prompts, extractive=sampling.extractive))
             ]
             self._add(sorted(rows, key=lambda row: row.prompt.length))
         done: dict[int, Generation] = {}

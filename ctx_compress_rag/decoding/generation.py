@@ -20,8 +20,10 @@ from transformers import (
 )
 
 from ctx_compress_rag.config import checked
+from ctx_compress_rag.decoding.quoting import QuoteProcessor
 from ctx_compress_rag.decoding.structured import JsonProcessor, schema_text
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.prompt import Prompt
 
 FinishReason = Literal["stop", "length"]
 
@@ -31,7 +33,7 @@ _COLDEST = 1e-6
 Divided by much less, they would be infinite and all alike.
 """
 
-OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed")
+OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "extractive")
 """What the frameworks' LLM classes call the fields of `Sampling`, in a constructor and in a call."""
 
 
@@ -54,6 +56,8 @@ class Sampling:
         top_k: sample from this many likeliest tokens; 0 is off.
         stop: strings before which the text ends; they are not part of it.
         seed: makes sampling reproducible: each prompt's text, whatever else is in its batch.
+        extractive: the text is a quotation: whole words, side by side, of the prompt or of a passage that a marker in
+            it stands for.
         json_schema: the text is JSON of this schema (a dict, or JSON), if it ends before `max_new_tokens`.
 
     Raises:
@@ -66,11 +70,14 @@ class Sampling:
     top_k: Annotated[int, Field(ge=0)] = 0
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None  # what torch's generators take
+    extractive: bool = False
     json_schema: Annotated[str, BeforeValidator(schema_text)] | None = None
 
     def __post_init__(self) -> None:
         for name, rule in _rules().items():
             object.__setattr__(self, name, checked(name, getattr(self, name), rule))
+        if self.extractive and self.json_schema is not None:
+            raise ConfigError("an extractive answer quotes, and cannot be JSON of a schema: leave one of them out")
 
     @classmethod
     def of(cls, llm: object, given: Mapping[str, Any]) -> Sampling:
@@ -155,7 +162,9 @@ def end_ids(tokenizer: Any, model_ids: int | list[int] | None, stop: Sequence[st
     return {i for i in ids if i is not None} | {special[s] for s in stop if s in special}
 
 
-def choosers(sampling: Sampling, tokenizer: Any, ends: Collection[int], rows: int) -> LogitsProcessorList:
+def choosers(
+    sampling: Sampling, tokenizer: Any, ends: Collection[int], prompts: Sequence[Prompt]
+) -> LogitsProcessorList:
     """Logits processors under which the likeliest token is the one to take; none where decoding is greedy.
 
     Raises:
@@ -163,7 +172,9 @@ def choosers(sampling: Sampling, tokenizer: Any, ends: Collection[int], rows: in
     """
     processors = LogitsProcessorList()
     if sampling.json_schema is not None:
-        processors.append(JsonProcessor(sampling.json_schema, tokenizer, ends, rows))
+        processors.append(JsonProcessor(sampling.json_schema, tokenizer, ends, len(prompts)))
+    if sampling.extractive:
+        processors.append(QuoteProcessor([p.quotable for p in prompts if p.quotable is not None], ends))
     if sampling.temperature < _COLDEST:
         return processors
     processors.append(TemperatureLogitsWarper(sampling.temperature))
@@ -171,7 +182,7 @@ def choosers(sampling: Sampling, tokenizer: Any, ends: Collection[int], rows: in
         processors.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         processors.append(TopPLogitsWarper(sampling.top_p))
-    processors.append(_GumbelNoise(sampling.seed, rows))
+    processors.append(_GumbelNoise(sampling.seed, len(prompts)))
     return processors
 
 

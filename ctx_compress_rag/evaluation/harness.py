@@ -133,6 +133,7 @@ def evaluate(
     codec: str | None = None,
     template: str | None = None,
     max_new_tokens: int | None = None,
+    extractive: bool = False,
     batch_size: int = 16,
     log: str | Path | None = None,
     progress: bool = True,
@@ -154,6 +155,7 @@ def evaluate(
         codec: how slots are stored; None takes the store's default.
         template: the prompt, see `text.prompts`; None takes the bundle's.
         max_new_tokens: longest answer; None takes the bundle's, or 32.
+        extractive: every system's answers quote what it is given, text or the passages of its slots (see `Sampling`).
         batch_size: questions per forward pass.
         log: a JSONL file that keeps the answers; those that it has, of the same questions asked in the same way, are
             not asked for again.
@@ -173,6 +175,7 @@ def evaluate(
         codec=codec,
         template=template,
         max_new_tokens=max_new_tokens,
+        extractive=extractive,
         batch_size=batch_size,
         log=log,
         progress=progress,
@@ -189,6 +192,7 @@ def conditions(
     codec: str | None = None,
     template: str | None = None,
     max_new_tokens: int | None = None,
+    extractive: bool = False,
 ) -> dict[str, Any]:
     """All that answers depend on but for system and ratio, with the defaults in place, as JSON can hold it."""
     return {
@@ -198,6 +202,7 @@ def conditions(
         "questions_sha256": digest(questions),
         "template": template or bundle.config.asked_by,
         "max_new_tokens": max_new_tokens or bundle.config.answer_tokens or ANSWER_TOKENS,
+        "extractive": extractive,
         "codec": codec or DEFAULT_CODEC,
         "llmlingua": None if lingua is None else lingua.model,
     }
@@ -229,6 +234,7 @@ def answer(
     codec: str | None = None,
     template: str | None = None,
     max_new_tokens: int | None = None,
+    extractive: bool = False,
     batch_size: int = 16,
     log: str | Path | None = None,
     progress: bool = True,
@@ -246,8 +252,8 @@ def answer(
         raise ConfigError("extraction needs a sentence encoder: give one, or leave it out")
     if LINGUA in systems and lingua is None:
         raise ConfigError("LLMLingua-2 needs its model: give one as lingua, or leave it out")
-    about = conditions(bundle, questions, lingua, codec, template, max_new_tokens)
-    template, max_new_tokens = about["template"], about["max_new_tokens"]
+    about = conditions(bundle, questions, lingua, codec, template, max_new_tokens, extractive)
+    sampling = Sampling(max_new_tokens=about["max_new_tokens"], extractive=extractive)
     kept = None if log is None else AnswerLog(log, about)
     answers: SystemAnswers = {}
     # One store serves all ratios of a nestable method, and of one that decides when it is asked; of another
@@ -262,8 +268,8 @@ def answer(
         ):
             decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
             store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
-            prompts = _Prompts(decoder, store, encoder, lingua, template)
-            answers |= _answers(prompts, questions, _keys(left, group), max_new_tokens, cost, kept, progress)
+            prompts = _Prompts(decoder, store, encoder, lingua, about["template"])
+            answers |= _answers(prompts, questions, _keys(left, group), sampling, cost, kept, progress)
     return answers
 
 
@@ -325,7 +331,7 @@ def _answers(
     prompts: _Prompts,
     questions: Sequence[Question],
     keys: Sequence[Key],
-    max_new_tokens: int,
+    sampling: Sampling,
     cost: bool,
     log: AnswerLog | None,
     progress: bool,
@@ -337,9 +343,7 @@ def _answers(
             bar.update(len(given))
             for start in range(len(given), len(questions), _AT_ONCE):
                 asked = questions[start : start + _AT_ONCE]
-                made = prompts.decoder.generate(
-                    [prompts.make(key, q) for q in asked], Sampling(max_new_tokens=max_new_tokens)
-                )
+                made = prompts.decoder.generate([prompts.make(key, q) for q in asked], sampling)
                 new = [(g.text.strip(), g.prompt_tokens) for g in made]
                 if log is not None:
                     log.add(*key, [(q.question, q.answers) for q in asked], new)

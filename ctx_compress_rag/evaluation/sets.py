@@ -67,6 +67,7 @@ def evaluate_sets(
     perplexity: bool = False,
     template: str | None = None,
     max_new_tokens: int | None = None,
+    extractive: bool = False,
     batch_size: int = 16,
     in_domain: Sequence[str] = (),
     card: bool = False,
@@ -90,6 +91,7 @@ def evaluate_sets(
         perplexity: also score how well passages are reconstructed from their slots.
         template: see `evaluate`.
         max_new_tokens: see `evaluate`.
+        extractive: see `evaluate`.
         batch_size: see `evaluate`.
         in_domain: names of the sets whose like the bundle was trained on; the means of the others are given apart.
         card: write the scores into the bundle's model card, too.
@@ -119,7 +121,7 @@ def evaluate_sets(
     for name, questions in fit.items():
         about: dict[str, Any] = {
             "bundle": bundle.config.name,
-            **conditions(bundle, questions, lingua, codec, template, max_new_tokens),
+            **conditions(bundle, questions, lingua, codec, template, max_new_tokens, extractive),
             "data": name,
             "questions": len(questions),
             "too_long": len(sets[name]) - len(questions),
@@ -143,6 +145,7 @@ def evaluate_sets(
             codec=codec,
             template=template,
             max_new_tokens=max_new_tokens,
+            extractive=extractive,
             batch_size=batch_size,
             log=place / "answers.jsonl",
         )

@@ -113,6 +113,8 @@ class ServerDecoder(AdaptiveDecoder):
         return [done[index] for index in range(len(prepared))]
 
     def begin(self, prompt: Prompt, sampling: Sampling, put: Put) -> Callable[[], None]:
+        if sampling.extractive:
+            raise ConfigError(f"extractive answers need the decoder in this process, not in {self.server}")
         body = self._body(prompt, sampling)
         future = asyncio.run_coroutine_threadsafe(self._answer(body, prompt, put), _loop())
 

@@ -121,6 +121,7 @@ class Generate(_Request):
         Annotated[Annotated[Stop, Tag("(text)")] | Annotated[list[Stop], Field(max_length=16), List], EITHER] | None
     ) = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    extractive: bool | None = None  # not OpenAI's
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Literal[1] | None = None
@@ -144,6 +145,7 @@ class Generate(_Request):
             top_k=max(self.top_k or 0, 0),
             stop=stop,
             seed=self.seed,
+            extractive=self.extractive or False,
             json_schema=self.schema_wanted,
         )
 

@@ -52,6 +52,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         top_k: sample from this many tokens; 0 for all.
         stop: strings that end the answer and are left out of it; `stop` of a call takes their place.
         seed: of sampling; None for a new one each time.
+        extractive: answers are quotations of the prompt or of the passages that it reads.
         on_missing: what to do where a passage's slots cannot be read: raise an "error", or read its "text".
             A passage that is no longer stored has neither, and is an error.
         on_unreadable: what to do with a marker that has neither slots nor text to be read (of another key or scope,
@@ -89,6 +90,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     top_k: int = Sampling.top_k
     stop: list[str] | None = None
     seed: int | None = None
+    extractive: bool = False
     on_missing: Literal["error", "text"] = "error"
     on_unreadable: OnUnreadable = "error"
     scope: str | None = None

@@ -119,6 +119,12 @@ def test_a_form_goes_without_fields_that_nobody_asked_for(fake: FakeVllm, there:
         there.generate(["How many?"], Sampling(2, json_schema="no json"))
 
 
+def test_a_server_cannot_quote(fake: FakeVllm, there: ServerDecoder) -> None:
+    with pytest.raises(ConfigError, match="extractive answers need the decoder in this process"):
+        there.generate(["How many?"], Sampling(2, extractive=True))
+    assert fake.bodies == []
+
+
 def test_answers_and_streams_are_those_of_the_decoder_here(
     there: ServerDecoder, here: TransformersDecoder, soft: str
 ) -> None:

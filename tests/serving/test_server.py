@@ -47,6 +47,7 @@ def test_options_reach_the_decoder(url: str, store: SoftContextStore, decoder: T
         ({"stop": stop}, {"stop": (stop,)}),
         ({"stop": ["nothing", stop]}, {"stop": ("nothing", stop)}),
         ({"max_completion_tokens": 3, "max_tokens": 5}, {"max_new_tokens": 3}),
+        ({"max_tokens": 9, "extra_body": {"extractive": True}}, {"max_new_tokens": 9, "extractive": True}),
         (
             {**options, "extra_body": {"top_k": 7}},
             {"max_new_tokens": 20, "temperature": 1.5, "top_p": 0.9, "seed": 3, "top_k": 7},

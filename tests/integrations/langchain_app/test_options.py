@@ -14,7 +14,7 @@ from langchain_ctx_compress import CompressedContextPostprocessor as LangChainPo
 from llama_index.llms.ctx_compress import CompressedContextLLM
 from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor
 
-OPTIONS = ["max_tokens", "temperature", "top_p", "top_k", "stop", "seed"]
+OPTIONS = ["max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "extractive"]
 WRITTEN: dict[str, Any] = {"max_tokens": 6.0, "temperature": 1, "top_p": 1, "top_k": "5", "stop": "zzz", "seed": 7.0}
 PLAIN: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "top_p": 1.0, "top_k": 5, "stop": ["zzz"], "seed": 7}
 

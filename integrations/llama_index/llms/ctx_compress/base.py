@@ -69,6 +69,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
         top_k: sample from so many likeliest tokens; 0 from all.
         stop: an answer ends before any of these strings.
         seed: makes sampling repeatable.
+        extractive: answers are quotations of the prompt or of the passages that it reads.
         on_missing: where a marker's slots cannot be read: raise an "error", or read the passage's "text".
         on_unreadable: what to do with a marker that has neither slots nor text to be read (of another key or scope,
             changed, or of a passage that is gone): raise an "error", or take it for literal text, with a warning
@@ -104,6 +105,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
     top_k: int = Sampling.top_k
     stop: list[str] = Field(default_factory=list)
     seed: int | None = None
+    extractive: bool = False
     on_missing: Literal["error", "text"] = "error"
     on_unreadable: OnUnreadable = "error"
     scope: str | None = None

@@ -1,0 +1,64 @@
+"""Extractive answers: tokens that would not quote the prompt or its passages are never chosen.
+
+Slots tell a decoder roughly what a passage says, and it misspells names and figures. The store has the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+
+from ctx_compress_rag.prompt import Quotable, QuotedToken
+
+
+class QuoteProcessor(LogitsProcessor):
+    """Leaves each row only the tokens with which its text is still the beginning of a quotation.
+
+    Args:
+        quotables: what each row may quote.
+        end_ids: tokens that end an answer.
+    """
+
+    def __init__(self, quotables: Sequence[Quotable], end_ids: Collection[int]) -> None:
+        self._rows = [_Quotation(each) for each in quotables]
+        self._end_ids = sorted(end_ids)
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Masks scores (rows, vocabulary). `input_ids` (rows, new tokens) holds no prompt: that came as embeddings."""
+        allowed = torch.zeros(scores.shape, dtype=torch.bool)
+        for row, (quotation, ids) in enumerate(zip(self._rows, input_ids.tolist(), strict=True)):
+            if ids:
+                quotation.take(ids[-1])
+            allowed[row, list(quotation.following())] = True
+            if quotation.may_end:
+                allowed[row, self._end_ids] = True
+        return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+
+
+class _Quotation:
+    """All places where an answer's tokens so far stand in what it may quote."""
+
+    def __init__(self, quotable: Quotable) -> None:
+        self._tokens, self._starts = quotable.tokens, quotable.starts
+        self._runs: list[tuple[tuple[QuotedToken, ...], int]] | None = None
+        self.may_end = not quotable.starts
+
+    def following(self) -> Collection[int]:
+        """The tokens that may come next, but for an end."""
+        if self._runs is None:
+            return self._starts.keys()
+        return {token.id for token in map(self._next, self._runs) if token is not None}
+
+    def take(self, id: int) -> None:
+        """Go on by a token; after an end there is nothing left but ends."""
+        runs = self._starts.get(id, ()) if self._runs is None else self._runs
+        taken = [(run, token) for run in runs if (token := self._next(run)) is not None and token.id == id]
+        self._runs = [(first[1:], place) if first else ((), place + 1) for (first, place), _ in taken]
+        self.may_end = not taken or any(token.may_end for _, token in taken)
+
+    def _next(self, run: tuple[tuple[QuotedToken, ...], int]) -> QuotedToken | None:
+        first, place = run
+        return first[0] if first else self._tokens[place]
