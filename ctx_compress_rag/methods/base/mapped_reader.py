@@ -55,7 +55,6 @@ class MappedReader(Reader):
         self.projection.fit(slots, embeddings)
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Make what this reader trains trainable and return it."""
         trained: list[nn.Parameter] = []
         if self.projection is not None:
             trained += self.projection.requires_grad_(True).parameters()
