@@ -91,16 +91,6 @@ class HeldOut:
                     "place of refuse_held_out"
                 )
 
-    def check_text(self, path: Path, texts: Iterable[str]) -> None:
-        """Refuse a text to train on that holds a held-out passage.
-
-        Raises:
-            DataError: naming the file and the beginning of the piece.
-        """
-        for text in texts:
-            if self.has_passage(text):
-                raise DataError(f"{path} holds a passage that English bundles are scored with, in {text[:80]!r}")
-
 
 @cache
 def held_out() -> HeldOut:

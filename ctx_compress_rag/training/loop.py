@@ -23,6 +23,7 @@ from transformers.trainer import SCHEDULER_NAME
 from ctx_compress_rag.errors import ConfigError, TimeUpError
 from ctx_compress_rag.figures import new_figure, save
 from ctx_compress_rag.flops import counting
+from ctx_compress_rag.training.checkpointing import checkpoint_layers
 from ctx_compress_rag.training.compiled import bfloat16_pays
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.muon import MuonAdamW
@@ -31,7 +32,7 @@ from ctx_compress_rag.training.resuming import FOLDER as CHECKPOINTS
 from ctx_compress_rag.training.resuming import finish_checkpoint, last_checkpoint, progress_of
 from ctx_compress_rag.training.sharding import at_hand, is_shared_out, sharded
 from ctx_compress_rag.training.throughput import Meter
-from ctx_compress_rag.training.whole_batch import WholeBatchMean, items_of
+from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Job:
         on_step: called with the number of each step before it is made.
         probe: called every `probe_every` steps and after the last; its scores go to the report, with the tokens.
         probe_every: steps between two probes.
-        layers: the decoder layers that it runs; processes that share weights out gather them layer by layer.
+        layers: the decoder layers that it runs: what `checkpoint_layers` and `shard` of the optimisation are for.
         micro_batch_size: where `collate` takes no more than so many; None: as the optimisation says.
     """
 
@@ -171,7 +172,8 @@ class _Trainer(Trainer):
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if isinstance(self.model, WholeBatchMean):
             # Of all micro-batches and processes; the Trainer undoes the mean that DDP takes over processes.
-            items = self.accelerator.reduce(items_of(self.model, batches).to(device), reduction="sum")
+            first, *rest = (self.model.items(**batch) for batch in batches)
+            items = self.accelerator.reduce(sum(rest, start=first).to(device), reduction="sum")
         return batches, items
 
     def progress(self) -> dict[str, Any]:
@@ -297,6 +299,8 @@ def train(
             f"batch_size {optim.batch_size} cannot be shared by {processes} processes in micro-batches of {micro}: "
             "choose numbers that divide it"
         )
+    if optim.checkpoint_layers:
+        checkpoint_layers(job.layers, model)
     arguments = TrainingArguments(
         output_dir=str(output / CHECKPOINTS),
         max_steps=optim.steps,

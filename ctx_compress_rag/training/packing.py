@@ -73,13 +73,7 @@ class PackedSlots:
 
     def to(self, device: torch.device) -> PackedSlots:
         """The same batch on `device`."""
-        return PackedSlots(
-            self.passages.to(device),
-            self.prompts.to(device),
-            self.sources.to(device),
-            self.slots.to(device),
-            self.places.to(device),
-        )
+        return PackedSlots(*(getattr(self, f.name).to(device) for f in fields(self)))
 
     @property
     def token_count(self) -> int:

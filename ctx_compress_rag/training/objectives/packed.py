@@ -56,7 +56,6 @@ class PackedSlotLoss(SlotObjective):
         self.pooling = bundle.compressor
 
     def forward(self, batch: PackedSlots) -> dict[str, Tensor]:  # type: ignore[override]
-        """The loss of a batch."""
         batch = batch.to(self.bundle.backbone.device)
         passages, prompts = batch.passages, batch.prompts
         embed = self.bundle.backbone.embeddings
@@ -145,13 +144,8 @@ class _Filling:
         while misses < _MISSES:
             placed = self._repeat() if self.rng.random() < self.repeat_share else self._answer()
             misses += not placed
-        return PackedSlots(
-            self.passages.packed(),
-            self.prompts.packed(),
-            torch.cat(self.sources),
-            torch.cat(self.slots),
-            torch.cat(self.places),
-        )
+        tokens = torch.cat(self.sources), torch.cat(self.slots)
+        return PackedSlots(self.passages.packed(), self.prompts.packed(), *tokens, torch.cat(self.places))
 
     def _answer(self) -> bool:
         if not self.waiting:

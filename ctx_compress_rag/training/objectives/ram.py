@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,14 +71,10 @@ class RamLoss(SlotObjective, WholeBatchMean):
         if not isinstance(bundle.compressor, RamCompressor):
             raise ConfigError(f"stage ram trains method ram, not {bundle.config.method.name}: choose one of the two")
         super().__init__(bundle)
+        self.ram = bundle.compressor
         self.builder = builder
         self.temperature = temperature
         self.contrastive = contrastive
-
-    @property
-    def ram(self) -> RamCompressor:
-        """The compressor."""
-        return cast(RamCompressor, self.compressor)
 
     def items(self, passages: list[Segments], rows: list[RamRow]) -> Tensor:  # type: ignore[override]
         """The questions: (1,)."""
@@ -93,7 +89,9 @@ class RamLoss(SlotObjective, WholeBatchMean):
         means, counts = segment_means(hidden, mask), mask.sum(1)
         first = list(accumulate((len(passage.ids) for passage in passages), initial=0))
         prompts, softs, contrast = PromptBatch([], []), list[SoftContext](), list[Tensor]()
-        for row, question in zip(rows, self._questions(rows), strict=True):
+        question_ids, question_mask = padded([row.question for row in rows], self.bundle.backbone.device)
+        questions = segment_means(self.ram.read(question_ids, question_mask), question_mask)  # r_q of each
+        for row, question in zip(rows, questions, strict=True):
             own = [passages[p] for p in row.passages]
             places = [i for p in row.passages for i in range(first[p], first[p + 1])]
             [reduction] = self.draw(row.example, 1)
@@ -110,13 +108,8 @@ class RamLoss(SlotObjective, WholeBatchMean):
         loss = self._likelihood(prompts, softs)
         if self.contrastive:
             loss = loss + torch.stack(contrast).sum()
-        [questions] = self.items(passages, rows) if num_items_in_batch is None else num_items_in_batch
-        return {"loss": loss / questions}
-
-    def _questions(self, rows: Sequence[RamRow]) -> Tensor:
-        """r_q of each question: (rows, dim)."""
-        ids, mask = padded([row.question for row in rows], self.bundle.backbone.device)
-        return segment_means(self.ram.read(ids, mask), mask)
+        [count] = self.items(passages, rows) if num_items_in_batch is None else num_items_in_batch
+        return {"loss": loss / count}
 
     def _contrast(self, question: Tensor, segments: Tensor, positives: Sequence[bool]) -> Tensor:
         """L_con of a question (eq. 8); 0 where no segment is positive."""

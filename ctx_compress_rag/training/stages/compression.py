@@ -16,7 +16,7 @@ from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.text.prompts import PromptBuilder
 from ctx_compress_rag.text.tokenising import text_ids
-from ctx_compress_rag.training.checkpointing import checkpoint_layers, hooked_by, layers_of
+from ctx_compress_rag.training.checkpointing import layers_of
 from ctx_compress_rag.training.compiled import make_fast
 from ctx_compress_rag.training.compression_config import (
     AnswerRecipe,
@@ -66,7 +66,7 @@ def start(recipe: CompressionRecipe, resume: bool, arrange: Arrange | None = Non
     bundle = start_bundle(recipe, examples)
     objective, collate = OBJECTIVES[recipe.stage](recipe, bundle)
     objective.seed = recipe.seed
-    make_fast(bundle, recipe.optim)
+    make_fast(bundle.backbone.model, recipe.optim, dynamic=True, saved=bundle.config.decoder is None)
 
     def choose_ratios(step: int) -> None:
         part = recipe.curriculum_at(step)
@@ -87,9 +87,6 @@ def bundle_job(
 ) -> Job:
     """A job that trains a bundle and saves it; its report keeps those of the stages before."""
     earlier = {"earlier": bundle.report} if bundle.report else {}
-    layers = layers_of(bundle)
-    if recipe.optim.checkpoint_layers:
-        checkpoint_layers(layers, hooked_by(bundle))
 
     def save(report: dict[str, Any]) -> None:
         bundle.report = report
@@ -104,7 +101,7 @@ def bundle_job(
         on_step=on_step,
         probe=soft_probe(bundle, recipe.probe) if recipe.probe else None,
         probe_every=recipe.probe.every if recipe.probe else 1,
-        layers=layers,
+        layers=layers_of(bundle),
     )
 
 
@@ -173,7 +170,7 @@ def _distillation(recipe: DistillationRecipe, bundle: Bundle) -> tuple[SlotObjec
     same_passes = bool(recipe.reconstruction_weight and recipe.optim.shard)
     return (
         DistillationLoss(bundle, recipe.reconstruction_weight),
-        DistillationCollator(builder, data.templates, data.max_context_tokens, recipe.seed, same_passes),
+        DistillationCollator(builder, data.templates, data.max_context_tokens, recipe.seed, same_passes=same_passes),
     )
 
 

@@ -19,7 +19,7 @@ from ctx_compress_rag.data.config import TextData
 from ctx_compress_rag.data.held_out import held_out
 from ctx_compress_rag.data.texts import JSONL_SUFFIXES, documents
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.training.checkpointing import checkpoint_layers, layers_in
+from ctx_compress_rag.training.checkpointing import layers_in
 from ctx_compress_rag.training.config import Guard
 from ctx_compress_rag.training.decoder_config import PretrainRecipe
 from ctx_compress_rag.training.loop import Job, training_device
@@ -43,14 +43,12 @@ def checked_documents(text: TextData, guard: Guard, step: int = 1) -> Iterator[s
     Raises:
         DataError: see `documents`; or a held-out passage.
     """
-    if guard == "leave out" and text.file.name.endswith(JSONL_SUFFIXES):
-        drawn = islice(documents(text.file), 0, None, step)
-        yield from (document for document in drawn if not held_out().has_passage(document))
-        return
+    leave_out = guard == "leave out" and text.file.name.endswith(JSONL_SUFFIXES)
     for document in islice(documents(text.file), 0, None, step):
-        if guard:
-            held_out().check_text(text.file, [document])
-        yield document
+        if not guard or not held_out().has_passage(document):
+            yield document
+        elif not leave_out:
+            raise DataError(f"{text.file} holds a passage that English bundles are scored with, in {document[:80]!r}")
 
 
 def tokenizer_sample(texts: Sequence[TextData], guard: Guard) -> Iterator[str]:
@@ -184,16 +182,8 @@ def start(recipe: PretrainRecipe, resume: bool) -> Job:
     decoder = decoder.float().requires_grad_(True)
     work.mkdir(exist_ok=True)
     rows = [token_ids(text, guard, tokenizer, work / f"{number}.npy", resume) for number, text in enumerate(data.texts)]
-    windows = PackedText(
-        rows,
-        [text.weight for text in data.texts],
-        recipe.window,
-        recipe.optim.items,
-        recipe.seed,
-    )
-    layers = layers_in([decoder])
-    if recipe.optim.checkpoint_layers:
-        checkpoint_layers(layers)
+    weights = [text.weight for text in data.texts]
+    windows = PackedText(rows, weights, recipe.window, recipe.optim.items, recipe.seed)
     return Job(
         AnswerLoss(decoder, 1.0),
         windows,
@@ -203,7 +193,7 @@ def start(recipe: PretrainRecipe, resume: bool) -> Job:
             "text_tokens": {str(text.file): len(row) for text, row in zip(data.texts, rows, strict=True)},
             "rounds": round(len(windows) / windows.per_round, 4),
         },
-        layers=layers,
+        layers=layers_in([decoder]),
     )
 
 
