@@ -26,6 +26,7 @@ from ctx_compress_rag.adaptation.episodes import Episode
 from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.updates import GradientUpdate, sgd_path
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.json_files import write_json
 
 _ABOUT_FILE = "about.json"
 _BLOCK = 16  # contexts to a file
@@ -89,7 +90,7 @@ def solve(
     note = folder / _ABOUT_FILE
     if note.exists() and json.loads(note.read_text(encoding="utf-8")) != about:
         raise ConfigError(f"the contexts in {folder} were solved with other settings: remove it to solve them again")
-    note.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    write_json(note, about)
     for start in tqdm(range(0, len(episodes), _BLOCK), desc="solving contexts", unit="block", disable=None):
         file = _block(folder, start)
         if file.exists():

@@ -7,6 +7,7 @@ import random
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import chromadb
@@ -19,6 +20,7 @@ from ctx_compress_rag.adaptation.config import (
     PromptTuningRecipe,
     RetrievalAdapterRecipe,
     SolvedConfig,
+    TaskData,
     UpdatePredictorRecipe,
 )
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, text_bundle
@@ -32,7 +34,6 @@ from ctx_compress_rag.adaptation.objectives.update_predictor import (
 )
 from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.solved import SolvedContexts, load_solved, solve
-from ctx_compress_rag.adaptation.task_families import check_families, families
 from ctx_compress_rag.adaptation.updates import norms, sgd
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import check_held_out, read_jsonl
@@ -69,18 +70,22 @@ def load_tasks(recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> Tasks:
     """The recipe's training tasks, checked against what is held out.
 
     Raises:
-        DataError: a family or question is held out.
+        DataError: a question is held out.
     """
     data = recipe.data
     if data.families is not None:
-        check_families(families(data.families), families("test"))
         return FamilyTasks(data.families)
-    builder = PromptBuilder(decoder.bundle.tokenizer)
-    tasks = FileTasks(data.files, builder, data.max_context_tokens, data.max_answer_tokens, data.passages)
+    tasks = file_tasks(data.files, data, decoder)
     held_out = [example for file in data.held_out for example in read_jsonl(file)]
     for examples in tasks.examples.values():
         check_held_out(examples, held_out, passages=False)
     return tasks
+
+
+def file_tasks(files: Sequence[Path], data: TaskData, decoder: AdaptiveDecoder) -> FileTasks:
+    """Files as tasks, in which passages and answers are cut as `data` says."""
+    builder = PromptBuilder(decoder.bundle.tokenizer)
+    return FileTasks(files, builder, data.max_context_tokens, data.max_answer_tokens, data.passages)
 
 
 class _Batches:
@@ -180,18 +185,10 @@ def start_update_predictor(recipe: UpdatePredictorRecipe, resume: bool) -> Job:
 def _untrained(recipe: UpdatePredictorRecipe, decoder: AdaptiveDecoder) -> PredictedUpdate:
     """A new predictor on the recipe's base adapter."""
     base = Adapter.from_pretrained(recipe.base, decoder.bundle.backbone.model)
-    config = PredictorConfig(
-        loss=recipe.loss,
-        inner_steps=recipe.inner_steps,
-        inner_learning_rate=recipe.inner_learning_rate,
-        demonstrations=recipe.demonstrations,
-        ratio=recipe.ratio,
-        hidden=recipe.hidden,
-        code=recipe.code,
-        layer=recipe.layer,
-    )
+    # What both have has one name in both.
+    settings = recipe.model_dump(include=set(PredictorConfig.model_fields))
     torch.manual_seed(recipe.seed)
-    return PredictedUpdate.build(base, decoder, config)
+    return PredictedUpdate.build(base, decoder, PredictorConfig(**settings))
 
 
 def _solved(

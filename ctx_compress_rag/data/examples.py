@@ -131,10 +131,7 @@ def world_examples(
     if split not in ("train", "dev", "test"):
         raise DataError(f"the invented world has splits train, dev and test, not {split!r}")
     share = world.NAMED if named is None else named
-    return [
-        Example(e.passages, tuple(Turn(t.question, t.answers, t.subject) for t in e.turns))
-        for e in world.examples(split, seed, count, max_turns, passages, share, alike)  # type: ignore[arg-type]
-    ]
+    return list(world.examples(split, seed, count, max_turns, passages, share, alike))  # type: ignore[arg-type]
 
 
 def write_jsonl(path: str | Path, examples: Iterable[Example]) -> int:

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
 from ctx_compress_rag.adaptation.methods import PredictedUpdate
-from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.solved import SolvedContexts
 from ctx_compress_rag.adaptation.updates import answer_losses, matching_loss, sgd
 from ctx_compress_rag.prompt import Prompt
@@ -36,8 +35,7 @@ class MatchingObjective(nn.Module):
         decoder, update = self.decoder, self.update
         config = update.config
         target = sgd(decoder, contexts, update.base, config.inner_steps, config.inner_learning_rate).change()
-        predicted = self.predictor(pooled_states(decoder, contexts, update.base, update.config.layer))
-        return {"loss": matching_loss(predicted, target, self.magnitude_weight).mean()}
+        return {"loss": matching_loss(update.predict(decoder, contexts), target, self.magnitude_weight).mean()}
 
 
 class SolvedMatchingObjective(nn.Module):
@@ -77,6 +75,5 @@ class TaskObjective(nn.Module):
 
     def forward(self, contexts: Contexts, queries: Contexts) -> dict[str, Tensor]:
         """The loss of a batch: a context's `queries` are answered with its update."""
-        decoder, update = self.decoder, self.update
-        predicted = self.predictor(pooled_states(decoder, contexts, update.base, update.config.layer))
-        return {"loss": answer_losses(decoder, queries, update.base.plus(predicted)).mean()}
+        adapter = self.update.base.plus(self.update.predict(self.decoder, contexts))
+        return {"loss": answer_losses(self.decoder, queries, adapter).mean()}
