@@ -16,6 +16,7 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoding.splice import predict, splice
 from ctx_compress_rag.methods.base.compressor import PassageBatch, SlotBatch, Tokenized
 from ctx_compress_rag.prompt import HoledPrompt, Prompt
+from ctx_compress_rag.text.prompts import PromptBuilder
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,23 @@ class PassageTable:
         return PassageBatch.of(self.passages)
 
 
+@dataclass
+class ExampleCollator:
+    """What makes prompts of examples, and of these the arguments of an objective.
+
+    Args:
+        builder: renders prompts.
+        templates: prompt templates, one drawn for each example.
+        max_context_tokens: longest context of an example, shared by its passages (see `prompts.shares`).
+        seed: of the draws.
+    """
+
+    builder: PromptBuilder
+    templates: Sequence[str]
+    max_context_tokens: int
+    seed: int
+
+
 class SlotObjective(nn.Module, ABC):
     """A loss over what the decoder makes of slots.
 
@@ -74,7 +92,6 @@ class SlotObjective(nn.Module, ABC):
         bundle: what is trained; its trained parameters become this module's.
 
     Attributes:
-        bundle: what is trained.
         ratios: the ratios of the current step.
         sample: how many of them each example draws; None: all examples train all.
         seed, step: of the draws. These depend on nothing else but the example, so that micro-batches and processes

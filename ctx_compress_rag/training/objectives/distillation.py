@@ -35,9 +35,7 @@ class DistillationLoss(SlotObjective, WholeBatchMean):
         super().__init__(bundle)
         self.reconstruction_weight = reconstruction_weight
 
-    def items(  # type: ignore[override]
-        self, passages: PassageBatch, text_prompts: list[Prompt], prompts: PromptBatch, repeats: PromptBatch
-    ) -> Tensor:
+    def items(self, text_prompts: list[Prompt], repeats: PromptBatch, **_: Any) -> Tensor:  # type: ignore[override]
         """The examples, and the tokens of repeated passages: (2,)."""
         return torch.cat((torch.tensor([float(len(text_prompts))]), repeats.answer_tokens()))
 
@@ -59,7 +57,7 @@ class DistillationLoss(SlotObjective, WholeBatchMean):
             num_items_in_batch: examples, and tokens of repeated passages, of the whole batch; None: of this one.
         """
         if num_items_in_batch is None:
-            num_items_in_batch = self.items(passages, text_prompts, prompts, repeats)
+            num_items_in_batch = self.items(text_prompts, repeats)
         examples, repeated_tokens = num_items_in_batch
         targets = self.teacher_log_probs(text_prompts)
         loss = torch.zeros((), device=self.bundle.backbone.device)
@@ -114,9 +112,8 @@ def with_repeats(examples: Sequence[Example], batch_size: int, repeat: int, seed
 class DistillationCollator(AnswerCollator):
     """Examples -> the arguments of `DistillationLoss`; a `RepeatingExample` says what is repeated.
 
-    Args:
-        same_passes: where a micro-batch repeats nothing, have it read a passage all the same, which counts for nothing:
-            processes that share weights out must make the same passes.
+    `same_passes` has a micro-batch that repeats nothing read a passage all the same, which counts for nothing:
+    processes that share weights out must make the same passes.
     """
 
     with_text: bool = True

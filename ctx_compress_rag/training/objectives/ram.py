@@ -19,7 +19,7 @@ from ctx_compress_rag.methods.ram.compressor import RamCompressor, relevance, se
 from ctx_compress_rag.methods.ram.segments import Segments, layout, shown, slots_of_runs
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, PromptBuilder, draw_template
-from ctx_compress_rag.training.objectives.base import PromptBatch, SlotObjective
+from ctx_compress_rag.training.objectives.base import ExampleCollator, PromptBatch, SlotObjective
 from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 
@@ -76,7 +76,7 @@ class RamLoss(SlotObjective, WholeBatchMean):
         self.temperature = temperature
         self.contrastive = contrastive
 
-    def items(self, passages: list[Segments], rows: list[RamRow]) -> Tensor:  # type: ignore[override]
+    def items(self, rows: list[RamRow], **_: Any) -> Tensor:  # type: ignore[override]
         """The questions: (1,)."""
         return torch.tensor([float(len(rows))])
 
@@ -108,7 +108,7 @@ class RamLoss(SlotObjective, WholeBatchMean):
         loss = self._likelihood(prompts, softs)
         if self.contrastive:
             loss = loss + torch.stack(contrast).sum()
-        [count] = self.items(passages, rows) if num_items_in_batch is None else num_items_in_batch
+        [count] = self.items(rows) if num_items_in_batch is None else num_items_in_batch
         return {"loss": loss / count}
 
     def _contrast(self, question: Tensor, segments: Tensor, positives: Sequence[bool]) -> Tensor:
@@ -126,7 +126,7 @@ class RamLoss(SlotObjective, WholeBatchMean):
 
 
 @dataclass
-class RamCollator:
+class RamCollator(ExampleCollator):
     """Examples -> the arguments of `RamLoss`: each question a prompt of its own, for its context depends on it.
 
     Positives are the segments that hold a part of the question's `evidence`: the positions that a dataset marks,
@@ -134,19 +134,10 @@ class RamCollator:
     by word; one whose answer is nowhere in the text has none, and no contrastive term. Neither has one whose
     answer is yes or no: the words are found, the answer is not. A context that is cut may lose its evidence.
 
-    Args:
-        builder: renders prompts.
-        segment_tokens: tokens in a segment.
-        templates: prompt templates, one drawn for each question.
-        max_context_tokens: longest context of an example, shared by its passages (see `prompts.shares`).
-        seed: of the draws.
+    `segment_tokens` are those of a segment; a template is drawn for each question.
     """
 
-    builder: PromptBuilder
     segment_tokens: int
-    templates: Sequence[str]
-    max_context_tokens: int
-    seed: int
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         passages: dict[str, Segments] = {}

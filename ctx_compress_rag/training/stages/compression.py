@@ -202,7 +202,7 @@ def _ram(recipe: RamRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:
     data, builder = recipe.data, _builder(recipe, bundle)
     return (
         RamLoss(bundle, builder, recipe.temperature, recipe.contrastive),
-        RamCollator(builder, bundle.config.base_ratio, data.templates, data.max_context_tokens, recipe.seed),
+        RamCollator(builder, data.templates, data.max_context_tokens, recipe.seed, bundle.config.base_ratio),
     )
 
 

@@ -23,6 +23,7 @@ from ctx_compress_rag.training.compiled import make_fast
 from ctx_compress_rag.training.decoder_config import TeacherRecipe
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.loop import Collate, Job, training_device
+from ctx_compress_rag.training.objectives.base import ExampleCollator
 from ctx_compress_rag.training.objectives.packed import collate_packed
 from ctx_compress_rag.training.objectives.packed_text import PackedTextData, PackedTextLoss
 from ctx_compress_rag.training.probe import text_probe
@@ -50,11 +51,7 @@ class AnswerLoss(nn.Module, WholeBatchMean):
         self.pointing = pointing
 
     def items(  # type: ignore[override]
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        answers: Tensor,
-        pointers: tuple[Pointers, Pointers] | None = None,
+        self, attention_mask: Tensor, answers: Tensor, pointers: tuple[Pointers, Pointers] | None = None, **_: Any
     ) -> Tensor:
         """The tokens' weights, and how many pointers there are to names and to copies: (3,)."""
         pointing = [len(each.rows) for each in pointers] if pointers else [0, 0]
@@ -75,7 +72,7 @@ class AnswerLoss(nn.Module, WholeBatchMean):
         causal attention is faster.
         """
         if num_items_in_batch is None:
-            num_items_in_batch = self.items(input_ids, attention_mask, answers, pointers)
+            num_items_in_batch = self.items(attention_mask, answers, pointers)
         tokens, *pointing = num_items_in_batch
         if self.pointing is None or pointers is None:
             return {"loss": self._answer_loss(input_ids, attention_mask, answers) / tokens}
@@ -100,16 +97,12 @@ class AnswerLoss(nn.Module, WholeBatchMean):
 
 
 @dataclass
-class TextCollator:
+class TextCollator(ExampleCollator):
     """Examples -> a right-padded batch of full-text prompts, each with a template drawn for it.
 
     With `pointing` the batch says what tokens should attend to; passages must then fit uncut.
     """
 
-    builder: PromptBuilder
-    templates: Sequence[str]
-    max_context_tokens: int
-    seed: int
     pointing: bool = False
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
