@@ -146,14 +146,7 @@ def answer_all(
 ) -> dict[str, list[str]]:
     """Each system's answers, each question after its own demonstrations.
 
-    Args:
-        decoder: the decoder.
-        systems: what to score.
-        episodes: the questions.
-        sampling: how they are answered.
-        folder: where answers are kept; those of the same `about` are not made again.
-        about: what they depend on.
-        progress: show a progress bar.
+    They are kept in `folder`, and those of the same `about`, which says what they depend on, are not made again.
     """
     folder.mkdir(parents=True, exist_ok=True)
     answers = {}
@@ -216,8 +209,8 @@ def score(
     for system in answers:
         exact, f1 = each(exact_match, system), each(token_f1, system)
         tasks: dict[str, list[tuple[float, float]]] = {}
-        for *both, episode in zip(exact, f1, episodes, strict=True):
-            tasks.setdefault(episode.task, []).append((both[0], both[1]))
+        for one, other, episode in zip(exact, f1, episodes, strict=True):
+            tasks.setdefault(episode.task, []).append((one, other))
         scores.append(
             SystemScore(
                 system=system,
@@ -294,12 +287,14 @@ def plot(scores: Sequence[SystemScore], path: Path, title: str) -> None:
             s.cost.adapt_ms + s.cost.answer_ms, s.f1.value, yerr=bars, marker=marker, color=f"C{number % 10}",
             markerfacecolor=None if number < 10 else "white", linestyle="none", capsize=3, label=s.system,
         )  # fmt: skip
-    axes.set_xscale("log")
+    axes.set(
+        xscale="log",
+        xlabel="milliseconds per question, adapting and answering",
+        ylabel="answer F1 (bars: 95 % bootstrap)",
+    )
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("milliseconds per question, adapting and answering")
-    axes.set_ylabel("answer F1 (bars: 95 % bootstrap)")
     axes.set_title(title, loc="left", fontsize=11)
     axes.grid(color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)

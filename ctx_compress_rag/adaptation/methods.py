@@ -146,13 +146,7 @@ class PredictedUpdate(Adaptation):
 
     @classmethod
     def build(cls, base: Adapter, decoder: AdaptiveDecoder, config: PredictorConfig) -> PredictedUpdate:
-        """One with an untrained predictor.
-
-        Args:
-            base: the base retrieval adapter.
-            decoder: what it is for.
-            config: the predictor's settings.
-        """
+        """One with an untrained predictor, on a base retrieval adapter for this decoder."""
         dim = int(decoder.bundle.backbone.model.config.get_text_config().hidden_size)
         predictor = UpdatePredictor(dim, base.shapes, base.rank, config.hidden, config.code)
         made_for = config.model_copy(update={"fingerprint": decoder.fingerprint(config.ratio)})

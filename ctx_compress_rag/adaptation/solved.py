@@ -106,14 +106,7 @@ def solve(
 
 
 def load_solved(folder: Path, base: Adapter, count: int, steps: int) -> SolvedContexts:
-    """The first `count` contexts that `solve` stored in a folder, after `steps` steps.
-
-    Args:
-        folder: where they are.
-        base: the base retrieval adapter that they were solved from.
-        count: how many.
-        steps: K.
-    """
+    """The first `count` contexts that `solve` stored in a folder, solved from this base adapter in `steps` steps."""
     device = str(next(iter(base.a.values())).device)
     blocks: list[Any] = [safe_open(_block(folder, start), "pt", device) for start in range(0, count, _BLOCK)]
 

@@ -89,12 +89,7 @@ class Recipes:
         return cls(base, tuple(others.values()), (base_file, *others))
 
     def shortened(self, steps: int, folder: Path) -> Recipes:
-        """The same recipes with at most `steps` steps each, as files of their own: for a quick look.
-
-        Args:
-            steps: of each stage.
-            folder: for the files, and for what they train.
-        """
+        """The same recipes with at most `steps` steps each, for a quick look; files and outputs lie in `folder`."""
         (folder / "recipes").mkdir(parents=True, exist_ok=True)
         base = str(folder / "trained" / self.files[0].stem)
         for file, recipe in zip(self.files, (self.base, *self.others), strict=True):

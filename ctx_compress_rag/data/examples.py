@@ -156,12 +156,8 @@ def check_held_out(training: Sequence[Example], held_out: Sequence[Example], pas
     """Refuse training data that shares a passage or a question with held-out data.
 
     Capitals and spaces do not matter. Strict on purpose: a question that is asked of other passages, too, is refused
-    all the same. Rows of passages alone, whose question is blank, share none, nor do requests for a summary.
-
-    Args:
-        training: examples.
-        held_out: examples.
-        passages: refuse shared passages; False where both are retrieved from one corpus.
+    all the same. Rows of passages alone, whose question is blank, share none, nor do requests for a summary. With
+    `passages=False` passages may be shared: both are retrieved from one corpus.
 
     Raises:
         DataError: naming the first shared passage or question.

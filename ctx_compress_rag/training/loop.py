@@ -274,15 +274,8 @@ def train(
     """Train a job's model.
 
     Checkpoints go to `output/checkpoints`; a run that was cut off resumes from the last one with the
-    same data order, learning rate and random state. Writes `loss.json` and `loss.png`.
-
-    Args:
-        job: what is trained.
-        optim: optimisation.
-        output: folder.
-        seed: of the optimisation.
-        resume: resume from the last checkpoint.
-        deadline: when to stop, in seconds of `time.monotonic`.
+    same data order, learning rate and random state. Writes `loss.json` and `loss.png`. `deadline` is in seconds of
+    `time.monotonic`.
 
     Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, scores of the probes, and
         what the job has to say.

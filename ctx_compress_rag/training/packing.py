@@ -83,12 +83,7 @@ class PackedSlots:
 
 @dataclass
 class Packer:
-    """Fills rows, each sequence into the first row with room for it.
-
-    Attributes:
-        rows: how many rows.
-        length: tokens of a row.
-    """
+    """Fills `rows` rows of `length` tokens, each sequence into the first row with room for it."""
 
     rows: int
     length: int

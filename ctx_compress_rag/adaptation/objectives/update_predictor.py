@@ -17,10 +17,7 @@ Contexts = list[list[Prompt]]
 class MatchingObjective(nn.Module):
     """Eq. 9 against the K-step SGD update of eq. 8, mean over contexts. No answer loss (appendix G).
 
-    Args:
-        decoder: the frozen decoder.
-        update: holds the predictor to train and the frozen base adapter.
-        magnitude_weight: lambda of eq. 9.
+    `update` holds the predictor to train and the frozen base adapter, `magnitude_weight` is lambda of eq. 9.
     """
 
     def __init__(self, decoder: AdaptiveDecoder, update: PredictedUpdate, magnitude_weight: float) -> None:
@@ -39,13 +36,7 @@ class MatchingObjective(nn.Module):
 
 
 class SolvedMatchingObjective(nn.Module):
-    """Eq. 9 against updates that were computed before, mean over contexts.
-
-    Args:
-        update: holds the predictor to train.
-        solved: the contexts.
-        magnitude_weight: lambda of eq. 9.
-    """
+    """Eq. 9 against updates that were computed before, mean over contexts."""
 
     def __init__(self, update: PredictedUpdate, solved: SolvedContexts, magnitude_weight: float) -> None:
         super().__init__()
@@ -60,12 +51,7 @@ class SolvedMatchingObjective(nn.Module):
 
 
 class TaskObjective(nn.Module):
-    """The answer loss of a question of the same task, read with the predicted update (HyperTuning).
-
-    Args:
-        decoder: the frozen decoder.
-        update: holds the predictor to train and the frozen base adapter.
-    """
+    """The answer loss of a question of the same task, read with the predicted update (HyperTuning)."""
 
     def __init__(self, decoder: AdaptiveDecoder, update: PredictedUpdate) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from ctx_compress_rag.backbone import Backbone, decoder_layers
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import TokenCompressor
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
-from ctx_compress_rag.methods.base.part import Borrowed, train_copy
+from ctx_compress_rag.methods.base.part import Borrowed, linear_layers, train_copy
 
 
 class TrunkCompressor(TokenCompressor):
@@ -74,10 +74,6 @@ def _lora_of_layers(tune: TuneConfig, layers: nn.ModuleList) -> Any:
     """The peft configuration for `tune` in the first layers of a decoder, these ones, alone."""
     config = lora_config(tune)
     if config.target_modules == "all-linear":  # peft does not combine it with a choice of layers
-        config.target_modules = {
-            name.removesuffix(".base_layer").rpartition(".")[2]
-            for name, module in layers.named_modules()
-            if isinstance(module, nn.Linear) and "lora_" not in name
-        }
+        config.target_modules = {name.rpartition(".")[2] for name, _ in linear_layers(layers)}
     config.layers_to_transform = list(range(len(layers)))
     return config

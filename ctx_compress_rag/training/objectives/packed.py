@@ -100,11 +100,7 @@ def _balanced(kinds: Tensor) -> Tensor:
 class PackedSlotData(Dataset[PackedSlots]):
     """The batches of a training, each made when it is asked for; the same number gives the same batch.
 
-    Args:
-        builder: renders prompts.
-        examples: questions, in the order they are asked, over and over.
-        texts: passages to repeat, beside those of the questions.
-        recipe: ratios by step, share of repeated passages, rows and length.
+    The examples are asked in their order, over and over; `texts` are passages to repeat, beside the questions' own.
     """
 
     builder: PromptBuilder

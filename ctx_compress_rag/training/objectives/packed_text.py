@@ -48,10 +48,7 @@ class PackedTextLoss(nn.Module):
 class PackedTextData(Dataset[PackedRows]):
     """The batches of a training, each made when it is asked for; the same number gives the same batch.
 
-    Args:
-        builder: renders prompts.
-        examples: questions, in the order they are asked, over and over.
-        recipe: rows and length.
+    The examples are asked in their order, over and over.
     """
 
     builder: PromptBuilder

@@ -55,11 +55,7 @@ class RamLoss(SlotObjective, WholeBatchMean):
     The choice of segments passes no gradient: representations learn from L_con, skimmed vectors and with
     them the encoder and the alignment matrix from L_nll.
 
-    Args:
-        bundle: a RAM bundle.
-        builder: renders prompts.
-        temperature: tau of eq. 8.
-        contrastive: leave False for the paper's ablation without L_con.
+    `temperature` is tau of eq. 8; without `contrastive` it is the paper's ablation without L_con.
 
     Raises:
         ConfigError: the bundle is of another method.
