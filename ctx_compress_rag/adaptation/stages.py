@@ -6,6 +6,7 @@ import logging
 import random
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,12 +89,12 @@ def file_tasks(files: Sequence[Path], data: TaskData, decoder: AdaptiveDecoder) 
     return FileTasks(files, builder, data.max_context_tokens, data.max_answer_tokens, data.passages)
 
 
+@dataclass
 class _Batches:
     """What feeds the objectives: episodes as rows that the decoder reads."""
 
-    def __init__(self, recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> None:
-        self.recipe = recipe
-        self.decoder = decoder
+    recipe: AdaptationRecipe
+    decoder: AdaptiveDecoder
 
     def slots(self, batch: Sequence[Any]) -> list[Episode]:
         """The episodes, with soft contexts for passages where the recipe says so."""

@@ -13,8 +13,6 @@ from ctx_compress_rag.training.merged_lora import merge_lora
 
 logger = logging.getLogger(__name__)
 
-_VARIANTS = 64
-
 
 def make_fast(model: Any, optim: OptimConfig, dynamic: bool = False, saved: bool = False) -> None:
     """Train a decoder's adapters as fast as the recipe allows, once it is known which of its weights are trained.
@@ -40,7 +38,7 @@ def compile_layers(model: Any, dynamic: bool = False) -> None:
     # A machine without a compiler trains all the same, more slowly.
     torch._dynamo.config.suppress_errors = True
     # The same code is compiled for each adapter, with gradients and without, and for what masks there are.
-    torch._dynamo.config.recompile_limit = _VARIANTS
+    torch._dynamo.config.recompile_limit = 64
     merge_lora(model)
     if model.device.type == "cpu":
         model.set_attn_implementation("eager")

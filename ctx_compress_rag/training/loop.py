@@ -82,15 +82,15 @@ class Job:
     micro_batch_size: int | None = None
 
 
+@dataclass(eq=False)
 class ExampleDataset(Dataset[Any]):
     """All items that the steps take: the examples over and over, so that every batch is full.
 
     A batch cut short where the examples end would be filled up by several processes, and not by one.
     """
 
-    def __init__(self, examples: Examples, items: int) -> None:
-        self.examples = examples
-        self.items = items
+    examples: Examples
+    items: int
 
     def __len__(self) -> int:
         return self.items
@@ -99,21 +99,11 @@ class ExampleDataset(Dataset[Any]):
         return self.examples[index % len(self.examples)]
 
 
-class _OnStep(TrainerCallback):
-    """Calls `hook` with the optimiser step about to be made, after a resume too."""
-
-    def __init__(self, hook: StepHook) -> None:
-        self.hook = hook
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.hook(state.global_step)
-
-
+@dataclass
 class _StopAt(TrainerCallback):
     """Ends training at a time, a checkpoint saved. `deadline` is in seconds of `time.monotonic`."""
 
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
+    deadline: float
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         over = torch.tensor(int(time.monotonic() >= self.deadline), device=args.device)
@@ -123,22 +113,26 @@ class _StopAt(TrainerCallback):
             control.should_save = control.should_log = control.should_training_stop = True
 
 
-class _Probing(TrainerCallback):
-    """Scores what is being trained every so many steps, and after the last."""
+@dataclass
+class _Hooks(TrainerCallback):
+    """Calls a job's `on_step` before each step, after a resume too, and its probe every so many, and after the last."""
 
-    def __init__(self, trainer: _Trainer, probe: Probe, every: int) -> None:
-        self.trainer = trainer
-        self.probe = probe
-        self.every = every
+    trainer: _Trainer
+    job: Job
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.job.on_step:
+            self.job.on_step(state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+        due = state.global_step % self.job.probe_every == 0 or state.global_step == state.max_steps
+        if self.job.probe and due:
             model = cast(nn.Module, self.trainer.model)
             model.eval()
             # Prompts have lengths of their own, and compiled layers would be compiled for each.
             eager = torch.compiler.set_stance("force_eager")
             with torch.no_grad(), eager, at_hand(model), self.trainer.compute_loss_context_manager():
-                scores = self.probe()
+                scores = self.job.probe()
             model.train()
             loss_is_due = control.should_log
             self.trainer.log({"probe": scores})
@@ -334,10 +328,8 @@ def train(
         args=arguments,
         train_dataset=ExampleDataset(job.examples, optim.items),
         data_collator=job.collate,
-        callbacks=[_OnStep(job.on_step)] if job.on_step else None,
     )
-    if job.probe:
-        trainer.add_callback(_Probing(trainer, job.probe, job.probe_every))
+    trainer.add_callback(_Hooks(trainer, job))
     if deadline is not None:
         trainer.add_callback(_StopAt(deadline))
     checkpoint = last_checkpoint(output, optim.steps, is_main_process()) if resume else None

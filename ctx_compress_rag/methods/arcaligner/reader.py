@@ -100,7 +100,6 @@ class ArcAlignerReader(MappedReader):
         return trained
 
     def forward(self, slots: Tensor, token_counts: Tensor) -> Tensor:
-        """Slots as the decoder's input embeddings; `token_counts` is not used."""
         with torch.autocast(slots.device.type, enabled=False):
             return super().forward(slots, token_counts)
 

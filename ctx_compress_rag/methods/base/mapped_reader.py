@@ -43,13 +43,7 @@ class MappedReader(Reader):
             self.projection.initialise(slot_rms, self.backbone.embedding_rms())
 
     def fit(self, slots: Tensor, embeddings: Tensor) -> None:
-        """Start the map, which has two layers, as the least-squares map from slots to these embeddings.
-
-        Shape: (slots, slot dim), (slots, decoder dim)
-
-        Raises:
-            ConfigError: this reader has no such map.
-        """
+        """Start the map, which must have two layers, as the least-squares map from slots to these embeddings."""
         if not isinstance(self.projection, TwoLayerMap):
             raise ConfigError("fit_passages is for methods whose reader has a map of two layers: leave it out")
         self.projection.fit(slots, embeddings)

@@ -63,10 +63,6 @@ class PassageTable:
             self.passages.append(Tokenized(text, ids.tolist()))
         return self.places[text]
 
-    def batch(self) -> PassageBatch:
-        """The passages, padded."""
-        return PassageBatch.of(self.passages)
-
 
 @dataclass
 class ExampleCollator:

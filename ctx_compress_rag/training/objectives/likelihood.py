@@ -83,7 +83,11 @@ class AnswerCollator(ExampleCollator):
             if self.with_text:
                 text_prompts.append(self.builder.text_prompt(asked, template, texts))
             places.append([table.place(text, ids) for text, ids in short])
-        return {"passages": table.batch(), "prompts": PromptBatch(prompts, places), "text_prompts": text_prompts}
+        return {
+            "passages": PassageBatch.of(table.passages),
+            "prompts": PromptBatch(prompts, places),
+            "text_prompts": text_prompts,
+        }
 
     def asked(self, example: Example, texts: Sequence[str]) -> Example:
         """What is asked of an example, whose passages became `texts`: its own questions."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,9 @@ def token_ids(
     return ids
 
 
+@dataclass(eq=False)
 class PackedText(Sequence[Tensor]):
-    """Windows of tokens, `count` of them, cut from several texts.
+    """Windows of tokens, cut from several texts.
 
     A round over the texts cuts each, as many times as its weight, into windows that follow each other from a
     place drawn again each time; then shuffles all windows. A window starts anywhere, in the middle of a word even.
@@ -95,31 +97,25 @@ class PackedText(Sequence[Tensor]):
         rows: token ids of each text: (tokens,).
         weights: how often each is read in a round.
         window: tokens of a window.
-        count: how many windows there are, round after round.
+        length: how many windows there are, round after round.
         seed: of places and order.
 
     Raises:
         DataError: a text has fewer than two windows.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[NDArray[np.uint16 | np.uint32]],
-        weights: Sequence[int],
-        window: int,
-        count: int,
-        seed: int,
-    ) -> None:
-        for number, row in enumerate(rows):
-            if len(row) < 2 * window:
+    rows: Sequence[NDArray[np.uint16 | np.uint32]]
+    weights: Sequence[int]
+    window: int
+    length: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        for number, row in enumerate(self.rows):
+            if len(row) < 2 * self.window:
                 raise DataError(
-                    f"text {number} has {len(row)} tokens, fewer than two windows of {window}: leave it out"
+                    f"text {number} has {len(row)} tokens, fewer than two windows of {self.window}: leave it out"
                 )
-        self.rows = rows
-        self.weights = weights
-        self.window = window
-        self._count = count
-        self.seed = seed
         self._round = -1
         self._windows = np.empty((0, 2), dtype=np.int64)
 
@@ -132,7 +128,7 @@ class PackedText(Sequence[Tensor]):
         return (len(row) - self.window) // self.window  # wherever the first begins
 
     def __len__(self) -> int:
-        return self._count
+        return self.length
 
     def __getitem__(self, index: Any) -> Tensor:  # type: ignore[override]
         """Window `index`: int64 (window,)."""
