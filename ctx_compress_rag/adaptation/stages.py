@@ -160,19 +160,23 @@ def start_update_predictor(recipe: UpdatePredictorRecipe, resume: bool) -> Job:
     """A predictor of updates."""
     decoder = open_decoder(recipe)
     episodes, batches = _episodes(recipe, decoder, recipe.demonstrations), _Batches(recipe, decoder)
-    update = _untrained(recipe, decoder)
+    base = Adapter.from_pretrained(recipe.base, decoder.bundle.backbone.model)
+    # A predictor keeps the settings that its recipe has, too, under the same names.
+    settings = recipe.model_dump(include=set(PredictorConfig.model_fields))
+    torch.manual_seed(recipe.seed)
+    update = PredictedUpdate.build(base, decoder, PredictorConfig(**settings))
     objective: nn.Module
     if recipe.solved is not None:
-        solved = _solved(recipe, recipe.solved, decoder, update.base, batches)
+        solved = _solved(recipe, recipe.solved, decoder, base, batches)
         pooled, change = solved.rows(torch.arange(min(len(solved), _KEPT)))
         update.predictor.calibrate(pooled, norms(change))
         objective = SolvedMatchingObjective(update, solved, recipe.magnitude_weight)
         numbers = passes(len(solved), len(episodes), recipe.seed)
         return _job(decoder, objective, numbers, _collate_numbers, partial(update.save_pretrained, recipe.output))
     first = [batches.contexts([episode])["contexts"] for episode in episodes[:_SOLVED_NOW]]
-    pooled = torch.cat([pooled_states(decoder, contexts, update.base, recipe.layer) for contexts in first])
+    pooled = torch.cat([pooled_states(decoder, contexts, base, recipe.layer) for contexts in first])
     each = [
-        norms(sgd(decoder, contexts, update.base, recipe.inner_steps, recipe.inner_learning_rate).change())
+        norms(sgd(decoder, contexts, base, recipe.inner_steps, recipe.inner_learning_rate).change())
         for contexts in first
     ]
     update.predictor.calibrate(pooled, {name: torch.cat([sizes[name] for sizes in each]) for name in each[0]})
@@ -181,15 +185,6 @@ def start_update_predictor(recipe: UpdatePredictorRecipe, resume: bool) -> Job:
     else:
         objective = TaskObjective(decoder, update)
     return _job(decoder, objective, episodes, batches.contexts, partial(update.save_pretrained, recipe.output))
-
-
-def _untrained(recipe: UpdatePredictorRecipe, decoder: AdaptiveDecoder) -> PredictedUpdate:
-    """A new predictor on the recipe's base adapter."""
-    base = Adapter.from_pretrained(recipe.base, decoder.bundle.backbone.model)
-    # What both have has one name in both.
-    settings = recipe.model_dump(include=set(PredictorConfig.model_fields))
-    torch.manual_seed(recipe.seed)
-    return PredictedUpdate.build(base, decoder, PredictorConfig(**settings))
 
 
 def _solved(

@@ -146,6 +146,11 @@ class SlotObjective(nn.Module, ABC):
         with self.reader.decoder(spliced.slot_mask) as model:
             return predict(model, spliced, prompts)
 
+    def divergence(self, logits: Tensor, targets: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+        """KL(teacher || decoder with slots), summed over these rows' answers; `targets` are `teacher_log_probs`."""
+        wanted = torch.cat([targets[row] for row in rows])
+        return F.kl_div(F.log_softmax(logits, dim=-1), wanted, reduction="sum", log_target=True)
+
     @torch.no_grad()
     def teacher_log_probs(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         """Each prompt's log-probabilities at its answers' tokens, read with the text: (answer tokens, vocabulary)."""

@@ -65,9 +65,7 @@ class DistillationLoss(SlotObjective, WholeBatchMean):
         for ratio, batch in self.compress(passages, drawn | repeated_at).items():
             if own := drawn.get(ratio):
                 logits, _ = self.answer_logits(prompts.only(own), batch)
-                wanted = torch.cat([targets[row] for row in own])
-                student = F.log_softmax(logits, dim=-1)
-                loss = loss + F.kl_div(student, wanted, reduction="sum", log_target=True) / examples
+                loss = loss + self.divergence(logits, targets, own) / examples
             if self.reconstruction_weight and (own := repeated_at.get(ratio)):
                 logits, answers = self.answer_logits(repeats.only(own), batch)
                 repeated = F.cross_entropy(logits, answers, reduction="sum") / repeated_tokens

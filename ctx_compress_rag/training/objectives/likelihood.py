@@ -54,9 +54,7 @@ class LikelihoodLoss(SlotObjective, WholeBatchMean):
             logits, answers = self.answer_logits(prompts.only(drawn[ratio]), batch)
             loss = loss + F.cross_entropy(logits, answers, reduction="sum")
             if targets:
-                wanted = torch.cat([targets[row] for row in drawn[ratio]])
-                student = F.log_softmax(logits, dim=-1)
-                loss = loss + self.self_distillation * F.kl_div(student, wanted, reduction="sum", log_target=True)
+                loss = loss + self.self_distillation * self.divergence(logits, targets, drawn[ratio])
         [tokens] = self.items(prompts) if num_items_in_batch is None else num_items_in_batch
         return {"loss": loss / tokens}
 

@@ -133,7 +133,8 @@ def start_bundle(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
     if recipe.fit_passages:
         _fit_reader(bundle, examples, recipe.fit_passages)
     else:
-        bundle.reader.initialise(_slot_rms(bundle, examples))
+        slots = [soft.slots for soft in bundle.compress([p for e in examples[:8] for p in e.passages])]
+        bundle.reader.initialise(float(torch.cat(slots).pow(2).mean().sqrt()))
     return bundle
 
 
@@ -153,12 +154,6 @@ def _fit_reader(bundle: Bundle, examples: list[Example], passages: int) -> None:
             targets += [part.mean(0) for part in tokens.split(soft.token_counts.tolist())]
     slots = torch.cat([soft.slots for soft in softs]).to(bundle.backbone.device)
     bundle.reader.fit(slots, torch.stack(targets))
-
-
-def _slot_rms(bundle: Bundle, examples: list[Example]) -> float:
-    """Root mean square of slot entries at the base ratio, over a few passages."""
-    slots = [soft.slots for soft in bundle.compress([p for e in examples[:8] for p in e.passages])]
-    return float(torch.cat(slots).pow(2).mean().sqrt())
 
 
 def _builder(recipe: CompressionRecipe, bundle: Bundle) -> PromptBuilder:
