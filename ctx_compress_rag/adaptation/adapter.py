@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -84,9 +84,7 @@ class Adapter:
 
     def to(self, device: torch.device) -> Adapter:
         """The same on a device."""
-        return Adapter(
-            {n: t.to(device) for n, t in self.a.items()}, {n: t.to(device) for n, t in self.b.items()}, self.scale
-        )
+        return self._each(lambda factor: factor.to(device))
 
     def plus(self, update: Adapter) -> Adapter:
         """This change and `update` together, exactly: [scale b, update's b] @ [a; update's a].
@@ -106,11 +104,15 @@ class Adapter:
         if next(iter(self.a.values())).ndim == 2:
             return self
         index = torch.as_tensor(indices, device=next(iter(self.a.values())).device)
-        return Adapter({n: t[index] for n, t in self.a.items()}, {n: t[index] for n, t in self.b.items()}, self.scale)
+        return self._each(lambda factor: factor[index])
 
     def row(self, index: int) -> Adapter:
         """Row `index` as an adapter without rows."""
-        return Adapter({n: t[index] for n, t in self.a.items()}, {n: t[index] for n, t in self.b.items()}, self.scale)
+        return self._each(lambda factor: factor[index])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Adapter:
+        a, b = ({name: change(factor) for name, factor in side.items()} for side in (self.a, self.b))
+        return Adapter(a, b, self.scale)
 
     @staticmethod
     def stack(adapters: Sequence[Adapter | None]) -> Adapter | None:

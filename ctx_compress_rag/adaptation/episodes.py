@@ -172,14 +172,7 @@ def _names(files: Sequence[Path]) -> list[str]:
 
 
 class Episodes(Sequence[Any]):
-    """Episodes by number, drawn when asked for: a run that was cut off continues with the same ones.
-
-    Args:
-        tasks: where they come from.
-        length: how many.
-        demonstrations: of each.
-        seed: of the draws.
-    """
+    """Episodes by number, drawn when asked for: a run that was cut off continues with the same ones."""
 
     def __init__(self, tasks: Tasks, length: int, demonstrations: int, seed: int) -> None:
         self.tasks = tasks

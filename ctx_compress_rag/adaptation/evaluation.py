@@ -12,18 +12,18 @@ from typing import Any, Literal
 
 from tqdm.auto import tqdm
 
-from ctx_compress_rag.adaptation.config import AdaptationRecipe, UpdatePredictorRecipe
+from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.cost import AdaptationCost, measure
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, generate_together
-from ctx_compress_rag.adaptation.episodes import Episode, FamilyTasks, FileTasks, Tasks, digest, drawn_apart, with_slots
+from ctx_compress_rag.adaptation.episodes import Episode, FamilyTasks, Tasks, digest, drawn_apart, with_slots
 from ctx_compress_rag.adaptation.methods import TestTimeSGD
-from ctx_compress_rag.adaptation.stages import open_decoder
+from ctx_compress_rag.adaptation.stages import file_tasks, open_decoder
 from ctx_compress_rag.adaptation.systems import AT_TEST_TIME, BASE, PREDICTED, Recipes, System, controls, copy_rule
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.figures import new_figure, save
+from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.metrics import Interval, exact_match, paired_difference, token_f1
-from ctx_compress_rag.text.prompts import PromptBuilder
 
 _RATES = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the recipe's own
 
@@ -101,7 +101,8 @@ def evaluate(
         recipes = recipes.shortened(budget, folder)
     decoder = open_decoder(recipes.base)
     shown = [recipe.demonstrations for recipe in recipes.others if isinstance(recipe, UpdatePredictorRecipe)]
-    tasks = _tasks(recipes.base, decoder, files, split)
+    paths = [Path(file) for file in files]
+    tasks: Tasks = file_tasks(paths, recipes.base.data, decoder) if files else FamilyTasks(split)
     support = max(shown, default=3)
     apart = drawn_apart(tasks, questions, tuning, support, seed)  # refuses files that cannot be asked: before training
     recipes.train_missing(decoder)
@@ -113,7 +114,7 @@ def evaluate(
     about = {
         "recipes": [recipe.model_dump(mode="json") for recipe in (recipes.base, *recipes.others)],
         "fingerprint": decoder.bundle.fingerprint,
-        "data": [Path(file).name for file in files] or f"task families, {split}",
+        "data": [path.name for path in paths] or f"task families, {split}",
         "episodes": digest(chain(*apart)),
         "questions": len(episodes),
         "tuning": len(held_back),
@@ -134,17 +135,6 @@ def evaluate(
     return scores
 
 
-def _tasks(
-    recipe: AdaptationRecipe, decoder: AdaptiveDecoder, files: Sequence[str], split: Literal["dev", "test"]
-) -> Tasks:
-    if not files:
-        return FamilyTasks(split)
-    builder = PromptBuilder(decoder.bundle.tokenizer)
-    data = recipe.data
-    paths = [Path(file) for file in files]
-    return FileTasks(paths, builder, data.max_context_tokens, data.max_answer_tokens, data.passages)
-
-
 def answer_all(
     decoder: AdaptiveDecoder,
     systems: Sequence[System],
@@ -156,14 +146,7 @@ def answer_all(
 ) -> dict[str, list[str]]:
     """Each system's answers, each question after its own demonstrations.
 
-    Args:
-        decoder: the decoder.
-        systems: what to score.
-        episodes: the questions.
-        sampling: how they are answered.
-        folder: where answers are kept; those of the same `about` are not made again.
-        about: what they depend on.
-        progress: show a progress bar.
+    They are kept in `folder`, and those of the same `about`, which says what they depend on, are not made again.
     """
     folder.mkdir(parents=True, exist_ok=True)
     answers = {}
@@ -172,7 +155,7 @@ def answer_all(
         kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         if kept.get("about") != about:
             kept = {"about": about, "answers": _answers(decoder, system, episodes, sampling)}
-            file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+            write_json(file, kept)
         answers[system.name] = kept["answers"]
     return answers
 
@@ -201,17 +184,14 @@ def _tuned(
     chosen = []
     for steps in sorted({min(found), max(found)}) if found else ():
         rates = [factor * found[steps].learning_rate for factor in _RATES]
-        tried = {
-            f"K={steps} {rate:.3g}": System(f"K={steps} {rate:.3g}", replace(found[steps], learning_rate=rate))
-            for rate in rates
-        }
-        answers = answer_all(decoder, list(tried.values()), episodes, sampling, folder, about)
-        f1 = {
-            name: mean(token_f1(text, e.accepted) for text, e in zip(texts, episodes, strict=True))
-            for name, texts in answers.items()
-        }
-        best = max(f1, key=f1.__getitem__)
-        chosen.append(System(f"{AT_TEST_TIME}{steps}, tuned", tried[best].adaptation))
+        tried = [System(f"K={steps} {rate:.3g}", replace(found[steps], learning_rate=rate)) for rate in rates]
+        answers = answer_all(decoder, tried, episodes, sampling, folder, about)
+        f1 = [
+            mean(token_f1(text, e.accepted) for text, e in zip(answers[system.name], episodes, strict=True))
+            for system in tried
+        ]
+        best = tried[f1.index(max(f1))]
+        chosen.append(System(f"{AT_TEST_TIME}{steps}, tuned", best.adaptation))
     return chosen
 
 
@@ -229,8 +209,8 @@ def score(
     for system in answers:
         exact, f1 = each(exact_match, system), each(token_f1, system)
         tasks: dict[str, list[tuple[float, float]]] = {}
-        for *both, episode in zip(exact, f1, episodes, strict=True):
-            tasks.setdefault(episode.task, []).append((both[0], both[1]))
+        for one, other, episode in zip(exact, f1, episodes, strict=True):
+            tasks.setdefault(episode.task, []).append((one, other))
         scores.append(
             SystemScore(
                 system=system,
@@ -307,12 +287,14 @@ def plot(scores: Sequence[SystemScore], path: Path, title: str) -> None:
             s.cost.adapt_ms + s.cost.answer_ms, s.f1.value, yerr=bars, marker=marker, color=f"C{number % 10}",
             markerfacecolor=None if number < 10 else "white", linestyle="none", capsize=3, label=s.system,
         )  # fmt: skip
-    axes.set_xscale("log")
+    axes.set(
+        xscale="log",
+        xlabel="milliseconds per question, adapting and answering",
+        ylabel="answer F1 (bars: 95 % bootstrap)",
+    )
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("milliseconds per question, adapting and answering")
-    axes.set_ylabel("answer F1 (bars: 95 % bootstrap)")
     axes.set_title(title, loc="left", fontsize=11)
     axes.grid(color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)

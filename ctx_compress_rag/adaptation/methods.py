@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -146,28 +146,26 @@ class PredictedUpdate(Adaptation):
 
     @classmethod
     def build(cls, base: Adapter, decoder: AdaptiveDecoder, config: PredictorConfig) -> PredictedUpdate:
-        """One with an untrained predictor.
-
-        Args:
-            base: the base retrieval adapter.
-            decoder: what it is for.
-            config: the predictor's settings.
-        """
+        """One with an untrained predictor, on a base retrieval adapter for this decoder."""
         dim = int(decoder.bundle.backbone.model.config.get_text_config().hidden_size)
         predictor = UpdatePredictor(dim, base.shapes, base.rank, config.hidden, config.code)
         made_for = config.model_copy(update={"fingerprint": decoder.fingerprint(config.ratio)})
         return cls(base, predictor.to(next(iter(base.a.values())).device), made_for)
 
     def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
-        pooled = pooled_states(decoder, [self._rows(decoder, demonstrations)], self.base, self.config.layer)
         with torch.no_grad():
-            return Adapted(self.base.plus(self.predictor(pooled)).row(0))
+            return Adapted(self.base.plus(self.predict(decoder, [self._rows(decoder, demonstrations)])).row(0))
+
+    def predict(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]]) -> Adapter:
+        """The update for each support context, given its rows: with a row for each."""
+        update: Adapter = self.predictor(pooled_states(decoder, contexts, self.base, self.config.layer))
+        return update
 
     def mean_over(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Demonstration]]) -> BaseAdapter:
         """The mean of the updates that are predicted for these contexts, whatever the demonstrations: a control."""
         rows = [self._rows(decoder, context) for context in contexts]
         with torch.no_grad():
-            each = self.predictor(pooled_states(decoder, rows, self.base, self.config.layer))
+            each = self.predict(decoder, rows)
         # A sum of products is a product of what is laid side by side.
         a = {n: t.flatten(0, 1) for n, t in each.a.items()}
         b = {n: t.transpose(0, 1).flatten(1) / len(rows) for n, t in each.b.items()}
@@ -191,9 +189,9 @@ class PredictedUpdate(Adaptation):
             given = decoder.ratios(demonstration) if row.soft else {None}
             if other := sorted(given - {wanted}, key=lambda ratio: ratio or 0):
                 bare = not any(map(str.strip, demonstration.passages)) and not row.soft
-                has = "no passages" if bare else f"passages that are {' and '.join(map(_as_read, other))}"
+                has = "no passages" if bare else f"passages that are {' and '.join(map(as_read, other))}"
                 raise ConfigError(
-                    f"this predictor was trained on demonstrations whose passages are {_as_read(wanted)}, and "
+                    f"this predictor was trained on demonstrations whose passages are {as_read(wanted)}, and "
                     f"demonstration {number} has {has}: give it such"
                 )
         return rows
@@ -202,7 +200,9 @@ class PredictedUpdate(Adaptation):
         """Write the predictor, and the base adapter beside it as a peft adapter, under `base/`."""
         folder = Path(folder)
         self.base.save_pretrained(folder / BASE_FOLDER, decoder)
-        save_file({n: t.detach().cpu().contiguous() for n, t in self._tensors().items()}, folder / _WEIGHTS_FILE)
+        save_file(
+            {n: t.detach().cpu().contiguous() for n, t in self.predictor.state_dict().items()}, folder / _WEIGHTS_FILE
+        )
         (folder / _CONFIG_FILE).write_text(self.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -227,26 +227,24 @@ class PredictedUpdate(Adaptation):
             )
         base = Adapter.from_pretrained(folder / BASE_FOLDER, decoder.bundle.backbone.model)
         made = cls.build(base, decoder, config)
-        state, expected = _read(folder / _WEIGHTS_FILE), made._tensors()
+        state, expected = _read(folder / _WEIGHTS_FILE), made.predictor.state_dict()
         odd = [n for n in sorted(state.keys() | expected) if n not in state or n not in expected]
         odd += [n for n in sorted(state.keys() & expected) if state[n].shape != expected[n].shape]
         if odd:
             raise BundleError(
                 f"the predictor in {folder} does not fit this decoder and its config, for example {odd[0]}"
             )
-        made.predictor.load_state_dict(dict(state))
+        made.predictor.load_state_dict(state)
         made.predictor.requires_grad_(False)
         return made
 
-    def _tensors(self) -> dict[str, Tensor]:
-        return dict(self.predictor.state_dict())
 
-
-def _as_read(ratio: int | None) -> str:
+def as_read(ratio: int | None) -> str:
+    """How a predictor's demonstrations are read, in words."""
     return "text" if ratio is None else f"soft contexts of ratio {ratio}"
 
 
-def _read(path: Path) -> Mapping[str, Tensor]:
+def _read(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

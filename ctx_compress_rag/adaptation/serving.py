@@ -13,7 +13,7 @@ import torch
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDecoder
 from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
-from ctx_compress_rag.adaptation.methods import BaseAdapter, PredictedUpdate, PromptTuning
+from ctx_compress_rag.adaptation.methods import BaseAdapter, PredictedUpdate, PromptTuning, as_read
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import BundleError, ConfigError
 
@@ -49,8 +49,7 @@ def adapt(
         adaptation = load_adaptation(adaptation, decoder)
     if ratio is not None and isinstance(adaptation, PredictedUpdate) and adaptation.config.ratio != ratio:
         raise ConfigError(
-            f"ratio={ratio}: this predictor was trained with passages as "
-            + ("text" if adaptation.config.ratio is None else f"soft contexts of ratio {adaptation.config.ratio}")
+            f"ratio={ratio}: this predictor was trained with passages as {as_read(adaptation.config.ratio)}"
         )
     return decoder.adapt(demonstrations, adaptation)
 

@@ -26,6 +26,7 @@ from ctx_compress_rag.adaptation.episodes import Episode
 from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.updates import GradientUpdate, sgd_path
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.json_files import write_json
 
 _ABOUT_FILE = "about.json"
 _BLOCK = 16  # contexts to a file
@@ -89,7 +90,7 @@ def solve(
     note = folder / _ABOUT_FILE
     if note.exists() and json.loads(note.read_text(encoding="utf-8")) != about:
         raise ConfigError(f"the contexts in {folder} were solved with other settings: remove it to solve them again")
-    note.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    write_json(note, about)
     for start in tqdm(range(0, len(episodes), _BLOCK), desc="solving contexts", unit="block", disable=None):
         file = _block(folder, start)
         if file.exists():
@@ -105,14 +106,7 @@ def solve(
 
 
 def load_solved(folder: Path, base: Adapter, count: int, steps: int) -> SolvedContexts:
-    """The first `count` contexts that `solve` stored in a folder, after `steps` steps.
-
-    Args:
-        folder: where they are.
-        base: the base retrieval adapter that they were solved from.
-        count: how many.
-        steps: K.
-    """
+    """The first `count` contexts that `solve` stored in a folder, solved from this base adapter in `steps` steps."""
     device = str(next(iter(base.a.values())).device)
     blocks: list[Any] = [safe_open(_block(folder, start), "pt", device) for start in range(0, count, _BLOCK)]
 

@@ -6,7 +6,9 @@ import logging
 import random
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import chromadb
@@ -19,6 +21,7 @@ from ctx_compress_rag.adaptation.config import (
     PromptTuningRecipe,
     RetrievalAdapterRecipe,
     SolvedConfig,
+    TaskData,
     UpdatePredictorRecipe,
 )
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, text_bundle
@@ -32,7 +35,6 @@ from ctx_compress_rag.adaptation.objectives.update_predictor import (
 )
 from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.solved import SolvedContexts, load_solved, solve
-from ctx_compress_rag.adaptation.task_families import check_families, families
 from ctx_compress_rag.adaptation.updates import norms, sgd
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import check_held_out, read_jsonl
@@ -69,26 +71,30 @@ def load_tasks(recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> Tasks:
     """The recipe's training tasks, checked against what is held out.
 
     Raises:
-        DataError: a family or question is held out.
+        DataError: a question is held out.
     """
     data = recipe.data
     if data.families is not None:
-        check_families(families(data.families), families("test"))
         return FamilyTasks(data.families)
-    builder = PromptBuilder(decoder.bundle.tokenizer)
-    tasks = FileTasks(data.files, builder, data.max_context_tokens, data.max_answer_tokens, data.passages)
+    tasks = file_tasks(data.files, data, decoder)
     held_out = [example for file in data.held_out for example in read_jsonl(file)]
     for examples in tasks.examples.values():
         check_held_out(examples, held_out, passages=False)
     return tasks
 
 
+def file_tasks(files: Sequence[Path], data: TaskData, decoder: AdaptiveDecoder) -> FileTasks:
+    """Files as tasks, in which passages and answers are cut as `data` says."""
+    builder = PromptBuilder(decoder.bundle.tokenizer)
+    return FileTasks(files, builder, data.max_context_tokens, data.max_answer_tokens, data.passages)
+
+
+@dataclass
 class _Batches:
     """What feeds the objectives: episodes as rows that the decoder reads."""
 
-    def __init__(self, recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> None:
-        self.recipe = recipe
-        self.decoder = decoder
+    recipe: AdaptationRecipe
+    decoder: AdaptiveDecoder
 
     def slots(self, batch: Sequence[Any]) -> list[Episode]:
         """The episodes, with soft contexts for passages where the recipe says so."""
@@ -154,19 +160,23 @@ def start_update_predictor(recipe: UpdatePredictorRecipe, resume: bool) -> Job:
     """A predictor of updates."""
     decoder = open_decoder(recipe)
     episodes, batches = _episodes(recipe, decoder, recipe.demonstrations), _Batches(recipe, decoder)
-    update = _untrained(recipe, decoder)
+    base = Adapter.from_pretrained(recipe.base, decoder.bundle.backbone.model)
+    # A predictor keeps the settings that its recipe has, too, under the same names.
+    settings = recipe.model_dump(include=set(PredictorConfig.model_fields))
+    torch.manual_seed(recipe.seed)
+    update = PredictedUpdate.build(base, decoder, PredictorConfig(**settings))
     objective: nn.Module
     if recipe.solved is not None:
-        solved = _solved(recipe, recipe.solved, decoder, update.base, batches)
+        solved = _solved(recipe, recipe.solved, decoder, base, batches)
         pooled, change = solved.rows(torch.arange(min(len(solved), _KEPT)))
         update.predictor.calibrate(pooled, norms(change))
         objective = SolvedMatchingObjective(update, solved, recipe.magnitude_weight)
         numbers = passes(len(solved), len(episodes), recipe.seed)
         return _job(decoder, objective, numbers, _collate_numbers, partial(update.save_pretrained, recipe.output))
     first = [batches.contexts([episode])["contexts"] for episode in episodes[:_SOLVED_NOW]]
-    pooled = torch.cat([pooled_states(decoder, contexts, update.base, recipe.layer) for contexts in first])
+    pooled = torch.cat([pooled_states(decoder, contexts, base, recipe.layer) for contexts in first])
     each = [
-        norms(sgd(decoder, contexts, update.base, recipe.inner_steps, recipe.inner_learning_rate).change())
+        norms(sgd(decoder, contexts, base, recipe.inner_steps, recipe.inner_learning_rate).change())
         for contexts in first
     ]
     update.predictor.calibrate(pooled, {name: torch.cat([sizes[name] for sizes in each]) for name in each[0]})
@@ -175,23 +185,6 @@ def start_update_predictor(recipe: UpdatePredictorRecipe, resume: bool) -> Job:
     else:
         objective = TaskObjective(decoder, update)
     return _job(decoder, objective, episodes, batches.contexts, partial(update.save_pretrained, recipe.output))
-
-
-def _untrained(recipe: UpdatePredictorRecipe, decoder: AdaptiveDecoder) -> PredictedUpdate:
-    """A new predictor on the recipe's base adapter."""
-    base = Adapter.from_pretrained(recipe.base, decoder.bundle.backbone.model)
-    config = PredictorConfig(
-        loss=recipe.loss,
-        inner_steps=recipe.inner_steps,
-        inner_learning_rate=recipe.inner_learning_rate,
-        demonstrations=recipe.demonstrations,
-        ratio=recipe.ratio,
-        hidden=recipe.hidden,
-        code=recipe.code,
-        layer=recipe.layer,
-    )
-    torch.manual_seed(recipe.seed)
-    return PredictedUpdate.build(base, decoder, config)
 
 
 def _solved(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -90,13 +89,8 @@ class Recipes:
         return cls(base, tuple(others.values()), (base_file, *others))
 
     def shortened(self, steps: int, folder: Path) -> Recipes:
-        """The same recipes with at most `steps` steps each, as files of their own: for a quick look.
-
-        Args:
-            steps: of each stage.
-            folder: for the files, and for what they train.
-        """
-        written: dict[str, dict[str, Any]] = {}
+        """The same recipes with at most `steps` steps each, for a quick look; files and outputs lie in `folder`."""
+        (folder / "recipes").mkdir(parents=True, exist_ok=True)
         base = str(folder / "trained" / self.files[0].stem)
         for file, recipe in zip(self.files, (self.base, *self.others), strict=True):
             settings = recipe.model_dump(mode="json", exclude_unset=True)
@@ -108,10 +102,8 @@ class Recipes:
                 if recipe.solved is not None:
                     few = min(recipe.solved.contexts, shorter * recipe.optim.batch_size)
                     settings["solved"] |= {"folder": str(folder / "trained" / "solved"), "contexts": few}
-            written[file.name] = settings
-        (folder / "recipes").mkdir(parents=True, exist_ok=True)
-        for name, settings in written.items():
-            (folder / "recipes" / name).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+            text = yaml.safe_dump(settings, sort_keys=False)
+            (folder / "recipes" / file.name).write_text(text, encoding="utf-8")
         return self.find(folder / "recipes")
 
     def train_missing(self, decoder: AdaptiveDecoder) -> None:

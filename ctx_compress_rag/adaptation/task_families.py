@@ -14,14 +14,12 @@ predictor sees of it. In so small a decoder that state holds little more than th
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.data import wording
 from ctx_compress_rag.data.world import Entity, Split, World
-from ctx_compress_rag.errors import DataError
 
 # Words that the demo's decoder gives as answers, each a token: attention's adapters cannot teach it to spell.
 MARKS = (
@@ -69,17 +67,6 @@ FAMILIES = tuple(Family(*parts) for parts in product(MARKS, ENDS))
 def families(split: Split) -> tuple[Family, ...]:
     """The families of a split."""
     return tuple(family for family in FAMILIES if family.split == split)
-
-
-def check_families(training: Iterable[Family], held_out: Iterable[Family]) -> None:
-    """Refuse training families that are held out.
-
-    Raises:
-        DataError: naming the first shared family.
-    """
-    shared = sorted({family.name for family in training} & {family.name for family in held_out})
-    if shared:
-        raise DataError(f"a held-out task family would be trained on: {shared[0]}")
 
 
 def draw(family: Family, split: Split, rng: random.Random) -> Demonstration:

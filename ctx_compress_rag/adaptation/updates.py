@@ -90,14 +90,7 @@ def sgd(
     Gradients are taken with respect to the adapter's factors alone (appendix G). Contexts do not touch
     each other: they share forward passes, and have factors of their own.
 
-    Args:
-        decoder: the frozen decoder.
-        contexts: the rows of each support context C.
-        base: the base retrieval adapter W0, without rows.
-        steps: K.
-        learning_rate: eta.
-
-    Returns: the change of the factors, detached.
+    Returns: the change of the factors, detached, a row for each context.
     """
     return sgd_path(decoder, contexts, base, [steps], learning_rate)[steps]
 
@@ -157,10 +150,7 @@ def matching_loss(predicted: Adapter, target: Adapter, magnitude_weight: float =
     of the update applied. The target's rank is twice the prediction's; its best approximation at the
     adapter's own rank is what the predictor is to find.
 
-    Args:
-        predicted: U V^T, a row for each context.
-        target: the gradient's change, likewise.
-        magnitude_weight: lambda.
+    Both have a row for each context; `magnitude_weight` is lambda.
     """
     products, own, wanted = inner_products(predicted, target), norms(predicted), norms(target)
     terms = [

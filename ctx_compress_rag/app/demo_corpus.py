@@ -8,7 +8,9 @@ from itertools import permutations
 from pathlib import Path
 
 from ctx_compress_rag.app.passage_index import make_passage
-from ctx_compress_rag.data.world import Entity, Kind, World, WorldTurn
+from ctx_compress_rag.data.examples import Turn
+from ctx_compress_rag.data.wording import Kind
+from ctx_compress_rag.data.world import Entity, World
 from ctx_compress_rag.stores import Passage
 
 WORLDS = 5
@@ -64,7 +66,7 @@ def invented_corpus() -> Corpus:
     """Forty passages and twelve questions, four of which need two passages. Always the same."""
     worlds = _worlds()
     passages = {entity.name: make_passage(entity.passage, entity.name, "demo") for w in worlds for entity in w.entities}
-    asked: list[tuple[list[Entity], WorldTurn]] = []
+    asked: list[tuple[list[Entity], Turn]] = []
     for number in range(QUESTIONS - TWO_PASSAGE_QUESTIONS):
         world = worlds[number % WORLDS]
         entities = [world.entities[3 * number % len(world.entities)]]
@@ -101,7 +103,7 @@ def _worlds() -> list[World]:
     return worlds
 
 
-def _pair_question(world: World, kind: Kind) -> tuple[list[Entity], WorldTurn]:
+def _pair_question(world: World, kind: Kind) -> tuple[list[Entity], Turn]:
     """A question that names two entities of a kind; one retrieval step cannot follow a link that it does not name."""
     pairs = list(permutations([entity for entity in world.entities if entity.kind == kind], 2))
     while True:  # a world asks about a pair now and then, drawn again each time

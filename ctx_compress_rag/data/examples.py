@@ -131,10 +131,7 @@ def world_examples(
     if split not in ("train", "dev", "test"):
         raise DataError(f"the invented world has splits train, dev and test, not {split!r}")
     share = world.NAMED if named is None else named
-    return [
-        Example(e.passages, tuple(Turn(t.question, t.answers, t.subject) for t in e.turns))
-        for e in world.examples(split, seed, count, max_turns, passages, share, alike)  # type: ignore[arg-type]
-    ]
+    return list(world.examples(split, seed, count, max_turns, passages, share, alike))  # type: ignore[arg-type]
 
 
 def write_jsonl(path: str | Path, examples: Iterable[Example]) -> int:
@@ -159,12 +156,8 @@ def check_held_out(training: Sequence[Example], held_out: Sequence[Example], pas
     """Refuse training data that shares a passage or a question with held-out data.
 
     Capitals and spaces do not matter. Strict on purpose: a question that is asked of other passages, too, is refused
-    all the same. Rows of passages alone, whose question is blank, share none, nor do requests for a summary.
-
-    Args:
-        training: examples.
-        held_out: examples.
-        passages: refuse shared passages; False where both are retrieved from one corpus.
+    all the same. Rows of passages alone, whose question is blank, share none, nor do requests for a summary. With
+    `passages=False` passages may be shared: both are retrieved from one corpus.
 
     Raises:
         DataError: naming the first shared passage or question.

@@ -15,10 +15,8 @@ from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ctx_compress_rag.data.examples import SUMMARY_REQUEST, Example, read_jsonl
 from ctx_compress_rag.errors import DataError
@@ -29,17 +27,14 @@ _RUN = 13  # words; GPT-3's and later contamination checks use the same
 _SAMPLED = 16  # one run of this many is kept, chosen by its hash: texts that share a run agree on it
 _SHARED = 2
 _NOT_WORDS = re.compile(r"\W+")
-_Hashes: TypeAlias = NDArray[np.uint64]
+_ARRAYS = ("questions", "passages", "runs")
 
 
 class HeldOut:
     """Hashes of questions, of whole passages, and of sampled runs of words in passages."""
 
-    def __init__(self, questions: _Hashes, passages: _Hashes, runs: _Hashes) -> None:
-        self.questions = frozenset(questions.tolist())
-        self.passages = frozenset(passages.tolist())
-        self.runs = frozenset(runs.tolist())
-        self._arrays = {"questions": questions, "passages": passages, "runs": runs}
+    def __init__(self, questions: Iterable[int], passages: Iterable[int], runs: Iterable[int]) -> None:
+        self.questions, self.passages, self.runs = frozenset(questions), frozenset(passages), frozenset(runs)
 
     @classmethod
     def of(cls, examples: Sequence[Example]) -> HeldOut:
@@ -48,20 +43,21 @@ class HeldOut:
         # A title, which files of several passages put on a line before the text, is no part of the text.
         passages += [p.split("\n", 1)[1] for p in passages if "\n" in p]
         return cls(
-            _sorted(_hash(_words(t.question)) for e in examples for t in e.turns if t.question != SUMMARY_REQUEST),
-            _sorted(_hash(_words(p)) for p in passages),
-            _sorted(run for p in passages for run in _runs(p)),
+            (_hash(_words(t.question)) for e in examples for t in e.turns if t.question != SUMMARY_REQUEST),
+            (_hash(_words(p)) for p in passages),
+            (run for p in passages for run in _runs(p)),
         )
 
     @classmethod
     def read(cls, path: Path) -> HeldOut:
         """Read what `write` has written."""
         with np.load(path) as arrays:
-            return cls(arrays["questions"], arrays["passages"], arrays["runs"])
+            return cls(*(arrays[name].tolist() for name in _ARRAYS))
 
     def write(self, path: Path) -> None:
         """Write the hashes."""
-        np.savez(path, **self._arrays)  # type: ignore[arg-type]
+        arrays = {name: np.array(sorted(getattr(self, name)), dtype=np.uint64) for name in _ARRAYS}
+        np.savez(path, **arrays)  # type: ignore[arg-type]
 
     def has_passage(self, text: str) -> bool:
         """Whether a text is a held-out passage, or holds much of one."""
@@ -90,16 +86,6 @@ class HeldOut:
                     f"scored with: {shown[:80]!r}; take such examples out, or set data.leave_out_held_out: true in "
                     "place of refuse_held_out"
                 )
-
-    def check_text(self, path: Path, texts: Iterable[str]) -> None:
-        """Refuse a text to train on that holds a held-out passage.
-
-        Raises:
-            DataError: naming the file and the beginning of the piece.
-        """
-        for text in texts:
-            if self.has_passage(text):
-                raise DataError(f"{path} holds a passage that English bundles are scored with, in {text[:80]!r}")
 
 
 @cache
@@ -137,14 +123,5 @@ def _runs(text: str) -> tuple[int, ...]:
     return tuple(np.unique(runs[(runs >> np.uint64(32)) % np.uint64(_SAMPLED) == 0]).tolist())
 
 
-def _sorted(hashes: Iterable[int]) -> _Hashes:
-    return np.unique(np.fromiter(hashes, dtype=np.uint64))
-
-
-def write_hashes(files: Sequence[str]) -> None:
-    """Write the package's hashes again: `python -m ctx_compress_rag.data.held_out FILE ...`."""
-    HeldOut.of([example for file in files for example in read_jsonl(file, unanswerable=True)]).write(FILE)
-
-
-if __name__ == "__main__":
-    write_hashes(sys.argv[1:])
+if __name__ == "__main__":  # `python -m ctx_compress_rag.data.held_out FILE ...` writes the package's hashes again
+    HeldOut.of([example for file in sys.argv[1:] for example in read_jsonl(file, unanswerable=True)]).write(FILE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import lzma
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,25 +50,16 @@ def text_examples(path: str | Path, words: int) -> list[Example]:
 
     Rows end with a line; a document's end is a row's end.
     """
-    rows: list[Example] = []
+    rows: list[list[str]] = [[]]  # the lines of each
     whole = Path(path).name.endswith(JSONL_SUFFIXES)
-    lines: list[str] = []
     for document in documents(path):
-        for line in document.splitlines():
-            if line.strip():
-                lines.append(line.strip())
-            if sum(len(line.split()) for line in lines) >= words:
-                rows.append(_row(lines))
-                lines = []
-        if whole and lines:
-            rows.append(_row(lines))
-            lines = []
-    if lines:
-        rows.append(_row(lines))
-    if not rows:
+        for line in filter(None, map(str.strip, document.splitlines())):
+            rows[-1].append(line)
+            if sum(len(line.split()) for line in rows[-1]) >= words:
+                rows.append([])
+        if whole:
+            rows.append([])
+    examples = [Example(("\n".join(lines),), (Turn("", ("",)),)) for lines in rows if lines]
+    if not examples:
         raise DataError(f"{path} holds no text")
-    return rows
-
-
-def _row(lines: Sequence[str]) -> Example:
-    return Example(("\n".join(lines),), (Turn("", ("",)),))
+    return examples

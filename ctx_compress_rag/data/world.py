@@ -16,36 +16,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ctx_compress_rag.data import wording
+from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.data.wording import Kind
 
 Split = Literal["train", "dev", "test"]
-Kind = Literal["person", "town", "organisation"]
 
 PASSAGES_PER_PROMPT = 4
 EXAMPLES_PER_WORLD = 4
 NAMED = 0.95
 KINDS: tuple[Kind, ...] = ("person", "person", "person", "town", "town", "town", "organisation", "organisation")
 PASSAGES_PER_WORLD = len(KINDS)
-
-
-@dataclass(frozen=True)
-class WorldTurn:
-    """A question with its accepted answers.
-
-    `hops` is the number of passages it needs, `subject` the name that it asks about where it needs one.
-    """
-
-    question: str
-    answers: tuple[str, ...]
-    hops: int = 1
-    subject: str = ""
-
-
-@dataclass(frozen=True)
-class WorldExample:
-    """A prompt's passages and questions about them."""
-
-    passages: tuple[str, ...]
-    turns: tuple[WorldTurn, ...]
 
 
 @dataclass
@@ -139,28 +119,30 @@ class World:
         """The world's passages, one per entity."""
         return [e.passage for e in self.entities]
 
-    def turns(self, entities: list[Entity]) -> list[WorldTurn]:
+    def turns(self, entities: list[Entity]) -> list[Turn]:
         """Questions that the passages of `entities` answer, one per attribute or pair of facts, shuffled.
+
+        Those that need two passages have no `subject`.
 
         An attribute is asked of one entity of a kind alone: were it asked of all, a decoder could learn to
         answer with the value that was not an answer yet, and never to match names.
         """
         rng = self._rng
         by_name = {e.name: e for e in entities}
-        single: dict[tuple[Kind, str], list[WorldTurn]] = {}
-        double: list[WorldTurn] = []
+        single: dict[tuple[Kind, str], list[Turn]] = {}
+        double: list[Turn] = []
         for entity in entities:
             for name in entity.stated:
                 attribute = wording.attribute(entity.kind, name)
                 value = entity.facts[name]
                 question = rng.choice(attribute.questions).format(e=entity.name)
-                single.setdefault((entity.kind, name), []).append(WorldTurn(question, (value,), subject=entity.name))
+                single.setdefault((entity.kind, name), []).append(Turn(question, (value,), entity.name))
                 linked = by_name.get(value)
                 if attribute.bridge and linked:
                     far = rng.choice(linked.stated)
                     far_attribute = wording.attribute(linked.kind, far)
                     question = rng.choice(far_attribute.questions).format(e=attribute.bridge.format(e=entity.name))
-                    double.append(WorldTurn(question, (linked.facts[far],), hops=2))
+                    double.append(Turn(question, (linked.facts[far],)))
         for first in entities:
             for second in entities:
                 shared = [n for n in first.stated if n in second.stated] if first.kind == second.kind else []
@@ -168,17 +150,17 @@ class World:
                     attribute = wording.attribute(first.kind, rng.choice(shared))
                     question = attribute.pair_question.format(a=first.name, b=second.name)
                     answer = f"{first.facts[attribute.name]} and {second.facts[attribute.name]}"
-                    double.append(WorldTurn(question, (answer,), hops=2))
+                    double.append(Turn(question, (answer,)))
         asked = [rng.choice(turns) for turns in single.values()]
         rng.shuffle(asked)
         rng.shuffle(double)
         # About one question in six needs two passages.
         return [double.pop() if double and rng.random() < 1 / 6 else turn for turn in asked]
 
-    def example(self, passages: int = PASSAGES_PER_PROMPT, turns: int = 6) -> WorldExample:
+    def example(self, passages: int = PASSAGES_PER_PROMPT, turns: int = 6) -> Example:
         """A prompt of `passages` passages in random order with up to `turns` questions about them."""
         chosen = self._rng.sample(self.entities, passages)
-        return WorldExample(tuple(e.passage for e in chosen), tuple(self.turns(chosen)[:turns]))
+        return Example(tuple(e.passage for e in chosen), tuple(self.turns(chosen)[:turns]))
 
 
 def examples(
@@ -189,7 +171,7 @@ def examples(
     passages: Sequence[int] = (PASSAGES_PER_PROMPT,),
     named: float = NAMED,
     alike: float = 0.0,
-) -> Iterator[WorldExample]:
+) -> Iterator[Example]:
     """`count` examples; consecutive ones share a world, so their passages need encoding once.
 
     Args:

@@ -46,20 +46,11 @@ def layers_in(models: Iterable[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
 
 
-def checkpoint_layers(layers: Sequence[nn.Module], also: Sequence[nn.Module] = ()) -> None:
-    """Checkpoint these layers from now on.
-
-    Args:
-        layers: of a decoder.
-        also: other modules whose state decides what the layers do, as it does for what `hooked_by` gives.
-    """
+def checkpoint_layers(layers: Sequence[nn.Module], model: nn.Module) -> None:
+    """Checkpoint a decoder's layers from now on; what of `model` hooks updates to them is restored with them."""
+    hooking = [module for module in model.modules() if "_slots" in vars(module)]
     for layer in layers:
-        layer.forward = partial(_forward, [*layer.modules(), *also], layer.forward)
-
-
-def hooked_by(bundle: Bundle) -> list[nn.Module]:
-    """What of a bundle's reader hooks updates to its decoder's layers."""
-    return [module for module in bundle.reader.modules() if "_slots" in vars(module)]
+        layer.forward = partial(_forward, [*layer.modules(), *hooking], layer.forward)
 
 
 def _forward(modules: list[nn.Module], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -76,13 +67,13 @@ def _forward(modules: list[nn.Module], plain: Callable[..., Any], *args: Any, **
 
 
 def _state(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, dict[str, Any]]]:
-    return [
-        (module, {name: _copied(vars(module)[name]) for name in _STATE if name in vars(module)}) for module in modules
-    ]
-
-
-def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, dict | list) else value
+    """Each module's state; hooks and lists of adapters change in place, so these are copied."""
+    found = []
+    for module in modules:
+        values = {name: vars(module)[name] for name in _STATE if name in vars(module)}
+        copied = {name: value.copy() if isinstance(value, dict | list) else value for name, value in values.items()}
+        found.append((module, copied))
+    return found
 
 
 @contextmanager

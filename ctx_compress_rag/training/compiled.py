@@ -8,28 +8,25 @@ from typing import Any
 import torch
 
 from ctx_compress_rag.backbone import decoder_layers
-from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.merged_lora import merge_lora
 
 logger = logging.getLogger(__name__)
 
-_VARIANTS = 64
 
-
-def make_fast(bundle: Bundle, optim: OptimConfig, dynamic: bool = True) -> None:
-    """Train a bundle as fast as its recipe allows, once it is known what of it is trained.
+def make_fast(model: Any, optim: OptimConfig, dynamic: bool = False, saved: bool = False) -> None:
+    """Train a decoder's adapters as fast as the recipe allows, once it is known which of its weights are trained.
 
     Args:
-        bundle: what is trained.
-        optim: its recipe's.
+        model: the decoder.
+        optim: the recipe's.
         dynamic: whether batches differ in shape.
+        saved: whether frozen weights are saved, as they are in memory: then they are not rounded.
     """
-    # A decoder in the bundle is saved with it, as it is in memory.
-    if optim.bf16 and bundle.config.decoder is not None and bfloat16_pays():
-        round_frozen(bundle.backbone.model)
+    if optim.bf16 and not saved and bfloat16_pays():
+        round_frozen(model)
     if optim.compile == "layers":
-        compile_layers(bundle.backbone.model, dynamic)
+        compile_layers(model, dynamic)
 
 
 def compile_layers(model: Any, dynamic: bool = False) -> None:
@@ -41,7 +38,7 @@ def compile_layers(model: Any, dynamic: bool = False) -> None:
     # A machine without a compiler trains all the same, more slowly.
     torch._dynamo.config.suppress_errors = True
     # The same code is compiled for each adapter, with gradients and without, and for what masks there are.
-    torch._dynamo.config.recompile_limit = _VARIANTS
+    torch._dynamo.config.recompile_limit = 64
     merge_lora(model)
     if model.device.type == "cpu":
         model.set_attn_implementation("eager")

@@ -71,7 +71,7 @@ class CompressionRecipe(Recipe):
     limits: list[str] = []
 
     @model_validator(mode="after")
-    def _one_start(self) -> CompressionRecipe:
+    def _fits_together(self) -> CompressionRecipe:
         if (self.bundle is None) == (self.decoder is None):
             raise ValueError("give either decoder (a folder, hub id or GGUF file) or bundle (made by an earlier stage)")
         if self.decoder and self.method is None:
@@ -82,23 +82,11 @@ class CompressionRecipe(Recipe):
             raise ValueError("reader_from_teacher needs a teacher, for an untrained reader to start from")
         if self.bundle and (self.revision or self.teacher):
             raise ValueError("revision and teacher are the bundle's own: leave them out")
-        return self
-
-    @model_validator(mode="after")
-    def _ratios_fit(self) -> CompressionRecipe:
         if self.method is not None:  # else a bundle's own, which is not there before an earlier stage has run
             self.method.check_ratios(self.base_ratio, self.ratios)
         # Training pools a passage's windows apart; a store merges slots across them.
         for ratio in self._slot_ratios():
             check_window(ratio, self.window)
-        return self
-
-    def _slot_ratios(self) -> list[int]:
-        """Every ratio that passages are compressed at."""
-        return [self.base_ratio, *self.ratios, *(ratio for part in self.curriculum for ratio in part.ratios)]
-
-    @model_validator(mode="after")
-    def _the_same_passes_in_all_processes(self) -> CompressionRecipe:
         if self.optim.shard and any(part.each == "example" for part in self.curriculum):
             raise ValueError(
                 "shard gathers weights for a pass that all processes make, and with `each: example` one of them may "
@@ -106,13 +94,14 @@ class CompressionRecipe(Recipe):
             )
         return self
 
+    def _slot_ratios(self) -> list[int]:
+        """Every ratio that passages are compressed at."""
+        return [self.base_ratio, *self.ratios, *(ratio for part in self.curriculum for ratio in part.ratios)]
+
     def curriculum_at(self, step: int) -> RatioStep:
         """The part of the curriculum that an optimiser step is in."""
-        current = RatioStep(step=0, ratios=self.ratios)
-        for change in sorted(self.curriculum, key=lambda c: c.step):
-            if change.step <= step:
-                current = change
-        return current
+        begun = [part for part in sorted(self.curriculum, key=lambda part: part.step) if part.step <= step]
+        return begun[-1] if begun else RatioStep(step=0, ratios=self.ratios)
 
     def ratios_at(self, step: int) -> list[int]:
         """The ratios to train at an optimiser step; the same at every call."""

@@ -121,21 +121,13 @@ class OptimConfig(Strict):
         return {"shard": "frozen"} | values if values.pop("shard_frozen") else values
 
     @model_validator(mode="after")
-    def _shares_layers(self) -> OptimConfig:
+    def _fits_together(self) -> OptimConfig:
         if self.shard and self.compile is True:
             raise ValueError("shard gathers weights layer by layer: take compile: layers, not compile: true")
         if self.shard == "all" and self.muon_learning_rate is not None:
             raise ValueError("shard: all is for AdamW, and Muon needs whole matrices: leave muon_learning_rate out")
-        return self
-
-    @model_validator(mode="after")
-    def _whole_micro_batches(self) -> OptimConfig:
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             raise ValueError(f"batch_size {self.batch_size} is no multiple of micro_batch_size {self.micro_batch_size}")
-        return self
-
-    @model_validator(mode="after")
-    def _falls(self) -> OptimConfig:
         if self.schedule == "linear" and self.final_learning_rate >= self.learning_rate:
             raise ValueError(f"final_learning_rate {self.final_learning_rate} is not below {self.learning_rate}")
         return self

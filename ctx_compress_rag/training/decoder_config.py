@@ -94,21 +94,13 @@ class TeacherRecipe(DecoderRecipe):
     packing: PackingConfig | None = None
 
     @model_validator(mode="after")
-    def _packing_trains_answers(self) -> TeacherRecipe:
+    def _fits_together(self) -> TeacherRecipe:
         if self.packing and (self.tune.mode != "lora" or self.context_loss_weight):
             raise ValueError("packing is for tune.mode: lora and answers alone: leave out context_loss_weight")
         if self.packing:
             check_packed(self.optim)
-        return self
-
-    @model_validator(mode="after")
-    def _pointing_needs_subjects(self) -> TeacherRecipe:
         if self.pointing and (self.data.files or self.tune.mode != "full"):
             raise ValueError("pointing needs data.world, which says what a question is about, and tune.mode: full")
-        return self
-
-    @model_validator(mode="after")
-    def _one_decoder(self) -> TeacherRecipe:
         if (self.decoder is None) == (self.scratch is None):
             raise ValueError("give either decoder (a folder, hub id or GGUF file) or scratch")
         if self.scratch and self.tune.mode != "full":

@@ -50,16 +50,14 @@ class _FrozenHeadLoss(torch.autograd.Function):
 
 
 def weighted_loss(model: Any, hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum of cross-entropies at chosen positions: a scalar.
+    """Weighted sum of cross-entropies at chosen positions.
 
     Plain training slices the last positions out of a batch of hidden states; the slice is not contiguous, and the
     matrix product then copies the whole head for every row. Here positions come as one flat matrix, a few at a time.
 
-    Args:
-        model: a causal LM whose head is frozen.
-        hidden: its trunk's final hidden states: (positions, dim).
-        targets: the tokens to be predicted: (positions,).
-        weights: (positions,).
+    The model's head must be frozen; `hidden` are its trunk's final hidden states.
+
+    Shape: (positions, dim), (positions,), (positions,) -> ()
     """
     total: Tensor = _FrozenHeadLoss.apply(hidden, targets, weights, model)  # type: ignore[no-untyped-call]
     return total

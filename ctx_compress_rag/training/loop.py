@@ -23,6 +23,7 @@ from transformers.trainer import SCHEDULER_NAME
 from ctx_compress_rag.errors import ConfigError, TimeUpError
 from ctx_compress_rag.figures import new_figure, save
 from ctx_compress_rag.flops import counting
+from ctx_compress_rag.training.checkpointing import checkpoint_layers
 from ctx_compress_rag.training.compiled import bfloat16_pays
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.muon import MuonAdamW
@@ -31,7 +32,7 @@ from ctx_compress_rag.training.resuming import FOLDER as CHECKPOINTS
 from ctx_compress_rag.training.resuming import finish_checkpoint, last_checkpoint, progress_of
 from ctx_compress_rag.training.sharding import at_hand, is_shared_out, sharded
 from ctx_compress_rag.training.throughput import Meter
-from ctx_compress_rag.training.whole_batch import WholeBatchMean, items_of
+from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Job:
         on_step: called with the number of each step before it is made.
         probe: called every `probe_every` steps and after the last; its scores go to the report, with the tokens.
         probe_every: steps between two probes.
-        layers: the decoder layers that it runs; processes that share weights out gather them layer by layer.
+        layers: the decoder layers that it runs: what `checkpoint_layers` and `shard` of the optimisation are for.
         micro_batch_size: where `collate` takes no more than so many; None: as the optimisation says.
     """
 
@@ -81,15 +82,15 @@ class Job:
     micro_batch_size: int | None = None
 
 
+@dataclass(eq=False)
 class ExampleDataset(Dataset[Any]):
     """All items that the steps take: the examples over and over, so that every batch is full.
 
     A batch cut short where the examples end would be filled up by several processes, and not by one.
     """
 
-    def __init__(self, examples: Examples, items: int) -> None:
-        self.examples = examples
-        self.items = items
+    examples: Examples
+    items: int
 
     def __len__(self) -> int:
         return self.items
@@ -98,21 +99,11 @@ class ExampleDataset(Dataset[Any]):
         return self.examples[index % len(self.examples)]
 
 
-class _OnStep(TrainerCallback):
-    """Calls `hook` with the optimiser step about to be made, after a resume too."""
-
-    def __init__(self, hook: StepHook) -> None:
-        self.hook = hook
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.hook(state.global_step)
-
-
+@dataclass
 class _StopAt(TrainerCallback):
     """Ends training at a time, a checkpoint saved. `deadline` is in seconds of `time.monotonic`."""
 
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
+    deadline: float
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         over = torch.tensor(int(time.monotonic() >= self.deadline), device=args.device)
@@ -122,22 +113,26 @@ class _StopAt(TrainerCallback):
             control.should_save = control.should_log = control.should_training_stop = True
 
 
-class _Probing(TrainerCallback):
-    """Scores what is being trained every so many steps, and after the last."""
+@dataclass
+class _Hooks(TrainerCallback):
+    """Calls a job's `on_step` before each step, after a resume too, and its probe every so many, and after the last."""
 
-    def __init__(self, trainer: _Trainer, probe: Probe, every: int) -> None:
-        self.trainer = trainer
-        self.probe = probe
-        self.every = every
+    trainer: _Trainer
+    job: Job
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.job.on_step:
+            self.job.on_step(state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+        due = state.global_step % self.job.probe_every == 0 or state.global_step == state.max_steps
+        if self.job.probe and due:
             model = cast(nn.Module, self.trainer.model)
             model.eval()
             # Prompts have lengths of their own, and compiled layers would be compiled for each.
             eager = torch.compiler.set_stance("force_eager")
             with torch.no_grad(), eager, at_hand(model), self.trainer.compute_loss_context_manager():
-                scores = self.probe()
+                scores = self.job.probe()
             model.train()
             loss_is_due = control.should_log
             self.trainer.log({"probe": scores})
@@ -171,7 +166,8 @@ class _Trainer(Trainer):
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if isinstance(self.model, WholeBatchMean):
             # Of all micro-batches and processes; the Trainer undoes the mean that DDP takes over processes.
-            items = self.accelerator.reduce(items_of(self.model, batches).to(device), reduction="sum")
+            first, *rest = (self.model.items(**batch) for batch in batches)
+            items = self.accelerator.reduce(sum(rest, start=first).to(device), reduction="sum")
         return batches, items
 
     def progress(self) -> dict[str, Any]:
@@ -272,15 +268,8 @@ def train(
     """Train a job's model.
 
     Checkpoints go to `output/checkpoints`; a run that was cut off resumes from the last one with the
-    same data order, learning rate and random state. Writes `loss.json` and `loss.png`.
-
-    Args:
-        job: what is trained.
-        optim: optimisation.
-        output: folder.
-        seed: of the optimisation.
-        resume: resume from the last checkpoint.
-        deadline: when to stop, in seconds of `time.monotonic`.
+    same data order, learning rate and random state. Writes `loss.json` and `loss.png`. `deadline` is in seconds of
+    `time.monotonic`.
 
     Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, scores of the probes, and
         what the job has to say.
@@ -297,6 +286,8 @@ def train(
             f"batch_size {optim.batch_size} cannot be shared by {processes} processes in micro-batches of {micro}: "
             "choose numbers that divide it"
         )
+    if optim.checkpoint_layers:
+        checkpoint_layers(job.layers, model)
     arguments = TrainingArguments(
         output_dir=str(output / CHECKPOINTS),
         max_steps=optim.steps,
@@ -337,10 +328,8 @@ def train(
         args=arguments,
         train_dataset=ExampleDataset(job.examples, optim.items),
         data_collator=job.collate,
-        callbacks=[_OnStep(job.on_step)] if job.on_step else None,
     )
-    if job.probe:
-        trainer.add_callback(_Probing(trainer, job.probe, job.probe_every))
+    trainer.add_callback(_Hooks(trainer, job))
     if deadline is not None:
         trainer.add_callback(_StopAt(deadline))
     checkpoint = last_checkpoint(output, optim.steps, is_main_process()) if resume else None

@@ -18,10 +18,7 @@ from ctx_compress_rag.training.tokenizer import CHAT_TEMPLATE, END, PAD, ROLES
 
 
 def minilm_decoder(positions: int) -> tuple[Any, Any]:
-    """A causal LM with MiniLM's weights, in float32, and its tokenizer with a chat template.
-
-    Args:
-        positions: the decoder's window, in tokens.
+    """A causal LM with MiniLM's weights and so many positions, in float32, and its tokenizer with a chat template.
 
     Raises:
         MissingExtraError: the `retrieval` extra is not installed.

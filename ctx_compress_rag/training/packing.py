@@ -73,13 +73,7 @@ class PackedSlots:
 
     def to(self, device: torch.device) -> PackedSlots:
         """The same batch on `device`."""
-        return PackedSlots(
-            self.passages.to(device),
-            self.prompts.to(device),
-            self.sources.to(device),
-            self.slots.to(device),
-            self.places.to(device),
-        )
+        return PackedSlots(*(getattr(self, f.name).to(device) for f in fields(self)))
 
     @property
     def token_count(self) -> int:
@@ -89,12 +83,7 @@ class PackedSlots:
 
 @dataclass
 class Packer:
-    """Fills rows, each sequence into the first row with room for it.
-
-    Attributes:
-        rows: how many rows.
-        length: tokens of a row.
-    """
+    """Fills `rows` rows of `length` tokens, each sequence into the first row with room for it."""
 
     rows: int
     length: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -25,12 +24,3 @@ class WholeBatchMean(ABC):
     @abstractmethod
     def items(self, **batch: Any) -> Tensor:
         """The number of items in a micro-batch, for each mean that the loss has: float (means,)."""
-
-
-def items_of(loss: WholeBatchMean, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-    """The sum of the micro-batches' items: float (means,)."""
-    items = [loss.items(**batch) for batch in batches]
-    total = items[0]
-    for each in items[1:]:
-        total = total + each
-    return total

@@ -85,7 +85,7 @@ def make_app(worlds: int = WORLDS) -> App:
         for entity in world.entities
     ]
     turns = [
-        turn for world in made for turn in [t for t in world.turns(world.entities) if t.hops == 1][:QUESTIONS_PER_WORLD]
+        turn for world in made for turn in [t for t in world.turns(world.entities) if t.subject][:QUESTIONS_PER_WORLD]
     ]
     client = chromadb.EphemeralClient()
     vectors = Chroma("migration", MiniLM(), client=client)

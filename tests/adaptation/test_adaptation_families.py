@@ -27,7 +27,6 @@ from ctx_compress_rag.adaptation.task_families import (
     ENDS,
     FAMILIES,
     MARKS,
-    check_families,
     draw,
     families,
 )
@@ -50,9 +49,7 @@ def test_every_family_is_in_one_split_and_every_word_is_trained() -> None:
         assert words == dict.fromkeys((*MARKS, *ENDS), times)
     trained = by_split["train"]
     for held_out in ("dev", "test"):
-        check_families(trained, by_split[held_out])
-        with pytest.raises(DataError, match=by_split[held_out][3].name):
-            check_families([*trained, by_split[held_out][3]], by_split[held_out])
+        assert not {family.name for family in trained} & {family.name for family in by_split[held_out]}
 
 
 def test_code_words_are_single_tokens_that_the_decoder_gives_as_answers() -> None:

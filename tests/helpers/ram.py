@@ -107,7 +107,9 @@ def plain_choice(
 
 
 def collator(bundle: Bundle, template: str = PLAIN) -> RamCollator:
-    return RamCollator(PromptBuilder(bundle.tokenizer), bundle.config.base_ratio, [template], 512, seed=0)
+    return RamCollator(
+        PromptBuilder(bundle.tokenizer), [template], 512, seed=0, segment_tokens=bundle.config.base_ratio
+    )
 
 
 def objective(bundle: Bundle, ratio: int = 2, **options: Any) -> RamLoss:

@@ -216,7 +216,7 @@ def test_training_and_asking_give_the_decoder_the_same(
         for ratio in (2, 4):
             objective.ratios = [ratio]
             with prefills(made.reader.own) as trained, torch.no_grad():
-                objective(**RamCollator(objective.builder, 4, [template], 512, seed=0)([asked]))
+                objective(**RamCollator(objective.builder, [template], 512, seed=0, segment_tokens=4)([asked]))
             context = "\n\n".join(mark(store, PASSAGES, reduction=ratio, question=QUESTION))
             with prefills(made.reader.own) as answered:
                 prompt = messages(template, context, QUESTION)

@@ -22,7 +22,7 @@ from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.codecs import decode, encode
-from ctx_compress_rag.training.checkpointing import checkpoint_layers, hooked_by, layers_of
+from ctx_compress_rag.training.checkpointing import checkpoint_layers, layers_of
 from ctx_compress_rag.training.compression_config import CompressionRecipe, ReconstructionRecipe
 from ctx_compress_rag.training.objectives.reconstruction import passages_of
 from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
@@ -289,7 +289,7 @@ def test_checkpointed_layers_give_the_same_gradients_and_keep_less(
         if checkpointed:
             layers = layers_of(bundle)
             assert len(layers) >= 2
-            checkpoint_layers(layers, hooked_by(bundle))
+            checkpoint_layers(layers, bundle.reader)
         storages: dict[int, int] = {}
 
         def pack(tensor: Tensor, held: dict[int, int] = storages) -> Tensor:
@@ -323,7 +323,7 @@ def test_weights_that_are_shared_out_give_the_same_gradients(
     layers, before = layers_of(bundle), bits(bundle)
     assert len(layers) >= 2
     if checkpointed:
-        checkpoint_layers(layers, hooked_by(bundle))
+        checkpoint_layers(layers, bundle.reader)
     with sharded(shared_objective, layers, what, "cpu"):
         held = {p for module in [shared_objective, *layers] for p in module.parameters()}
         inside = {p for layer in layers for p in layer.parameters()}

@@ -73,11 +73,11 @@ def test_each_question_is_a_prompt_and_each_passage_read_once(bundle: Bundle) ->
 def test_a_long_context_is_cut(bundle: Bundle) -> None:
     builder = PromptBuilder(bundle.tokenizer)
     long = Example(("Kormoor lies on the river Halen. " * 40, "Dun."), (Turn("Which river?", ("Halen",)),))
-    batch = RamCollator(builder, 4, [PLAIN], 64, seed=0)([long])
+    batch = RamCollator(builder, [PLAIN], 64, seed=0, segment_tokens=4)([long])
     short = len(plain_ids(bundle, "Dun."))
     assert [sum(p.token_counts) for p in batch["passages"]] == [64 - short, short]
     crowded = Example(tuple(f"{name} lies on the Halen." for name in ("Dun", "Pell", "Ost")), long.turns)
-    batch = RamCollator(builder, 4, [PLAIN], 2, seed=0)([crowded])  # no room for the third
+    batch = RamCollator(builder, [PLAIN], 2, seed=0, segment_tokens=4)([crowded])  # no room for the third
     assert sum(p.token_count for p in batch["passages"]) == 2
     with torch.no_grad():
         assert objective(bundle)(**batch)["loss"].isfinite()
@@ -153,7 +153,7 @@ def test_a_recipe_makes_a_bundle_and_resumes(bundle: Bundle, tmp_path: Path) -> 
 def test_yes_and_no_are_found_nowhere(tiny_tokenizer: Any) -> None:
     """The word 'no' stands in many a text that does not answer with it."""
     text = "There is no doubt about it. Ada said yes."
-    collate = RamCollator(PromptBuilder(tiny_tokenizer), 4, ["{context} {question}"], 512, seed=0)
+    collate = RamCollator(PromptBuilder(tiny_tokenizer), ["{context} {question}"], 512, seed=0, segment_tokens=4)
     rows = collate([Example((text,), (Turn("Was it so?", ("No",)), Turn("Who said it?", ("Ada",))))])["rows"]
     assert not any(rows[0].positives)
     assert any(rows[1].positives)
@@ -172,7 +172,7 @@ def test_evidence_makes_positives(tiny_tokenizer: Any, tmp_path: Path) -> None:
     examples = read_jsonl(file, max_turns=3)
     assert write_jsonl(tmp_path / "again.jsonl", examples) == 3
     assert read_jsonl(tmp_path / "again.jsonl", max_turns=3) == examples
-    collate = RamCollator(PromptBuilder(tiny_tokenizer), 2, ["{context} {question}"], 512, seed=0)
+    collate = RamCollator(PromptBuilder(tiny_tokenizer), ["{context} {question}"], 512, seed=0, segment_tokens=2)
     batch = collate(examples)
     bounds = [(p.text, a, b) for p in batch["passages"] for a, b in pairwise(p.bounds)]
     start = passage.index("that Ada won")

@@ -39,10 +39,7 @@ class _AnswersMean(nn.Module, WholeBatchMean):
 class RetrievalAdapterLoss(_AnswersMean):
     """Trains Q/K/V LoRA factors on the answers' tokens (In-Context Optimization, appendix G).
 
-    Args:
-        decoder: the frozen decoder.
-        rank: of the factors.
-        alpha: LoRA's alpha; the change is alpha / rank * b @ a.
+    The change of a projection's weight is alpha / rank * b @ a.
     """
 
     def __init__(self, decoder: AdaptiveDecoder, rank: int, alpha: int) -> None:
@@ -68,13 +65,7 @@ class RetrievalAdapterLoss(_AnswersMean):
 
 
 class PromptTuningLoss(_AnswersMean):
-    """Trains a soft prefix on the same (Lester et al., 2021), which starts as embeddings of tokens drawn at random.
-
-    Args:
-        decoder: the frozen decoder.
-        virtual_tokens: length of the prefix.
-        seed: of the draw.
-    """
+    """Trains a soft prefix on the same (Lester et al., 2021), which starts as embeddings of tokens drawn at random."""
 
     def __init__(self, decoder: AdaptiveDecoder, virtual_tokens: int, seed: int) -> None:
         super().__init__(decoder)

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
 from ctx_compress_rag.adaptation.methods import PredictedUpdate
-from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.solved import SolvedContexts
 from ctx_compress_rag.adaptation.updates import answer_losses, matching_loss, sgd
 from ctx_compress_rag.prompt import Prompt
@@ -18,10 +17,7 @@ Contexts = list[list[Prompt]]
 class MatchingObjective(nn.Module):
     """Eq. 9 against the K-step SGD update of eq. 8, mean over contexts. No answer loss (appendix G).
 
-    Args:
-        decoder: the frozen decoder.
-        update: holds the predictor to train and the frozen base adapter.
-        magnitude_weight: lambda of eq. 9.
+    `update` holds the predictor to train and the frozen base adapter, `magnitude_weight` is lambda of eq. 9.
     """
 
     def __init__(self, decoder: AdaptiveDecoder, update: PredictedUpdate, magnitude_weight: float) -> None:
@@ -36,18 +32,11 @@ class MatchingObjective(nn.Module):
         decoder, update = self.decoder, self.update
         config = update.config
         target = sgd(decoder, contexts, update.base, config.inner_steps, config.inner_learning_rate).change()
-        predicted = self.predictor(pooled_states(decoder, contexts, update.base, update.config.layer))
-        return {"loss": matching_loss(predicted, target, self.magnitude_weight).mean()}
+        return {"loss": matching_loss(update.predict(decoder, contexts), target, self.magnitude_weight).mean()}
 
 
 class SolvedMatchingObjective(nn.Module):
-    """Eq. 9 against updates that were computed before, mean over contexts.
-
-    Args:
-        update: holds the predictor to train.
-        solved: the contexts.
-        magnitude_weight: lambda of eq. 9.
-    """
+    """Eq. 9 against updates that were computed before, mean over contexts."""
 
     def __init__(self, update: PredictedUpdate, solved: SolvedContexts, magnitude_weight: float) -> None:
         super().__init__()
@@ -62,12 +51,7 @@ class SolvedMatchingObjective(nn.Module):
 
 
 class TaskObjective(nn.Module):
-    """The answer loss of a question of the same task, read with the predicted update (HyperTuning).
-
-    Args:
-        decoder: the frozen decoder.
-        update: holds the predictor to train and the frozen base adapter.
-    """
+    """The answer loss of a question of the same task, read with the predicted update (HyperTuning)."""
 
     def __init__(self, decoder: AdaptiveDecoder, update: PredictedUpdate) -> None:
         super().__init__()
@@ -77,6 +61,5 @@ class TaskObjective(nn.Module):
 
     def forward(self, contexts: Contexts, queries: Contexts) -> dict[str, Tensor]:
         """The loss of a batch: a context's `queries` are answered with its update."""
-        decoder, update = self.decoder, self.update
-        predicted = self.predictor(pooled_states(decoder, contexts, update.base, update.config.layer))
-        return {"loss": answer_losses(decoder, queries, update.base.plus(predicted)).mean()}
+        adapter = self.update.base.plus(self.update.predict(self.decoder, contexts))
+        return {"loss": answer_losses(self.decoder, queries, adapter).mean()}

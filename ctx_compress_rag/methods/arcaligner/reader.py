@@ -27,12 +27,7 @@ _START = -0.01
 
 
 class Gate(nn.Sequential):
-    """The MLP of one layer's slot-wise gate (eq. 5): states -> logits, closed until it is trained.
-
-    Args:
-        dim: width of the decoder's states.
-        width: of the layer between.
-    """
+    """The MLP of one layer's slot-wise gate (eq. 5): states -> logits, closed until it is trained."""
 
     def __init__(self, dim: int, width: int) -> None:
         last = nn.Linear(width, 1)
@@ -105,7 +100,6 @@ class ArcAlignerReader(MappedReader):
         return trained
 
     def forward(self, slots: Tensor, token_counts: Tensor) -> Tensor:
-        """Slots as the decoder's input embeddings; `token_counts` is not used."""
         with torch.autocast(slots.device.type, enabled=False):
             return super().forward(slots, token_counts)
 
@@ -187,19 +181,10 @@ class ArcAlignerReader(MappedReader):
         kwargs: dict[str, Any],
         made: Any,
     ) -> Any:
-        """Lines 4 to 15 of algorithm 1 for one layer, after its mandatory pass.
+        """Lines 4 to 15 of algorithm 1 for one layer, LoRA in place, after its mandatory pass.
 
-        Args:
-            number: the layer's.
-            gate: the layer's.
-            slots: where slots are.
-            layer: the decoder layer, LoRA in place.
-            args: what it was called with: H^(l,0).
-            kwargs: what it was called with.
-            made: what it returned: H^(l+1,0), (batch, length, dim), or a tuple that begins with it.
-
-        Returns:
-            The same with H^(l+1,T), which the next layer takes for its H^(l+1,0).
+        That was called with `args`, H^(l,0), and `kwargs`, and returned `made`: H^(l+1,0), (batch, length, dim), or a
+        tuple that begins with it. Returns the same with H^(l+1,T), which the next layer takes for its H^(l+1,0).
         """
         state = states_of(made)
         training = self.training and torch.is_grad_enabled()

@@ -26,12 +26,7 @@ class Recursion:
     where it expects its cache. An attention that takes no mask of (queries, keys), as flash attention does, gets
     all positions instead.
 
-    Args:
-        layer: the decoder layer.
-        lora: its selective LoRA, on for the whole prompt; None if it has none.
-        slots: where the prompt's slots are.
-        args: the positional arguments of the mandatory pass, its states first.
-        kwargs: its keyword arguments.
+    `args` and `kwargs` are those of the mandatory pass, its states first.
     """
 
     def __init__(

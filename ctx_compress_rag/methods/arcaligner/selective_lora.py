@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
@@ -16,17 +16,14 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.arcaligner.config import SelectiveLoraConfig
-from ctx_compress_rag.methods.base.part import Borrowed
+from ctx_compress_rag.methods.base.part import Borrowed, linear_layers
 
 
 class SlotPlaces:
     """Where the slots of a batch are.
 
-    Args:
-        mask: bool (batch, length).
-
     Attributes:
-        mask: the same.
+        mask: bool (batch, length).
         index: int64 (slots,): the slots' places among all positions, row after row.
     """
 
@@ -47,12 +44,7 @@ class SlotPlaces:
 
 
 class SlotUpdate(nn.Module):
-    """The low-rank update of one linear layer: (alpha / rank) B A x, zero until it is trained.
-
-    Args:
-        linear: the frozen layer.
-        config: rank, scale and dropout.
-    """
+    """The low-rank update of one frozen linear layer: (alpha / rank) B A x, zero until it is trained."""
 
     def __init__(self, linear: nn.Linear, config: SelectiveLoraConfig) -> None:
         super().__init__()
@@ -83,17 +75,13 @@ class SelectiveLora(nn.Module):
     in. That state is the frozen model's as long as no slot stands before it; after one, it has read the
     slot's adapted keys and values, which is what the update is for.
 
-    Args:
-        layer: the decoder layer.
-        config: rank, scale and dropout.
-
     Raises:
         ConfigError: the layer has no linear layers.
     """
 
     def __init__(self, layer: nn.Module, config: SelectiveLoraConfig) -> None:
         super().__init__()
-        linears = dict(_linears(layer))
+        linears = {name.replace(".", "_"): linear for name, linear in linear_layers(layer)}
         if not linears:
             raise ConfigError(
                 f"{type(layer).__name__} has no nn.Linear to adapt: this decoder cannot take selective LoRA"
@@ -120,12 +108,6 @@ class SelectiveLora(nn.Module):
         # In place, at slots alone: other positions keep their bits, and cost nothing.
         change = update(self._slots.take(args[0])).to(output.dtype)
         output.view(-1, output.shape[-1]).index_add_(0, self._slots.index, change)
-
-
-def _linears(layer: nn.Module) -> Iterable[tuple[str, nn.Linear]]:
-    for name, module in layer.named_modules():
-        if isinstance(module, nn.Linear) and "lora_" not in name:  # an ordinary adapter's own
-            yield name.removesuffix(".base_layer").replace(".", "_"), module
 
 
 def twin(model: nn.Module) -> Any:

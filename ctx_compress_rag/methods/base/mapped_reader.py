@@ -43,19 +43,12 @@ class MappedReader(Reader):
             self.projection.initialise(slot_rms, self.backbone.embedding_rms())
 
     def fit(self, slots: Tensor, embeddings: Tensor) -> None:
-        """Start the map, which has two layers, as the least-squares map from slots to these embeddings.
-
-        Shape: (slots, slot dim), (slots, decoder dim)
-
-        Raises:
-            ConfigError: this reader has no such map.
-        """
+        """Start the map, which must have two layers, as the least-squares map from slots to these embeddings."""
         if not isinstance(self.projection, TwoLayerMap):
             raise ConfigError("fit_passages is for methods whose reader has a map of two layers: leave it out")
         self.projection.fit(slots, embeddings)
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Make what this reader trains trainable and return it."""
         trained: list[nn.Parameter] = []
         if self.projection is not None:
             trained += self.projection.requires_grad_(True).parameters()

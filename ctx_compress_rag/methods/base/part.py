@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
@@ -53,6 +53,13 @@ class Part(nn.Module, ABC):
             BundleError: names or shapes differ from this part's.
         """
         load_parameters(self, state, self.saved_state().keys(), self.side)
+
+
+def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers of a decoder or of some of its layers, by name; those of ordinary adapters are left out."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear) and "lora_" not in name:
+            yield name.removesuffix(".base_layer"), layer
 
 
 def train_copy(model: nn.Module) -> list[nn.Parameter]:

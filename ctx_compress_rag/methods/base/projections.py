@@ -17,25 +17,16 @@ _RIDGE = 1e-3
 
 
 class LinearMap(nn.Linear):
-    """z W^T for each slot z (Simple Context Compression, section 5.1; W_align of Read As Human, eq. 5).
-
-    Args:
-        slot_dim: width of a slot.
-        dim: width of the decoder's embeddings.
-    """
+    """z W^T for each slot z (Simple Context Compression, section 5.1; W_align of Read As Human, eq. 5)."""
 
     def __init__(self, slot_dim: int, dim: int) -> None:
         super().__init__(slot_dim, dim, bias=False)
 
     def initialise(self, slot_rms: float, embedding_rms: float) -> None:
-        """Start as a multiple of the identity that gives slots the size of token embeddings.
+        """Start as a multiple of the identity that gives slots the root mean square of token embeddings.
 
         Hidden states and embeddings differ in size by up to two orders of magnitude; a decoder that
         meets inputs of a strange size learns to ignore them.
-
-        Args:
-            slot_rms: root mean square of the slots' entries.
-            embedding_rms: that of the decoder's input embeddings.
         """
         with torch.no_grad():
             nn.init.eye_(self.weight)
@@ -56,10 +47,6 @@ class TwoLayerMap(nn.Module):
     is xRAG's. A sentence encoder's space is not a rotation of the decoder's, so one linear map is too
     little, and its vectors come ready-made, so there is nothing before the projector that could learn the
     rest. The papers name neither the activation nor the width between, here the decoder's.
-
-    Args:
-        slot_dim: width of a slot.
-        dim: width of the decoder's embeddings, and of the layer between.
     """
 
     def __init__(self, slot_dim: int, dim: int) -> None:
@@ -68,12 +55,7 @@ class TwoLayerMap(nn.Module):
         self.outer = nn.Linear(dim, dim)
 
     def initialise(self, slot_rms: float, embedding_rms: float) -> None:
-        """Draw weights that keep slots apart and give them the size of token embeddings; biases are zero.
-
-        Args:
-            slot_rms: root mean square of the slots' entries.
-            embedding_rms: that of the decoder's input embeddings.
-        """
+        """Draw weights that keep slots apart and give them the root mean square of token embeddings; no biases."""
         with torch.no_grad():
             for layer in (self.inner, self.outer):
                 layer.bias.zero_()
@@ -87,9 +69,7 @@ class TwoLayerMap(nn.Module):
         Not in the papers, which do not say how their maps start. A decoder that is frozen reads nothing but
         what looks like its embeddings, and from a random map distillation hardly finds the way there.
 
-        Args:
-            slots: (slots, slot_dim).
-            embeddings: what each should become: (slots, dim).
+        Shape: (slots, slot_dim), (slots, dim)
         """
         with torch.no_grad():
             weight, bias = _least_squares(slots, embeddings)

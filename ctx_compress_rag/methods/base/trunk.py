@@ -13,7 +13,7 @@ from ctx_compress_rag.backbone import Backbone, decoder_layers
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import TokenCompressor
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
-from ctx_compress_rag.methods.base.part import Borrowed, train_copy
+from ctx_compress_rag.methods.base.part import Borrowed, linear_layers, train_copy
 
 
 class TrunkCompressor(TokenCompressor):
@@ -32,20 +32,15 @@ class TrunkCompressor(TokenCompressor):
         super().__init__(backbone)
         self.tune = tune
         self.dim = backbone.dim
-        self.encoder: nn.Module | None = None
-        trunk: nn.Module = backbone.model.base_model
-        kept = None if layers is None else _layers(trunk, backbone.model.config, layers)
+        model = backbone.copy_model() if tune.mode == "full" else backbone.model
+        trunk: nn.Module = model.base_model
+        kept = None if layers is None else _layers(trunk, model.config, layers)
         self._trunk = Borrowed(trunk if kept is None else _with_layers(trunk, kept))
+        self.encoder = self._trunk.value if tune.mode == "full" else None
         if tune.mode == "lora":
             backbone.add_adapter(self.side, lora_config(tune) if kept is None else _lora_of_layers(tune, kept))
-        elif tune.mode == "full":
-            model = backbone.copy_model()
-            self.encoder = model.base_model
-            if layers is not None:
-                self.encoder = _with_layers(model.base_model, _layers(model.base_model, model.config, layers))
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Make what the encoder trains trainable and return it."""
         if self.encoder is not None:
             return train_copy(self.encoder)
         return self.backbone.train_adapter(self.side) if self.tune.mode == "lora" else []
@@ -54,7 +49,7 @@ class TrunkCompressor(TokenCompressor):
     def trunk(self) -> Iterator[Any]:
         """The encoder, a transformers model without a head, held for this thread within the context."""
         with self.backbone.use(self.side if self.tune.mode == "lora" else None):
-            yield self._trunk.value if self.encoder is None else self.encoder
+            yield self._trunk.value
 
 
 def _layers(trunk: nn.Module, config: Any, count: int) -> nn.ModuleList:
@@ -68,22 +63,17 @@ def _layers(trunk: nn.Module, config: Any, count: int) -> nn.ModuleList:
 def _with_layers(trunk: nn.Module, layers: nn.ModuleList) -> nn.Module:
     """A view of a trunk that runs these layers and then its final norm; the trunk itself stays whole."""
     view = copy.copy(trunk)
-    view._modules = {name: layers if _holds(child, layers) else child for name, child in trunk._modules.items()}
+    view._modules = {
+        name: layers if isinstance(child, nn.ModuleList) and child[0] is layers[0] else child
+        for name, child in trunk._modules.items()
+    }
     return view
-
-
-def _holds(child: nn.Module | None, layers: nn.ModuleList) -> bool:
-    return isinstance(child, nn.ModuleList) and child[0] is layers[0]
 
 
 def _lora_of_layers(tune: TuneConfig, layers: nn.ModuleList) -> Any:
     """The peft configuration for `tune` in the first layers of a decoder, these ones, alone."""
     config = lora_config(tune)
     if config.target_modules == "all-linear":  # peft does not combine it with a choice of layers
-        config.target_modules = {
-            name.removesuffix(".base_layer").rpartition(".")[2]
-            for name, module in layers.named_modules()
-            if isinstance(module, nn.Linear) and "lora_" not in name
-        }
+        config.target_modules = {name.rpartition(".")[2] for name, _ in linear_layers(layers)}
     config.layers_to_transform = list(range(len(layers)))
     return config

@@ -48,10 +48,6 @@ class WindowAttention(nn.Module):
     The paper says only that it is a window attention that keeps locality. Here a slot's query is its
     receiver, its keys are the anchors of its local field, and each slot's weights are normalised without
     regard to the others'. Arguments and result of `forward` are those of `TransportPlan`.
-
-    Args:
-        dim: width of an anchor.
-        transport_dim: width of queries and keys.
     """
 
     def __init__(self, dim: int, transport_dim: int) -> None:
@@ -60,7 +56,6 @@ class WindowAttention(nn.Module):
         self.key = nn.Linear(dim, transport_dim, bias=False)
 
     def forward(self, anchors: Tensor, mask: Tensor, receivers: Tensor, counts: Tensor) -> Tensor:
-        """How much of each token goes to each slot."""
         keys = self.key(anchors)
         scores = keys @ self.query(receivers).transpose(-1, -2) / keys.shape[-1] ** 0.5
         ends = counts.cumsum(-1).unsqueeze(-2)

@@ -64,11 +64,11 @@ class MeanPoolingCompressor(TrunkCompressor):
             embeddings: Tensor = self.backbone.embeddings(input_ids)
             if not self.encodes:
                 return embeddings
+            inputs = embeddings
+            if self.positions is not None:
+                inputs = inputs + self.positions[positions % len(self.positions)].to(inputs.dtype)
             hidden: Tensor = trunk(
-                inputs_embeds=self._placed(embeddings, positions),
-                attention_mask=mask,
-                position_ids=positions,
-                use_cache=False,
+                inputs_embeds=inputs, attention_mask=mask, position_ids=positions, use_cache=False
             ).last_hidden_state
         if not self.embedding_skip:
             return hidden
@@ -79,14 +79,8 @@ class MeanPoolingCompressor(TrunkCompressor):
         summed: Tensor = embeddings + self.backbone.embedding_rms() * hidden
         return summed
 
-    def _placed(self, embeddings: Tensor, positions: Tensor) -> Tensor:
-        """Embeddings with the vectors of their positions, if there are any."""
-        if self.positions is None:
-            return embeddings
-        return embeddings + self.positions[positions % len(self.positions)].to(embeddings.dtype)
-
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Make what this trains trainable and return it: the encoder's part, the map and the positions."""
+        """The encoder's part, the map and the positions."""
         own = [p for name, p in self.named_parameters() if not name.startswith(_ENCODER)]
         for parameter in own:
             parameter.requires_grad_(True)
@@ -103,7 +97,6 @@ class MeanPoolingCompressor(TrunkCompressor):
         return {name.removeprefix(_ENCODER): value for name, value in super().saved_state().items()}
 
     def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `saved_state` gave."""
         names = {name.removeprefix(_ENCODER): name for name in super().saved_state()}
         load_parameters(self, {names.get(n, n): value for n, value in state.items()}, names.values(), self.side)
 

@@ -109,13 +109,7 @@ class RamCompressor(TrunkCompressor):
 
     @torch.inference_mode()
     def skim(self, segments: Sequence[Sequence[int]], question: Tensor, batch_tokens: int) -> Tensor:
-        """Token ids of segments as `condense` makes them, for a question asked now; on the CPU.
-
-        Args:
-            segments: token ids.
-            question: r_q (dim,).
-            batch_tokens: most tokens per forward pass.
-        """
+        """Token ids of segments as `condense` makes them for a question asked now, r_q (dim,); on the CPU."""
         done = [torch.zeros(0, self.dim)]
         rows = max(1, batch_tokens // self.config.segment_tokens)
         for start in range(0, len(segments) if self.config.skimming != "none" else 0, rows):

@@ -48,12 +48,8 @@ class Segments:
     def of(cls, tokenizer: Any, text: str, size: int) -> Segments:
         """A passage in segments of `size` tokens.
 
-        The same cut wherever it is made: from the first of the passage's own token ids, as they are stored.
-
-        Args:
-            tokenizer: the decoder's (a fast one: offsets are needed).
-            text: the passage.
-            size: tokens in a segment.
+        The same cut wherever it is made: from the first of the passage's own token ids, as they are stored. The
+        decoder's tokenizer must be a fast one, which gives offsets.
         """
         tokens = text_tokens(tokenizer, text)
         ids = tokens.ids
@@ -98,12 +94,7 @@ class Segments:
 
 
 def layout(passages: Sequence[Segments], kept: Sequence[bool]) -> list[list[Run]]:
-    """For each passage of a prompt its runs, in order (eq. 6).
-
-    Args:
-        passages: the passages.
-        kept: for each segment of all passages, one after the other, whether it stays text.
-    """
+    """For each passage of a prompt its runs, in order (eq. 6); `kept` says of all their segments which stay text."""
     done: list[list[Run]] = []
     start = 0
     for passage in passages:
@@ -117,10 +108,7 @@ def layout(passages: Sequence[Segments], kept: Sequence[bool]) -> list[list[Run]
 def slots_of_runs(vectors: Tensor, counts: Tensor, layouts: Sequence[Sequence[Run]]) -> list[SoftContext]:
     """Each skimmed run's slots, in order; none in any where skimmed segments are dropped.
 
-    Args:
-        vectors: one for each skimmed segment (segments, dim), or (0, dim).
-        counts: source tokens of each skimmed segment.
-        layouts: each passage's runs.
+    Shape: (skimmed segments, dim) or (0, dim), source tokens of each (skimmed segments,)
     """
     sizes = [run.end - run.start if len(vectors) else 0 for runs in layouts for run in runs if not run.kept]
     pairs = zip(vectors.split(sizes), counts[: len(vectors)].split(sizes), strict=True)

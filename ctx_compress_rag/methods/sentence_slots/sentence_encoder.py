@@ -22,13 +22,9 @@ _CACHED_VECTORS = 16_384
 
 
 class SentenceEncoder:
-    """Texts -> vectors. No nn.Module: its weights belong to no bundle and are not saved with one.
+    """Texts -> vectors; the arguments are those of `SentenceUnits`.
 
-    Args:
-        name: a folder, a hub id, or "minilm" for the packaged one.
-        revision: a hub revision.
-        dim: the width of its vectors.
-        device: where it runs.
+    No nn.Module: its weights belong to no bundle and are not saved with one.
     """
 
     def __init__(self, name: str, revision: str | None, dim: int, device: torch.device) -> None:

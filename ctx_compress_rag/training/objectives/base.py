@@ -16,6 +16,7 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoding.splice import predict, splice
 from ctx_compress_rag.methods.base.compressor import PassageBatch, SlotBatch, Tokenized
 from ctx_compress_rag.prompt import HoledPrompt, Prompt
+from ctx_compress_rag.text.prompts import PromptBuilder
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,22 @@ class PassageTable:
             self.passages.append(Tokenized(text, ids.tolist()))
         return self.places[text]
 
-    def batch(self) -> PassageBatch:
-        """The passages, padded."""
-        return PassageBatch.of(self.passages)
+
+@dataclass
+class ExampleCollator:
+    """What makes prompts of examples, and of these the arguments of an objective.
+
+    Args:
+        builder: renders prompts.
+        templates: prompt templates, one drawn for each example.
+        max_context_tokens: longest context of an example, shared by its passages (see `prompts.shares`).
+        seed: of the draws.
+    """
+
+    builder: PromptBuilder
+    templates: Sequence[str]
+    max_context_tokens: int
+    seed: int
 
 
 class SlotObjective(nn.Module, ABC):
@@ -74,7 +88,6 @@ class SlotObjective(nn.Module, ABC):
         bundle: what is trained; its trained parameters become this module's.
 
     Attributes:
-        bundle: what is trained.
         ratios: the ratios of the current step.
         sample: how many of them each example draws; None: all examples train all.
         seed, step: of the draws. These depend on nothing else but the example, so that micro-batches and processes
@@ -132,6 +145,11 @@ class SlotObjective(nn.Module, ABC):
         spliced = splice(self.bundle.backbone.embeddings, prompts)
         with self.reader.decoder(spliced.slot_mask) as model:
             return predict(model, spliced, prompts)
+
+    def divergence(self, logits: Tensor, targets: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+        """KL(teacher || decoder with slots), summed over these rows' answers; `targets` are `teacher_log_probs`."""
+        wanted = torch.cat([targets[row] for row in rows])
+        return F.kl_div(F.log_softmax(logits, dim=-1), wanted, reduction="sum", log_target=True)
 
     @torch.no_grad()
     def teacher_log_probs(self, prompts: Sequence[Prompt]) -> list[Tensor]:

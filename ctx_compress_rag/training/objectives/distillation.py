@@ -15,8 +15,8 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.methods.base.compressor import PassageBatch
 from ctx_compress_rag.prompt import HoledPrompt, Prompt
-from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
-from ctx_compress_rag.training.objectives.base import PassageTable, PromptBatch, SlotObjective
+from ctx_compress_rag.training.objectives.base import PromptBatch, SlotObjective
+from ctx_compress_rag.training.objectives.likelihood import AnswerCollator
 from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 REPEAT = "Repeat the text."
@@ -35,9 +35,7 @@ class DistillationLoss(SlotObjective, WholeBatchMean):
         super().__init__(bundle)
         self.reconstruction_weight = reconstruction_weight
 
-    def items(  # type: ignore[override]
-        self, passages: PassageBatch, text_prompts: list[Prompt], prompts: PromptBatch, repeats: PromptBatch
-    ) -> Tensor:
+    def items(self, text_prompts: list[Prompt], repeats: PromptBatch, **_: Any) -> Tensor:  # type: ignore[override]
         """The examples, and the tokens of repeated passages: (2,)."""
         return torch.cat((torch.tensor([float(len(text_prompts))]), repeats.answer_tokens()))
 
@@ -59,7 +57,7 @@ class DistillationLoss(SlotObjective, WholeBatchMean):
             num_items_in_batch: examples, and tokens of repeated passages, of the whole batch; None: of this one.
         """
         if num_items_in_batch is None:
-            num_items_in_batch = self.items(passages, text_prompts, prompts, repeats)
+            num_items_in_batch = self.items(text_prompts, repeats)
         examples, repeated_tokens = num_items_in_batch
         targets = self.teacher_log_probs(text_prompts)
         loss = torch.zeros((), device=self.bundle.backbone.device)
@@ -67,9 +65,7 @@ class DistillationLoss(SlotObjective, WholeBatchMean):
         for ratio, batch in self.compress(passages, drawn | repeated_at).items():
             if own := drawn.get(ratio):
                 logits, _ = self.answer_logits(prompts.only(own), batch)
-                wanted = torch.cat([targets[row] for row in own])
-                student = F.log_softmax(logits, dim=-1)
-                loss = loss + F.kl_div(student, wanted, reduction="sum", log_target=True) / examples
+                loss = loss + self.divergence(logits, targets, own) / examples
             if self.reconstruction_weight and (own := repeated_at.get(ratio)):
                 logits, answers = self.answer_logits(repeats.only(own), batch)
                 repeated = F.cross_entropy(logits, answers, reduction="sum") / repeated_tokens
@@ -111,49 +107,29 @@ def with_repeats(examples: Sequence[Example], batch_size: int, repeat: int, seed
 
 
 @dataclass
-class DistillationCollator:
+class DistillationCollator(AnswerCollator):
     """Examples -> the arguments of `DistillationLoss`; a `RepeatingExample` says what is repeated.
 
-    Args:
-        builder: renders prompts.
-        templates: prompt templates, one drawn for each example.
-        max_context_tokens: longest context of an example, shared evenly by its passages.
-        seed: of the draws.
-        same_passes: where a micro-batch repeats nothing, have it read a passage all the same, which counts for nothing:
-            processes that share weights out must make the same passes.
+    `same_passes` has a micro-batch that repeats nothing read a passage all the same, which counts for nothing:
+    processes that share weights out must make the same passes.
     """
 
-    builder: PromptBuilder
-    templates: Sequence[str]
-    max_context_tokens: int
-    seed: int
+    with_text: bool = True
     same_passes: bool = False
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
-        table = PassageTable()
-        text_prompts: list[Prompt] = []
-        prompts: list[HoledPrompt] = []
-        places: list[list[int]] = []
-        repeated: list[str] = []
-        for example in examples:
-            template = draw_template(self.templates, example, self.seed)
-            short = self.builder.shortened(example.passages, self.max_context_tokens)
-            text_prompts.append(self.builder.text_prompt(example, template, [text for text, _ in short]))
-            prompts.append(self.builder.holed_prompt(example, template))
-            places.append([table.place(text, ids) for text, ids in short])
+        batch = super().__call__(examples)
+        texts = batch["passages"].texts
+        repeated: list[int] = []
+        for example, places in zip(examples, batch["prompts"].passages, strict=True):
             if isinstance(example, RepeatingExample):
-                texts = dict(zip(example.passages, (text for text, _ in short), strict=True))
-                repeated += [texts[passage] for passage in example.repeated]
-        repeats = [self._repeat(text) for text in repeated]
+                place_of = dict(zip(example.passages, places, strict=True))
+                repeated += [place_of[passage] for passage in example.repeated]
+        repeats = [self._repeat(texts[place]) for place in repeated]
         if self.same_passes and not repeated:
-            repeated = [min(table.places, key=len)]
-            repeats = [HoledPrompt.without_answers(self._repeat(text).ids) for text in repeated]
-        return {
-            "passages": table.batch(),
-            "text_prompts": text_prompts,
-            "prompts": PromptBatch(prompts, places),
-            "repeats": PromptBatch(repeats, [[table.places[text]] for text in repeated]),
-        }
+            repeated = [texts.index(min(texts, key=len))]
+            repeats = [HoledPrompt.without_answers(self._repeat(texts[place]).ids) for place in repeated]
+        return batch | {"repeats": PromptBatch(repeats, [[place] for place in repeated])}
 
     def _repeat(self, text: str) -> HoledPrompt:
         return self.builder.holed_prompt(Example((text,), (Turn(REPEAT, (text,)),)), "{context}\n\n{question}")

@@ -14,8 +14,8 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.methods.base.compressor import PassageBatch
 from ctx_compress_rag.prompt import HoledPrompt, Prompt
-from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
-from ctx_compress_rag.training.objectives.base import PassageTable, PromptBatch, SlotObjective
+from ctx_compress_rag.text.prompts import draw_template
+from ctx_compress_rag.training.objectives.base import ExampleCollator, PassageTable, PromptBatch, SlotObjective
 from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 
@@ -35,9 +35,7 @@ class LikelihoodLoss(SlotObjective, WholeBatchMean):
         super().__init__(bundle)
         self.self_distillation = self_distillation
 
-    def items(  # type: ignore[override]
-        self, passages: PassageBatch, prompts: PromptBatch, text_prompts: Sequence[Prompt] = ()
-    ) -> Tensor:
+    def items(self, prompts: PromptBatch, **_: Any) -> Tensor:  # type: ignore[override]
         """The answers' tokens: (1,)."""
         return prompts.answer_tokens()
 
@@ -56,29 +54,18 @@ class LikelihoodLoss(SlotObjective, WholeBatchMean):
             logits, answers = self.answer_logits(prompts.only(drawn[ratio]), batch)
             loss = loss + F.cross_entropy(logits, answers, reduction="sum")
             if targets:
-                wanted = torch.cat([targets[row] for row in drawn[ratio]])
-                student = F.log_softmax(logits, dim=-1)
-                loss = loss + self.self_distillation * F.kl_div(student, wanted, reduction="sum", log_target=True)
-        [tokens] = self.items(passages, prompts) if num_items_in_batch is None else num_items_in_batch
+                loss = loss + self.self_distillation * self.divergence(logits, targets, drawn[ratio])
+        [tokens] = self.items(prompts) if num_items_in_batch is None else num_items_in_batch
         return {"loss": loss / tokens}
 
 
 @dataclass
-class AnswerCollator:
+class AnswerCollator(ExampleCollator):
     """Examples -> the arguments of `LikelihoodLoss`: questions answered from slots.
 
-    Args:
-        builder: renders prompts.
-        templates: prompt templates, one drawn for each example.
-        max_context_tokens: longest context of an example, shared evenly by its passages.
-        seed: of the draws.
-        with_text: make the prompts with their passages' text, too, for self-distillation.
+    `with_text` makes the prompts with their passages' text, too, for self-distillation.
     """
 
-    builder: PromptBuilder
-    templates: Sequence[str]
-    max_context_tokens: int
-    seed: int
     with_text: bool = False
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
@@ -94,7 +81,11 @@ class AnswerCollator:
             if self.with_text:
                 text_prompts.append(self.builder.text_prompt(asked, template, texts))
             places.append([table.place(text, ids) for text, ids in short])
-        return {"passages": table.batch(), "prompts": PromptBatch(prompts, places), "text_prompts": text_prompts}
+        return {
+            "passages": PassageBatch.of(table.passages),
+            "prompts": PromptBatch(prompts, places),
+            "text_prompts": text_prompts,
+        }
 
     def asked(self, example: Example, texts: Sequence[str]) -> Example:
         """What is asked of an example, whose passages became `texts`: its own questions."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.methods.base.compressor import PassageBatch
 from ctx_compress_rag.prompt import HoledPrompt
 from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenising import bos_id, text_ids
@@ -47,7 +48,7 @@ class NextTokenCollator:
             masks = (torch.zeros_like(before).bool(), torch.ones_like(continuation).bool())
             prompts.append(HoledPrompt((before, continuation), masks))
             places.append([table.place(self.tokenizer.decode(context), context)])
-        return {"passages": table.batch(), "prompts": PromptBatch(prompts, places)}
+        return {"passages": PassageBatch.of(table.passages), "prompts": PromptBatch(prompts, places)}
 
     def _cut(self, text: str) -> tuple[Tensor, Tensor]:
         """Token ids of the text's beginning and of what follows it."""

@@ -56,7 +56,6 @@ class PackedSlotLoss(SlotObjective):
         self.pooling = bundle.compressor
 
     def forward(self, batch: PackedSlots) -> dict[str, Tensor]:  # type: ignore[override]
-        """The loss of a batch."""
         batch = batch.to(self.bundle.backbone.device)
         passages, prompts = batch.passages, batch.prompts
         embed = self.bundle.backbone.embeddings
@@ -101,11 +100,7 @@ def _balanced(kinds: Tensor) -> Tensor:
 class PackedSlotData(Dataset[PackedSlots]):
     """The batches of a training, each made when it is asked for; the same number gives the same batch.
 
-    Args:
-        builder: renders prompts.
-        examples: questions, in the order they are asked, over and over.
-        texts: passages to repeat, beside those of the questions.
-        recipe: ratios by step, share of repeated passages, rows and length.
+    The examples are asked in their order, over and over; `texts` are passages to repeat, beside the questions' own.
     """
 
     builder: PromptBuilder
@@ -145,13 +140,8 @@ class _Filling:
         while misses < _MISSES:
             placed = self._repeat() if self.rng.random() < self.repeat_share else self._answer()
             misses += not placed
-        return PackedSlots(
-            self.passages.packed(),
-            self.prompts.packed(),
-            torch.cat(self.sources),
-            torch.cat(self.slots),
-            torch.cat(self.places),
-        )
+        tokens = torch.cat(self.sources), torch.cat(self.slots)
+        return PackedSlots(self.passages.packed(), self.prompts.packed(), *tokens, torch.cat(self.places))
 
     def _answer(self) -> bool:
         if not self.waiting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ class PackedTextLoss(nn.Module):
         self.decoder = decoder
 
     def forward(self, batch: PackedRows) -> dict[str, Tensor]:
-        """The loss of a batch."""
         model = self.decoder.get_base_model()
         batch = batch.to(model.device)
         hidden = model.base_model(
@@ -41,35 +41,30 @@ class PackedTextLoss(nn.Module):
         wanted = batch.targets[:, 1:]
         targets = batch.input_ids[:, 1:][wanted]
         weights = torch.full(targets.shape, 1 / max(1, len(targets)), device=targets.device)
-        total = weighted_loss(model, hidden[:, :-1][wanted], targets, weights)
-        return {"loss": total}
+        return {"loss": weighted_loss(model, hidden[:, :-1][wanted], targets, weights)}
 
 
+@dataclass
 class PackedTextData(Dataset[PackedRows]):
     """The batches of a training, each made when it is asked for; the same number gives the same batch.
 
-    Args:
-        builder: renders prompts.
-        examples: questions, in the order they are asked, over and over.
-        recipe: rows and length.
+    The examples are asked in their order, over and over.
     """
 
-    def __init__(self, builder: PromptBuilder, examples: Sequence[Example], recipe: TeacherRecipe) -> None:
-        assert recipe.packing is not None
-        self.builder = builder
-        self.examples = examples
-        self.recipe = recipe
-        self.packing = recipe.packing
+    builder: PromptBuilder
+    examples: Sequence[Example]
+    recipe: TeacherRecipe
 
     def __len__(self) -> int:
         return self.recipe.optim.items
 
     def __getitem__(self, number: int) -> PackedRows:
-        packer = Packer(self.packing.rows, self.packing.length)
-        first = number * self.packing.examples
-        numbers = list(range(first, first + self.packing.examples))
+        packing, data = self.recipe.packing, self.recipe.data
+        assert packing is not None
+        packer = Packer(packing.rows, packing.length)
+        first = number * packing.examples
+        numbers = list(range(first, first + packing.examples))
         random.Random(f"{self.recipe.seed}:{number}").shuffle(numbers)
-        data = self.recipe.data
         for place in numbers:
             example = self.examples[place % len(self.examples)]
             prompt = self.builder.text_prompt(example, draw_template(data.templates, example, self.recipe.seed))

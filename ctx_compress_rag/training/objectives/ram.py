@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ctx_compress_rag.methods.ram.compressor import RamCompressor, relevance, se
 from ctx_compress_rag.methods.ram.segments import Segments, layout, shown, slots_of_runs
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, PromptBuilder, draw_template
-from ctx_compress_rag.training.objectives.base import PromptBatch, SlotObjective
+from ctx_compress_rag.training.objectives.base import ExampleCollator, PromptBatch, SlotObjective
 from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 
@@ -55,11 +55,7 @@ class RamLoss(SlotObjective, WholeBatchMean):
     The choice of segments passes no gradient: representations learn from L_con, skimmed vectors and with
     them the encoder and the alignment matrix from L_nll.
 
-    Args:
-        bundle: a RAM bundle.
-        builder: renders prompts.
-        temperature: tau of eq. 8.
-        contrastive: leave False for the paper's ablation without L_con.
+    `temperature` is tau of eq. 8; without `contrastive` it is the paper's ablation without L_con.
 
     Raises:
         ConfigError: the bundle is of another method.
@@ -71,16 +67,12 @@ class RamLoss(SlotObjective, WholeBatchMean):
         if not isinstance(bundle.compressor, RamCompressor):
             raise ConfigError(f"stage ram trains method ram, not {bundle.config.method.name}: choose one of the two")
         super().__init__(bundle)
+        self.ram = bundle.compressor
         self.builder = builder
         self.temperature = temperature
         self.contrastive = contrastive
 
-    @property
-    def ram(self) -> RamCompressor:
-        """The compressor."""
-        return cast(RamCompressor, self.compressor)
-
-    def items(self, passages: list[Segments], rows: list[RamRow]) -> Tensor:  # type: ignore[override]
+    def items(self, rows: list[RamRow], **_: Any) -> Tensor:  # type: ignore[override]
         """The questions: (1,)."""
         return torch.tensor([float(len(rows))])
 
@@ -93,7 +85,9 @@ class RamLoss(SlotObjective, WholeBatchMean):
         means, counts = segment_means(hidden, mask), mask.sum(1)
         first = list(accumulate((len(passage.ids) for passage in passages), initial=0))
         prompts, softs, contrast = PromptBatch([], []), list[SoftContext](), list[Tensor]()
-        for row, question in zip(rows, self._questions(rows), strict=True):
+        question_ids, question_mask = padded([row.question for row in rows], self.bundle.backbone.device)
+        questions = segment_means(self.ram.read(question_ids, question_mask), question_mask)  # r_q of each
+        for row, question in zip(rows, questions, strict=True):
             own = [passages[p] for p in row.passages]
             places = [i for p in row.passages for i in range(first[p], first[p + 1])]
             [reduction] = self.draw(row.example, 1)
@@ -110,13 +104,8 @@ class RamLoss(SlotObjective, WholeBatchMean):
         loss = self._likelihood(prompts, softs)
         if self.contrastive:
             loss = loss + torch.stack(contrast).sum()
-        [questions] = self.items(passages, rows) if num_items_in_batch is None else num_items_in_batch
-        return {"loss": loss / questions}
-
-    def _questions(self, rows: Sequence[RamRow]) -> Tensor:
-        """r_q of each question: (rows, dim)."""
-        ids, mask = padded([row.question for row in rows], self.bundle.backbone.device)
-        return segment_means(self.ram.read(ids, mask), mask)
+        [count] = self.items(rows) if num_items_in_batch is None else num_items_in_batch
+        return {"loss": loss / count}
 
     def _contrast(self, question: Tensor, segments: Tensor, positives: Sequence[bool]) -> Tensor:
         """L_con of a question (eq. 8); 0 where no segment is positive."""
@@ -133,7 +122,7 @@ class RamLoss(SlotObjective, WholeBatchMean):
 
 
 @dataclass
-class RamCollator:
+class RamCollator(ExampleCollator):
     """Examples -> the arguments of `RamLoss`: each question a prompt of its own, for its context depends on it.
 
     Positives are the segments that hold a part of the question's `evidence`: the positions that a dataset marks,
@@ -141,19 +130,10 @@ class RamCollator:
     by word; one whose answer is nowhere in the text has none, and no contrastive term. Neither has one whose
     answer is yes or no: the words are found, the answer is not. A context that is cut may lose its evidence.
 
-    Args:
-        builder: renders prompts.
-        segment_tokens: tokens in a segment.
-        templates: prompt templates, one drawn for each question.
-        max_context_tokens: longest context of an example, shared by its passages (see `prompts.shares`).
-        seed: of the draws.
+    `segment_tokens` are those of a segment; a template is drawn for each question.
     """
 
-    builder: PromptBuilder
     segment_tokens: int
-    templates: Sequence[str]
-    max_context_tokens: int
-    seed: int
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         passages: dict[str, Segments] = {}

@@ -16,7 +16,7 @@ from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.text.prompts import PromptBuilder
 from ctx_compress_rag.text.tokenising import text_ids
-from ctx_compress_rag.training.checkpointing import checkpoint_layers, hooked_by, layers_of
+from ctx_compress_rag.training.checkpointing import layers_of
 from ctx_compress_rag.training.compiled import make_fast
 from ctx_compress_rag.training.compression_config import (
     AnswerRecipe,
@@ -66,7 +66,7 @@ def start(recipe: CompressionRecipe, resume: bool, arrange: Arrange | None = Non
     bundle = start_bundle(recipe, examples)
     objective, collate = OBJECTIVES[recipe.stage](recipe, bundle)
     objective.seed = recipe.seed
-    make_fast(bundle, recipe.optim)
+    make_fast(bundle.backbone.model, recipe.optim, dynamic=True, saved=bundle.config.decoder is None)
 
     def choose_ratios(step: int) -> None:
         part = recipe.curriculum_at(step)
@@ -87,9 +87,6 @@ def bundle_job(
 ) -> Job:
     """A job that trains a bundle and saves it; its report keeps those of the stages before."""
     earlier = {"earlier": bundle.report} if bundle.report else {}
-    layers = layers_of(bundle)
-    if recipe.optim.checkpoint_layers:
-        checkpoint_layers(layers, hooked_by(bundle))
 
     def save(report: dict[str, Any]) -> None:
         bundle.report = report
@@ -104,7 +101,7 @@ def bundle_job(
         on_step=on_step,
         probe=soft_probe(bundle, recipe.probe) if recipe.probe else None,
         probe_every=recipe.probe.every if recipe.probe else 1,
-        layers=layers,
+        layers=layers_of(bundle),
     )
 
 
@@ -136,7 +133,8 @@ def start_bundle(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
     if recipe.fit_passages:
         _fit_reader(bundle, examples, recipe.fit_passages)
     else:
-        bundle.reader.initialise(_slot_rms(bundle, examples))
+        slots = [soft.slots for soft in bundle.compress([p for e in examples[:8] for p in e.passages])]
+        bundle.reader.initialise(float(torch.cat(slots).pow(2).mean().sqrt()))
     return bundle
 
 
@@ -158,12 +156,6 @@ def _fit_reader(bundle: Bundle, examples: list[Example], passages: int) -> None:
     bundle.reader.fit(slots, torch.stack(targets))
 
 
-def _slot_rms(bundle: Bundle, examples: list[Example]) -> float:
-    """Root mean square of slot entries at the base ratio, over a few passages."""
-    slots = [soft.slots for soft in bundle.compress([p for e in examples[:8] for p in e.passages])]
-    return float(torch.cat(slots).pow(2).mean().sqrt())
-
-
 def _builder(recipe: CompressionRecipe, bundle: Bundle) -> PromptBuilder:
     return PromptBuilder(bundle.tokenizer, recipe.data.max_answer_tokens)
 
@@ -173,7 +165,7 @@ def _distillation(recipe: DistillationRecipe, bundle: Bundle) -> tuple[SlotObjec
     same_passes = bool(recipe.reconstruction_weight and recipe.optim.shard)
     return (
         DistillationLoss(bundle, recipe.reconstruction_weight),
-        DistillationCollator(builder, data.templates, data.max_context_tokens, recipe.seed, same_passes),
+        DistillationCollator(builder, data.templates, data.max_context_tokens, recipe.seed, same_passes=same_passes),
     )
 
 
@@ -205,7 +197,7 @@ def _ram(recipe: RamRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:
     data, builder = recipe.data, _builder(recipe, bundle)
     return (
         RamLoss(bundle, builder, recipe.temperature, recipe.contrastive),
-        RamCollator(builder, bundle.config.base_ratio, data.templates, data.max_context_tokens, recipe.seed),
+        RamCollator(builder, data.templates, data.max_context_tokens, recipe.seed, bundle.config.base_ratio),
     )
 
 

@@ -25,7 +25,7 @@ def start(recipe: RepeatAndAnswerRecipe, resume: bool) -> Job:
     texts = _texts(recipe, examples)
     bundle = start_bundle(recipe, examples)
     loss = PackedSlotLoss(bundle)
-    make_fast(bundle, recipe.optim, dynamic=False)
+    make_fast(bundle.backbone.model, recipe.optim, saved=bundle.config.decoder is None)
     builder = PromptBuilder(bundle.tokenizer, max(recipe.data.max_answer_tokens, LONGEST + 1))
     job = bundle_job(recipe, bundle, loss, PackedSlotData(builder, examples, texts, recipe), collate_packed)
     return replace(job, micro_batch_size=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ctx_compress_rag.data.config import TextData
 from ctx_compress_rag.data.held_out import held_out
 from ctx_compress_rag.data.texts import JSONL_SUFFIXES, documents
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.training.checkpointing import checkpoint_layers, layers_in
+from ctx_compress_rag.training.checkpointing import layers_in
 from ctx_compress_rag.training.config import Guard
 from ctx_compress_rag.training.decoder_config import PretrainRecipe
 from ctx_compress_rag.training.loop import Job, training_device
@@ -43,14 +44,12 @@ def checked_documents(text: TextData, guard: Guard, step: int = 1) -> Iterator[s
     Raises:
         DataError: see `documents`; or a held-out passage.
     """
-    if guard == "leave out" and text.file.name.endswith(JSONL_SUFFIXES):
-        drawn = islice(documents(text.file), 0, None, step)
-        yield from (document for document in drawn if not held_out().has_passage(document))
-        return
+    leave_out = guard == "leave out" and text.file.name.endswith(JSONL_SUFFIXES)
     for document in islice(documents(text.file), 0, None, step):
-        if guard:
-            held_out().check_text(text.file, [document])
-        yield document
+        if not guard or not held_out().has_passage(document):
+            yield document
+        elif not leave_out:
+            raise DataError(f"{text.file} holds a passage that English bundles are scored with, in {document[:80]!r}")
 
 
 def tokenizer_sample(texts: Sequence[TextData], guard: Guard) -> Iterator[str]:
@@ -87,8 +86,9 @@ def token_ids(
     return ids
 
 
+@dataclass(eq=False)
 class PackedText(Sequence[Tensor]):
-    """Windows of tokens, `count` of them, cut from several texts.
+    """Windows of tokens, cut from several texts.
 
     A round over the texts cuts each, as many times as its weight, into windows that follow each other from a
     place drawn again each time; then shuffles all windows. A window starts anywhere, in the middle of a word even.
@@ -97,31 +97,25 @@ class PackedText(Sequence[Tensor]):
         rows: token ids of each text: (tokens,).
         weights: how often each is read in a round.
         window: tokens of a window.
-        count: how many windows there are, round after round.
+        length: how many windows there are, round after round.
         seed: of places and order.
 
     Raises:
         DataError: a text has fewer than two windows.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[NDArray[np.uint16 | np.uint32]],
-        weights: Sequence[int],
-        window: int,
-        count: int,
-        seed: int,
-    ) -> None:
-        for number, row in enumerate(rows):
-            if len(row) < 2 * window:
+    rows: Sequence[NDArray[np.uint16 | np.uint32]]
+    weights: Sequence[int]
+    window: int
+    length: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        for number, row in enumerate(self.rows):
+            if len(row) < 2 * self.window:
                 raise DataError(
-                    f"text {number} has {len(row)} tokens, fewer than two windows of {window}: leave it out"
+                    f"text {number} has {len(row)} tokens, fewer than two windows of {self.window}: leave it out"
                 )
-        self.rows = rows
-        self.weights = weights
-        self.window = window
-        self._count = count
-        self.seed = seed
         self._round = -1
         self._windows = np.empty((0, 2), dtype=np.int64)
 
@@ -134,7 +128,7 @@ class PackedText(Sequence[Tensor]):
         return (len(row) - self.window) // self.window  # wherever the first begins
 
     def __len__(self) -> int:
-        return self._count
+        return self.length
 
     def __getitem__(self, index: Any) -> Tensor:  # type: ignore[override]
         """Window `index`: int64 (window,)."""
@@ -184,16 +178,8 @@ def start(recipe: PretrainRecipe, resume: bool) -> Job:
     decoder = decoder.float().requires_grad_(True)
     work.mkdir(exist_ok=True)
     rows = [token_ids(text, guard, tokenizer, work / f"{number}.npy", resume) for number, text in enumerate(data.texts)]
-    windows = PackedText(
-        rows,
-        [text.weight for text in data.texts],
-        recipe.window,
-        recipe.optim.items,
-        recipe.seed,
-    )
-    layers = layers_in([decoder])
-    if recipe.optim.checkpoint_layers:
-        checkpoint_layers(layers)
+    weights = [text.weight for text in data.texts]
+    windows = PackedText(rows, weights, recipe.window, recipe.optim.items, recipe.seed)
     return Job(
         AnswerLoss(decoder, 1.0),
         windows,
@@ -203,7 +189,7 @@ def start(recipe: PretrainRecipe, resume: bool) -> Job:
             "text_tokens": {str(text.file): len(row) for text, row in zip(data.texts, rows, strict=True)},
             "rounds": round(len(windows) / windows.per_round, 4),
         },
-        layers=layers,
+        layers=layers_in([decoder]),
     )
 
 

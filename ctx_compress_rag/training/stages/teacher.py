@@ -15,13 +15,15 @@ from ctx_compress_rag.backbone import load_decoder
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.data.world import tokenizer_texts
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.base.compressor import padded
 from ctx_compress_rag.methods.base.config import lora_config
 from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
-from ctx_compress_rag.training.checkpointing import checkpoint_layers, layers_in
-from ctx_compress_rag.training.compiled import bfloat16_pays, compile_layers, round_frozen
+from ctx_compress_rag.training.checkpointing import layers_in
+from ctx_compress_rag.training.compiled import make_fast
 from ctx_compress_rag.training.decoder_config import TeacherRecipe
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.loop import Collate, Job, training_device
+from ctx_compress_rag.training.objectives.base import ExampleCollator
 from ctx_compress_rag.training.objectives.packed import collate_packed
 from ctx_compress_rag.training.objectives.packed_text import PackedTextData, PackedTextLoss
 from ctx_compress_rag.training.probe import text_probe
@@ -49,11 +51,7 @@ class AnswerLoss(nn.Module, WholeBatchMean):
         self.pointing = pointing
 
     def items(  # type: ignore[override]
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        answers: Tensor,
-        pointers: tuple[Pointers, Pointers] | None = None,
+        self, attention_mask: Tensor, answers: Tensor, pointers: tuple[Pointers, Pointers] | None = None, **_: Any
     ) -> Tensor:
         """The tokens' weights, and how many pointers there are to names and to copies: (3,)."""
         pointing = [len(each.rows) for each in pointers] if pointers else [0, 0]
@@ -74,7 +72,7 @@ class AnswerLoss(nn.Module, WholeBatchMean):
         causal attention is faster.
         """
         if num_items_in_batch is None:
-            num_items_in_batch = self.items(input_ids, attention_mask, answers, pointers)
+            num_items_in_batch = self.items(attention_mask, answers, pointers)
         tokens, *pointing = num_items_in_batch
         if self.pointing is None or pointers is None:
             return {"loss": self._answer_loss(input_ids, attention_mask, answers) / tokens}
@@ -99,16 +97,12 @@ class AnswerLoss(nn.Module, WholeBatchMean):
 
 
 @dataclass
-class TextCollator:
+class TextCollator(ExampleCollator):
     """Examples -> a right-padded batch of full-text prompts, each with a template drawn for it.
 
     With `pointing` the batch says what tokens should attend to; passages must then fit uncut.
     """
 
-    builder: PromptBuilder
-    templates: Sequence[str]
-    max_context_tokens: int
-    seed: int
     pointing: bool = False
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
@@ -126,10 +120,8 @@ class TextCollator:
             # Passages are cut, never the prompt: its end is the answer.
             texts = [text for text, _ in self.builder.shortened(example.passages, self.max_context_tokens)]
             prompts.append(self.builder.text_prompt(example, template, texts))
-        ids = nn.utils.rnn.pad_sequence([prompt.ids() for prompt in prompts], batch_first=True)
+        ids, mask = padded([prompt.ids().tolist() for prompt in prompts], torch.device("cpu"))
         answers = nn.utils.rnn.pad_sequence([prompt.answers for prompt in prompts], batch_first=True)
-        lengths = torch.tensor([prompt.length for prompt in prompts])
-        mask = (torch.arange(ids.shape[1]) < lengths.unsqueeze(1)).long()
         batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "answers": answers}
         if self.pointing:
             batch["pointers"] = (Pointers.of(names), Pointers.of(copies))
@@ -140,13 +132,12 @@ def new_decoder(config: dict[str, Any], tokenizer: Any) -> Any:
     """A causal LM with random weights: `config` is a transformers configuration, `model_type` included."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = dict(config)
-    settings.update(
-        vocab_size=len(tokenizer),
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    settings = config | {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), trust_remote_code=False)
 
 
@@ -197,19 +188,12 @@ def start(recipe: TeacherRecipe, resume: bool) -> Job:
     if recipe.packing:
         examples = PackedTextData(builder, examples, recipe)
         collate = collate_packed
-        if recipe.optim.bf16 and bfloat16_pays():
-            round_frozen(decoder)
-        if recipe.optim.compile == "layers":
-            compile_layers(decoder.get_base_model())
+        make_fast(decoder.get_base_model(), recipe.optim)
         model = PackedTextLoss(decoder)
     else:
         collate = TextCollator(builder, data.templates, data.max_context_tokens, recipe.seed, point is not None)
         heads = (PointingHeads(decoder, (point.name_layer, point.copy_layer)), point.weight) if point else None
         model = AnswerLoss(decoder, recipe.context_loss_weight, heads)
-
-    layers = layers_in([decoder])
-    if recipe.optim.checkpoint_layers:
-        checkpoint_layers(layers)
 
     def save(report: dict[str, Any]) -> None:
         if recipe.tune.mode == "lora":
@@ -231,7 +215,7 @@ def start(recipe: TeacherRecipe, resume: bool) -> Job:
         save,
         probe=probe,
         probe_every=recipe.probe.every if recipe.probe else 1,
-        layers=layers,
+        layers=layers_in([decoder]),
         micro_batch_size=1 if recipe.packing else None,
     )
 
