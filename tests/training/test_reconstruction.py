@@ -25,7 +25,7 @@ from ctx_compress_rag.training.objectives.reconstruction import ReconstructionCo
 from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.sentences import DIM, save_encoder, sentence_bundle
-from helpers.training import losses
+from helpers.training import losses, write_recipe
 
 PASSAGES = [
     "Orla Reedwen keeps a goat. She lives in Kormoor.",
@@ -185,31 +185,20 @@ def test_a_blank_passage_has_no_perplexity(tiny_bundle: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a decoder, an encoder, data and the recipes of stages I and II, both run."""
+def run(decoder: Path, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an encoder, data and the recipes of stages I and II, both run."""
     folder = tmp_path_factory.mktemp("run")
-    bundle = make_tiny_bundle()
-    bundle.save_pretrained(folder)  # and with it, its decoder
-    save_encoder(folder / "encoder", bundle.tokenizer)
+    encoder = save_encoder(folder / "encoder", tiny_tokenizer)
     examples = [Example((f"{name} keeps a goat. {name} is old.",), (Turn(f"What does {name} keep?", ("a goat",)),))
                 for name in ("Orla", "Ada", "Bo", "Cy", "Di", "Ed")]  # fmt: skip
     write_jsonl(folder / "data.jsonl", examples)
-    common = {
-        "name": "tiny",
-        "base_ratio": 8,
-        "ratios": [8],
-        "window": 64,
-        "data": {"files": [str(folder / "data.jsonl")], "max_context_tokens": 64},
-        "optim": {"steps": 4, "batch_size": 6, "learning_rate": 3e-3, "warmup_ratio": 0.0, "log_every": 1},
-    }
-    method = {"name": "sentence_slots", "encoder": str(folder / "encoder"), "encoder_dim": DIM}
-    first = {"stage": "reconstruction", "decoder": str(folder / "decoder"), "method": method}
-    second = {"stage": "answer", "bundle": str(folder / "reconstruction" / "bundle")}
-    for recipe in (first, second):
-        name = recipe["stage"]
-        path = folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(common | recipe | {"output": str(folder / name)}))
-        run_recipe(path)
+    data = {"files": [str(folder / "data.jsonl")], "max_context_tokens": 64}
+    common = {"base_ratio": 8, "ratios": [8], "data": data}
+    first = {"method": {"name": "sentence_slots", "encoder": str(encoder), "encoder_dim": DIM}}
+    second = {"decoder": None, "method": None, "bundle": str(folder / "reconstruction" / "bundle")}
+    optim = {"steps": 4, "batch_size": 6, "learning_rate": 3e-3}
+    for stage, changes in (("reconstruction", first), ("answer", second)):
+        run_recipe(write_recipe(decoder, stage, folder / stage, optim, **common, **changes))
     return folder
 
 
