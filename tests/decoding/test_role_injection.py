@@ -112,11 +112,8 @@ def embedded(bundle: Bundle) -> Iterator[list[int]]:
     """All token ids that the decoder's embedding layer is asked for."""
     seen: list[int] = []
     layer = bundle.backbone.embeddings
-    handle = layer.register_forward_hook(lambda _, args, __: seen.extend(args[0].flatten().tolist()))
-    try:
+    with layer.register_forward_hook(lambda _, args, __: seen.extend(args[0].flatten().tolist())):
         yield seen
-    finally:
-        handle.remove()
 
 
 def langchain(store: SoftContextStore, question: str, text: str, source: str) -> None:

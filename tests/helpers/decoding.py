@@ -58,8 +58,5 @@ def prefills(model: Any) -> Iterator[list[Tensor]]:
         if (given := kwargs.get("inputs_embeds")) is not None and given.shape[1] > 1:
             seen.extend(given.detach().clone())
 
-    handle = model.register_forward_pre_hook(look, with_kwargs=True)
-    try:
+    with model.register_forward_pre_hook(look, with_kwargs=True):
         yield seen
-    finally:
-        handle.remove()

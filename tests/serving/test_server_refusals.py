@@ -275,14 +275,11 @@ def test_faults_of_the_server_are_not_explained_to_clients(
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("/secret/path")
 
-    handle = decoder.bundle.backbone.model.register_forward_pre_hook(fail)
-    try:
+    with decoder.bundle.backbone.model.register_forward_pre_hook(fail):
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError, match="its log says why") as caught:
                 client(url).chat.completions.create(model="tiny", messages=chat(store), stream=stream)
             assert "secret" not in str(caught.value)
-    finally:
-        handle.remove()
     assert client(url).chat.completions.create(model="tiny", messages=chat(store)).choices
 
 
@@ -296,10 +293,7 @@ def test_an_error_in_the_middle_of_a_stream_reaches_the_client(
         if len(passes) > 6:
             raise RuntimeError("broken")
 
-    handle = decoder.bundle.backbone.model.register_forward_pre_hook(fail)
-    try:
+    with decoder.bundle.backbone.model.register_forward_pre_hook(fail):
         stream = client(url).chat.completions.create(model="tiny", messages=chat(store), stream=True)
         with pytest.raises(openai.APIError, match="failed to answer"):
             list(stream)
-    finally:
-        handle.remove()

@@ -93,8 +93,7 @@ def test_out_of_memory_is_said_and_passes(talkative: Any, app: App) -> None:
     def more_than_there_is(*_: Any) -> None:
         torch.empty(1 << 50)  # the allocator's own refusal
 
-    handle = talkative.backbone.model.model.layers[1].register_forward_pre_hook(more_than_there_is)
-    try:
+    with talkative.backbone.model.model.layers[1].register_forward_pre_hook(more_than_there_is):
         calls = [
             lambda: llm.invoke(prompt),
             lambda: list(llm.stream(prompt)),
@@ -106,8 +105,6 @@ def test_out_of_memory_is_said_and_passes(talkative: Any, app: App) -> None:
                 call()
             assert "allocate" in str(caught.value) and "1 prompts" in str(caught.value)
             assert caught.value.__cause__ is None and caught.value.__context__ is None
-    finally:
-        handle.remove()
     assert llm.invoke(prompt).content == expected
 
 
@@ -115,12 +112,9 @@ def test_other_errors_of_the_decoder_are_left_as_they_are(talkative: Any, app: A
     def fail(*_: Any) -> None:
         raise RuntimeError("a shape does not fit")
 
-    handle = talkative.backbone.model.register_forward_pre_hook(fail)
-    try:
+    with talkative.backbone.model.register_forward_pre_hook(fail):
         with pytest.raises(RuntimeError, match="a shape does not fit"):
             app.llm().invoke(QUESTION)
-    finally:
-        handle.remove()
 
 
 @pytest.mark.parametrize("way", ["ainvoke", "astream, cancelled", "astream, closed", "stream, closed"])
@@ -133,8 +127,7 @@ async def test_whoever_stops_listening_gives_the_decoder_back(app: App, way: str
         async for _ in llm.astream(QUESTION):
             pass
 
-    handle = app.bundle.backbone.model.register_forward_pre_hook(lambda *_: steps.append(1))
-    try:
+    with app.bundle.backbone.model.register_forward_pre_hook(lambda *_: steps.append(1)):
         if way == "stream, closed":
             blocking = llm.stream(QUESTION)
             next(blocking)
@@ -151,8 +144,6 @@ async def test_whoever_stops_listening_gives_the_decoder_back(app: App, way: str
             with pytest.raises(asyncio.CancelledError):
                 await task
         await app.llm(max_tokens=1).ainvoke(QUESTION)  # waits for the decoder
-    finally:
-        handle.remove()
     assert 0 < len(steps) < 200
     assert (await llm.ainvoke(QUESTION)).usage_metadata["output_tokens"] == 400
 

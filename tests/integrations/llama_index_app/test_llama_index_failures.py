@@ -70,11 +70,8 @@ def test_a_deleted_replaced_text_cannot_be_restored(app: App, tmp_path: Path) ->
 
 @contextmanager
 def hooked(app: App, hook: Callable[..., Any]) -> Iterator[None]:
-    handle = app.bundle.backbone.model.model.layers[1].register_forward_pre_hook(hook)
-    try:
+    with app.bundle.backbone.model.model.layers[1].register_forward_pre_hook(hook):
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
