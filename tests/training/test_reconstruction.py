@@ -24,6 +24,7 @@ from ctx_compress_rag.training.objectives.likelihood import LikelihoodLoss
 from ctx_compress_rag.training.objectives.reconstruction import ReconstructionCollator, passages_of
 from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import run_recipe
+from helpers.models import widen
 from helpers.sentences import DIM, save_encoder, sentence_bundle
 from helpers.training import losses, write_recipe
 
@@ -42,9 +43,7 @@ def bundles(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempP
     pooled = make_tiny_bundle(seed=2)
     plain = make_tiny_bundle(seed=2, encoder=FROZEN, decoder=FROZEN)
     for bundle in (pooled, plain):  # so wide that every input and adapter matters
-        for parameter in bundle.backbone.model.parameters():
-            if parameter.ndim == 2:
-                torch.nn.init.normal_(parameter, std=0.3)
+        widen(bundle.backbone.model, std=0.3)
     encoder = save_encoder(tmp_path_factory.mktemp("encoder"), plain.tokenizer)
     method = SentenceSlotsConfig(encoder=str(encoder), encoder_dim=DIM, unit="tokens")
     return {"mean_pooling": pooled, "sentence_slots": sentence_bundle(plain, method, base_ratio=4)}
