@@ -38,6 +38,7 @@ from ctx_compress_rag.text.prompt_tokenizer import answer_ids, chat_text
 from ctx_compress_rag.text.tokenising import bos_id, text_ids
 from helpers import architectures
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, plain_copy, random_adapter
+from helpers.decoding import by_transformers
 
 SHORT = Sampling(max_new_tokens=8)
 
@@ -216,9 +217,7 @@ def test_an_adapted_decoder_answers_as_one_with_merged_weights(decoder: Adaptive
     assert adapted.adapted.adapter is not None
     merged = merged_copy(bundle.backbone.model, adapted.adapted.adapter)
     for chat, text in zip(_chats(), texts, strict=True):
-        ids = bundle.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
-        out = merged.generate(ids, max_new_tokens=8, do_sample=False)
-        assert bundle.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == text
+        assert by_transformers(merged, bundle.tokenizer, chat, 8) == text
     assert texts != before
     pieces = list(adapted.stream(_chats()[0], SHORT))
     assert pieces[-1].text == texts[0] == "".join(pieces[:-1])  # type: ignore[union-attr, arg-type]
@@ -232,11 +231,10 @@ def test_several_adapted_ones_answer_in_one_batch(decoder: AdaptiveDecoder) -> N
     chats = _chats() * 2
     alone = [d.generate([chat], SHORT)[0].text for d, chat in zip(asked, chats, strict=True)]
     widths: set[int] = set()
-    watch = decoder.bundle.backbone.model.register_forward_pre_hook(
+    with decoder.bundle.backbone.model.register_forward_pre_hook(
         lambda module, args, kwargs: widths.add(len(kwargs["attention_mask"])), with_kwargs=True
-    )
-    assert _texts(generate_together(asked, chats, SHORT)) == alone
-    watch.remove()
+    ):
+        assert _texts(generate_together(asked, chats, SHORT)) == alone
     assert widths == {6}
     assert len(set(alone)) > 2
     with pytest.raises(ConfigError, match="3 prompts"):
