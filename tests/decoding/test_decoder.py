@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
-from ctx_compress_rag.errors import (
-    CtxCompressError,
-)
+from ctx_compress_rag.errors import CtxCompressError
 from ctx_compress_rag.stores import SoftContextStore
 from helpers.decoding import QUESTION, WAIT, in_thread
 

@@ -70,7 +70,7 @@ def test_slots_that_are_token_embeddings_give_the_same_logits(name: str, model: 
 @given(
     lengths=st.lists(
         st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=5), min_size=1, max_size=5
-    ),
+    )
 )
 @settings(deadline=None, max_examples=40)
 def test_masks_and_positions(lengths: list[list[tuple[int, bool]]]) -> None:

@@ -15,13 +15,7 @@ import torch
 from langchain_core.documents import Document
 from llama_index.core.schema import NodeWithScore, TextNode
 
-from ctx_compress_rag.errors import (
-    ConfigError,
-    FingerprintMismatchError,
-    PayloadError,
-    RatioError,
-    StoreError,
-)
+from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, PayloadError, RatioError, StoreError
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import AddReport, Passage, SoftContextStore, StoredPassage
 from ctx_compress_rag.stores.keys import KEY_FILE

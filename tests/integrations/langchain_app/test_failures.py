@@ -132,8 +132,7 @@ def test_other_errors_of_the_decoder_are_left_as_they_are(talkative: Any, app: A
 
 
 @pytest.mark.parametrize(
-    "way",
-    ["ainvoke", "astream, cancelled", "astream", "stream", "acomplete", "astream_complete", "stream_complete"],
+    "way", ["ainvoke", "astream, cancelled", "astream", "stream", "acomplete", "astream_complete", "stream_complete"]
 )
 async def test_whoever_stops_listening_gives_the_decoder_back(app: App, way: str) -> None:
     """A cancelled task or a stream left early ends the generation within a few tokens, not at its end."""

@@ -13,10 +13,7 @@ import pytest
 from ctx_compress_rag.errors import MissingPassageError
 from ctx_compress_rag.stores import SoftContextStore
 from helpers.llama_index import QUESTION, App
-from llama_index.postprocessor.ctx_compress import (
-    CompressedContextPostprocessor,
-    restore_sources,
-)
+from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor, restore_sources
 
 
 def test_a_deleted_replaced_text_cannot_be_restored(app: App, tmp_path: Path) -> None:

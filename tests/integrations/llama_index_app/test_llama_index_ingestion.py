@@ -18,11 +18,7 @@ from ctx_compress_rag.stores import SoftContextStore
 from helpers.langchain import while_the_decoder_is_taken
 from helpers.llama_index import PASSAGES, QUESTION, App, HashedWords, index_in
 from llama_index.llms.ctx_compress import CompressedContextLLM
-from llama_index.postprocessor.ctx_compress import (
-    CompressedContextPostprocessor,
-    CompressSoftContext,
-    restore_sources,
-)
+from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor, CompressSoftContext, restore_sources
 
 TEXT = " ".join(PASSAGES)
 

@@ -18,11 +18,7 @@ from ctx_compress_rag.extras import MissingExtraError
 from ctx_compress_rag.stores import SoftContextStore
 from helpers.llama_index import PASSAGES, QUESTION, RATIO, App, check_sources
 from llama_index.llms.ctx_compress import marker_tokenizer
-from llama_index.postprocessor.ctx_compress import (
-    CompressedContextPostprocessor,
-    CompressedTextNode,
-    restore_sources,
-)
+from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor, CompressedTextNode, restore_sources
 
 
 @pytest.fixture
