@@ -25,6 +25,7 @@ from ctx_compress_rag.training.objectives.reconstruction import ReconstructionCo
 from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.models import widen
+from helpers.ram import after_hole, plain_ids
 from helpers.sentences import DIM, save_encoder, sentence_bundle
 from helpers.training import losses, write_recipe
 
@@ -49,15 +50,6 @@ def bundles(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempP
     return {"mean_pooling": pooled, "sentence_slots": sentence_bundle(plain, method, base_ratio=4)}
 
 
-def ids_of(bundle: Any, text: str) -> list[int]:
-    return bundle.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def after_hole(bundle: Any, text: str) -> list[int]:
-    """Ids of text that follows slots: the tiny tokenizer puts a space before text that follows a special token."""
-    return ids_of(bundle, "<|user|>" + text)[1:]
-
-
 @torch.no_grad()
 def plain_losses(model: Any, embed: Any, prompt: Tensor, answer: list[int]) -> list[float]:
     """-log p of each answer token (eq. 10), one forward pass for each, in float64."""
@@ -72,19 +64,19 @@ def plain_losses(model: Any, embed: Any, prompt: Tensor, answer: list[int]) -> l
 def slot_losses(bundle: Any, passage: str, ratio: int, template: str = TEMPLATE) -> list[float]:
     embed = bundle.backbone.embeddings
     before, after = template.split("{context}")
-    user = ids_of(bundle, f"<|user|>{before}")
+    user = plain_ids(bundle, f"<|user|>{before}")
     slots = bundle.embed(bundle.compress([passage], ratio)[0])
     rest = after_hole(bundle, after + "<|assistant|>")
     prompt = torch.cat([embed(torch.tensor(user)), slots, embed(torch.tensor(rest))])
     with bundle.soft_decoder(torch.zeros(1, 1, dtype=torch.bool)) as model:
-        return plain_losses(model, embed, prompt, ids_of(bundle, passage + "<|end|>"))
+        return plain_losses(model, embed, prompt, plain_ids(bundle, passage + "<|end|>"))
 
 
 def text_losses(bundle: Any, passage: str, given: str) -> list[float]:
     embed = bundle.backbone.embeddings
-    prompt = embed(torch.tensor(ids_of(bundle, f"<|user|>{TEMPLATE.replace('{context}', given)}<|assistant|>")))
+    prompt = embed(torch.tensor(plain_ids(bundle, f"<|user|>{TEMPLATE.replace('{context}', given)}<|assistant|>")))
     with bundle.text_decoder() as model:
-        return plain_losses(model, embed, prompt, ids_of(bundle, passage + "<|end|>"))
+        return plain_losses(model, embed, prompt, plain_ids(bundle, passage + "<|end|>"))
 
 
 # The objective
@@ -130,7 +122,7 @@ def test_each_passage_is_a_row_of_its_own(tiny_bundle: Any) -> None:
     prompts = set()
     for row, example in zip(batch["prompts"].prompts, many, strict=True):
         answer = torch.cat(row.ids)[torch.cat(row.answers)]
-        assert answer.tolist() == ids_of(tiny_bundle, example.passages[0] + "<|end|>")
+        assert answer.tolist() == plain_ids(tiny_bundle, example.passages[0] + "<|end|>")
         before, after = (
             tiny_bundle.tokenizer.decode(ids[~flags]) for ids, flags in zip(row.ids, row.answers, strict=True)
         )
@@ -150,7 +142,7 @@ def test_a_long_passage_is_cut_and_said_again_as_cut(tiny_bundle: Any) -> None:
     assert batch["passages"].input_ids.shape == (1, 32)
     [row] = batch["prompts"].prompts
     answer = torch.cat(row.ids)[torch.cat(row.answers)].tolist()
-    assert answer == ids_of(tiny_bundle, batch["passages"].texts[0] + "<|end|>")
+    assert answer == plain_ids(tiny_bundle, batch["passages"].texts[0] + "<|end|>")
 
 
 # Perplexity

@@ -21,6 +21,7 @@ from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
 from helpers import architectures
+from helpers.ram import after_hole, plain_ids
 from helpers.training import write_recipe
 
 NO_SLOTS = torch.zeros(1, 1, dtype=torch.bool)
@@ -36,10 +37,6 @@ EXAMPLES = [
 
 def _collator(bundle: Any) -> DistillationCollator:
     return DistillationCollator(PromptBuilder(bundle.tokenizer), TEMPLATES, 512, seed=0)
-
-
-def _plain_ids(bundle: Any, text: str) -> list[int]:
-    return bundle.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
@@ -60,7 +57,7 @@ def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
         history_slots = {r: torch.empty(0, 32) for r in objective.ratios}
         for number, turn in enumerate(example.turns):
             context = "\n\n".join(example.passages) + "\n\n" if number == 0 else ""
-            prompt = _plain_ids(bundle, f"<|user|>{context}{turn.question}<|assistant|>")
+            prompt = plain_ids(bundle, f"<|user|>{context}{turn.question}<|assistant|>")
             history_text = torch.cat([history_text, embed(torch.tensor(prompt))])
             for r in objective.ratios:
                 if number == 0:
@@ -68,13 +65,13 @@ def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
                     parts = [embed(torch.tensor([user]))]
                     for i, passage in enumerate(example.passages):
                         if i:
-                            parts.append(embed(torch.tensor(_hole_text(bundle, "\n\n"))))
+                            parts.append(embed(torch.tensor(after_hole(bundle, "\n\n"))))
                         parts.append(bundle.embed(bundle.compress([passage], ratio=r)[0]))
-                    parts.append(embed(torch.tensor(_hole_text(bundle, f"\n\n{turn.question}<|assistant|>"))))
+                    parts.append(embed(torch.tensor(after_hole(bundle, f"\n\n{turn.question}<|assistant|>"))))
                     history_slots[r] = torch.cat(parts)
                 else:
                     history_slots[r] = torch.cat([history_slots[r], embed(torch.tensor(prompt))])
-            for token in _plain_ids(bundle, turn.answers[0] + "<|end|>"):
+            for token in plain_ids(bundle, turn.answers[0] + "<|end|>"):
                 with torch.no_grad(), bundle.text_decoder() as teacher:
                     q = teacher(inputs_embeds=history_text[None]).logits[0, -1].double().softmax(-1)
                 for r in objective.ratios:
@@ -85,12 +82,6 @@ def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
                 history_text = torch.cat([history_text, embed(torch.tensor([token]))])
     assert loss == pytest.approx(total / len(EXAMPLES), rel=1e-4)
     assert total > 0.1  # the adapters differ, so there is something to sum
-
-
-def _hole_text(bundle: Any, text: str) -> list[int]:
-    """Ids of text that follows a hole: the tiny tokenizer puts a space before text that follows a special token."""
-    ids = _plain_ids(bundle, "<|user|>" + text)
-    return ids[1:]
 
 
 def test_passages_to_repeat_are_drawn_from_whole_batches() -> None:
