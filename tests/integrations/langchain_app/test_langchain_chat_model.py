@@ -7,17 +7,15 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import pytest
 from langchain.agents import create_agent
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage, trim_messages
-from langchain_core.tracers.base import BaseTracer
 
 from ctx_compress_rag import ConfigError, SoftContextStore, markers
 from helpers.decoding import prefills
-from helpers.langchain import QUESTION, SOURCES, TOKENS, App, rag, while_the_decoder_is_taken
+from helpers.langchain import QUESTION, SOURCES, TOKENS, App, Recorder, rag, while_the_decoder_is_taken
 from langchain_ctx_compress import ChatCompressedContext
 
 
@@ -121,22 +119,6 @@ def test_messages_are_trimmed_by_their_slots(app: App) -> None:
     assert kept == history[-3:]
     slots = [llm.invoke([message]).response_metadata["slots"] for message in kept if message.type == "human"]
     assert slots == [app.slots("tower", 4)] * 2
-
-
-class Recorder(BaseTracer):
-    """Everything that a tracer is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.runs: list[Any] = []
-        self.started: list[UUID] = []
-
-    def _persist_run(self, run: Any) -> None:
-        self.runs.append(run)
-
-    def on_llm_new_token(self, token: str, **kwargs: Any) -> Any:
-        self.started.append(kwargs["run_id"])
-        return super().on_llm_new_token(token, **kwargs)
 
 
 def children(run: Any) -> list[Any]:

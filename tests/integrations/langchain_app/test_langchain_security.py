@@ -15,14 +15,13 @@ from langchain_core.documents import Document
 from langchain_core.load import dumpd, dumps, load, loads
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.tracers.base import BaseTracer
 
 from ctx_compress_rag import markers
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, UnreadableMarkerError
 from ctx_compress_rag.stores.keys import KEY_FILE, KEY_VARIABLE
 from helpers.attacks import ATTACKS
 from helpers.decoding import prefills
-from helpers.langchain import QUESTION, SOURCES, TEXTS, App, open_app, rag
+from helpers.langchain import QUESTION, SOURCES, TEXTS, App, Recorder, open_app, rag
 
 # Newer versions of langchain-core ask what may be loaded.
 CORE = {"allowed_objects": "core"} if "allowed_objects" in inspect.signature(loads).parameters else {}
@@ -61,15 +60,6 @@ async def test_scope_follows_a_chain(app: App) -> None:
     assert len({len(prompt) for prompt in seen}) == 1
 
 
-class _Everything(BaseTracer):
-    def __init__(self, shown: list[str]) -> None:
-        super().__init__()
-        self.shown = shown
-
-    def _persist_run(self, run: Any) -> None:
-        self.shown.append(repr(run) + str(run.model_dump()))
-
-
 @pytest.mark.parametrize("where", ["file", "environment", "argument"])
 def test_keys_stay_where_they_are(
     talkative: Any, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -80,8 +70,8 @@ def test_keys_stay_where_they_are(
         monkeypatch.setenv(KEY_VARIABLE, key.decode())
     with caplog.at_level(logging.DEBUG):
         app = open_app(tmp_path, talkative, key=key if where == "argument" else None)
-        chain, shown = rag(app), []
-        chain.invoke(QUESTION, config={"callbacks": [_Everything(shown)]})
+        chain, recorder = rag(app), Recorder()
+        chain.invoke(QUESTION, config={"callbacks": [recorder]})
         app.llm(on_unreadable="warn").invoke(f"[[ctx:{'a' * 20}.3.{'b' * 16}]]")  # refused, with a warning
     file = tmp_path / KEY_FILE
     if where == "file":
@@ -89,7 +79,9 @@ def test_keys_stay_where_they_are(
         key = bytes.fromhex(file.read_text())
     else:
         assert not file.exists()
-    assert len(shown) == 1 and "refused" not in shown[0] and "not made with this key" in caplog.text
+    [run] = recorder.runs
+    shown = [repr(run) + str(run.model_dump())]
+    assert "refused" not in shown[0] and "not made with this key" in caplog.text
     shown += [view(each) for each in (chain, app.llm(), app.postprocessor(), app.store) for view in (repr, str)]
     shown += [dumps(chain), dumps(app.llm()), dumps(app.postprocessor()), caplog.text, app.llm()._get_llm_string()]
     llm = app.llm()
