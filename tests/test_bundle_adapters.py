@@ -106,6 +106,8 @@ def test_in_half_precision_all_three_are_ordinary_peft_adapters(made: Bundle, tm
         with torch.no_grad(), loaded.backbone.use(name) as model:
             expected = model(input_ids=PROMPT).logits
             torch.testing.assert_close(tuned(input_ids=PROMPT).logits, expected, atol=1e-4, rtol=1e-4)
+            with tuned.disable_adapter():
+                assert (tuned(input_ids=PROMPT).logits - expected).abs().max() > 0.1
 
 
 def test_without_8_bits_the_teacher_is_kept_as_it_was(made: Bundle, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from ctx_compress_rag.turns import Turns
 
 WAIT = 60
@@ -58,11 +60,8 @@ def test_only_one_has_it() -> None:
 
 def test_an_error_inside_gives_it_back() -> None:
     turns = Turns()
-    try:
-        with turns:
-            raise KeyError
-    except KeyError:
-        pass
+    with pytest.raises(KeyError), turns:
+        raise KeyError
     assert not turns.held
     with turns:
         assert turns.held

@@ -23,13 +23,7 @@ from ctx_compress_rag.adaptation.episodes import (
     drawn_apart,
     with_slots,
 )
-from ctx_compress_rag.adaptation.task_families import (
-    ENDS,
-    FAMILIES,
-    MARKS,
-    draw,
-    families,
-)
+from ctx_compress_rag.adaptation.task_families import ENDS, FAMILIES, MARKS, draw, families
 from ctx_compress_rag.bundle_folder import SHIPPED
 from ctx_compress_rag.data import wording
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl

@@ -227,11 +227,7 @@ def test_an_index_follows_its_folder(index: PassageIndex, tmp_path: Path, compre
     assert sorted(index.sources(str(docs))) == sorted(index.store.ids())
 
 
-def test_an_updated_index_is_a_fresh_one(
-    index: PassageIndex,
-    tmp_path: Path,
-    bundle_folder: Path,
-) -> None:
+def test_an_updated_index_is_a_fresh_one(index: PassageIndex, tmp_path: Path, bundle_folder: Path) -> None:
     docs = write_docs(tmp_path / "docs", files=2)
     update(index, docs)
     (docs / "file0.txt").write_text("\n\n".join(paragraphs(7)), encoding="utf-8")

@@ -12,16 +12,14 @@ import torch
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.stores import SoftContextStore
 from helpers.decoding import PASSAGES, QUESTION
+from helpers.models import widen
 
 
 @pytest.fixture(scope="package")
 def bundle(make_tiny_bundle: Callable[..., Any]) -> Any:
     """Adapters and weights drawn wide: text and soft decoding differ, and so do answers."""
     made = make_tiny_bundle(seed=3)
-    torch.manual_seed(4)
-    for name, parameter in made.backbone.model.named_parameters():
-        if parameter.ndim == 2:
-            torch.nn.init.normal_(parameter, std=0.3 if "lora_" in name else 0.5)
+    widen(made.backbone.model, seed=4)
     with torch.no_grad():  # embeddings and head are tied: no text ends before its budget
         made.backbone.embeddings.weight[made.tokenizer.eos_token_id] = 0
     made.reader.initialise(1.0)

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.generation import TextWatch, choosers, end_ids
-from ctx_compress_rag.errors import (
-    ConfigError,
-)
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
 from helpers.decoding import QUESTION
 

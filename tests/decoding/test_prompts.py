@@ -199,11 +199,9 @@ def test_markers_of_others_stay_text(
 def test_wrong_arguments_are_refused(
     bundle: Any, store: SoftContextStore, make_tiny_bundle: Callable[..., Any]
 ) -> None:
-    with pytest.raises(ConfigError, match="on_missing='skip'"):
-        TransformersDecoder(bundle, store, on_missing="skip")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="on_unreadable='skip'"):
-        TransformersDecoder(bundle, store, on_unreadable="skip")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="batch_size=0"):
-        TransformersDecoder(bundle, store, batch_size=0)
+    wrong: list[tuple[str, Any]] = [("on_missing", "skip"), ("on_unreadable", "skip"), ("batch_size", 0)]
+    for name, value in wrong:
+        with pytest.raises(ConfigError, match=f"{name}={value!r}"):
+            TransformersDecoder(bundle, store, **{name: value})
     with pytest.raises(FingerprintMismatchError, match=bundle.fingerprint[:12]):
         TransformersDecoder(make_tiny_bundle(seed=9), store)

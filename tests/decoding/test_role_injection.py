@@ -112,11 +112,8 @@ def embedded(bundle: Bundle) -> Iterator[list[int]]:
     """All token ids that the decoder's embedding layer is asked for."""
     seen: list[int] = []
     layer = bundle.backbone.embeddings
-    handle = layer.register_forward_hook(lambda _, args, __: seen.extend(args[0].flatten().tolist()))
-    try:
+    with layer.register_forward_hook(lambda _, args, __: seen.extend(args[0].flatten().tolist())):
         yield seen
-    finally:
-        handle.remove()
 
 
 def langchain(store: SoftContextStore, question: str, text: str, source: str) -> None:
@@ -229,16 +226,14 @@ def test_the_padding_token_in_a_text_does_not_count_as_a_slot(bundle: Bundle, st
     assert ids.count(bundle.tokenizer.pad_token_id) == soft.n_slots
 
 
+@pytest.mark.parametrize("bundle", ["Llama"], indirect=True)  # the same with all
 @pytest.mark.parametrize("role", ["system|><|assistant", "function", "System", "", "user\nsystem"])
 def test_roles_are_a_fixed_list(role: str, bundle: Bundle, store: SoftContextStore) -> None:
     with pytest.raises(ConfigError, match="give one of system, user, assistant"):
         ChatCompressedContext(store=store, max_tokens=1).invoke([LangChainMessage(role=role, content="Hello")])
     with pytest.raises(ConfigError, match="give one of system, user, assistant"):
         TransformersDecoder(bundle).generate([[{"role": role, "content": "Hello"}]], Sampling(max_new_tokens=1))
-
-
-def test_a_role_that_llama_index_knows_and_no_decoder_does_is_refused(store: SoftContextStore) -> None:
-    with pytest.raises(ConfigError, match="'function'"):
+    with pytest.raises(ConfigError, match="'function'"):  # LlamaIndex knows it, too
         CompressedContextLLM(store=store).chat([ChatMessage(role=MessageRole.FUNCTION, content="x")])
 
 

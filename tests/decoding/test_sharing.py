@@ -58,11 +58,8 @@ def passes(decoder: TransformersDecoder) -> Iterator[list[int]]:
         given = kwargs.get("inputs_embeds")
         seen.append(len(kwargs["input_ids"] if given is None else given))
 
-    handle = decoder.bundle.backbone.model.register_forward_pre_hook(look, with_kwargs=True)
-    try:
+    with decoder.bundle.backbone.model.register_forward_pre_hook(look, with_kwargs=True):
         yield seen
-    finally:
-        handle.remove()
 
 
 def by_generate(decoder: TransformersDecoder, prompt: Any, sampling: Sampling) -> Generation:
@@ -176,22 +173,19 @@ def test_what_fails_alone_fails_alone(decoder: TransformersDecoder, prompts: lis
         if given is not None and given.shape[1] > longest:
             torch.empty(1 << 50)
 
-    handle = decoder.bundle.backbone.model.register_forward_pre_hook(look, with_kwargs=True)
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            with held(decoder.bundle):
-                good = [pool.submit(decoder.generate, [prompt], Sampling(9)) for prompt in QUESTIONS]
-                bad = pool.submit(decoder.generate, ["more " * longest], Sampling(9))
-                schema = Sampling(9, json_schema='{"type": "object", "unevaluatedItems": {"$ref": "x"}}')
-                odd = pool.submit(decoder.generate, [QUESTIONS[0]], schema)
-                time.sleep(0.3)
-            with pytest.raises(DecoderMemoryError, match="use a coarser ratio"):
-                bad.result(WAIT)
-            with pytest.raises(ConfigError, match="json_schema"):
-                odd.result(WAIT)
-            answers = [each.result(WAIT)[0] for each in good]
-    finally:
-        handle.remove()
+    model = decoder.bundle.backbone.model
+    with model.register_forward_pre_hook(look, with_kwargs=True), ThreadPoolExecutor(8) as pool:
+        with held(decoder.bundle):
+            good = [pool.submit(decoder.generate, [prompt], Sampling(9)) for prompt in QUESTIONS]
+            bad = pool.submit(decoder.generate, ["more " * longest], Sampling(9))
+            schema = Sampling(9, json_schema='{"type": "object", "unevaluatedItems": {"$ref": "x"}}')
+            odd = pool.submit(decoder.generate, [QUESTIONS[0]], schema)
+            time.sleep(0.3)
+        with pytest.raises(DecoderMemoryError, match="use a coarser ratio"):
+            bad.result(WAIT)
+        with pytest.raises(ConfigError, match="json_schema"):
+            odd.result(WAIT)
+        answers = [each.result(WAIT)[0] for each in good]
     assert answers == [by_generate(decoder, prompt, Sampling(9)) for prompt in QUESTIONS]
 
 

@@ -27,6 +27,7 @@ from ctx_compress_rag.soft_context import pool
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
 from helpers import architectures
+from helpers.decoding import by_transformers
 
 # A row is a list of (length, is it a hole?). All are longer than the sliding window of 8.
 ROWS = [
@@ -69,7 +70,7 @@ def test_slots_that_are_token_embeddings_give_the_same_logits(name: str, model: 
 @given(
     lengths=st.lists(
         st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=5), min_size=1, max_size=5
-    ),
+    )
 )
 @settings(deadline=None, max_examples=40)
 def test_masks_and_positions(lengths: list[list[tuple[int, bool]]]) -> None:
@@ -145,15 +146,6 @@ def decoder(name: str, model: Any) -> TransformersDecoder:
     return TransformersDecoder(bundle, store)
 
 
-def greedy(model: Any, ids: Sequence[int], tokenizer: Any, new_tokens: int) -> str:
-    """transformers' own answer to a plain prompt."""
-    prompt = torch.tensor([ids])
-    out = model.generate(
-        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens, do_sample=False
-    )
-    return str(tokenizer.decode(out[0, prompt.shape[1] :], skip_special_tokens=True))
-
-
 QUESTION = "who built it?"
 PASSAGES = ["The lighthouse of Brenmoor was built in 1874 by Ada Quill.", "It has two lamps."]
 
@@ -190,7 +182,7 @@ def test_greedy_answers_equal_transformers_own(decoder: TransformersDecoder, mod
             expected += passage_ids[passage] + part.tolist()
         assert answer.prompt_tokens == len(expected)
         assert answer.slots == sum(len(passage_ids[passage]) for passage in used)
-        assert answer.text == greedy(model, expected, tokenizer, 12)
+        assert answer.text == by_transformers(model, tokenizer, expected, 12)
 
 
 def test_prompts_are_tokenised_as_transformers_does(decoder: TransformersDecoder, model: Any, name: str) -> None:
@@ -209,7 +201,7 @@ def test_prompts_are_tokenised_as_transformers_does(decoder: TransformersDecoder
     answers = decoder.generate([chat, raw, rendered], Sampling(max_new_tokens=12))
     for answer, ids in zip(answers, (by_template, by_tokenizer, by_template), strict=True):
         assert answer.prompt_tokens == len(ids)
-        assert answer.text == greedy(model, ids, tokenizer, 12)
+        assert answer.text == by_transformers(model, tokenizer, ids, 12)
 
 
 def test_holes_add_no_characters(name: str) -> None:

@@ -15,13 +15,9 @@ from ctx_compress_rag.evaluation.answer_log import AnswerLog
 from ctx_compress_rag.evaluation.harness import FULL, NONE, SOFT, TRUNCATED, SystemAnswers, answer
 from ctx_compress_rag.evaluation.questions import Question, questions_of
 
+QUESTIONS = questions_of(world_examples("test", 0, 5, max_turns=1, passages=(1,)))
 RATIOS, AT_ONCE = (4, 8), 2
 CALLS = 6 * 3  # full text, nothing, and two systems at two ratios; 5 questions, 2 at once
-
-
-@pytest.fixture
-def questions() -> list[Question]:
-    return questions_of(world_examples("test", 0, 5, max_turns=1, passages=(1,)))
 
 
 class Asked:
@@ -50,43 +46,47 @@ def scored(bundle: Any, questions: list[Question], log: Path | None, **options: 
     return answer(bundle, questions, RATIOS, (FULL, NONE, SOFT, TRUNCATED), max_new_tokens=4, log=log, **options)
 
 
+@pytest.fixture(scope="module")
+def plain(tiny_bundle: Any) -> SystemAnswers:
+    """Without a log, and in one go."""
+    with pytest.MonkeyPatch.context() as patch:
+        asked = Asked(patch)
+        made = scored(tiny_bundle, QUESTIONS, None)
+    assert asked.calls == CALLS
+    return made
+
+
 @pytest.mark.parametrize("stopped_at", [0, 1, 7, CALLS - 1])
 def test_an_interrupted_run_continues_from_its_answers(
-    tiny_bundle: Any, questions: list[Question], asked: Asked, tmp_path: Path, stopped_at: int
+    tiny_bundle: Any, plain: SystemAnswers, asked: Asked, tmp_path: Path, stopped_at: int
 ) -> None:
-    plain = scored(tiny_bundle, questions, None)
-    assert asked.calls == CALLS
-    asked.calls, asked.last = 0, stopped_at
+    asked.last = stopped_at
     log = tmp_path / "answers.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        scored(tiny_bundle, questions, log)
+        scored(tiny_bundle, QUESTIONS, log)
     with log.open("ab") as file:
         file.write(b'{"system": "full te')  # the line that a kill cut off
     asked.last = CALLS + 1
-    assert scored(tiny_bundle, questions, log) == plain
+    assert scored(tiny_bundle, QUESTIONS, log) == plain
     assert asked.calls == CALLS
-    assert scored(tiny_bundle, questions, log) == plain
+    assert scored(tiny_bundle, QUESTIONS, log) == plain
     assert asked.calls == CALLS
 
 
-def test_the_file_reads_as_what_was_answered(
-    tiny_bundle: Any, questions: list[Question], asked: Asked, tmp_path: Path
-) -> None:
-    answers = scored(tiny_bundle, questions, tmp_path / "answers.jsonl")
+def test_the_file_reads_as_what_was_answered(tiny_bundle: Any, asked: Asked, tmp_path: Path) -> None:
+    answers = scored(tiny_bundle, QUESTIONS, tmp_path / "answers.jsonl")
     _, *rows = map(json.loads, (tmp_path / "answers.jsonl").read_text().splitlines())
     for (system, ratio), given in answers.items():
         own = [row for row in rows if (row["system"], row["ratio"]) == (system, ratio)]
-        assert [(r["question"], tuple(r["accepted"])) for r in own] == [(q.question, q.answers) for q in questions]
+        assert [(r["question"], tuple(r["accepted"])) for r in own] == [(q.question, q.answers) for q in QUESTIONS]
         assert [r["answer"] for r in own] == given.texts
-    assert len(rows) == len(answers) * len(questions)
+    assert len(rows) == len(answers) * len(QUESTIONS)
 
 
-def test_answers_of_another_run_are_not_taken(
-    tiny_bundle: Any, questions: list[Question], asked: Asked, tmp_path: Path
-) -> None:
+def test_answers_of_another_run_are_not_taken(tiny_bundle: Any, asked: Asked, tmp_path: Path) -> None:
     log = tmp_path / "answers.jsonl"
-    scored(tiny_bundle, questions, log)
-    for others, options in ((questions[:4], {}), (questions, {"template": "{context} {question}"}), (questions, {})):
+    scored(tiny_bundle, QUESTIONS, log)
+    for others, options in ((QUESTIONS[:4], {}), (QUESTIONS, {"template": "{context} {question}"}), (QUESTIONS, {})):
         asked.calls = 0
         scored(tiny_bundle, others, log, **options)
         assert asked.calls == 6 * -(-len(others) // AT_ONCE)

@@ -27,6 +27,7 @@ from ctx_compress_rag.evaluation.compare.config import (
 )
 from ctx_compress_rag.evaluation.compare.decoder import merge_teacher
 from ctx_compress_rag.training.examples import load_examples
+from helpers.decoding import by_transformers
 from helpers.models import save_tiny_llama
 from helpers.training import killed
 
@@ -200,9 +201,7 @@ def test_baselines_are_the_merged_decoder_s(finished: Path, settings: dict[str, 
     f1 = []
     for q in asked:
         chat = prompt_of(TEMPLATES[0], q.passages, q.question)
-        ids = tiny_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
-        made = model.generate(ids, max_new_tokens=32, do_sample=False)[0, ids.shape[1] :]
-        f1.append(token_f1(tiny_tokenizer.decode(made, skip_special_tokens=True).strip(), q.answers))
+        f1.append(token_f1(by_transformers(model, tiny_tokenizer, chat, 32).strip(), q.answers))
     [score] = [s for s in results(finished, "baselines")["scores"] if s["system"] == FULL]
     assert score["f1"] == pytest.approx(f1)
 

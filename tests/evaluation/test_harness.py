@@ -15,6 +15,7 @@ from ctx_compress_rag.evaluation.harness import EXTRACTED, FULL, NONE, SOFT, TRU
 from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.metrics import token_f1
 from ctx_compress_rag.text.prompts import TEMPLATES, messages
+from helpers.ram import plain_ids
 
 QUESTIONS = questions_of(world_examples("test", 0, 3, max_turns=2, passages=(2,)))
 
@@ -41,7 +42,7 @@ def test_every_system_is_scored_at_equal_budgets(tiny_bundle: Any, scores: Any) 
     ]
     by = {(s.system, s.ratio): s for s in scores}
     for ratio in (4, 16):
-        slots = [sum(-(-len(_ids(tiny_bundle, p)) // ratio) for p in q.passages) for q in QUESTIONS]
+        slots = [sum(-(-len(plain_ids(tiny_bundle, p)) // ratio) for p in q.passages) for q in QUESTIONS]
         soft = by[SOFT, ratio].prompt_tokens - by[NONE, None].prompt_tokens
         # Beside the slots a prompt with context has the separator between its two passages.
         assert np.mean(slots) <= soft <= np.mean(slots) + 8
@@ -64,7 +65,3 @@ def test_scores_are_saved_as_json_table_and_picture(tmp_path: Path, scores: Any)
     assert (tmp_path / "scores.md").read_text().count("\n") == len(scores) + 2
     assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
     assert EXTRACTED not in table(scores)
-
-
-def _ids(bundle: Any, text: str) -> list[int]:
-    return bundle.tokenizer(text, add_special_tokens=False)["input_ids"]

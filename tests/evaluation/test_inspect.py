@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +15,18 @@ from matplotlib.image import imread
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.errors import ConfigError, RatioError
 from ctx_compress_rag.evaluation.inspect import inspect
 from ctx_compress_rag.methods.base.allocation import allocation
-from ctx_compress_rag.methods.base.config import TuneConfig
-from ctx_compress_rag.methods.comprexit.config import ComprexitConfig
+from helpers.comprexit import comprexit_bundle
 
-FROZEN = TuneConfig(mode="frozen")
 TEXT = "Orla Drumwell was born in Pellmouth.\nShe paid $5 or $6 for three books about the northern coast."
 
 
 @pytest.fixture(scope="module")
-def make(make_tiny_bundle: Callable[..., Any]) -> Callable[..., Bundle]:
-    """Make a ComprExIT bundle of two layers with a window of 64 tokens and segments of 16."""
-
-    def build(**method: Any) -> Bundle:
-        plain = make_tiny_bundle(encoder=FROZEN, decoder=FROZEN)
-        config = BundleConfig(
-            name="tiny",
-            method=ComprexitConfig(gate_dim=8, slot_dim=12, transport_dim=6, segment_tokens=16, **method),
-            base_ratio=4,
-            ratios=[4],
-            max_tokens=64,
-        )
-        torch.manual_seed(1)
-        bundle = Bundle.build(config, plain.backbone)
-        bundle.reader.initialise(1.0)
-        return bundle
-
-    return build
+def make(tiny_tokenizer: Any) -> Callable[..., Bundle]:
+    """Make a ComprExIT bundle of three layers with a window of 64 tokens and segments of 16."""
+    return partial(comprexit_bundle, tiny_tokenizer)
 
 
 def numbers(folder: Path) -> dict[str, Any]:
@@ -83,7 +66,7 @@ def test_the_numbers_make_the_stored_slots(make: Callable[..., Bundle], tmp_path
     found = numbers(tmp_path)
     gates, plan = torch.tensor(found["gates"]), torch.tensor(found["plan"])
     ids = bundle.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    assert gates.shape == (len(ids), 2) and plan.shape == (len(ids), -(-len(ids) // ratio))
+    assert gates.shape == (len(ids), 3) and plan.shape == (len(ids), -(-len(ids) // ratio))
     torch.testing.assert_close(gates.sum(1), torch.ones(len(ids)))
     torch.testing.assert_close(torch.tensor(found["mean_gates"]), gates.mean(0))
     with torch.no_grad():

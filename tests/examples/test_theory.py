@@ -24,13 +24,7 @@ from linear_rag.comparison import (
     trained,
 )
 from linear_rag.experiment import run
-from linear_rag.model import (
-    dot_product_weight,
-    gradient_step,
-    predict,
-    projection_weight,
-    rag_loss,
-)
+from linear_rag.model import dot_product_weight, gradient_step, predict, projection_weight, rag_loss
 from linear_rag.tasks import DotProduct, Interface, LinearTasks, Projection
 from linear_rag.training import Freedom, train_layer
 

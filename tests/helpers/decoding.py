@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 PASSAGES = {
@@ -26,6 +27,17 @@ def in_thread(work: Callable[[], Any]) -> Any:
         return pool.submit(work).result(timeout=WAIT)
     finally:
         pool.shutdown(wait=False)
+
+
+@torch.no_grad()
+def by_transformers(model: Any, tokenizer: Any, prompt: Any, new_tokens: int) -> str:
+    """transformers' own greedy answer to a chat, or to token ids."""
+    ids = prompt
+    if isinstance(prompt[0], dict):
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+    given = torch.tensor([ids])
+    out = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=new_tokens, do_sample=False)
+    return str(tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True))
 
 
 @contextmanager
@@ -58,8 +70,5 @@ def prefills(model: Any) -> Iterator[list[Tensor]]:
         if (given := kwargs.get("inputs_embeds")) is not None and given.shape[1] > 1:
             seen.extend(given.detach().clone())
 
-    handle = model.register_forward_pre_hook(look, with_kwargs=True)
-    try:
+    with model.register_forward_pre_hook(look, with_kwargs=True):
         yield seen
-    finally:
-        handle.remove()

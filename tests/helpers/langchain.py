@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import chromadb
 import torch
@@ -19,6 +20,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+from langchain_core.tracers.base import BaseTracer
 
 from ctx_compress_rag import SoftContextStore, TransformersDecoder
 from ctx_compress_rag.decoding.decoder import Sampling
@@ -90,11 +92,11 @@ class App:
         return CompressedContextPostprocessor(**{"store": self.store, **options})
 
 
-def open_app(folder: Path, bundle: Any, *, indexed: bool = True) -> App:
+def open_app(folder: Path, bundle: Any, *, indexed: bool = True, key: bytes | None = None) -> App:
     client = chromadb.PersistentClient(str(folder))
     vectors = Chroma("docs", WordEmbeddings(), client=client)
     vectors.add_documents(SOURCES)
-    store = SoftContextStore(client, bundle, collection="docs")
+    store = SoftContextStore(client, bundle, collection="docs", key=key)
     if indexed:
         store.add(SOURCES, progress=False)
     return App(client, vectors, store, bundle)
@@ -123,6 +125,22 @@ def rag(app: App, llm: Any = None) -> Any:
     """An LCEL chain with the postprocessor as a step."""
     context = app.retriever() | app.postprocessor(ratio=8) | RunnableLambda(joined)
     return {"context": context, "input": RunnablePassthrough()} | CHAT | (llm or app.llm()) | StrOutputParser()
+
+
+class Recorder(BaseTracer):
+    """Everything that a tracer is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: list[Any] = []
+        self.started: list[UUID] = []
+
+    def _persist_run(self, run: Any) -> None:
+        self.runs.append(run)
+
+    def on_llm_new_token(self, token: str, **kwargs: Any) -> Any:
+        self.started.append(kwargs["run_id"])
+        return super().on_llm_new_token(token, **kwargs)
 
 
 async def while_the_decoder_is_taken(bundle: Any, work: Any) -> Any:

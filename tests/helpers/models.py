@@ -34,3 +34,12 @@ def save_tiny_llama(tokenizer: Any, folder: Path, **shape: Any) -> Any:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model
+
+
+def widen(*modules: Any, seed: int = 0, std: float = 0.5) -> None:
+    """Draw every matrix anew, LoRA's too, so wide that each input and each adapter matters."""
+    torch.manual_seed(seed)
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if parameter.ndim == 2:
+                torch.nn.init.normal_(parameter, std=0.3 if "lora_" in name else std)

@@ -57,6 +57,11 @@ def plain_ids(bundle: Bundle, text: str) -> list[int]:
     return ids
 
 
+def after_hole(bundle: Bundle, text: str) -> list[int]:
+    """Ids of text that follows slots: the tiny tokenizer puts a space before text that follows a special token."""
+    return plain_ids(bundle, "<|user|>" + text)[1:]
+
+
 def plain_segments(bundle: Bundle, text: str) -> list[list[int]]:
     """A passage's token ids in equal chunks."""
     size, ids = bundle.config.base_ratio, plain_ids(bundle, text)

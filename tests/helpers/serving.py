@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import uvicorn
 
@@ -59,6 +60,13 @@ def serving(index: Path, *options: str) -> Iterator[tuple[Any, str]]:
 
 def client(url: str, key: str = ANNA) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=WAIT)
+
+
+def post(url: str, path: str, body: Any = None, key: str = ANNA, **request: Any) -> httpx.Response:
+    """A plain request; `content` in place of the body goes as it is, said to be JSON."""
+    kind = {"Content-Type": "application/json"} if "content" in request else {}
+    request["headers"] = {"Authorization": f"Bearer {key}"} | kind | request.get("headers", {})
+    return httpx.post(f"{url}/v1/{path}", json=body, **{"timeout": WAIT, **request})
 
 
 def marker(store: SoftContextStore, name: str, scope: str = "anna") -> str:

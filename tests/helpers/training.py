@@ -1,4 +1,4 @@
-"""Trainings that break off, what they tell, and examples of unlike length."""
+"""Recipes of all stages, so small that they train in a second; trainings that break off, and what they tell."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import Trainer
 
-from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from helpers.adaptation import random_adapter
+from helpers.methods import COMPREXIT, SMALL_LORA
+from helpers.models import save_tiny_llama
 
 UNLIKE = [
     Example(("Orla Reedwen keeps a goat.",), (Turn("Which pet?", ("a goat",)),)),
@@ -21,10 +25,91 @@ UNLIKE = [
 ]
 """Answers of few and of many tokens: a mean over tokens is not one over examples."""
 
+FULL, LORA = {"mode": "full"}, {"mode": "lora"}
+SLOTS = {"name": "tiny", "ratios": [4, 8], "window": 64}
+POOLED = SLOTS | {"method": {"name": "mean_pooling"}}
+PREDICTOR = {"stage": "update_predictor", "demonstrations": 2, "inner_steps": 1, "inner_learning_rate": 0.1}
+PREDICTOR |= {"hidden": 8, "code": 4}
+STAGES: dict[str, dict[str, Any]] = {
+    "teacher": {"stage": "teacher", "tune": FULL, "context_loss_weight": 0.2},
+    "adapter": {"stage": "teacher", "tune": LORA},
+    "pretraining": {"stage": "pretrain", "window": 32},
+    "answer": {"stage": "answer", **POOLED},
+    "answer, full": {"stage": "answer", **SLOTS, "method": {"name": "mean_pooling", "encoder": FULL, "decoder": FULL}},
+    "distillation": {"stage": "distillation", **POOLED},
+    "reconstruction": {"stage": "reconstruction", **POOLED},
+    # Of each batch's four passages, three: a micro-batch of one example repeats nothing.
+    "repetition": {"stage": "distillation", **POOLED, "reconstruction_weight": 10.0, "repeat_per_batch": 3},
+    "packed": {
+        "stage": "repeat_and_answer",
+        **POOLED,
+        "window": 128,
+        "packing": {"rows": 2, "passage_rows": 2, "length": 128, "examples": 2},
+    },
+    "ram": {
+        "stage": "ram",
+        "name": "tiny",
+        "window": 64,
+        "method": {"name": "ram", "segment_tokens": 4, "encoder": FULL, "decoder": LORA},
+        "base_ratio": 4,
+        "reductions": [2, 4, 8],
+    },
+    "arcaligner": {
+        "stage": "answer",
+        **SLOTS,
+        "method": {"name": "arcaligner", "encoder": "minilm", "unit": "tokens", "lora": SMALL_LORA},
+    },
+    "comprexit": {"stage": "next_token", **SLOTS, "method": {"name": "comprexit", **COMPREXIT}},
+    "retrieval_adapter": {"stage": "retrieval_adapter", "rank": 2, "alpha": 4},
+    "prompt_tuning": {"stage": "prompt_tuning", "virtual_tokens": 3},
+    "update_predictor": PREDICTOR,
+    "update_predictor, task": PREDICTOR | {"loss": "task"},
+}
+
+
+def save_decoder(folder: Path, tokenizer: Any) -> Path:
+    """A tiny decoder with a head of its own, an adapter for it, and what STAGES train it on."""
+    model = save_tiny_llama(tokenizer, folder, tie_word_embeddings=False)
+    random_adapter(model, 2, seed=0).save_pretrained(folder / "base")
+    write_jsonl(folder / "data.jsonl", UNLIKE)
+    (folder / "text.txt").write_text(" ".join(passage for e in UNLIKE for passage in e.passages) * 20)
+    return folder
+
+
+def settings_of(
+    decoder: Path, stage: str, output: Path, optim: dict[str, Any] | None = None, /, **changes: Any
+) -> dict[str, Any]:
+    """A recipe of one of STAGES for `decoder`; changes take the place of its keys, and None takes one out."""
+    settings = {"output": str(output), "decoder": str(decoder), "data": {"files": [str(decoder / "data.jsonl")]}}
+    if stage == "pretraining":
+        settings["data"] = {"texts": [{"file": str(decoder / "text.txt")}]}
+    elif STAGES[stage]["stage"] == "update_predictor":
+        settings["base"] = str(decoder / "base")
+    elif stage not in ("retrieval_adapter", "prompt_tuning"):
+        settings["data"]["max_turns"] = 2
+    settings |= {**STAGES[stage], **changes}
+    settings["optim"] = {"batch_size": 4, "learning_rate": 1e-3, "warmup_ratio": 0.0, "log_every": 1, **(optim or {})}
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def write_recipe(
+    decoder: Path, stage: str, output: Path, optim: dict[str, Any] | None = None, /, **changes: Any
+) -> Path:
+    """The same as a file beside the output's folder."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    path = output.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(settings_of(decoder, stage, output, optim, **changes)))
+    return path
+
 
 def losses(folder: Path) -> list[float]:
     """A finished training's loss at each step that it logged."""
     return [row["loss"] for row in json.loads((folder / "loss.json").read_text())]
+
+
+def report(folder: Path) -> dict[str, Any]:
+    """What a finished training says of itself."""
+    return dict(json.loads((folder / "training_report.json").read_text()))
 
 
 class Killed(RuntimeError):

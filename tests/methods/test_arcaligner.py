@@ -258,12 +258,12 @@ def test_the_shared_decoder_is_never_touched() -> None:
         with reader.decoder(torch.zeros(1, 1, dtype=torch.bool)) as without:
             assert torch.equal(without(**batch.model_inputs()).logits, frozen)
         assert torch.equal(aligned(**batch.model_inputs()).logits, soft)
-    with pytest.raises(ZeroDivisionError), reader.decoder(batch.slot_mask) as aligned:
-        handle = aligned.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
-        try:
-            aligned(**batch.model_inputs())
-        finally:
-            handle.remove()
+    with (
+        pytest.raises(ZeroDivisionError),
+        reader.decoder(batch.slot_mask) as aligned,
+        aligned.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0),
+    ):
+        aligned(**batch.model_inputs())
     assert torch.equal(text(), frozen)
     assert torch.equal(read(reader, batch).logits, soft)
     for made, shared in zip(aligned.parameters(), model.parameters(), strict=True):

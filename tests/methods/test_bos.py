@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def test_passages_are_read_behind_bos(name: str, method: dict[str, Any]) -> None
 
 def test_prompts_of_base_models_begin_as_the_tokenizer_begins_a_text() -> None:
     for name, begins in (("Llama", True), ("Phi3", False)):
-        tokenizer = architectures.tokenizer(name)
+        tokenizer = copy.deepcopy(architectures.tokenizer(name))
         tokenizer.chat_template = None
         text = chat_text(tokenizer, [{"role": "user", "content": "Who?"}])
         assert text.startswith(tokenizer.bos_token) is begins

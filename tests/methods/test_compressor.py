@@ -18,6 +18,7 @@ from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from helpers import architectures
+from helpers.models import widen
 
 TEXTS = [
     "Orla Drumwell was born in Pellmouth. She kept bees and wrote three books about the northern coast.",
@@ -27,14 +28,6 @@ TEXTS = [
 PROMPT = torch.arange(20, 60).unsqueeze(0)
 WAIT = 120
 FROZEN = TuneConfig(mode="frozen")
-
-
-def widen(model: Any, seed: int = 0) -> None:
-    """Draw every matrix, LoRA's too, wide enough for each input and adapter to matter."""
-    torch.manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 2:
-            torch.nn.init.normal_(parameter, std=0.3 if "lora_" in name else 0.5)
 
 
 @pytest.fixture(scope="module")

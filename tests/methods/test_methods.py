@@ -277,9 +277,7 @@ def gradients_of(objective: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def test_checkpointed_layers_give_the_same_gradients_and_keep_less(
-    make: Callable[..., Bundle],
-    case: tuple[str, str],
-    objective_of: Callable[[Bundle], tuple[torch.nn.Module, Batch]],
+    make: Callable[..., Bundle], case: tuple[str, str], objective_of: Callable[[Bundle], tuple[torch.nn.Module, Batch]]
 ) -> None:
     """Compressor and reader take turns on one decoder, under adapters and hooks of their own."""
     gradients: list[dict[str, Tensor]] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -37,13 +36,17 @@ QUESTION = "Who built the harbour of Velmora?"
 TOKENS = 8
 
 
-@pytest.fixture(params=[(name, next(iter(MATRIX[name]))) for name in METHODS if name in MATRIX], ids=lambda c: c[0])
-def app(request: pytest.FixtureRequest, make: Callable[..., Bundle], tmp_path: Path) -> Iterator[SoftContextStore]:
+@pytest.fixture(
+    scope="module", params=[(name, next(iter(MATRIX[name]))) for name in METHODS if name in MATRIX], ids=lambda c: c[0]
+)
+def app(
+    request: pytest.FixtureRequest, make: Callable[..., Bundle], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SoftContextStore]:
     """A store of a bundle whose decoder says something: special tokens have no embedding to be likely by."""
     bundle = make(*request.param, seed=2)
     with torch.no_grad():
         bundle.backbone.embeddings.weight[bundle.tokenizer.all_special_ids] = 0
-    with SoftContextStore(tmp_path, bundle, key=b"k" * 32) as store:
+    with SoftContextStore(tmp_path_factory.mktemp("app"), bundle, key=b"k" * 32) as store:
         store.add(PASSAGES[:3], ids=["a", "b", "c"], progress=False)
         yield store
 

@@ -19,7 +19,7 @@ from ctx_compress_rag.serving.app import Limits, create_app
 from ctx_compress_rag.stores import SoftContextStore
 from helpers.decoding import held
 from helpers.langchain import QUESTION, TEXTS
-from helpers.serving import ANNA, WAIT, chat, client, directly, json_format, listening, marker
+from helpers.serving import ANNA, WAIT, chat, client, directly, json_format, listening, marker, post
 
 
 def test_a_chat_completion_is_the_decoders_own_answer(
@@ -191,9 +191,7 @@ def test_who_goes_before_the_first_piece_gives_the_place_back(url: str, decoder:
     body = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "stream": True}
     with held(decoder.bundle):
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(
-                f"{url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {ANNA}"}, timeout=0.5
-            )
+            post(url, "chat/completions", body, timeout=0.5)
         until = time.monotonic() + 10
         while running(url):
             assert time.monotonic() < until
@@ -208,14 +206,13 @@ def test_what_nobody_waits_for_is_not_compressed(
     with ThreadPoolExecutor(2) as pool, held(decoder.bundle):
 
         def ask(text: str) -> None:
-            headers = {"Authorization": f"Bearer {ANNA}"}
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{url}/v1/compress", json={"input": text}, headers=headers, timeout=1)
+                post(url, "compress", {"input": text}, timeout=1)
 
         for waiting in [pool.submit(ask, text) for text in texts if not time.sleep(0.3)]:  # type: ignore[func-returns-value]
             waiting.result(WAIT)
     last = "The mill of Stavely was built of oak."
-    httpx.post(f"{url}/v1/compress", json={"input": last}, headers={"Authorization": f"Bearer {ANNA}"}, timeout=WAIT)
+    post(url, "compress", {"input": last})
     assert store.has([*texts, last], scope="anna") == [True, False, True]
     store.delete(store.ids("anna"), "anna")
 
@@ -260,7 +257,7 @@ def test_metrics_say_what_was_done(decoder: TransformersDecoder, store: SoftCont
         client(url).chat.completions.create(model="tiny", messages=asked)  # type: ignore[arg-type]
         with pytest.raises(openai.BadRequestError):
             client(url).chat.completions.create(model="tiny", messages=[])
-        httpx.post(f"{url}/v1/compress", json={"input": [TEXTS["mill"]]}, timeout=WAIT)
+        post(url, "compress", {"input": [TEXTS["mill"]]})
         lines = httpx.get(f"{url}/metrics").text.splitlines()
     for line in (
         'ctx_compress_requests_total{route="/v1/chat/completions",status="200"} 1.0',

@@ -20,7 +20,7 @@ from ctx_compress_rag.serving.app import Limits, create_app
 from ctx_compress_rag.serving.keys import ApiKeys
 from ctx_compress_rag.stores import SoftContextStore
 from helpers.langchain import TEXTS
-from helpers.serving import ANNA, BERT, WAIT, chat, client, json_format, listening, marker
+from helpers.serving import ANNA, BERT, chat, client, json_format, listening, marker, post
 
 # Tenants
 
@@ -62,12 +62,7 @@ def test_compress_writes_markers_of_the_keys_scope(url: str, store: SoftContextS
     before = len(store)
     found = {}
     for key, scope in ((ANNA, "anna"), (BERT, "bert")):
-        reply = httpx.post(
-            f"{url}/v1/compress",
-            json={"input": [text, TEXTS["mill"]], "ratio": 8},
-            headers={"Authorization": f"Bearer {key}"},
-            timeout=WAIT,
-        )
+        reply = post(url, "compress", {"input": [text, TEXTS["mill"]], "ratio": 8}, key)
         assert reply.status_code == 200, reply.text
         shown = [item["text"] for item in reply.json()["data"]]
         assert shown == store.markers(store.ensure([text, TEXTS["mill"]], scope=scope), 8, scope)
@@ -76,9 +71,7 @@ def test_compress_writes_markers_of_the_keys_scope(url: str, store: SoftContextS
     assert len(store) == before + 2
     assert not set(found["anna"]) & set(found["bert"])
     for size, said in (({"ratio": 3}, "ratio 3 cannot be made"), ({"reduction": 4}, "reduction=4: bundle 'tiny'")):
-        reply = httpx.post(
-            f"{url}/v1/compress", json={"input": text, **size}, headers={"Authorization": f"Bearer {ANNA}"}
-        )
+        reply = post(url, "compress", {"input": text, **size})
         assert reply.status_code == 400 and said in reply.json()["error"]["message"]
 
 
@@ -186,12 +179,7 @@ def nested(depth: int) -> dict[str, Any]:
 def test_what_is_not_served_is_refused_by_name(url: str, body: dict[str, Any], status: int, message: str) -> None:
     whole = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **body}
     for stream in (False, True):
-        reply = httpx.post(
-            f"{url}/v1/chat/completions",
-            content=json.dumps({**whole, "stream": stream}),
-            headers={"Authorization": f"Bearer {ANNA}", "Content-Type": "application/json"},
-            timeout=WAIT,
-        )
+        reply = post(url, "chat/completions", content=json.dumps({**whole, "stream": stream}))
         assert reply.status_code == status, reply.text
         assert message in reply.json()["error"]["message"]
         assert reply.json()["error"]["type"] == "invalid_request_error"
@@ -210,23 +198,20 @@ def test_what_is_not_served_is_refused_by_name(url: str, body: dict[str, Any], s
     ],
 )
 def test_compress_says_what_to_send(url: str, content: bytes, message: str) -> None:
-    headers = {"Authorization": f"Bearer {ANNA}", "Content-Type": "application/json"}
-    reply = httpx.post(f"{url}/v1/compress", content=content, headers=headers)
+    reply = post(url, "compress", content=content)
     assert reply.status_code == 400 and message in reply.json()["error"]["message"]
 
 
 def test_bodies_that_are_no_request(url: str) -> None:
-    headers = {"Authorization": f"Bearer {ANNA}", "Content-Type": "application/json"}
+    headers = {"Authorization": f"Bearer {ANNA}"}
     for content in (b"", b"{", b"[" * 50_000, b"\xff\xfe", b'"text"', b"null"):
-        reply = httpx.post(f"{url}/v1/chat/completions", content=content, headers=headers)
+        reply = post(url, "chat/completions", content=content)
         assert reply.status_code == 400, (content[:10], reply.text)
         assert "JSON" in reply.json()["error"]["message"] and reply.json()["error"]["param"] is None
-    plain = httpx.post(
-        f"{url}/v1/compress", content=b'{"input": "a"}', headers=headers | {"Content-Type": "text/plain"}
-    )
+    plain = post(url, "compress", content=b'{"input": "a"}', headers={"Content-Type": "text/plain"})
     assert "send one, with the header Content-Type: application/json" in plain.json()["error"]["message"]
     for route in ("embeddings", "responses"):
-        message = httpx.post(f"{url}/v1/{route}", json={}, headers=headers).json()["error"]["message"]
+        message = post(url, route, {}).json()["error"]["message"]
         assert message.startswith(f"'POST /v1/{route}' is not served here: there are POST /v1/chat/completions")
         named = re.findall(r"(GET|POST) ([a-z0-9/]+)(?=,|$)", message.partition("there are ")[2])
         assert {("GET", "/health"), ("GET", "/metrics"), ("GET", "/v1/models"), ("POST", "/v1/compress")} < set(named)
@@ -248,7 +233,7 @@ def test_a_long_body_is_refused_before_it_is_read(url: str) -> None:
 
     for content in (b" " * 200_000, endless()):
         try:
-            reply = httpx.post(f"{url}/v1/compress", content=content, headers={"Authorization": f"Bearer {ANNA}"})
+            reply = post(url, "compress", content=content)
         except httpx.WriteError:
             continue  # the server had answered and closed
         assert reply.status_code == 413
@@ -275,14 +260,11 @@ def test_faults_of_the_server_are_not_explained_to_clients(
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("/secret/path")
 
-    handle = decoder.bundle.backbone.model.register_forward_pre_hook(fail)
-    try:
+    with decoder.bundle.backbone.model.register_forward_pre_hook(fail):
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError, match="its log says why") as caught:
                 client(url).chat.completions.create(model="tiny", messages=chat(store), stream=stream)
             assert "secret" not in str(caught.value)
-    finally:
-        handle.remove()
     assert client(url).chat.completions.create(model="tiny", messages=chat(store)).choices
 
 
@@ -296,10 +278,7 @@ def test_an_error_in_the_middle_of_a_stream_reaches_the_client(
         if len(passes) > 6:
             raise RuntimeError("broken")
 
-    handle = decoder.bundle.backbone.model.register_forward_pre_hook(fail)
-    try:
+    with decoder.bundle.backbone.model.register_forward_pre_hook(fail):
         stream = client(url).chat.completions.create(model="tiny", messages=chat(store), stream=True)
         with pytest.raises(openai.APIError, match="failed to answer"):
             list(stream)
-    finally:
-        handle.remove()

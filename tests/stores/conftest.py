@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores.keys import KEY_VARIABLE
 from helpers.store import WordBundle
+
+
+@pytest.fixture(autouse=True)
+def no_key_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
 
 
 @pytest.fixture

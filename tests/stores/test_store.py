@@ -15,23 +15,11 @@ import torch
 from langchain_core.documents import Document
 from llama_index.core.schema import NodeWithScore, TextNode
 
-from ctx_compress_rag.errors import (
-    ConfigError,
-    FingerprintMismatchError,
-    PayloadError,
-    RatioError,
-    StoreError,
-)
+from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, PayloadError, RatioError, StoreError
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import AddReport, Passage, SoftContextStore, StoredPassage
-from ctx_compress_rag.stores.keys import KEY_FILE, KEY_VARIABLE
+from ctx_compress_rag.stores.keys import KEY_FILE
 from helpers.store import WordBundle, add, assert_same, passage
-
-
-@pytest.fixture(autouse=True)
-def no_key_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
-
 
 # What goes in comes out
 
@@ -216,22 +204,6 @@ def test_nan_slots_are_refused_and_the_store_goes_on(tmp_path: Path, codec: str)
         assert store.get(["bad"]) == [None]
         assert store.add(["fine words"], ["fine"], progress=False).added == 1
         assert all(store.get(["p0", "p1", "p2", "fine"]))
-
-
-def test_a_damaged_record_is_named(store: SoftContextStore, tmp_path: Path) -> None:
-    add(store, 3)
-    raw = chromadb.PersistentClient(tmp_path / "chroma").get_collection("passages-ctx", embedding_function=None)
-    payload = raw.get(ids=["p1"])["metadatas"][0]["payload"]
-    raw.update(ids=["p1"], metadatas=[{"payload": payload[:-8]}])
-    raw.update(ids=["p2"], metadatas=[{"text": "!"}])
-    assert store.get(["p0"])[0] is not None
-    with pytest.raises(PayloadError, match=r"passage 'p1' is damaged.*delete the passage and add it again"):
-        store.get(["p0", "p1"])
-    with pytest.raises(PayloadError, match="'p2'"):
-        store.get_passages(["p2"])
-    assert store.delete(["p1", "p2"]) == 2
-    assert add(store, 3) == AddReport(added=2, updated=0, unchanged=1)
-    assert all(store.get(["p0", "p1", "p2"]))
 
 
 # Opening

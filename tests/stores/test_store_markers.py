@@ -21,12 +21,6 @@ from ctx_compress_rag.stores.passages import content_id
 from helpers.forked import run_python
 from helpers.store import WRITE, WordBundle, add, assert_same, passage
 
-
-@pytest.fixture(autouse=True)
-def no_key_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
-
-
 # Markers
 
 

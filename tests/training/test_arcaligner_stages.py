@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,6 +28,7 @@ from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.arcaligner import LORA, make_reader, prompts, read
 from helpers.sentences import DIM, save_encoder
+from helpers.training import report, write_recipe
 
 # Stages and ablations
 
@@ -204,42 +203,26 @@ def test_a_linear_schedule_falls_on_a_line(final: float, tmp_path: Path) -> None
 
 
 @pytest.fixture(scope="module")
-def stages(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stages(decoder: Path, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the three stages have been run, three steps each."""
     folder = tmp_path_factory.mktemp("stages")
-    bundle = make_tiny_bundle()
-    bundle.save_pretrained(folder)  # and with it, its decoder
-    save_encoder(folder / "encoder", bundle.tokenizer)
+    encoder = save_encoder(folder / "encoder", tiny_tokenizer)
     names = ("Orla", "Ada", "Bo", "Cy")
     write_jsonl(
         folder / "data.jsonl",
         [Example((f"{n} keeps a goat. {n} is old.",), (Turn(f"What does {n} keep?", ("a goat",)),)) for n in names],
     )
-    optim = {"steps": 3, "batch_size": 4, "learning_rate": 0.02, "final_learning_rate": 0.0, "schedule": "linear"}
-    common = {
-        "name": "tiny",
-        "base_ratio": 8,
-        "ratios": [8],
-        "window": 64,
-        "data": {"files": [str(folder / "data.jsonl")], "max_context_tokens": 64},
-        "optim": optim,
-    }
-    method = {
-        "name": "arcaligner",
-        "encoder": str(folder / "encoder"),
-        "encoder_dim": DIM,
-        "lora": {"rank": 4, "alpha": 4},
-        "loops": 0,
-        "gate_width": 4,
-    }
-    for name, changes in {
-        "1": {"stage": "reconstruction", "decoder": str(folder / "decoder"), "method": method},
-        "2": {"stage": "answer", "bundle": str(folder / "1" / "bundle")},
-        "3": {"stage": "answer", "bundle": str(folder / "2" / "bundle"), "method": method | {"loops": 2}},
-    }.items():
-        path = folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(common | {"output": str(folder / name)} | changes))
-        run_recipe(path)
+    optim = {"steps": 3, "learning_rate": 0.02, "final_learning_rate": 0.0, "schedule": "linear"}
+    data = {"files": [str(folder / "data.jsonl")], "max_context_tokens": 64}
+    method = {"name": "arcaligner", "encoder": str(encoder), "encoder_dim": DIM, "loops": 0, "gate_width": 4}
+    method["lora"] = {"rank": 4, "alpha": 4}
+    for name, stage, changes in (
+        ("1", "reconstruction", {"method": method}),
+        ("2", "answer", {"decoder": None, "bundle": str(folder / "1" / "bundle"), "method": None}),
+        ("3", "answer", {"decoder": None, "bundle": str(folder / "2" / "bundle"), "method": method | {"loops": 2}}),
+    ):
+        common = {"base_ratio": 8, "ratios": [8], "data": data}
+        run_recipe(write_recipe(decoder, stage, folder / name, optim, **common, **changes))
     return folder
 
 
@@ -254,8 +237,7 @@ def test_stages_go_on_from_each_other(stages: Path) -> None:
         assert changed == changing
     first, *others = [bundle.backbone.own_state() for bundle in bundles]
     assert all(torch.equal(value, other[name]) for other in others for name, value in first.items())
-    reports = [json.loads((stages / stage / "training_report.json").read_text()) for stage in "123"]
-    counts = [report["trained_parameters"] for report in reports]
+    counts = [report(stages / stage)["trained_parameters"] for stage in "123"]
     assert counts[0] == counts[1] < counts[2]
     gates = sum(p.numel() for p in bundles[2].reader.gates.parameters())
     assert counts[2] - counts[1] == gates
@@ -263,14 +245,14 @@ def test_stages_go_on_from_each_other(stages: Path) -> None:
 
 def test_a_card_names_the_data_of_all_stages_once(stages: Path) -> None:
     first, second = {"data": "novels", "licence": "none"}, {"data": "questions", "licence": "MIT"}
-    report = {"recipe": {"sources": [second, first]}, "earlier": {"recipe": {"sources": [first]}}}
-    card = model_card(Bundle.from_pretrained(stages / "1" / "bundle").config, report, "f")
+    told = {"recipe": {"sources": [second, first]}, "earlier": {"recipe": {"sources": [first]}}}
+    card = model_card(Bundle.from_pretrained(stages / "1" / "bundle").config, told, "f")
     assert "| data | licence |\n|---|---|\n| novels | none |\n| questions | MIT |\n\n## Limits" in card
 
 
 def test_a_report_keeps_those_of_the_stages_before(stages: Path) -> None:
-    report = Bundle.from_pretrained(stages / "3" / "bundle").report
-    told = [report, report["earlier"], report["earlier"]["earlier"]]
+    last = Bundle.from_pretrained(stages / "3" / "bundle").report
+    told = [last, last["earlier"], last["earlier"]["earlier"]]
     assert [each["recipe"]["output"] for each in told] == [str(stages / stage) for stage in "321"]
     assert "earlier" not in told[-1]
     assert "| Training steps | 9, in stages of 3, 3 and 3 |" in (stages / "3" / "bundle" / "README.md").read_text()

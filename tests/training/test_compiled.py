@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from ctx_compress_rag.training.compiled import compile_layers
 from ctx_compress_rag.training.compression_config import AnswerRecipe
 from ctx_compress_rag.training.recipes import parse_recipe
 from ctx_compress_rag.training.stages.compression import start
+from helpers.training import settings_of
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -41,28 +40,15 @@ def test_layers_with_lora_share_their_compiled_code(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_frozen_weights_are_rounded_unless_the_bundle_saves_them(
-    make_tiny_bundle: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: bool
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: bool
 ) -> None:
     monkeypatch.setattr(compiled, "bfloat16_pays", lambda: True)
-    make_tiny_bundle().save_pretrained(tmp_path)
-    settings = {
-        "stage": "answer",
-        "name": "tiny",
-        "output": str(tmp_path / "run"),
-        "decoder": str(tmp_path / "decoder"),
-        "copy_decoder": copied,
-        "method": {"name": "mean_pooling"},
-        "ratios": [4, 8],
-        "window": 64,
-        "data": {"world": {"examples": 4}},
-        "optim": {"bf16": True},
-    }
-    recipe = parse_recipe(settings, "test")
+    recipe = parse_recipe(settings_of(decoder, "answer", tmp_path, {"bf16": True}, copy_decoder=copied), "test")
     assert isinstance(recipe, AnswerRecipe)
     job = start(recipe, resume=False)
     bundle = job.model.bundle
     assert (bundle.config.decoder is None) == copied
-    before = load_file(tmp_path / "decoder" / "model.safetensors")
+    before = load_file(decoder / "model.safetensors")
     for name, value in bundle.backbone.own_state().items():
         wanted = before[name].float() if copied else before[name].bfloat16()
         assert torch.equal(value, wanted)

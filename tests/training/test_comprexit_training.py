@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, world_examples, write_jsonl
@@ -22,7 +21,7 @@ from ctx_compress_rag.training.objectives.next_token import NextTokenCollator
 from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.comprexit import SMALL, TEXTS, comprexit_bundle
-from helpers.training import losses
+from helpers.training import losses, write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -55,26 +54,15 @@ def test_next_token_loss_is_plain_cross_entropy(make: Callable[..., Bundle]) -> 
 def fitting_recipe(folder: Path, bundle: Bundle, /, **change: Any) -> Path:
     """One step for ComprExIT, so small that it is none, after fitting its reader on the recipe's data."""
     bundle.save_pretrained(folder)
-    recipe = {
-        "stage": "answer",
-        "name": "fitted",
-        "output": str(folder / "out"),
-        "decoder": str(folder / "decoder"),
+    world = {"world": {"split": "train", "seed": 3, "examples": 24, "passages": [1]}}
+    settings = {
         "method": {"name": "comprexit", **SMALL},
         "fit_passages": 24,
         "ratios": [4],
-        "window": 64,
-        "data": {
-            "world": {"split": "train", "seed": 3, "examples": 24, "passages": [1]},
-            "max_turns": 1,
-            "max_context_tokens": 48,
-        },
-        "optim": {"steps": 1, "batch_size": 2, "learning_rate": 1e-9, "final_learning_rate": 0.0},
-        **change,
+        "data": world | {"max_turns": 1, "max_context_tokens": 48},
     }
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    return path
+    optim = {"steps": 1, "batch_size": 2, "learning_rate": 1e-9, "final_learning_rate": 0.0}
+    return write_recipe(folder / "decoder", "answer", folder / "out", optim, **settings | change)
 
 
 def test_a_fitted_reader_starts_at_the_tokens_own_embeddings(make: Callable[..., Bundle], tmp_path: Path) -> None:
@@ -115,22 +103,14 @@ def test_nothing_else_is_fitted(make: Callable[..., Bundle], tmp_path: Path, cha
         run_recipe(fitting_recipe(tmp_path, make(), **change))
 
 
-def test_both_stages_run_from_recipe_to_bundle(make: Callable[..., Bundle], tmp_path: Path) -> None:
+def test_both_stages_run_from_recipe_to_bundle(decoder: Path, tmp_path: Path) -> None:
     """Next token, then answers from the first stage's bundle; each stage trains and the decoder stays."""
-    bundle = make()
-    bundle.save_pretrained(tmp_path)
-    write_jsonl(tmp_path / "data.jsonl", world_examples("train", 3, 8, max_turns=1, passages=(1, 2)))
-    data = {"files": [str(tmp_path / "data.jsonl")], "max_context_tokens": 48, "max_answer_tokens": 12}
-    common = {"data": data, "ratios": [4], "window": 64, "optim": {"steps": 2, "batch_size": 4, "log_every": 1}}
-    recipes = {
-        "next": {"stage": "next_token", "decoder": str(tmp_path / "decoder"), "method": {"name": "comprexit", **SMALL}},
-        "answer": {"stage": "answer", "bundle": str(tmp_path / "next" / "bundle")},
-    }
+    after = {"name": "answer", "decoder": None, "method": None, "bundle": str(tmp_path / "next" / "bundle")}
+    write_recipe(decoder, "comprexit", tmp_path / "next", {"steps": 2}, name="next")
+    write_recipe(decoder, "answer", tmp_path / "answer", {"steps": 2}, **after)
     made = []
-    for name, recipe in recipes.items():
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump({**common, **recipe, "name": name, "output": str(tmp_path / name)}))
-        assert run_recipe(path) == tmp_path / name
+    for name in ("next", "answer"):
+        assert run_recipe(tmp_path / f"{name}.yaml") == tmp_path / name
         curve = losses(tmp_path / name)
         assert len(curve) == 2 and all(math.isfinite(loss) and loss > 0 for loss in curve)
         made.append(Bundle.from_pretrained(tmp_path / name / "bundle", device="cpu"))

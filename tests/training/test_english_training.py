@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from pathlib import Path
@@ -25,7 +24,7 @@ from ctx_compress_rag.text.prompts import PromptBuilder, messages, shares
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
 from ctx_compress_rag.training.recipes import recipe_names
 from ctx_compress_rag.training.throughput import Meter
-from helpers.training import losses
+from helpers.training import losses, report, settings_of
 
 
 def stages(folder: Path, steps: int = 4) -> list[str]:
@@ -33,56 +32,43 @@ def stages(folder: Path, steps: int = 4) -> list[str]:
     (folder / "text.txt").write_text("\n".join(tokenizer_texts(30)), encoding="utf-8")
     write_jsonl(folder / "train.jsonl", world_examples("train", 1, 20, max_turns=2, passages=(1,)))
     write_jsonl(folder / "dev.jsonl", world_examples("dev", 1, 4, max_turns=1, passages=(1,)))
-    optim = {"steps": steps, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2, "log_every": 1}
+    optim = {"steps": steps, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2}
     mix = {"shortest": 5, "passages": [1, 2], "unanswerable": 0.2}
     data = {"files": [str(folder / "train.jsonl")], "mix": mix, "max_turns": 2, "max_context_tokens": 128}
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     shape |= {"num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": True}
-    recipes: list[dict[str, Any]] = [
-        {
-            "stage": "pretrain",
-            "scratch": {"vocab_size": 400, "config": {"model_type": "llama", **shape}},
-            "window": 32,
-            "data": {"texts": [{"file": str(folder / "text.txt"), "weight": 2}, {"file": str(folder / "train.jsonl")}]},
-        },
-        {"stage": "teacher", "decoder": str(folder / "1"), "tune": {"mode": "full"}, "data": data},
-        {
-            "stage": "distillation",
-            "name": "small",
-            "decoder": str(folder / "2"),
-            "method": {"name": "mean_pooling", "encoder": {"mode": "full"}, "decoder": {"rank": 4}},
-            "ratios": [4, 8],
-            "window": 64,
-            "int8": True,
-            "sources": [{"data": "an invented world", "licence": "Apache-2.0"}],
-            "reconstruction_weight": 1.0,
-            "data": data,
-        },
-    ]
+    texts = [{"file": str(folder / "text.txt"), "weight": 2}, {"file": str(folder / "train.jsonl")}]
+    scratch = {"vocab_size": 400, "config": {"model_type": "llama", **shape}}
+    probe = {"file": str(folder / "dev.jsonl"), "questions": 3, "every": 3, "ratios": [8]}
+    slots = {
+        "method": {"name": "mean_pooling", "encoder": {"mode": "full"}, "decoder": {"rank": 4}},
+        "int8": True,
+        "sources": [{"data": "an invented world", "licence": "Apache-2.0"}],
+        "reconstruction_weight": 1.0,
+    }
     (folder / "recipes").mkdir()
-    for number, recipe in enumerate(recipes, 1):
-        if number > 1:
-            recipe["probe"] = {"file": str(folder / "dev.jsonl"), "questions": 3, "every": 3, "ratios": [8]}
-        recipe |= {"output": str(folder / str(number)), "optim": optim}
+    for number, stage, changes in (
+        (1, "pretraining", {"scratch": scratch, "data": {"texts": texts}, "decoder": None}),
+        (2, "teacher", {"data": data, "probe": probe, "context_loss_weight": None}),
+        (3, "distillation", {"data": data, "probe": probe, **slots}),
+    ):
+        before = folder / str(number - 1)
+        recipe = settings_of(before, stage, folder / str(number), optim, **changes)
         (folder / "recipes" / f"{number}.yaml").write_text(yaml.safe_dump(recipe))
     return recipe_names(str(folder / "recipes"))
-
-
-def report(folder: Path, stage: int) -> dict[str, Any]:
-    return dict(json.loads((folder / str(stage) / "training_report.json").read_text()))
 
 
 @pytest.mark.slow
 def test_from_text_to_a_bundle_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [Path(name).name for name in stages(tmp_path)] == ["1.yaml", "2.yaml", "3.yaml"]
     assert main(["train", str(tmp_path / "recipes")]) == 0
-    pretrained = report(tmp_path, 1)
+    pretrained = report(tmp_path / "1")
     assert pretrained["tokens"] == 4 * 2 * 32
     assert pretrained["tokens_per_second"] > 0 and pretrained["teraflops_per_second"] > 0
     for stage, names in ((2, {"full text", "no context"}), (3, {"soft context 8x"})):
-        probes = report(tmp_path, stage)["probes"]
+        probes = report(tmp_path / str(stage))["probes"]
         assert [probe["step"] for probe in probes] == [3, 4]
-        assert 0 < probes[0]["tokens"] < probes[1]["tokens"] == report(tmp_path, stage)["tokens"]
+        assert 0 < probes[0]["tokens"] < probes[1]["tokens"] == report(tmp_path / str(stage))["tokens"]
         assert all({"f1", "f1_error", "exact_match"} == probe[name].keys() for probe in probes for name in names)
     bundle = Bundle.from_pretrained(tmp_path / "3" / "bundle")
     assert bundle.compress(["Some text that it never saw before."])[0].slots.isfinite().all()
@@ -115,8 +101,8 @@ def test_a_time_limit_saves_a_checkpoint_and_the_same_command_goes_on(
     assert "stopped at step 1 of 4" in capsys.readouterr().out
     assert not (tmp_path / "cut" / "1" / "training_report.json").exists()
     assert main(["train", cut]) == 0
-    assert report(tmp_path / "cut", 1)["resumed"] is True
-    assert report(tmp_path / "cut", 1)["tokens"] == report(tmp_path / "whole", 1)["tokens"]
+    assert report(tmp_path / "cut" / "1")["resumed"] is True
+    assert report(tmp_path / "cut" / "1")["tokens"] == report(tmp_path / "whole" / "1")["tokens"]
     assert losses(tmp_path / "cut" / "1") == pytest.approx(losses(tmp_path / "whole" / "1"), rel=1e-4)
 
 

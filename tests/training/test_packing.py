@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ from ctx_compress_rag.training.recipes import parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.compression import start_bundle
 from helpers.architectures import NAMES, model, random_ids
-from helpers.models import save_tiny_llama
-from helpers.training import losses
+from helpers.training import losses, settings_of
 
 
 @given(st.lists(st.integers(1, 12), max_size=20), st.integers(1, 4))
@@ -100,37 +98,27 @@ EXAMPLES = [
 ]
 
 
-def recipe(tmp_path: Path, tokenizer: Any, **changes: Any) -> RepeatAndAnswerRecipe:
-    folder = tmp_path / "decoder"
-    if not folder.exists():
-        save_tiny_llama(tokenizer, folder)
-        write_jsonl(tmp_path / "questions.jsonl", EXAMPLES)
+def settings_for(decoder: Path, tmp_path: Path, stage: str = "packed", **changes: Any) -> dict[str, Any]:
+    write_jsonl(tmp_path / "questions.jsonl", EXAMPLES)
+    own = {"method": {"name": "mean_pooling", "embedding_skip": True, "hidden_map": True, "positions": 4, "layers": 1}}
     settings = {
-        "stage": "repeat_and_answer",
-        "name": "tiny",
-        "output": str(tmp_path / "run"),
-        "decoder": str(folder),
-        "method": {"name": "mean_pooling", "embedding_skip": True, "hidden_map": True, "positions": 4, "layers": 1},
-        "base_ratio": 4,
-        "ratios": [4, 8],
         "window": 256,
         "packing": {"rows": 2, "passage_rows": 2, "length": 256, "examples": 2},
         "data": {"files": [str(tmp_path / "questions.jsonl")]},
-        "optim": {"steps": 3, "batch_size": 1, "learning_rate": 1e-3, "final_learning_rate": 1e-4, "log_every": 1},
+        **(own if stage == "packed" else {"window": None}),
     }
-    made = parse_recipe(settings | changes, "test")
+    return settings_of(decoder, stage, tmp_path / "run", {"steps": 3, "batch_size": 1}, **settings | changes)
+
+
+def recipe(decoder: Path, tmp_path: Path, **changes: Any) -> RepeatAndAnswerRecipe:
+    made = parse_recipe(settings_for(decoder, tmp_path, **changes), "test")
     assert isinstance(made, RepeatAndAnswerRecipe)
     return made
 
 
-def test_loss_of_one_prompt_is_the_plain_likelihood(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    made = recipe(
-        tmp_path,
-        tiny_tokenizer,
-        ratios=[4],
-        repeat=[{"step": 0, "share": 0.0}],
-        packing={"rows": 1, "passage_rows": 1, "length": 256, "examples": 1},
-    )
+def test_loss_of_one_prompt_is_the_plain_likelihood(decoder: Path, tmp_path: Path) -> None:
+    packing = {"rows": 1, "passage_rows": 1, "length": 256, "examples": 1}
+    made = recipe(decoder, tmp_path, ratios=[4], repeat=[{"step": 0, "share": 0.0}], packing=packing)
     bundle = start_bundle(made, EXAMPLES)
     assert isinstance(bundle.compressor, MeanPoolingCompressor) and bundle.compressor.hidden_map is not None
     torch.nn.init.normal_(bundle.compressor.hidden_map.weight, std=0.1)
@@ -149,8 +137,8 @@ def test_loss_of_one_prompt_is_the_plain_likelihood(tmp_path: Path, tiny_tokeniz
     torch.testing.assert_close(PackedSlotLoss(bundle)(batch)["loss"], plain(**collated)["loss"], atol=1e-5, rtol=1e-5)
 
 
-def test_batches_hold_what_was_asked_for(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    made = recipe(tmp_path, tiny_tokenizer)
+def test_batches_hold_what_was_asked_for(decoder: Path, tmp_path: Path, tiny_tokenizer: Any) -> None:
+    made = recipe(decoder, tmp_path)
     data = PackedSlotData(PromptBuilder(tiny_tokenizer), EXAMPLES, ["A goat lives in Kormoor."], made)
     for number in range(8):
         batch, again = data[number], data[number]
@@ -164,29 +152,20 @@ def test_batches_hold_what_was_asked_for(tmp_path: Path, tiny_tokenizer: Any) ->
         assert not batch.prompts.targets.flatten()[batch.places].any()
 
 
-def test_training_resumes_and_learns_to_repeat(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    made = recipe(tmp_path, tiny_tokenizer)
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(made.model_dump(mode="json")))
-    output = run_recipe(file)
+def test_training_learns_to_repeat(decoder: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings_for(decoder, tmp_path)))
+    output = run_recipe(tmp_path / "recipe.yaml")
     curve = losses(output)
     assert len(curve) == 3 and curve[-1] < curve[0]
     bundle = Bundle.from_pretrained(output / "bundle", device="cpu")
     assert (bundle.config.template, bundle.config.answer_tokens) == (TEMPLATES[0], 256)
     assert bundle.compress(["Orla Reedwen keeps a goat."])[0].n_slots >= 1
-    longer = made.model_copy(update={"optim": made.optim.model_copy(update={"steps": 5})})
-    file.write_text(yaml.safe_dump(longer.model_dump(mode="json")))
-    report = json.loads((run_recipe(file) / "training_report.json").read_text())
-    assert report["resumed"] and report["steps"] == 5
 
 
-@pytest.mark.parametrize("stage", ["repeat_and_answer", "teacher"])
-def test_a_step_takes_several_sets_of_rows(tmp_path: Path, tiny_tokenizer: Any, stage: str) -> None:
+@pytest.mark.parametrize("stage", ["packed", "adapter"])
+def test_a_step_takes_several_sets_of_rows(decoder: Path, tmp_path: Path, stage: str) -> None:
     """One at a time, without being told: their losses' mean. Larger micro-batches are refused by name."""
-    settings = recipe(tmp_path, tiny_tokenizer).model_dump(mode="json", exclude_unset=True)
-    if stage == "teacher":
-        kept = {key: settings[key] for key in ("decoder", "data", "packing")}
-        settings = kept | {"stage": stage, "tune": {"mode": "lora"}, "output": str(tmp_path / "run")}
+    settings = settings_for(decoder, tmp_path, stage)
 
     def curve(steps: int, batch_size: int, **optim: Any) -> list[float]:
         # At a rate that leaves the weights as they are: every set of rows is seen by the same ones.
@@ -201,9 +180,9 @@ def test_a_step_takes_several_sets_of_rows(tmp_path: Path, tiny_tokenizer: Any, 
         curve(1, 2, micro_batch_size=2)
 
 
-def test_impossible_recipes_are_refused(tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_impossible_recipes_are_refused(decoder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"window 128 must be packing\.length, 256"):
-        recipe(tmp_path, tiny_tokenizer, window=128)
-    made = recipe(tmp_path, tiny_tokenizer, method={"name": "compression_tokens"})
+        recipe(decoder, tmp_path, window=128)
+    made = recipe(decoder, tmp_path, method={"name": "compression_tokens"})
     with pytest.raises(ConfigError, match="is for mean_pooling, not for compression_tokens"):
         PackedSlotLoss(start_bundle(made, EXAMPLES))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
@@ -22,9 +21,7 @@ from ctx_compress_rag.text.prompts import PromptBuilder
 from ctx_compress_rag.training.compression_config import RamRecipe
 from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
 from ctx_compress_rag.training.recipes import load_recipe
-from ctx_compress_rag.training.run import run_recipe
-from helpers.ram import EXAMPLES, FROZEN, PLAIN, collator, objective, plain_ids, ram_bundle
-from helpers.training import killed, losses
+from helpers.ram import EXAMPLES, PLAIN, collator, objective, plain_ids, ram_bundle
 
 
 @pytest.fixture(scope="module")
@@ -112,42 +109,6 @@ def test_the_shipped_recipe_has_the_papers_numbers() -> None:
     assert (recipe.optim.batch_size, recipe.optim.learning_rate, recipe.optim.final_learning_rate) == (32, 1e-5, 0)
     assert recipe.optim.schedule == "linear"
     assert recipe.optim.steps == 5 * 20_000 // 32  # one pass over the paper's examples
-
-
-def recipe_file(folder: Path, decoder: Path, data: Path, steps: int) -> Path:
-    folder.mkdir(exist_ok=True)
-    recipe = {
-        "stage": "ram",
-        "name": "tiny",
-        "output": str(folder / "run"),
-        "decoder": str(decoder),
-        "method": {"name": "ram", "segment_tokens": 4, "encoder": {"mode": "lora"}, "decoder": FROZEN},
-        "base_ratio": 4,
-        "reductions": [2, 4],
-        "window": 64,
-        "data": {"files": [str(data)], "max_turns": 2, "max_context_tokens": 128},
-        "optim": {"steps": steps, "batch_size": 2, "learning_rate": 1e-3, "save_every": 2, "log_every": 1},
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return folder / "recipe.yaml"
-
-
-def test_a_recipe_makes_a_bundle_and_resumes(bundle: Bundle, tmp_path: Path) -> None:
-    """Reductions are drawn again at each step, and yet a run that was cut off ends like one that was not."""
-    bundle.backbone.model.save_pretrained(tmp_path / "decoder")
-    bundle.tokenizer.save_pretrained(tmp_path / "decoder")
-    write_jsonl(tmp_path / "data.jsonl", EXAMPLES * 4)
-    whole = run_recipe(recipe_file(tmp_path / "whole", tmp_path / "decoder", tmp_path / "data.jsonl", 4))
-    cut = recipe_file(tmp_path / "cut", tmp_path / "decoder", tmp_path / "data.jsonl", 4)
-    with killed(after=3):
-        run_recipe(cut)
-    run_recipe(cut)
-    assert losses(tmp_path / "cut" / "run") == pytest.approx(losses(whole), rel=1e-4)
-    assert json.loads((tmp_path / "cut" / "run" / "training_report.json").read_text())["resumed"] is True
-    made = Bundle.from_pretrained(whole / "bundle")
-    assert isinstance(made.config.method, RamConfig) and made.report["steps"] == 4
-    assert made.config.ratios == [2, 4]
-    assert made.report["tokens"] > 0
 
 
 def test_yes_and_no_are_found_nowhere(tiny_tokenizer: Any) -> None:

@@ -24,8 +24,10 @@ from ctx_compress_rag.training.objectives.likelihood import LikelihoodLoss
 from ctx_compress_rag.training.objectives.reconstruction import ReconstructionCollator, passages_of
 from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import run_recipe
+from helpers.models import widen
+from helpers.ram import after_hole, plain_ids
 from helpers.sentences import DIM, save_encoder, sentence_bundle
-from helpers.training import losses
+from helpers.training import losses, write_recipe
 
 PASSAGES = [
     "Orla Reedwen keeps a goat. She lives in Kormoor.",
@@ -42,21 +44,10 @@ def bundles(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempP
     pooled = make_tiny_bundle(seed=2)
     plain = make_tiny_bundle(seed=2, encoder=FROZEN, decoder=FROZEN)
     for bundle in (pooled, plain):  # so wide that every input and adapter matters
-        for parameter in bundle.backbone.model.parameters():
-            if parameter.ndim == 2:
-                torch.nn.init.normal_(parameter, std=0.3)
+        widen(bundle.backbone.model, std=0.3)
     encoder = save_encoder(tmp_path_factory.mktemp("encoder"), plain.tokenizer)
     method = SentenceSlotsConfig(encoder=str(encoder), encoder_dim=DIM, unit="tokens")
     return {"mean_pooling": pooled, "sentence_slots": sentence_bundle(plain, method, base_ratio=4)}
-
-
-def ids_of(bundle: Any, text: str) -> list[int]:
-    return bundle.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def after_hole(bundle: Any, text: str) -> list[int]:
-    """Ids of text that follows slots: the tiny tokenizer puts a space before text that follows a special token."""
-    return ids_of(bundle, "<|user|>" + text)[1:]
 
 
 @torch.no_grad()
@@ -73,19 +64,19 @@ def plain_losses(model: Any, embed: Any, prompt: Tensor, answer: list[int]) -> l
 def slot_losses(bundle: Any, passage: str, ratio: int, template: str = TEMPLATE) -> list[float]:
     embed = bundle.backbone.embeddings
     before, after = template.split("{context}")
-    user = ids_of(bundle, f"<|user|>{before}")
+    user = plain_ids(bundle, f"<|user|>{before}")
     slots = bundle.embed(bundle.compress([passage], ratio)[0])
     rest = after_hole(bundle, after + "<|assistant|>")
     prompt = torch.cat([embed(torch.tensor(user)), slots, embed(torch.tensor(rest))])
     with bundle.soft_decoder(torch.zeros(1, 1, dtype=torch.bool)) as model:
-        return plain_losses(model, embed, prompt, ids_of(bundle, passage + "<|end|>"))
+        return plain_losses(model, embed, prompt, plain_ids(bundle, passage + "<|end|>"))
 
 
 def text_losses(bundle: Any, passage: str, given: str) -> list[float]:
     embed = bundle.backbone.embeddings
-    prompt = embed(torch.tensor(ids_of(bundle, f"<|user|>{TEMPLATE.replace('{context}', given)}<|assistant|>")))
+    prompt = embed(torch.tensor(plain_ids(bundle, f"<|user|>{TEMPLATE.replace('{context}', given)}<|assistant|>")))
     with bundle.text_decoder() as model:
-        return plain_losses(model, embed, prompt, ids_of(bundle, passage + "<|end|>"))
+        return plain_losses(model, embed, prompt, plain_ids(bundle, passage + "<|end|>"))
 
 
 # The objective
@@ -131,7 +122,7 @@ def test_each_passage_is_a_row_of_its_own(tiny_bundle: Any) -> None:
     prompts = set()
     for row, example in zip(batch["prompts"].prompts, many, strict=True):
         answer = torch.cat(row.ids)[torch.cat(row.answers)]
-        assert answer.tolist() == ids_of(tiny_bundle, example.passages[0] + "<|end|>")
+        assert answer.tolist() == plain_ids(tiny_bundle, example.passages[0] + "<|end|>")
         before, after = (
             tiny_bundle.tokenizer.decode(ids[~flags]) for ids, flags in zip(row.ids, row.answers, strict=True)
         )
@@ -151,7 +142,7 @@ def test_a_long_passage_is_cut_and_said_again_as_cut(tiny_bundle: Any) -> None:
     assert batch["passages"].input_ids.shape == (1, 32)
     [row] = batch["prompts"].prompts
     answer = torch.cat(row.ids)[torch.cat(row.answers)].tolist()
-    assert answer == ids_of(tiny_bundle, batch["passages"].texts[0] + "<|end|>")
+    assert answer == plain_ids(tiny_bundle, batch["passages"].texts[0] + "<|end|>")
 
 
 # Perplexity
@@ -185,31 +176,20 @@ def test_a_blank_passage_has_no_perplexity(tiny_bundle: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a decoder, an encoder, data and the recipes of stages I and II, both run."""
+def run(decoder: Path, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an encoder, data and the recipes of stages I and II, both run."""
     folder = tmp_path_factory.mktemp("run")
-    bundle = make_tiny_bundle()
-    bundle.save_pretrained(folder)  # and with it, its decoder
-    save_encoder(folder / "encoder", bundle.tokenizer)
+    encoder = save_encoder(folder / "encoder", tiny_tokenizer)
     examples = [Example((f"{name} keeps a goat. {name} is old.",), (Turn(f"What does {name} keep?", ("a goat",)),))
                 for name in ("Orla", "Ada", "Bo", "Cy", "Di", "Ed")]  # fmt: skip
     write_jsonl(folder / "data.jsonl", examples)
-    common = {
-        "name": "tiny",
-        "base_ratio": 8,
-        "ratios": [8],
-        "window": 64,
-        "data": {"files": [str(folder / "data.jsonl")], "max_context_tokens": 64},
-        "optim": {"steps": 4, "batch_size": 6, "learning_rate": 3e-3, "warmup_ratio": 0.0, "log_every": 1},
-    }
-    method = {"name": "sentence_slots", "encoder": str(folder / "encoder"), "encoder_dim": DIM}
-    first = {"stage": "reconstruction", "decoder": str(folder / "decoder"), "method": method}
-    second = {"stage": "answer", "bundle": str(folder / "reconstruction" / "bundle")}
-    for recipe in (first, second):
-        name = recipe["stage"]
-        path = folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(common | recipe | {"output": str(folder / name)}))
-        run_recipe(path)
+    data = {"files": [str(folder / "data.jsonl")], "max_context_tokens": 64}
+    common = {"base_ratio": 8, "ratios": [8], "data": data}
+    first = {"method": {"name": "sentence_slots", "encoder": str(encoder), "encoder_dim": DIM}}
+    second = {"decoder": None, "method": None, "bundle": str(folder / "reconstruction" / "bundle")}
+    optim = {"steps": 4, "batch_size": 6, "learning_rate": 3e-3}
+    for stage, changes in (("reconstruction", first), ("answer", second)):
+        run_recipe(write_recipe(decoder, stage, folder / stage, optim, **common, **changes))
     return folder
 
 

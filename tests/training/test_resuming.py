@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,49 +12,20 @@ import yaml
 from safetensors.torch import load_file
 from transformers import Trainer
 
+from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import check_inputs, is_finished, run_recipe
-from helpers.models import save_tiny_llama
 from helpers.processes import run_by
-from helpers.training import UNLIKE, killed, losses
+from helpers.training import UNLIKE, killed, losses, report, write_recipe
 
 
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
-    folder = tmp_path_factory.mktemp("decoder")
-    save_tiny_llama(tiny_tokenizer, folder)
-    write_jsonl(folder / "data.jsonl", UNLIKE[:3])  # no multiple of a batch
-    write_jsonl(folder / "other.jsonl", UNLIKE[3:])
-    return folder
-
-
-def _recipe(decoder: Path, folder: Path, data: str = "data.jsonl", seed: int = 0, **optim: Any) -> Path:
-    settings = {
-        "steps": 6,
-        "batch_size": 4,
-        "micro_batch_size": 2,
-        "save_every": 2,
-        "log_every": 1,
-        "warmup_ratio": 0.0,
-    }
-    recipe = {
-        "stage": "teacher",
-        "output": str(folder),
-        "decoder": str(decoder),
-        "tune": {"mode": "lora"},
-        "seed": seed,
-        "data": {"files": [str(decoder / data)], "max_turns": 2},
-        "optim": settings | {"learning_rate": 1e-2, "warmup_ratio": 0.0} | optim,
-    }
-    path = folder.with_suffix(".yaml")
-    path.write_text(yaml.safe_dump(recipe))
-    return path
-
-
-def _report(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "training_report.json").read_text()))
+def _recipe(decoder: Path, folder: Path, data: str = "three.jsonl", seed: int = 0, **optim: Any) -> Path:
+    write_jsonl(decoder / "three.jsonl", UNLIKE[:3])  # no multiple of a batch
+    optim = {"steps": 6, "micro_batch_size": 2, "save_every": 2, "learning_rate": 1e-2, **optim}
+    data = {"files": [str(decoder / data)], "max_turns": 2}
+    return write_recipe(decoder, "adapter", folder, optim, data=data, seed=seed)
 
 
 def _assert_the_same(one: Path, other: Path) -> None:
@@ -84,26 +54,53 @@ def test_what_a_later_recipe_lacks_is_said_before_the_first_is_run(decoder: Path
         check_inputs([load_recipe(recipe) for recipe in reversed(recipes)])
 
 
-@pytest.mark.parametrize("finished", [False, True])
-def test_another_recipe_does_not_continue(decoder: Path, whole: Path, tmp_path: Path, finished: bool) -> None:
+# Reductions, ratios and episodes are drawn again at each step.
+DRAWN: dict[str, dict[str, Any]] = {
+    "distillation": {"curriculum": [{"step": 0, "ratios": [4, 8], "sample": 1}], "reconstruction_weight": 0.5},
+    "ram": {},
+    "packed": {},
+    "update_predictor": {"data": {"families": "train"}, "inner_steps": 2},
+}
+
+
+@pytest.mark.parametrize("stage", DRAWN)
+def test_what_was_cut_off_ends_as_what_was_not(decoder: Path, tmp_path: Path, stage: str) -> None:
+    """From recipe to bundle: the same losses and, where slots are made, the same slots."""
+    optim = {"steps": 4, "save_every": 2, "batch_size": 1 if stage == "packed" else 2, "learning_rate": 1e-2}
+    whole, cut = (write_recipe(decoder, stage, tmp_path / name, optim, **DRAWN[stage]) for name in ("whole", "cut"))
+    run_recipe(whole)
+    with killed(after=3):
+        run_recipe(cut)
+    run_recipe(cut)
+    told = report(tmp_path / "cut")
+    assert (told["resumed"], told["steps"]) == (True, 4) and told["tokens"] > 0
+    curve = losses(tmp_path / "whole")
+    assert len(curve) == 4 and losses(tmp_path / "cut") == pytest.approx(curve, rel=1e-4)
+    assert (tmp_path / "whole" / "loss.png").stat().st_size > 1000
+    if stage != "update_predictor":
+        one, two = (Bundle.from_pretrained(tmp_path / name / "bundle") for name in ("whole", "cut"))
+        assert one.report["steps"] == 4 and one.config.ratios == ([2, 4, 8] if stage == "ram" else [4, 8])
+        a, b = (each.compress(["Orla Reedwen was born in Kormoor."])[0].slots for each in (one, two))
+        assert torch.allclose(a, b, atol=1e-3)
+
+
+def test_another_recipe_does_not_continue(decoder: Path, whole: Path, tmp_path: Path) -> None:
     """It is told what differs; the training that is there ends as it would have."""
     folder = tmp_path / "cut"
-    if finished:
-        run_recipe(_recipe(decoder, folder))
-    else:
-        with killed(after=3):
-            run_recipe(_recipe(decoder, folder))
     changes: dict[str, dict[str, Any]] = {
         "optim.learning_rate 0.01 there, 0.1 in the recipe": {"learning_rate": 0.1},
-        "data.files": {"data": "other.jsonl"},
+        "data.files": {"data": "data.jsonl"},
         "seed 0 there, 5": {"seed": 5},
-        f"checkpoint-{6 if finished else 2} is beyond the recipe's 1 steps": {"steps": 1},
+        "checkpoint-{} is beyond the recipe's 1 steps": {"steps": 1},
     }
-    for named, change in changes.items():
-        with pytest.raises(ConfigError, match=named):
-            run_recipe(_recipe(decoder, folder, **change))
-    run_recipe(_recipe(decoder, folder))
-    _assert_the_same(whole, folder)
+    with killed(after=3):
+        run_recipe(_recipe(decoder, folder))
+    for done in (2, 6):
+        for named, change in changes.items():
+            with pytest.raises(ConfigError, match=named.format(done)):
+                run_recipe(_recipe(decoder, folder, **change))
+        run_recipe(_recipe(decoder, folder))
+        _assert_the_same(whole, folder)
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -111,7 +108,7 @@ def test_files_with_other_contents_do_not_continue(decoder: Path, tmp_path: Path
     recipe = _recipe(decoder, tmp_path / "cut")
     settings = yaml.safe_load(recipe.read_text())
     data = tmp_path / "mine.jsonl"
-    data.write_bytes((decoder / "data.jsonl").read_bytes())
+    write_jsonl(data, UNLIKE[:3])
     settings["data"]["files"] = [str(data)]
     recipe.write_text(yaml.safe_dump(settings))
     with nullcontext() if finished else killed(after=3):
@@ -121,7 +118,7 @@ def test_files_with_other_contents_do_not_continue(decoder: Path, tmp_path: Path
     assert not is_finished(load_recipe(recipe))
     with pytest.raises(ConfigError, match="mine.jsonl with other contents"):
         run_recipe(recipe)
-    data.write_bytes((decoder / "data.jsonl").read_bytes())
+    write_jsonl(data, UNLIKE[:3])
     run_recipe(recipe)
     assert is_finished(load_recipe(recipe))
     data.unlink()  # what is finished needs no data
@@ -136,7 +133,7 @@ def test_a_fault_in_a_recipe_loses_no_checkpoint(decoder: Path, tmp_path: Path) 
     with pytest.raises(DataError, match="no data file"):
         run_recipe(_recipe(decoder, tmp_path / "cut", data="absent.jsonl"), resume=False)
     run_recipe(_recipe(decoder, tmp_path / "cut"))
-    assert _report(tmp_path / "cut")["resumed"] is True
+    assert report(tmp_path / "cut")["resumed"] is True
 
 
 def test_a_recipe_that_never_began_is_mended(decoder: Path, tmp_path: Path) -> None:
@@ -152,17 +149,16 @@ def test_how_steps_are_made_may_change(decoder: Path, whole: Path, tmp_path: Pat
         run_recipe(_recipe(decoder, folder))
     folder = folder.rename(tmp_path / "moved")
     run_recipe(_recipe(decoder, folder, micro_batch_size=1, save_every=4, checkpoint_layers=True))
-    assert _report(folder)["resumed"] is True
+    assert report(folder)["resumed"] is True
     _assert_the_same(whole, folder)
     run_recipe(_recipe(decoder, folder, steps=8))
-    assert (_report(folder)["steps"], len(losses(folder))) == (8, 8)
+    assert (report(folder)["steps"], len(losses(folder))) == (8, 8)
 
 
-def test_a_training_begun_anew_forgets_the_one_before(decoder: Path, tmp_path: Path) -> None:
+def test_a_training_begun_anew_forgets_the_one_before(decoder: Path, whole: Path, tmp_path: Path) -> None:
     """Interrupted, too, it does not continue from the other's checkpoints, though those are of later steps."""
-    whole = run_recipe(_recipe(decoder, tmp_path / "whole", seed=5))
-    folder = run_recipe(_recipe(decoder, tmp_path / "cut"))
-    anew = _recipe(decoder, folder, seed=5)
+    folder = run_recipe(_recipe(decoder, tmp_path / "cut", seed=5))
+    anew = _recipe(decoder, folder)
     with killed(after=3):
         run_recipe(anew, resume=False)
     run_recipe(anew)
@@ -185,7 +181,7 @@ def test_a_checkpoint_that_was_cut_off_is_not_read(
         run_recipe(recipe)
     assert (tmp_path / "cut" / "checkpoints" / "checkpoint-4" / "trained.safetensors").exists()
     run_recipe(recipe)
-    assert _report(tmp_path / "cut")["resumed"] is True
+    assert report(tmp_path / "cut")["resumed"] is True
     _assert_the_same(whole, tmp_path / "cut")
 
 
@@ -203,7 +199,7 @@ def test_a_result_that_could_not_be_written_takes_no_further_step(
         patched.setattr(PeftModel, "save_pretrained", full)
         run_recipe(recipe)
     run_recipe(recipe)
-    assert _report(tmp_path / "cut")["steps"] == 5
+    assert report(tmp_path / "cut")["steps"] == 5
     _assert_the_same(whole, tmp_path / "cut")
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
 
-from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
 from ctx_compress_rag.training.checkpointing import layers_of
@@ -23,76 +20,21 @@ from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, Like
 from ctx_compress_rag.training.recipes import parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.sharding import sharded
-from helpers.methods import COMPREXIT, SMALL_LORA
-from helpers.models import save_tiny_llama
 from helpers.processes import run_by
-from helpers.training import UNLIKE, losses
+from helpers.training import UNLIKE, losses, report, settings_of, write_recipe
 
-FULL, LORA = {"mode": "full"}, {"mode": "lora"}
-SLOTS = {"name": "tiny", "ratios": [4, 8], "window": 64}
-STAGES: dict[str, dict[str, Any]] = {
-    "teacher": {"stage": "teacher", "tune": FULL, "context_loss_weight": 0.2},
-    "adapter": {"stage": "teacher", "tune": LORA},
-    "mean pooling": {"stage": "answer", **SLOTS, "method": {"name": "mean_pooling", "encoder": FULL, "decoder": FULL}},
-    "mean pooling, LoRA": {"stage": "distillation", **SLOTS, "method": {"name": "mean_pooling"}},
-    "ram": {
-        "stage": "ram",
-        **SLOTS,
-        "method": {"name": "ram", "segment_tokens": 4, "encoder": FULL, "decoder": LORA},
-        "base_ratio": 4,
-        "ratios": [2, 4, 8],
-    },
-    "arcaligner": {
-        "stage": "answer",
-        **SLOTS,
-        "method": {"name": "arcaligner", "encoder": "minilm", "unit": "tokens", "lora": SMALL_LORA},
-    },
-    "comprexit": {
-        "stage": "next_token",
-        **SLOTS,
-        "method": {"name": "comprexit", **COMPREXIT},
-    },
-    "packed": {
-        "stage": "repeat_and_answer",
-        **SLOTS,
-        "method": {"name": "mean_pooling"},
-        "window": 128,
-        "packing": {"rows": 2, "passage_rows": 2, "length": 128, "examples": 2},
-    },
-    "pretraining": {"stage": "pretrain", "window": 32},
-}
-
-
+STAGES = (
+    "teacher", "adapter", "pretraining", "answer, full", "distillation", "ram", "arcaligner", "comprexit", "packed",
+)  # fmt: skip
 MICRO = {"packed": 1}
 """Examples of a micro-batch in one process: a packed batch is made whole."""
-PROBED = ("adapter", "mean pooling")
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
-    """With a head of its own, which is trained, too."""
-    folder = tmp_path_factory.mktemp("decoder")
-    save_tiny_llama(tiny_tokenizer, folder, tie_word_embeddings=False)
-    write_jsonl(folder / "data.jsonl", UNLIKE)
-    (folder / "text.txt").write_text(" ".join(passage for e in UNLIKE for passage in e.passages) * 20)
-    return folder
+PROBED = ("adapter", "answer, full")
 
 
 def _recipe(decoder: Path, name: str, folder: Path, micro: int, **optim: Any) -> Path:
-    optim = {"steps": 10, "learning_rate": 1e-3, "batch_size": 4, "micro_batch_size": micro, **optim}
-    questions = {"files": [str(decoder / "data.jsonl")], "max_turns": 2}
-    recipe = {
-        "output": str(folder),
-        "decoder": str(decoder),
-        "data": {"texts": [{"file": str(decoder / "text.txt")}]} if name == "pretraining" else questions,
-        "optim": {"log_every": 1, "warmup_ratio": 0.0, **optim},
-        **STAGES[name],
-    }
-    if name in PROBED:
-        recipe["probe"] = {"file": str(decoder / "data.jsonl"), "every": 5, "questions": 2, "ratios": [4]}
-    path = folder.with_suffix(".yaml")
-    path.write_text(yaml.safe_dump(recipe))
-    return path
+    questions = {"file": str(decoder / "data.jsonl"), "every": 5, "questions": 2, "ratios": [4]}
+    optim = {"steps": 10, "micro_batch_size": micro, **optim}
+    return write_recipe(decoder, name, folder, optim, probe=questions if name in PROBED else None)
 
 
 def _assert_same_weights(one: Path, other: Path) -> None:
@@ -118,9 +60,8 @@ def test_two_processes_resume_with_half_of_a_decoder_each(decoder: Path, tmp_pat
     run_recipe(alone)
     for folder in ("shared", "alone"):
         _assert_same_weights(tmp_path / "whole", tmp_path / folder)
-        report = json.loads((tmp_path / folder / "training_report.json").read_text())
-        assert report["resumed"] is True
-    trained = report["trained_parameters"]
+        assert report(tmp_path / folder)["resumed"] is True
+    trained = report(tmp_path / "whole")["trained_parameters"]
     assert [each["trained"] for [each] in held] == [trained / 2] * 2
     assert [each["states"] for [each] in held] == [trained] * 2
     # Weights and two states in float32, halved; a tenth for data, positions and whatever else there is.
@@ -138,13 +79,13 @@ def test_two_processes_resume_with_half_of_a_decoder_each(decoder: Path, tmp_pat
 def test_what_cannot_be_shared_out_is_refused_by_name(
     decoder: Path, tmp_path: Path, change: dict[str, Any], named: str
 ) -> None:
-    recipe = yaml.safe_load(_recipe(decoder, "teacher", tmp_path / "run", 1).read_text())
+    recipe = settings_of(decoder, "teacher", tmp_path)
     with pytest.raises(ConfigError, match=named):
         parse_recipe(recipe | {"optim": change}, "test")
 
 
 def test_the_earlier_name_of_sharing_frozen_weights_is_known(decoder: Path, tmp_path: Path) -> None:
-    recipe = yaml.safe_load(_recipe(decoder, "mean pooling", tmp_path / "run", 1).read_text())
+    recipe = settings_of(decoder, "answer", tmp_path)
     for value, shard in ((True, "frozen"), (False, None)):
         with pytest.warns(DeprecationWarning, match="shard: frozen"):
             assert parse_recipe(recipe | {"optim": {"shard_frozen": value}}, "test").optim.shard == shard
@@ -158,9 +99,9 @@ def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_p
     shared = _recipe(decoder, name, tmp_path / "shared", 1, shard="all", checkpoint_layers=True)
     [[first], [second]] = run_by(2, tmp_path / "told", ("train", shared))
     _assert_same_weights(tmp_path / "alone", tmp_path / "shared")
-    alone, report = (json.loads((tmp_path / each / "training_report.json").read_text()) for each in ("alone", "shared"))
-    assert _scores(report) == _scores(alone) and bool(_scores(alone)) == (name in PROBED)
-    trained = report["trained_parameters"]
+    alone, apart = (report(tmp_path / each) for each in ("alone", "shared"))
+    assert _scores(apart) == _scores(alone) and bool(_scores(alone)) == (name in PROBED)
+    trained = apart["trained_parameters"]
     # A matrix of an odd number of rows, of which one process has a row more.
     assert first["trained"] + second["trained"] == trained and first["trained"] < 0.51 * trained
     assert first["states"] + second["states"] == 2 * trained and first["states"] < 0.51 * 2 * trained
@@ -175,7 +116,7 @@ def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_p
 @pytest.mark.slow
 def test_shared_out_frozen_weights_resume(decoder: Path, tmp_path: Path) -> None:
     """Killed after two of four steps, as one process that is not."""
-    name, steps = "mean pooling, LoRA", {"steps": 4, "save_every": 1}
+    name, steps = "distillation", {"steps": 4, "save_every": 1}
     run_recipe(_recipe(decoder, name, tmp_path / "alone", 4, **steps))
     shared = _recipe(decoder, name, tmp_path / "shared", 1, shard="frozen", **steps)
     run_by(2, tmp_path / "told", ("kill", shared, 2), ("train", shared))
@@ -214,9 +155,9 @@ def test_compiled_layers_with_shared_out_weights_give_the_same_gradients(
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
 
 
-def _scores(report: dict[str, Any]) -> list[dict[str, Any]]:
+def _scores(told: dict[str, Any]) -> list[dict[str, Any]]:
     """Of the probes, by step; how many tokens there were, a process of several only estimates."""
-    return [{key: value for key, value in probe.items() if key != "tokens"} for probe in report["probes"]]
+    return [{key: value for key, value in probe.items() if key != "tokens"} for probe in told["probes"]]
 
 
 def _saved(folder: Path) -> dict[str, dict[str, torch.Tensor]]:

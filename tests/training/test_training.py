@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import random
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
 from helpers import architectures
-from helpers.training import killed, losses
+from helpers.ram import after_hole, plain_ids
+from helpers.training import write_recipe
 
 NO_SLOTS = torch.zeros(1, 1, dtype=torch.bool)
 EXAMPLES = [
@@ -39,10 +39,6 @@ def _collator(bundle: Any) -> DistillationCollator:
     return DistillationCollator(PromptBuilder(bundle.tokenizer), TEMPLATES, 512, seed=0)
 
 
-def _plain_ids(bundle: Any, text: str) -> list[int]:
-    return bundle.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
     """Eq. 5 and 6 one example, token and ratio at a time, in float64."""
     bundle = make_tiny_bundle(seed=3)
@@ -54,15 +50,14 @@ def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
     collate = DistillationCollator(PromptBuilder(bundle.tokenizer), ["{context}\n\n{question}"], 512, seed=0)
     loss = float(objective(**collate(EXAMPLES))["loss"])
 
-    model, embed = bundle.backbone.model, bundle.backbone.embeddings
-    total = 0.0
+    embed, total = bundle.backbone.embeddings, 0.0
     for example in EXAMPLES:
         # Text and slots in turn: the prompt up to each answer, then the answer token by token.
         history_text = torch.empty(0, 32)
         history_slots = {r: torch.empty(0, 32) for r in objective.ratios}
         for number, turn in enumerate(example.turns):
             context = "\n\n".join(example.passages) + "\n\n" if number == 0 else ""
-            prompt = _plain_ids(bundle, f"<|user|>{context}{turn.question}<|assistant|>")
+            prompt = plain_ids(bundle, f"<|user|>{context}{turn.question}<|assistant|>")
             history_text = torch.cat([history_text, embed(torch.tensor(prompt))])
             for r in objective.ratios:
                 if number == 0:
@@ -70,13 +65,13 @@ def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
                     parts = [embed(torch.tensor([user]))]
                     for i, passage in enumerate(example.passages):
                         if i:
-                            parts.append(embed(torch.tensor(_hole_text(bundle, "\n\n"))))
+                            parts.append(embed(torch.tensor(after_hole(bundle, "\n\n"))))
                         parts.append(bundle.embed(bundle.compress([passage], ratio=r)[0]))
-                    parts.append(embed(torch.tensor(_hole_text(bundle, f"\n\n{turn.question}<|assistant|>"))))
+                    parts.append(embed(torch.tensor(after_hole(bundle, f"\n\n{turn.question}<|assistant|>"))))
                     history_slots[r] = torch.cat(parts)
                 else:
                     history_slots[r] = torch.cat([history_slots[r], embed(torch.tensor(prompt))])
-            for token in _plain_ids(bundle, turn.answers[0] + "<|end|>"):
+            for token in plain_ids(bundle, turn.answers[0] + "<|end|>"):
                 with torch.no_grad(), bundle.text_decoder() as teacher:
                     q = teacher(inputs_embeds=history_text[None]).logits[0, -1].double().softmax(-1)
                 for r in objective.ratios:
@@ -85,15 +80,8 @@ def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
                     total += float((q * (q.log() - p.log())).sum())
                     history_slots[r] = torch.cat([history_slots[r], embed(torch.tensor([token]))])
                 history_text = torch.cat([history_text, embed(torch.tensor([token]))])
-    assert model is bundle.backbone.model
     assert loss == pytest.approx(total / len(EXAMPLES), rel=1e-4)
     assert total > 0.1  # the adapters differ, so there is something to sum
-
-
-def _hole_text(bundle: Any, text: str) -> list[int]:
-    """Ids of text that follows a hole: the tiny tokenizer puts a space before text that follows a special token."""
-    ids = _plain_ids(bundle, "<|user|>" + text)
-    return ids[1:]
 
 
 def test_passages_to_repeat_are_drawn_from_whole_batches() -> None:
@@ -233,163 +221,74 @@ def test_processes_that_share_weights_draw_no_ratio_for_each_example(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("name", "change", "named"),
     [
-        ({"stepz": 3}, "stepz"),
-        ({"stage": "alchemy"}, "alchemy"),
-        ({"optim": {"batch_size": 6, "micro_batch_size": 4}}, "micro_batch_size"),
-        ({"optim": {"steps": 0}}, "steps"),
-        ({"data": {"files": []}}, "files or world"),
-        ({"data": {"files": ["x.jsonl"], "templates": ["no places"]}}, "no places"),
-        ({"stage": "alchemy"}, "^[^:]*: stage: 'alchemy' is unknown: give one of .*'teacher'"),
+        ("demo/teacher", {"stepz": 3}, "stepz"),
+        ("demo/teacher", {"optim": {"batch_size": 6, "micro_batch_size": 4}}, "micro_batch_size"),
+        ("demo/teacher", {"optim": {"steps": 0}}, "steps"),
+        ("demo/teacher", {"data": {"files": []}}, "files or world"),
+        ("demo/teacher", {"data": {"files": ["x.jsonl"], "templates": ["no places"]}}, "no places"),
+        ("demo/teacher", {"stage": "alchemy"}, "^[^:]*: stage: 'alchemy' is unknown: give one of .*'teacher'"),
+        # A teacher may train for days before the compressor's recipe begins: ratios are checked before.
+        ("mean_pooling/compressor", {"ratios": [4, 6]}, "ratio 6 cannot be made from slots stored at 4"),
+        (
+            "mean_pooling/compressor",
+            {"curriculum": [{"step": 0, "ratios": [6]}]},
+            "ratio 6 does not divide the encoder's window of 1024",
+        ),
+        ("mean_pooling/compressor", {"window": 1022}, "ratio 4 does not divide the encoder's window of 1022"),
     ],
 )
-def test_impossible_recipes_are_refused_by_name(tmp_path: Path, change: dict[str, Any], named: str) -> None:
-    recipe = yaml.safe_load((SHIPPED / "demo" / "teacher.yaml").read_text()) | change
+def test_impossible_recipes_are_refused_by_name(tmp_path: Path, name: str, change: dict[str, Any], named: str) -> None:
+    recipe = yaml.safe_load((SHIPPED / f"{name}.yaml").read_text()) | change
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.raises(ConfigError, match=named):
         load_recipe(tmp_path / "recipe.yaml")
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"ratios": [4, 6]}, "ratio 6 cannot be made from slots stored at 4"),
-        ({"curriculum": [{"step": 0, "ratios": [6]}]}, "ratio 6 does not divide the encoder's window of 1024"),
-        ({"window": 1022}, "ratio 4 does not divide the encoder's window of 1022"),
-    ],
-)
-def test_impossible_ratios_are_refused_before_anything_is_trained(
-    tmp_path: Path, change: dict[str, Any], named: str
-) -> None:
-    """A teacher may train for days before the compressor's recipe begins."""
-    recipe = yaml.safe_load((SHIPPED / "mean_pooling" / "compressor.yaml").read_text()) | change
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    with pytest.raises(ConfigError, match=named):
-        load_recipe(tmp_path / "recipe.yaml")
-
-
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A decoder that a recipe has trained from nothing."""
-    folder = tmp_path_factory.mktemp("scratch") / "run"
-    return run_recipe(_tiny_recipes(folder, 2, folder / "teacher")[0])
-
-
-def _tiny_recipes(folder: Path, steps: int, scratch: Path) -> tuple[Path, Path]:
-    """Of a teacher from nothing, and of a compressor for the decoder `scratch`."""
-    optim = {
-        "steps": steps,
-        "batch_size": 4,
-        "micro_batch_size": 2,
-        "learning_rate": 1e-3,
-        "save_every": 2,
-        "log_every": 1,
-    }
-    data = {"world": {"seed": 50, "examples": 24, "passages": [1, 2]}, "max_turns": 2, "max_context_tokens": 256}
-    shape = {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    }
-    teacher = {
-        "stage": "teacher",
-        "output": str(folder / "teacher"),
-        "scratch": {"vocab_size": 512, "config": shape},
-        "tune": {"mode": "full"},
-        "data": data,
-        "optim": optim,
-    }
-    student = {
-        "stage": "distillation",
-        "name": "tiny",
-        "output": str(folder / "student"),
-        "decoder": str(scratch),
-        "method": {"name": "mean_pooling"},
-        "ratios": [4, 8],
-        "window": 64,
-        "curriculum": [{"step": 0, "ratios": [4, 8], "sample": 1}],
-        "reconstruction_weight": 0.5,
-        "data": data,
-        "optim": optim,
-    }
-    folder.mkdir()
-    paths = folder / "teacher.yaml", folder / "student.yaml"
-    for path, recipe in zip(paths, (teacher, student), strict=True):
-        path.write_text(yaml.safe_dump(recipe))
-    return paths
-
-
-def test_a_recipe_resumes_on_the_same_loss_curve(scratch: Path, tmp_path: Path) -> None:
-    """From recipe to bundle; one cut off after step 3 ends like one that was not."""
-
-    from ctx_compress_rag.bundle import Bundle
-
-    run_recipe(_tiny_recipes(tmp_path / "whole", 6, scratch)[1])
-    whole = losses(tmp_path / "whole" / "student")
-    assert len(whole) == 6 and all(math.isfinite(x) for x in whole)
-
-    _, student = _tiny_recipes(tmp_path / "cut", 6, scratch)
-    with killed(after=3):
-        run_recipe(student)
-    run_recipe(student)
-    report = json.loads((tmp_path / "cut" / "student" / "training_report.json").read_text())
-    assert report["resumed"] is True
-    assert losses(tmp_path / "cut" / "student") == pytest.approx(whole, rel=1e-4)
-    one, two = (Bundle.from_pretrained(tmp_path / name / "student" / "bundle") for name in ("whole", "cut"))
-    a, b = (x.compress(["Orla Reedwen was born in Kormoor."])[0].slots for x in (one, two))
-    assert torch.allclose(a, b, atol=1e-3)
-    assert (tmp_path / "whole" / "student" / "loss.png").stat().st_size > 1000
-
-
-def test_a_lora_teacher_reads_full_text_in_the_bundle(scratch: Path, tmp_path: Path) -> None:
-    """The bundle's text decoder is the decoder with the teacher's adapter; slots are read without it."""
+def test_a_lora_teacher_reads_full_text_in_the_bundle(decoder: Path, tmp_path: Path) -> None:
+    """The bundle's text decoder is the decoder, trained from nothing, with the teacher's adapter, which slots lack."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     from ctx_compress_rag.bundle import Bundle
     from ctx_compress_rag.errors import BundleError
 
-    teacher, student = _tiny_recipes(tmp_path / "run", 2, scratch)
-    settings = yaml.safe_load(teacher.read_text())
-    del settings["scratch"]
-    settings |= {"decoder": str(scratch), "output": str(tmp_path / "lora"), "tune": {"mode": "lora"}}
-    settings["optim"]["learning_rate"] = 0.5  # two steps that show
-    teacher.write_text(yaml.safe_dump(settings))
-    run_recipe(teacher)
-    student.write_text(student.read_text() + f"teacher: {tmp_path / 'lora'}\n")
-    run_recipe(student)
-    bundle = Bundle.from_pretrained(tmp_path / "run" / "student" / "bundle")
+    data = {"world": {"seed": 50, "examples": 24, "passages": [1, 2]}, "max_turns": 2, "max_context_tokens": 256}
+    shape = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    nothing: dict[str, Any] = {"decoder": None, "scratch": {"vocab_size": 512, "config": shape}, "data": data}
+    scratch = run_recipe(write_recipe(decoder, "teacher", tmp_path / "scratch", {"steps": 2}, **nothing))
+    optim = {"steps": 2, "learning_rate": 0.5}  # two steps that show
+    lora = run_recipe(write_recipe(scratch, "adapter", tmp_path / "lora", optim, data=data))
+    student = write_recipe(scratch, "distillation", tmp_path / "student", {"steps": 2}, data=data, teacher=str(lora))
+    bundle = Bundle.from_pretrained(run_recipe(student) / "bundle")
     ids = torch.arange(5, 15).unsqueeze(0)
     plain = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32)
     with torch.no_grad():
         untuned = plain(ids).logits
-        tuned = PeftModel.from_pretrained(plain, tmp_path / "lora")(ids).logits
+        tuned = PeftModel.from_pretrained(plain, lora)(ids).logits
         with bundle.text_decoder() as model:
             logits = model(ids).logits
     torch.testing.assert_close(logits, tuned, atol=1e-4, rtol=1e-4)
     assert (logits - untuned).abs().max() > 1e-2
     with pytest.raises(BundleError, match="adapter_config"):
-        Bundle.build(bundle.config, bundle.backbone, teacher=tmp_path / "run")
+        Bundle.build(bundle.config, bundle.backbone, teacher=tmp_path)
 
 
-def test_a_bundle_knows_how_it_was_asked(scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_knows_how_it_was_asked(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its template and longest answer are what it is scored with; they are no part of its fingerprint."""
     from ctx_compress_rag.bundle import Bundle
     from ctx_compress_rag.decoding.decoder import TransformersDecoder
     from ctx_compress_rag.evaluation.harness import evaluate
     from ctx_compress_rag.evaluation.questions import Question
 
-    _, student = _tiny_recipes(tmp_path / "run", 1, scratch)
-    settings = yaml.safe_load(student.read_text())
-    settings["data"] |= {"templates": ["Refer to {context}. {question}", TEMPLATES[0]], "max_answer_tokens": 7}
-    student.write_text(yaml.safe_dump(settings))
-    bundle = Bundle.from_pretrained(run_recipe(student) / "bundle")
-    assert (bundle.config.template, bundle.config.answer_tokens) == (settings["data"]["templates"][0], 7)
+    data = {"files": [str(decoder / "data.jsonl")], "max_answer_tokens": 7}
+    data["templates"] = ["Refer to {context}. {question}", TEMPLATES[0]]
+    bundle = Bundle.from_pretrained(
+        run_recipe(write_recipe(decoder, "distillation", tmp_path / "run", {"steps": 1}, data=data)) / "bundle"
+    )
+    assert (bundle.config.template, bundle.config.answer_tokens) == (data["templates"][0], 7)
     asked: list[tuple[str, int]] = []
     generate = TransformersDecoder.generate
 
@@ -413,21 +312,17 @@ def _built(bundle: Any) -> Any:
     return type(bundle)(bundle.config, bundle.backbone, bundle.compressor, bundle.reader)
 
 
-def test_a_lora_teacher_is_trained_on(scratch: Path, tmp_path: Path) -> None:
+def test_a_lora_teacher_is_trained_on(decoder: Path, tmp_path: Path) -> None:
     """From its adapter, which a step of no size leaves as it is; its folder has no tokenizer and no weights."""
     from safetensors.torch import load_file
 
-    recipe, _ = _tiny_recipes(tmp_path / "run", 1, scratch)
-    settings = yaml.safe_load(recipe.read_text())
-    del settings["scratch"]
-
-    def train(decoder: str, output: str, rate: float, mode: str = "lora") -> dict[str, torch.Tensor]:
-        changed = {"decoder": str(tmp_path / decoder), "output": str(tmp_path / output), "tune": {"mode": mode}}
-        optim = settings["optim"] | {"learning_rate": rate, "final_learning_rate": 0.0}
-        recipe.write_text(yaml.safe_dump(settings | changed | {"optim": optim}))
+    def train(start: str, output: str, rate: float, mode: str = "lora") -> dict[str, torch.Tensor]:
+        optim = {"steps": 1, "learning_rate": rate, "final_learning_rate": 0.0}
+        changes = {"decoder": str(tmp_path / start), "tune": {"mode": mode}}
+        recipe = write_recipe(decoder, "adapter", tmp_path / output, optim, **changes)
         return load_file(run_recipe(recipe) / "adapter_model.safetensors")
 
-    first = train(str(scratch), "first", 0.5)
+    first = train(str(decoder), "first", 0.5)
     same, other = train("first", "same", 1e-12), train("first", "other", 0.5)
     assert first.keys() == same.keys() == other.keys()
     assert all(torch.allclose(same[name], first[name]) for name in first)

@@ -6,58 +6,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
-from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.training.run import run_recipe
-from helpers.adaptation import random_adapter
-from helpers.models import save_tiny_llama
 from helpers.processes import run_by
-from helpers.training import UNLIKE
+from helpers.training import write_recipe
 
-STAGES: dict[str, dict[str, Any]] = {
-    "teacher": {"tune": {"mode": "full"}, "context_loss_weight": 0.2},
-    "answer": {"name": "tiny", "method": {"name": "mean_pooling"}, "ratios": [4, 8], "window": 64},
-}
-# Of each batch's four passages, three: a micro-batch of one example repeats nothing.
-STAGES["distillation"] = STAGES["answer"] | {"reconstruction_weight": 10.0, "repeat_per_batch": 3}
-_PREDICTOR = {"demonstrations": 2, "inner_steps": 1, "inner_learning_rate": 0.1, "hidden": 8, "code": 4}
-ADAPTATION: dict[str, dict[str, Any]] = {
-    "retrieval_adapter": {"rank": 2, "alpha": 4},
-    "prompt_tuning": {"virtual_tokens": 3},
-    "update_predictor": _PREDICTOR,
-    "update_predictor, task": _PREDICTOR | {"loss": "task"},
-}
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
-    folder = tmp_path_factory.mktemp("decoder")
-    model = save_tiny_llama(tiny_tokenizer, folder)
-    random_adapter(model, 2, seed=0).save_pretrained(folder / "base")
-    write_jsonl(folder / "data.jsonl", UNLIKE)
-    return folder
-
-
-def _recipe(decoder: Path, stage: str, folder: Path, micro: int, **optim: Any) -> Path:
-    recipe = {
-        "stage": stage.split(",")[0],
-        "output": str(folder),
-        "decoder": str(decoder),
-        "data": {"files": [str(decoder / "data.jsonl")]} | ({"max_turns": 2} if stage in STAGES else {}),
-        "optim": {"steps": 1, "batch_size": 4, "micro_batch_size": micro, "log_every": 1, "warmup_ratio": 0.0, **optim},
-        **(STAGES | ADAPTATION)[stage],
-    }
-    if recipe["stage"] == "update_predictor":
-        recipe["base"] = str(decoder / "base")
-    path = folder.with_suffix(".yaml")
-    path.write_text(yaml.safe_dump(recipe))
-    return path
+LEARNERS = ("retrieval_adapter", "prompt_tuning", "update_predictor", "update_predictor, task")
 
 
 def _step(folder: Path) -> list[float]:
@@ -66,18 +24,20 @@ def _step(folder: Path) -> list[float]:
     return [row["loss"], row["grad_norm"]]
 
 
-@pytest.mark.parametrize("stage", [*STAGES, *ADAPTATION])
+@pytest.mark.parametrize("stage", ["teacher", "answer", "repetition", *LEARNERS])
 def test_micro_batches_change_nothing(decoder: Path, tmp_path: Path, stage: str) -> None:
-    steps = [_step(run_recipe(_recipe(decoder, stage, tmp_path / str(micro), micro))) for micro in (4, 1)]
-    assert steps[1] == pytest.approx(steps[0], rel=1e-3)
+    optims = [{"steps": 1, "micro_batch_size": micro} for micro in (4, 1)]
+    whole, parts = (_step(run_recipe(write_recipe(decoder, stage, tmp_path / str(i), optims[i]))) for i in (0, 1))
+    assert parts == pytest.approx(whole, rel=1e-3)
 
 
-@pytest.mark.parametrize(("stage", "shard"), [("answer", None), ("distillation", "frozen")])
+@pytest.mark.parametrize(("stage", "shard"), [("answer", None), ("repetition", "frozen")])
 def test_processes_change_nothing(decoder: Path, tmp_path: Path, stage: str, shard: str | None) -> None:
     """Two, told who they are as torchrun tells it; where they share weights out, one that repeats nothing waits for
     no other."""
-    alone = _step(run_recipe(_recipe(decoder, stage, tmp_path / "alone", 4)))
-    run_by(2, tmp_path / "told", ("train", _recipe(decoder, stage, tmp_path / "shared", 1, shard=shard)))
+    alone = _step(run_recipe(write_recipe(decoder, stage, tmp_path / "alone", {"steps": 1})))
+    shared = write_recipe(decoder, stage, tmp_path / "shared", {"steps": 1, "micro_batch_size": 1, "shard": shard})
+    run_by(2, tmp_path / "told", ("train", shared))
     assert _step(tmp_path / "shared") == pytest.approx(alone, rel=1e-3)
 
 
@@ -85,10 +45,10 @@ def test_processes_change_nothing(decoder: Path, tmp_path: Path, stage: str, sha
 @pytest.mark.parametrize("shard", [None, "frozen"])
 def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_path: Path, shard: str | None) -> None:
     """By torchrun, as several GPUs train, with gradient checkpointing; `shard: all` is in test_sharding.py."""
-    options = {"steps": 10, "learning_rate": 1e-3}
-    run_recipe(_recipe(decoder, "answer", tmp_path / "alone", 4, **options))
-    _by_torchrun(_recipe(decoder, "answer", tmp_path / "shared", 1, **options, checkpoint_layers=True, shard=shard))
-    start = run_recipe(_recipe(decoder, "answer", tmp_path / "start", 4, steps=1, learning_rate=1e-9))
+    run_recipe(write_recipe(decoder, "answer", tmp_path / "alone", {"steps": 10}))
+    apart = {"steps": 10, "micro_batch_size": 1, "checkpoint_layers": True, "shard": shard}
+    _by_torchrun(write_recipe(decoder, "answer", tmp_path / "shared", apart))
+    start = run_recipe(write_recipe(decoder, "answer", tmp_path / "start", {"steps": 1, "learning_rate": 1e-9}))
     alone, shared, before = (_weights(folder) for folder in (tmp_path / "alone", tmp_path / "shared", start))
     assert alone.keys() == shared.keys() == before.keys()
     moved = [name for name in alone if (alone[name] - before[name]).abs().max() > 1e-3]

@@ -26,12 +26,11 @@ from ctx_compress_rag.adaptation.serving import load_adaptation
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.stores import markers
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, random_adapter
-from helpers.decoding import prefills
+from helpers.decoding import by_transformers, prefills
 from helpers.langchain import QUESTION, TOKENS, App, open_app
 from langchain_ctx_compress import ChatCompressedContext
 
 CONFIG = PredictorConfig(inner_steps=2, inner_learning_rate=0.01, demonstrations=3, hidden=16, code=8)
-CHAT = [{"role": "user", "content": QUESTION}]
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +59,7 @@ def test_it_answers_with_the_predicted_update(app: App, predictor: Path) -> None
     decoder = AdaptiveDecoder(app.bundle)
     update = PredictedUpdate.from_pretrained(predictor, decoder).adapt(decoder, DEMONSTRATIONS).adapter
     plain = merged_copy(app.bundle.backbone.model, update)
-    ids = app.bundle.tokenizer.apply_chat_template(
-        CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )["input_ids"]
-    out = plain.generate(ids, max_new_tokens=TOKENS, do_sample=False)[0, ids.shape[1] :]
-    answer = app.bundle.tokenizer.decode(out, skip_special_tokens=True)
+    answer = by_transformers(plain, app.bundle.tokenizer, [{"role": "user", "content": QUESTION}], TOKENS)
     assert adapted.invoke(QUESTION).content == answer != before.content
     assert isinstance(adapted, ChatCompressedContext) and adapted.max_tokens == llm.max_tokens
     # The one it was made from is as it was.

@@ -20,17 +20,7 @@ from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, Prom
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from helpers.decoding import prefills
-from helpers.langchain import (
-    CHAT,
-    QUESTION,
-    App,
-    contains,
-    direct,
-    joined,
-    open_app,
-    rag,
-    rows_of,
-)
+from helpers.langchain import CHAT, QUESTION, App, contains, direct, joined, open_app, rag, rows_of
 
 
 async def test_compressor_pipeline(talkative: Any, tmp_path: Path) -> None:
@@ -136,8 +126,7 @@ CHAINS: dict[str, Callable[[App], Case]] = {
         app, compressing(app, EnsembleRetriever(retrievers=[app.retriever(1), app.retriever(2)], weights=[0.5, 0.5]))
     ),
     "EnsembleRetriever of compressed": lambda app: retrieval_chain(
-        app,
-        EnsembleRetriever(retrievers=[compressing(app, app.retriever(1)), compressing(app, app.retriever(2))]),
+        app, EnsembleRetriever(retrievers=[compressing(app, app.retriever(1)), compressing(app, app.retriever(2))])
     ),
     "create_agent": agent,
 }

@@ -7,17 +7,15 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import pytest
 from langchain.agents import create_agent
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage, trim_messages
-from langchain_core.tracers.base import BaseTracer
 
 from ctx_compress_rag import ConfigError, SoftContextStore, markers
 from helpers.decoding import prefills
-from helpers.langchain import QUESTION, SOURCES, TOKENS, App, rag, while_the_decoder_is_taken
+from helpers.langchain import QUESTION, SOURCES, TOKENS, App, Recorder, rag, while_the_decoder_is_taken
 from langchain_ctx_compress import ChatCompressedContext
 
 
@@ -40,29 +38,14 @@ async def test_usage_counts_slots(app: App) -> None:
         "finish_reason": "length",
         "slots": app.slots("tower", 4) + app.slots("mill", 4),
     }
+    stopped = llm.invoke(prompt, stop=[message.content[4:7]])
+    assert stopped.response_metadata["finish_reason"] == "stop"
     for chunks in (list(llm.stream(prompt)), [chunk async for chunk in llm.astream(prompt)]):
         whole = sum(chunks[1:], chunks[0])
         assert whole.content == message.content
         assert whole.usage_metadata == usage
         assert whole.response_metadata == message.response_metadata
         assert [chunk.chunk_position for chunk in chunks] == [None] * (len(chunks) - 1) + ["last"]
-
-
-def test_sampling_options(app: App) -> None:
-    llm = app.llm(max_tokens=24)
-    greedy = llm.invoke(QUESTION).content
-    assert llm.bind(max_tokens=2).invoke(QUESTION).usage_metadata["output_tokens"] == 2
-    stop = greedy[4:7]
-    for stopped in (llm.invoke(QUESTION, stop=[stop]), app.llm(max_tokens=24, stop=[stop]).invoke(QUESTION)):
-        assert stopped.content == greedy[: greedy.index(stop)]
-        assert stopped.response_metadata["finish_reason"] == "stop"
-    assert app.llm(max_tokens=24, stop=[stop]).invoke(QUESTION, stop=[]).content == greedy
-    warm = app.llm(max_tokens=24, temperature=2.0, seed=3)
-    assert warm.invoke(QUESTION).content == warm.invoke(QUESTION).content != greedy
-    assert warm.invoke(QUESTION, seed=4).content != warm.invoke(QUESTION).content
-    assert warm.invoke(QUESTION, top_k=1).content == greedy == warm.invoke(QUESTION, top_p=1e-6).content
-    with pytest.raises(ConfigError, match="top_z"):
-        llm.invoke(QUESTION, top_z=1)
 
 
 @pytest.mark.parametrize(
@@ -83,10 +66,7 @@ def test_tools_are_refused_in_words(app: App) -> None:
         return name
 
     agent = create_agent(app.llm(), tools=[look_up])
-    asks = [
-        lambda: app.llm().bind_tools([look_up]),
-        lambda: agent.invoke({"messages": [HumanMessage(QUESTION)]}),
-    ]
+    asks = [lambda: app.llm().bind_tools([look_up]), lambda: agent.invoke({"messages": [HumanMessage(QUESTION)]})]
     for ask in asks:
         with pytest.raises(NotImplementedError, match="ChatCompressedContext calls no tools: leave them out"):
             ask()
@@ -139,22 +119,6 @@ def test_messages_are_trimmed_by_their_slots(app: App) -> None:
     assert kept == history[-3:]
     slots = [llm.invoke([message]).response_metadata["slots"] for message in kept if message.type == "human"]
     assert slots == [app.slots("tower", 4)] * 2
-
-
-class Recorder(BaseTracer):
-    """Everything that a tracer is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.runs: list[Any] = []
-        self.started: list[UUID] = []
-
-    def _persist_run(self, run: Any) -> None:
-        self.runs.append(run)
-
-    def on_llm_new_token(self, token: str, **kwargs: Any) -> Any:
-        self.started.append(kwargs["run_id"])
-        return super().on_llm_new_token(token, **kwargs)
 
 
 def children(run: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from llama_index.core.base.llms.types import ChatMessage
 
-from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.errors import ConfigError, RatioError
 from helpers.langchain import App
 from langchain_ctx_compress import ChatCompressedContext
 from langchain_ctx_compress import CompressedContextPostprocessor as LangChainPostprocessor
@@ -51,12 +51,29 @@ def test_numbers_as_people_write_them(app: App, way: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_each_option_does_what_it_says(app: App, way: Any) -> None:
+    long, warm = {"max_tokens": 24}, {"max_tokens": 24, "temperature": 2.0, "seed": 3}
+    greedy, sampled = way(app, long, {}), way(app, warm, {})
+    assert way(app, long, warm) == sampled != greedy != way(app, warm, {"seed": 4}) != sampled
+    for certain in ({"temperature": 0}, {"top_k": 1}, {"top_p": 1e-6}):
+        assert way(app, warm, certain) == greedy
+    short = way(app, long, {"max_tokens": 2})
+    assert greedy.startswith(short) and len(short) < len(greedy)
+    stop = greedy[4:7]
+    for own, given in ((long | {"stop": stop}, {}), (long, {"stop": ["never there", stop]})):
+        assert way(app, own, given) == greedy[: greedy.index(stop)]
+    assert way(app, long | {"stop": [stop]}, {"stop": []}) == greedy
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_none_leaves_what_there_is(app: App, way: Any, name: str) -> None:
     assert way(app, PLAIN, {name: None}) == way(app, PLAIN, {})
     others = {key: value for key, value in PLAIN.items() if key != name}
+    if name == "max_tokens":  # the default takes seconds: the answer ends at what its 24 tokens end with
+        others["stop"] = [way(app, {**PLAIN, "max_tokens": 24}, {})[-3:]]
     if name != "seed":  # without one, no two answers are the same
-        assert way(app, {**PLAIN, name: None}, {}) == way(app, others, {})
+        assert way(app, {**others, name: None}, {}) == way(app, others, {})
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -108,3 +125,24 @@ def test_what_is_no_whole_number_is_refused(app: App, ratio: Any) -> None:
     ):
         with pytest.raises(ConfigError):
             wrong()
+
+
+@pytest.mark.parametrize("kind", [LangChainPostprocessor, CompressedContextPostprocessor])
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"ratio": 8, "token_budget": 20}, ConfigError, "ratio=8 and token_budget=20"),
+        ({"ratio": 6}, RatioError, "ratio 6 cannot be made"),
+        ({"ratio": "many"}, ConfigError, "'many'"),
+        ({"token_budget": 0}, ConfigError, "token_budget=0"),
+        ({"on_missing": "panic"}, ConfigError, "on_missing: .*'panic'"),
+        ({"store": "./chroma"}, ConfigError, "SoftContextStore .*chroma"),
+        ({"rate": 8}, None, "rate"),
+    ],
+)
+def test_a_postprocessor_refuses_impossible_options(
+    app: App, kind: Any, options: dict[str, Any], error: Any, message: str
+) -> None:
+    unknown = ConfigError if kind is LangChainPostprocessor else TypeError
+    with pytest.raises(error or unknown, match=message):
+        kind(**{"store": app.store, **options})

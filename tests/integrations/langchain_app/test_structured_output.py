@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 import pytest
 from langchain.agents import create_agent
@@ -152,15 +152,19 @@ def test_a_deep_copy_shares_the_model(app: App, llm: ChatCompressedContext, llam
         assert twin is not thing and twin.store is thing.store
     assert copy.deepcopy(llm).invoke("Hello").content == llm.invoke("Hello").content
     assert copy.deepcopy(llama).complete("Hello").text == llama.complete("Hello").text
+    assert copy.copy(llama).complete("Hello").text == llama.complete("Hello").text
     chain = copy.deepcopy(CHAT | llm | StrOutputParser())
     assert chain.invoke({"context": "A town.", "input": "Hello"})
 
 
-def test_pickles_are_refused_and_leave_the_object_whole(app: App, llm: ChatCompressedContext) -> None:
-    things: list[Any] = [llm, CompressedContextPostprocessor(store=app.store)]
-    for thing in things:
+def test_pickles_are_refused_and_leave_the_object_whole(
+    app: App, llm: ChatCompressedContext, llama: CompressedContextLLM
+) -> None:
+    """LlamaIndex's own pickling would take the store out of the object at hand."""
+    langchain = [llm, CompressedContextPostprocessor(store=app.store)]
+    for thing in (*langchain, llama, LlamaPostprocessor(app.store)):
         with pytest.raises(ConfigError, match="of this process: create it in the other one"):
             pickle.dumps(thing)
         assert thing.store is app.store
-        assert dumpd(thing)["type"] == "not_implemented"
-    assert llm.invoke("Hello").content
+    assert all(dumpd(thing)["type"] == "not_implemented" for thing in langchain)
+    assert llm.invoke("Hello").content and llama.complete("Hello").text

@@ -12,6 +12,7 @@ from ctx_compress_rag.adaptation import BaseAdapter, FewShot, PromptTuning
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
 from helpers.adaptation import DEMONSTRATIONS, merged_copy, random_adapter
+from helpers.decoding import by_transformers
 from helpers.llama_index import MAX_TOKENS, QUESTION, App
 from llama_index.llms.ctx_compress import CompressedContextLLM
 
@@ -25,13 +26,8 @@ async def test_an_adapted_llm_answers_with_the_update(app: App) -> None:
     llm, adaptation = app.llm(), change(app, 1)
     before = llm.complete(QUESTION).text
     adapted = llm.adapt(DEMONSTRATIONS, adaptation)
-    with torch.no_grad():
-        merged = merged_copy(app.bundle.backbone.model, adaptation.base)
-        ids = app.bundle.tokenizer.apply_chat_template(
-            [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        written = merged.generate(**ids, max_new_tokens=MAX_TOKENS, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    expected = app.bundle.tokenizer.decode(written, skip_special_tokens=True)
+    merged = merged_copy(app.bundle.backbone.model, adaptation.base)
+    expected = by_transformers(merged, app.bundle.tokenizer, [{"role": "user", "content": QUESTION}], MAX_TOKENS)
     assert expected != before
     message = [ChatMessage(role="user", content=QUESTION)]
     assert adapted.complete(QUESTION).text == adapted.chat(message).message.content == expected

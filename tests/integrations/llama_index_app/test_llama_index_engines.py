@@ -17,16 +17,7 @@ from llama_index.core.schema import MetadataMode
 from llama_index.core.selectors import EmbeddingSingleSelector
 from llama_index.core.tools import QueryEngineTool
 
-from helpers.llama_index import (
-    PASSAGES,
-    QUESTION,
-    RATIO,
-    TOP_K,
-    App,
-    Events,
-    HashedWords,
-    check_sources,
-)
+from helpers.llama_index import PASSAGES, QUESTION, RATIO, TOP_K, App, Events, HashedWords, check_sources
 from llama_index.postprocessor.ctx_compress import expand_prompt, restore_sources
 
 MODES = ["compact", "refine", "tree_summarize", "accumulate", "compact_accumulate", "simple_summarize"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,10 @@ from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
+from helpers.langchain import while_the_decoder_is_taken
 from helpers.llama_index import PASSAGES, QUESTION, App, HashedWords, index_in
 from llama_index.llms.ctx_compress import CompressedContextLLM
-from llama_index.postprocessor.ctx_compress import (
-    CompressedContextPostprocessor,
-    CompressSoftContext,
-    restore_sources,
-)
+from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor, CompressSoftContext, restore_sources
 
 TEXT = " ".join(PASSAGES)
 
@@ -136,12 +132,7 @@ def test_a_cached_pipeline_still_fills_a_new_store(
 
 
 async def test_the_event_loop_goes_on(store: SoftContextStore, app: App) -> None:
-    with app.bundle.backbone.lock:
-        task = asyncio.create_task(CompressSoftContext(store=store).acall([TextNode(text=PASSAGES[0])]))
-        for _ in range(10):
-            await asyncio.sleep(0.01)
-        assert not task.done()
-    await task
+    await while_the_decoder_is_taken(app.bundle, CompressSoftContext(store=store).acall([TextNode(text=PASSAGES[0])]))
     assert len(store) == 1
 
 

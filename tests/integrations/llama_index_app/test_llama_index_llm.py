@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Any
 
@@ -18,6 +17,7 @@ from llama_index.core.schema import MetadataMode
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores.markers import scope
+from helpers.langchain import while_the_decoder_is_taken
 from helpers.llama_index import MAX_TOKENS, PASSAGES, QUESTION, RATIO, TOP_K, App, watched
 from llama_index.llms.ctx_compress import CompressedContextLLM, marker_tokenizer
 
@@ -48,6 +48,7 @@ async def test_every_way_to_ask_gives_one_answer(app: App, llm: CompressedContex
         "finish_reason": direct.finish_reason,
     }  # fmt: skip
     assert chat.message.additional_kwargs == {}
+    assert llm.complete(prompt, stop=["never there", direct.text[4:7]]).raw["finish_reason"] == "stop"
     assert await llm.acomplete(prompt) == complete
     assert await llm.achat(message) == chat
     streams = [
@@ -69,20 +70,6 @@ def test_a_formatted_prompt_is_used_as_it_is(app: App, llm: CompressedContextLLM
     direct, raw = app.answer(prompt), llm.complete(prompt, formatted=True)
     assert (raw.text, raw.raw["usage"]["prompt_tokens"]) == (direct.text, direct.prompt_tokens)
     assert direct.prompt_tokens < llm.complete(prompt).raw["usage"]["prompt_tokens"]
-
-
-def test_sampling_settings(app: App, llm: CompressedContextLLM, prompt: str) -> None:
-    plain = llm.complete(prompt).text
-    assert llm.complete(prompt, max_tokens=3).raw["usage"]["completion_tokens"] == 3
-    cut = plain[len(plain) // 2 :][:3]
-    assert llm.complete(prompt, stop=cut).text == plain[: plain.index(cut)]
-    assert llm.complete(prompt, stop=["never there", cut]).raw["finish_reason"] == "stop"
-    sampled = [llm.complete(prompt, temperature=1.5, seed=seed).text for seed in (1, 1, 2)]
-    assert sampled[0] == sampled[1] != sampled[2]
-    own = app.llm(temperature=1.5, seed=1)
-    assert own.complete(prompt).text == sampled[0]
-    assert own.complete(prompt, temperature=0).text == plain
-    assert llm.complete(prompt, temperature=None).text == plain
 
 
 def test_an_image_is_refused(llm: CompressedContextLLM) -> None:
@@ -113,13 +100,8 @@ async def test_the_event_loop_goes_on(app: App, llm: CompressedContextLLM, promp
     async def stream() -> str:
         return "".join([response.delta or "" async for response in await llm.astream_complete(prompt)])
 
-    with app.bundle.backbone.lock:
-        tasks = [asyncio.create_task(llm.acomplete(prompt)), asyncio.create_task(stream())]
-        for _ in range(20):
-            await asyncio.sleep(0.01)
-        assert not any(task.done() for task in tasks)
-    completed, streamed = await asyncio.gather(*tasks)
-    assert streamed == completed.text != ""
+    completed = await while_the_decoder_is_taken(app.bundle, llm.acomplete(prompt))
+    assert await while_the_decoder_is_taken(app.bundle, stream()) == completed.text != ""
 
 
 # Scopes

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
-import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,16 +13,12 @@ from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.schema import Document, ImageNode, MetadataMode, NodeWithScore, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 
-from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
+from ctx_compress_rag.errors import ConfigError, MissingPassageError
 from ctx_compress_rag.extras import MissingExtraError
 from ctx_compress_rag.stores import SoftContextStore
 from helpers.llama_index import PASSAGES, QUESTION, RATIO, App, check_sources
 from llama_index.llms.ctx_compress import marker_tokenizer
-from llama_index.postprocessor.ctx_compress import (
-    CompressedContextPostprocessor,
-    CompressedTextNode,
-    restore_sources,
-)
+from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor, CompressedTextNode, restore_sources
 
 
 @pytest.fixture
@@ -184,25 +178,6 @@ def test_a_budget_may_return_a_marked_node_to_its_text(app: App, nodes: list[Nod
     assert app.postprocessor(token_budget=10_000).postprocess_nodes(marked) == nodes
 
 
-# Arguments
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"ratio": 6}, RatioError, "ratio 6 cannot be made"),
-        ({"ratio": 4, "token_budget": 9}, ConfigError, "token_budget=9"),
-        ({"token_budget": 0}, ConfigError, "token_budget=0"),
-        ({"on_missing": "ignore"}, ConfigError, "on_missing: .*'ignore'"),
-        ({"ration": 8}, TypeError, "ration"),
-        ({"store": "./chroma"}, ConfigError, "SoftContextStore .*chroma"),
-    ],
-)
-def test_impossible_arguments(app: App, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        CompressedContextPostprocessor(**{"store": app.store, **arguments})
-
-
 def test_what_is_no_scored_node_is_refused(app: App) -> None:
     node = TextNode(text=PASSAGES[0])
     calls: list[Callable[[], Any]] = [
@@ -214,15 +189,6 @@ def test_what_is_no_scored_node_is_refused(app: App) -> None:
     for call in calls:
         with pytest.raises(ConfigError, match="list of NodeWithScore is needed, got (TextNode|str)"):
             call()
-
-
-def test_nothing_is_sent_to_another_process(app: App) -> None:
-    """LlamaIndex's own pickling would take the store out of the object at hand."""
-    for thing in (app.postprocessor(), app.llm()):
-        with pytest.raises(ConfigError, match="of this process: create it in the other one"):
-            pickle.dumps(thing)
-        assert thing.store is app.store
-    assert copy.copy(app.llm()).complete(QUESTION).text == app.llm().complete(QUESTION).text
 
 
 def test_no_key_or_store_in_what_is_shown(app: App) -> None:

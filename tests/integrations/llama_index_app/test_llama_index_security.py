@@ -24,11 +24,7 @@ from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import Marker
 from helpers.llama_index import MAX_TOKENS, PASSAGES, QUESTION, RATIO, App, Events, HashedWords, watched
 from llama_index.llms.ctx_compress import CompressedContextLLM
-from llama_index.postprocessor.ctx_compress import (
-    CompressedContextPostprocessor,
-    expand_prompt,
-    restore_sources,
-)
+from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor, expand_prompt, restore_sources
 
 KEY = b"k" * 32
 

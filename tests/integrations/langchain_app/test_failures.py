@@ -1,4 +1,4 @@
-"""What goes wrong in a LangChain app, and what it then hears."""
+"""What goes wrong in an app of LangChain or LlamaIndex, and what it then hears."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import chromadb
 import pytest
 import torch
 from langchain_core.messages import HumanMessage
+from llama_index.core.schema import NodeWithScore, TextNode
 
 from ctx_compress_rag import (
     DecoderMemoryError,
@@ -22,6 +23,9 @@ from ctx_compress_rag import (
 from helpers.langchain import QUESTION, SOURCES, TEXTS, App, open_app
 from helpers.server import chroma_server
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
+from llama_index.llms.ctx_compress import CompressedContextLLM
+from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor as LlamaPostprocessor
+from llama_index.postprocessor.ctx_compress import CompressSoftContext, restore_sources
 
 
 def test_passage_deleted_before_the_answer(talkative: Any, tmp_path: Path) -> None:
@@ -52,19 +56,29 @@ def test_a_store_that_cannot_be_reached(talkative: Any, tmp_path: Path) -> None:
     with chroma_server(tmp_path) as port:
         store = SoftContextStore(chromadb.HttpClient("127.0.0.1", port), talkative, key=b"k" * 32)
         postprocessor, llm = CompressedContextPostprocessor(store=store), ChatCompressedContext(store=store)
+        of_nodes, llama = LlamaPostprocessor(store, replace_text=True), CompressedContextLLM(store=store, max_tokens=4)
         [marked] = postprocessor.invoke(SOURCES[:1])
         assert llm.invoke(marked.page_content).response_metadata["slots"] > 0
+        nodes = [NodeWithScore(node=TextNode(text=TEXTS["tower"]))]
+        replaced = of_nodes.postprocess_nodes(nodes)
+        assert restore_sources(replaced, store) == nodes
     calls = [
         lambda: postprocessor.invoke(SOURCES[:1]),
         lambda: postprocessor.restore_sources([marked]),
         lambda: llm.invoke(marked.page_content),
         lambda: list(llm.stream(marked.page_content)),
         lambda: asyncio.run(llm.ainvoke(marked.page_content)),
+        lambda: of_nodes.postprocess_nodes(nodes),
+        lambda: asyncio.run(of_nodes.apostprocess_nodes(nodes)),
+        lambda: restore_sources(replaced, store),
+        lambda: CompressSoftContext(store=store)([TextNode(text="A new text.")]),
+        lambda: llama.complete(marked.page_content),
+        lambda: list(llama.stream_complete(marked.page_content)),
     ]
     for call in calls:
         with pytest.raises(StoreError, match=r"a Chroma server does not answer .*: see that it runs"):
             call()
-    assert llm.invoke(QUESTION).content  # what needs no store is answered
+    assert llm.invoke(QUESTION).content and llama.complete(QUESTION).text  # what needs no store is answered
 
 
 def test_another_bundle_than_the_stores(make_tiny_bundle: Any, talkative: Any, tmp_path: Path) -> None:
@@ -93,8 +107,7 @@ def test_out_of_memory_is_said_and_passes(talkative: Any, app: App) -> None:
     def more_than_there_is(*_: Any) -> None:
         torch.empty(1 << 50)  # the allocator's own refusal
 
-    handle = talkative.backbone.model.model.layers[1].register_forward_pre_hook(more_than_there_is)
-    try:
+    with talkative.backbone.model.model.layers[1].register_forward_pre_hook(more_than_there_is):
         calls = [
             lambda: llm.invoke(prompt),
             lambda: list(llm.stream(prompt)),
@@ -106,8 +119,6 @@ def test_out_of_memory_is_said_and_passes(talkative: Any, app: App) -> None:
                 call()
             assert "allocate" in str(caught.value) and "1 prompts" in str(caught.value)
             assert caught.value.__cause__ is None and caught.value.__context__ is None
-    finally:
-        handle.remove()
     assert llm.invoke(prompt).content == expected
 
 
@@ -115,46 +126,44 @@ def test_other_errors_of_the_decoder_are_left_as_they_are(talkative: Any, app: A
     def fail(*_: Any) -> None:
         raise RuntimeError("a shape does not fit")
 
-    handle = talkative.backbone.model.register_forward_pre_hook(fail)
-    try:
-        with pytest.raises(RuntimeError, match="a shape does not fit"):
-            app.llm().invoke(QUESTION)
-    finally:
-        handle.remove()
+    model = talkative.backbone.model
+    with model.register_forward_pre_hook(fail), pytest.raises(RuntimeError, match="a shape does not fit"):
+        app.llm().invoke(QUESTION)
 
 
-@pytest.mark.parametrize("way", ["ainvoke", "astream, cancelled", "astream, closed", "stream, closed"])
+@pytest.mark.parametrize(
+    "way", ["ainvoke", "astream, cancelled", "astream", "stream", "acomplete", "astream_complete", "stream_complete"]
+)
 async def test_whoever_stops_listening_gives_the_decoder_back(app: App, way: str) -> None:
     """A cancelled task or a stream left early ends the generation within a few tokens, not at its end."""
     steps: list[int] = []
-    llm = app.llm(max_tokens=400)
+    llm, llama = app.llm(max_tokens=400), CompressedContextLLM(store=app.store, max_tokens=400)
 
-    async def read() -> None:
-        async for _ in llm.astream(QUESTION):
+    async def read(question: str) -> None:
+        async for _ in llm.astream(question):
             pass
 
-    handle = app.bundle.backbone.model.register_forward_pre_hook(lambda *_: steps.append(1))
-    try:
-        if way == "stream, closed":
-            blocking = llm.stream(QUESTION)
-            next(blocking)
-            blocking.close()
-        elif way == "astream, closed":
-            stream = llm.astream(QUESTION)
+    with app.bundle.backbone.model.register_forward_pre_hook(lambda *_: steps.append(1)):
+        if way in ("stream", "stream_complete"):
+            blocking: Any = llm.stream(QUESTION) if way == "stream" else llama.stream_complete(QUESTION)
+            await asyncio.to_thread(next, blocking)
+            await asyncio.to_thread(blocking.close)
+        elif way in ("astream", "astream_complete"):
+            stream: Any = llm.astream(QUESTION) if way == "astream" else await llama.astream_complete(QUESTION)
             await anext(stream)
             await stream.aclose()
         else:
-            task = asyncio.ensure_future(llm.ainvoke(QUESTION) if way == "ainvoke" else read())
+            ask = {"ainvoke": llm.ainvoke, "astream, cancelled": read, "acomplete": llama.acomplete}[way]
+            task = asyncio.ensure_future(ask(QUESTION))
             while not steps:
                 await asyncio.sleep(0.01)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
         await app.llm(max_tokens=1).ainvoke(QUESTION)  # waits for the decoder
-    finally:
-        handle.remove()
     assert 0 < len(steps) < 200
-    assert (await llm.ainvoke(QUESTION)).usage_metadata["output_tokens"] == 400
+    whole = llama.acomplete(QUESTION) if "complete" in way else llm.ainvoke(QUESTION)
+    assert len(app.bundle.tokenizer((await whole).text)["input_ids"]) > 200
 
 
 def test_threads_on_one_model_answer_as_one_after_another(app: App) -> None:
