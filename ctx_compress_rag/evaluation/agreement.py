@@ -18,7 +18,7 @@ from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling, Tra
 from ctx_compress_rag.decoding.splice import predict, splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.evaluation.harness import ANSWER_TOKENS, FULL, NONE, SOFT, prompt_of
+from ctx_compress_rag.evaluation.answering import ANSWER_TOKENS, FULL, NONE, SOFT, prompt_of
 from ctx_compress_rag.evaluation.plots import plot_scores
 from ctx_compress_rag.marking.mark import mark, size
 from ctx_compress_rag.metrics import normalize_answer, standard_error, token_f1

@@ -16,7 +16,7 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoding.change import opened
 from ctx_compress_rag.decoding.splice import predict, splice
 from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.evaluation.harness import FULL, NONE, SOFT
+from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.prompts import PARAPHRASES, PromptBuilder

@@ -14,16 +14,13 @@ from ctx_compress_rag.data.mixing import accompanied
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.evaluation import report
+from ctx_compress_rag.evaluation.answering import ANSWER_TOKENS, check_ratios, conditions, prompt_of
 from ctx_compress_rag.evaluation.harness import (
-    ANSWER_TOKENS,
     KEPT,
     KEPT_LABEL,
     Score,
-    check_ratios,
-    conditions,
     evaluate,
     normalised_curves,
-    prompt_of,
     save,
     table,
 )

@@ -165,7 +165,7 @@ def test_eval_refuses_before_it_answers(run: Any, bundle_folder: Path, tmp_path:
 @pytest.mark.usefixtures("no_answers")
 def test_ratios_are_checked_by_what_a_method_can_do(make_tiny_bundle: Any) -> None:
     from ctx_compress_rag.errors import RatioError
-    from ctx_compress_rag.evaluation.harness import answer
+    from ctx_compress_rag.evaluation.answering import answer
     from ctx_compress_rag.evaluation.questions import Question
 
     questions = [Question(("text",), "what?", ("text",))] * 2

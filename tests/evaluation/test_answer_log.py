@@ -10,9 +10,16 @@ import pytest
 
 from ctx_compress_rag.data.examples import world_examples
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
-from ctx_compress_rag.evaluation import harness
+from ctx_compress_rag.evaluation import answering
 from ctx_compress_rag.evaluation.answer_log import AnswerLog
-from ctx_compress_rag.evaluation.harness import FULL, NONE, SOFT, TRUNCATED, SystemAnswers, answer
+from ctx_compress_rag.evaluation.answering import (
+    FULL,
+    NONE,
+    SOFT,
+    TRUNCATED,
+    SystemAnswers,
+    answer,
+)
 from ctx_compress_rag.evaluation.questions import Question, questions_of
 
 QUESTIONS = questions_of(world_examples("test", 0, 5, max_turns=1, passages=(1,)))
@@ -34,7 +41,7 @@ class Asked:
             return real(*args, **kwargs)
 
         patch.setattr(TransformersDecoder, "generate", generate)
-        patch.setattr(harness, "_AT_ONCE", AT_ONCE)
+        patch.setattr(answering, "_AT_ONCE", AT_ONCE)
 
 
 @pytest.fixture

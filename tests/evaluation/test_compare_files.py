@@ -189,8 +189,8 @@ def test_entries_start_from_the_merged_decoder_and_name_it(finished: Path, files
 
 def test_baselines_are_the_merged_decoder_s(finished: Path, settings: dict[str, Any], tiny_tokenizer: Any) -> None:
     """Answers from full text, one by one, by transformers' own generation."""
+    from ctx_compress_rag.evaluation.answering import FULL, prompt_of
     from ctx_compress_rag.evaluation.compare.run import Plan
-    from ctx_compress_rag.evaluation.harness import FULL, prompt_of
     from ctx_compress_rag.metrics import token_f1
     from ctx_compress_rag.text.prompts import TEMPLATES
 

@@ -12,8 +12,16 @@ from sentence_transformers import SentenceTransformer
 
 from ctx_compress_rag.data.examples import world_examples
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.evaluation.answering import (
+    EXTRACTED,
+    FULL,
+    NONE,
+    SOFT,
+    TRUNCATED,
+    prompt_of,
+)
 from ctx_compress_rag.evaluation.cost import Cost, cost_table, measure
-from ctx_compress_rag.evaluation.harness import EXTRACTED, FULL, NONE, SOFT, TRUNCATED, evaluate, prompt_of, table
+from ctx_compress_rag.evaluation.harness import evaluate, table
 from ctx_compress_rag.evaluation.questions import Question, questions_of
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.stores import SoftContextStore
@@ -126,7 +134,7 @@ def test_costs_are_of_questions_from_the_whole_set(tiny_bundle: Any, monkeypatch
         asked.extend(int(make[NONE, None].args[1].question) for make in questions)
         return {system: Cost(0.1, 0.2, 0, 1e9) for system in questions[0]}
 
-    monkeypatch.setattr("ctx_compress_rag.evaluation.harness.measure", measured)
+    monkeypatch.setattr("ctx_compress_rag.evaluation.answering.measure", measured)
     questions = [Question(("Kormoor lies by the sea.",), str(i), ("it",)) for i in range(12)]
     evaluate(tiny_bundle, questions, (4,), cost=True, max_new_tokens=1, progress=False)
     assert asked == [0, 2, 4, 6, 8]

@@ -15,7 +15,8 @@ from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import Example, Turn, world_examples, write_jsonl
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.evaluation import harness
-from ctx_compress_rag.evaluation.harness import FULL, NONE, SOFT, Answers, normalised_curves, table
+from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, Answers, Key
+from ctx_compress_rag.evaluation.harness import normalised_curves, table
 from ctx_compress_rag.evaluation.questions import Question, questions_of
 from ctx_compress_rag.evaluation.sets import evaluate_sets, fitting, macro_table, question_sets, spread
 from ctx_compress_rag.metrics import NO_ANSWER, declined, exact_match, token_f1
@@ -89,7 +90,7 @@ def test_means_over_sets_count_each_once_and_cases_say_what_the_context_did() ->
 def test_cases_go_by_the_judge_where_there_is_one() -> None:
     """No answer holds an accepted one; of four questions, one has a verdict that could not be read."""
     questions = [Question(("p",), f"q{i}", ("yes",)) for i in range(4)]
-    verdicts: dict[harness.Key, list[bool | None]] = {
+    verdicts: dict[Key, list[bool | None]] = {
         (NONE, None): [False, False, True, True],
         (FULL, None): [True, True, True, True],
         (SOFT, 4): [True, False, True, None],

@@ -11,7 +11,8 @@ import pytest
 
 from ctx_compress_rag.data.examples import world_examples
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
-from ctx_compress_rag.evaluation.harness import EXTRACTED, FULL, NONE, SOFT, TRUNCATED, evaluate, save, table
+from ctx_compress_rag.evaluation.answering import EXTRACTED, FULL, NONE, SOFT, TRUNCATED
+from ctx_compress_rag.evaluation.harness import evaluate, save, table
 from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.metrics import token_f1
 from ctx_compress_rag.text.prompts import TEMPLATES, messages

@@ -19,8 +19,9 @@ from transformers import (
 )
 
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.evaluation.answering import LINGUA, SOFT, TRUNCATED, answer
 from ctx_compress_rag.evaluation.baselines import count
-from ctx_compress_rag.evaluation.harness import LINGUA, SOFT, TRUNCATED, answer, evaluate
+from ctx_compress_rag.evaluation.harness import evaluate
 from ctx_compress_rag.evaluation.lingua import LLMLingua2
 from ctx_compress_rag.evaluation.questions import Question
 

@@ -18,7 +18,8 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, RatioError
-from ctx_compress_rag.evaluation.harness import FULL, NONE, SOFT, TRUNCATED, evaluate
+from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, TRUNCATED
+from ctx_compress_rag.evaluation.harness import evaluate
 from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.marking.mark import expand, mark
 from ctx_compress_rag.stores import SoftContextStore

@@ -18,7 +18,7 @@ from ctx_compress_rag.decoding.change import opened
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import ConfigError, ServerError
-from ctx_compress_rag.evaluation.harness import prompt_of
+from ctx_compress_rag.evaluation.answering import prompt_of
 from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.serving.app import create_app

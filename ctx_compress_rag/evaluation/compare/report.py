@@ -12,9 +12,9 @@ import numpy as np
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import report
+from ctx_compress_rag.evaluation.answering import EXTRACTED, FULL, NONE, SOFT, TRUNCATED
 from ctx_compress_rag.evaluation.compare.config import Comparison, Ordering
 from ctx_compress_rag.evaluation.compare.run import BASELINES, RUN_FILE, shown_at
-from ctx_compress_rag.evaluation.harness import EXTRACTED, FULL, NONE, SOFT, TRUNCATED
 from ctx_compress_rag.evaluation.plots import MOST_CURVES, Curve, plot_panels
 from ctx_compress_rag.metrics import Interval, paired_difference, standard_error, teacher_normalized
 

@@ -35,9 +35,7 @@ from ctx_compress_rag.data.mixing import mix
 from ctx_compress_rag.data.world import PASSAGES_PER_WORLD
 from ctx_compress_rag.decoder_identity import sha256
 from ctx_compress_rag.errors import ConfigError, CtxCompressError
-from ctx_compress_rag.evaluation.compare.config import Budget, Comparison, QuestionFiles, stage_recipes
-from ctx_compress_rag.evaluation.compare.decoder import decoder_sha256, merge_teacher, teacher_sha256
-from ctx_compress_rag.evaluation.harness import (
+from ctx_compress_rag.evaluation.answering import (
     ANSWER_TOKENS,
     EXTRACTED,
     FULL,
@@ -46,8 +44,10 @@ from ctx_compress_rag.evaluation.harness import (
     TRUNCATED,
     SystemAnswers,
     answer,
-    each,
 )
+from ctx_compress_rag.evaluation.compare.config import Budget, Comparison, QuestionFiles, stage_recipes
+from ctx_compress_rag.evaluation.compare.decoder import decoder_sha256, merge_teacher, teacher_sha256
+from ctx_compress_rag.evaluation.harness import each
 from ctx_compress_rag.evaluation.questions import Question, digest, questions_of, with_other_passages
 from ctx_compress_rag.evaluation.speed import seconds_of
 from ctx_compress_rag.gguf import GgufDecoder

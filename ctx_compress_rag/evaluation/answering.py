@@ -1,0 +1,245 @@
+"""Ask a bundle's decoder questions whose context is made shorter in each way, soft contexts by the way of use."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from ctx_compress_rag import __version__
+from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.decoding.decoder import Message, Sampling, TransformersDecoder
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.evaluation.answer_log import AnswerLog
+from ctx_compress_rag.evaluation.baselines import RankedSentence, rank_sentences, select, truncate
+from ctx_compress_rag.evaluation.cost import Cost, measure
+from ctx_compress_rag.evaluation.lingua import LLMLingua2
+from ctx_compress_rag.evaluation.questions import Question, digest
+from ctx_compress_rag.marking.mark import mark, size
+from ctx_compress_rag.ratios import check_window
+from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores.codecs import DEFAULT_CODEC
+from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, messages
+
+RATIOS = (4, 8, 16, 32, 64, 128)
+FULL, NONE, SOFT, TRUNCATED, EXTRACTED = "full text", "no context", "soft context", "truncation", "extraction"
+LINGUA = "LLMLingua-2"
+SHORTENED = (SOFT, TRUNCATED, EXTRACTED, LINGUA)
+"""The systems that have a ratio."""
+
+ANSWER_TOKENS = 32
+"""The longest answer where neither caller nor bundle says it."""
+_AT_ONCE = 16  # questions between two saves; the slots that close reading makes for them must stay until they are read
+_SKIMMED = _AT_ONCE * 1024
+_TIMED = 5  # questions, spread over all
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one system answered at one ratio.
+
+    Attributes:
+        texts: an answer for each question.
+        prompt_tokens: mean length of the prompts, a slot counting as one.
+        stored_bytes: mean size of a passage's slots as they are stored; None where nothing is stored.
+        cost: what a question costs; None if it was not measured.
+    """
+
+    texts: list[str]
+    prompt_tokens: float
+    stored_bytes: float | None
+    cost: Cost | None = None
+
+
+Key = tuple[str, int | None]
+"""System and ratio."""
+SystemAnswers = dict[Key, Answers]
+
+
+def conditions(
+    bundle: Bundle,
+    questions: Sequence[Question],
+    lingua: LLMLingua2 | None = None,
+    codec: str | None = None,
+    template: str | None = None,
+    max_new_tokens: int | None = None,
+    extractive: bool = False,
+) -> dict[str, Any]:
+    """All that answers depend on but for system and ratio, with the defaults in place, as JSON can hold it."""
+    return {
+        "version": __version__,
+        "fingerprint": bundle.fingerprint,
+        "decoder": f"{bundle.backbone.embeddings.weight.dtype} on {bundle.backbone.device.type}",
+        "questions_sha256": digest(questions),
+        "template": template or bundle.config.asked_by,
+        "max_new_tokens": max_new_tokens or bundle.config.answer_tokens or ANSWER_TOKENS,
+        "extractive": extractive,
+        "codec": codec or DEFAULT_CODEC,
+        "llmlingua": None if lingua is None else lingua.model,
+    }
+
+
+def check_ratios(bundle: Bundle, ratios: Sequence[int]) -> None:
+    """Refuse ratios that a bundle's slots cannot be made at.
+
+    Raises:
+        RatioError: the first that cannot.
+    """
+    config = bundle.config
+    if bundle.compressor.nestable or bundle.compressor.question_aware:
+        config.method.check_ratios(config.base_ratio, ratios)
+    else:  # each ratio is compressed apart
+        for ratio in ratios:
+            check_window(ratio, config.max_tokens)
+
+
+def answer(
+    bundle: Bundle,
+    questions: Sequence[Question],
+    ratios: Sequence[int],
+    systems: Sequence[str],
+    *,
+    encoder: Any | None = None,
+    lingua: LLMLingua2 | None = None,
+    cost: bool = False,
+    codec: str | None = None,
+    template: str | None = None,
+    max_new_tokens: int | None = None,
+    extractive: bool = False,
+    batch_size: int = 16,
+    log: str | Path | None = None,
+    progress: bool = True,
+) -> SystemAnswers:
+    """Answer every question with each of `systems`: FULL, NONE, SOFT, TRUNCATED, EXTRACTED, LINGUA.
+
+    The other arguments are those of `evaluate`.
+
+    Raises:
+        ConfigError: extraction without an encoder, or LLMLingua-2 without its model.
+        RatioError: a ratio cannot be made.
+    """
+    check_ratios(bundle, ratios)
+    if EXTRACTED in systems and encoder is None:
+        raise ConfigError("extraction needs a sentence encoder: give one, or leave it out")
+    if LINGUA in systems and lingua is None:
+        raise ConfigError("LLMLingua-2 needs its model: give one as lingua, or leave it out")
+    about = conditions(bundle, questions, lingua, codec, template, max_new_tokens, extractive)
+    sampling = Sampling(max_new_tokens=about["max_new_tokens"], extractive=extractive)
+    kept = None if log is None else AnswerLog(log, about)
+    answers: SystemAnswers = {}
+    # One store serves all ratios of a nestable method, and of one that decides when it is asked; of another
+    # each ratio needs its own.
+    shared = bundle.compressor.nestable or bundle.compressor.question_aware
+    for group in [list(ratios)] if shared else [[ratio] for ratio in ratios]:
+        base = None if shared else group[0]
+        left = [system for system in systems if (system, None) not in answers]  # full text and nothing: once
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            SoftContextStore(folder, bundle, codec=codec, ratio=base, skimmed_slots=_SKIMMED) as store,
+        ):
+            decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
+            store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
+            prompts = _Prompts(decoder, store, encoder, lingua, about["template"])
+            answers |= _answers(prompts, questions, _keys(left, group), sampling, cost, kept, progress)
+    return answers
+
+
+def _keys(systems: Sequence[str], ratios: Sequence[int]) -> list[Key]:
+    keys: list[Key] = [(system, None) for system in (FULL, NONE) if system in systems]
+    return keys + [(system, ratio) for ratio in ratios for system in SHORTENED if system in systems]
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """Makes each system's prompt of a question, from what is in the store."""
+
+    decoder: TransformersDecoder
+    store: SoftContextStore
+    encoder: Any | None
+    lingua: LLMLingua2 | None
+    template: str
+    _budgets: dict[tuple[Question, int], int] = field(default_factory=dict)
+    _ranked: dict[Question, list[RankedSentence]] = field(default_factory=dict)
+
+    def make(self, key: Key, q: Question) -> list[Message]:
+        return prompt_of(self.template, self._texts(*key, q), q.question)
+
+    def make_anew(self, key: Key, q: Question) -> list[Message]:
+        """As when the question is asked for the first time; only how long the prompt may be is known."""
+        self._ranked.pop(q, None)
+        return self.make(key, q)
+
+    def _texts(self, system: str, ratio: int | None, q: Question) -> list[str]:
+        if ratio is None:
+            return list(q.passages) if system == FULL else []
+        if system == SOFT:
+            return self._soft(q, ratio)
+        tokenizer, budget = self.decoder.bundle.tokenizer, self._budget(q, ratio)
+        if system == TRUNCATED:
+            return truncate(q.passages, tokenizer, budget)
+        if system == LINGUA:
+            assert self.lingua is not None
+            return self.lingua.shorten(q.passages, tokenizer, budget)
+        return select(self._rank(q), len(q.passages), tokenizer, budget)
+
+    def _soft(self, q: Question, ratio: int) -> list[str]:
+        return mark(self.store, q.passages, question=q.question, **size(self.store.bundle, ratio))
+
+    def _budget(self, q: Question, ratio: int) -> int:
+        """Places that the soft context takes in the prompt: slots, and tokens of what close reading keeps."""
+        if (q, ratio) not in self._budgets:
+            self._budgets[q, ratio] = sum(map(self.decoder.count_tokens, self._soft(q, ratio)))
+        return self._budgets[q, ratio]
+
+    def _rank(self, q: Question) -> list[RankedSentence]:
+        if q not in self._ranked:
+            assert self.encoder is not None
+            self._ranked[q] = rank_sentences(q.passages, q.question, self.encoder)
+        return self._ranked[q]
+
+
+def _answers(
+    prompts: _Prompts,
+    questions: Sequence[Question],
+    keys: Sequence[Key],
+    sampling: Sampling,
+    cost: bool,
+    log: AnswerLog | None,
+    progress: bool,
+) -> SystemAnswers:
+    answers: SystemAnswers = {}
+    with tqdm(total=len(keys) * len(questions), desc="answering", unit="answer", disable=not progress) as bar:
+        for key in keys:
+            given = [] if log is None else log.given(*key)
+            bar.update(len(given))
+            for start in range(len(given), len(questions), _AT_ONCE):
+                asked = questions[start : start + _AT_ONCE]
+                made = prompts.decoder.generate([prompts.make(key, q) for q in asked], sampling)
+                new = [(g.text.strip(), g.prompt_tokens) for g in made]
+                if log is not None:
+                    log.add(*key, [(q.question, q.answers) for q in asked], new)
+                given += new
+                bar.update(len(new))
+            answers[key] = Answers(
+                [text for text, _ in given],
+                float(np.mean([tokens for _, tokens in given])),
+                prompts.store.info().payload_bytes / len(prompts.store) if key[0] == SOFT else None,
+            )
+    if not cost:
+        return answers
+    timed = questions[:: max(1, len(questions) // _TIMED)][:_TIMED]
+    rounds = [{key: partial(prompts.make_anew, key, q) for key in keys} for q in timed]
+    costs = measure(prompts.decoder, rounds, progress)
+    return {key: replace(given, cost=costs[key]) for key, given in answers.items()}
+
+
+def prompt_of(template: str, texts: Sequence[str], question: str) -> list[Message]:
+    """The chat that asks a question about texts, blank ones left out."""
+    context = PASSAGE_SEPARATOR.join(text for text in texts if text)
+    return [dict(message) for message in messages(template, context, question)]
