@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
-from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.errors import ConfigError, JudgeError
 
 PROMPT = """\
 Here is a question, a set of golden answers (split with /), an AI-generated answer. Can you judge whether the \
@@ -45,13 +45,14 @@ def judge_answers(
 
     Raises:
         ConfigError: a reply is neither a string nor a message with a text.
+        JudgeError: the judge failed, for instance since its server is down.
     """
     prompts = [
         PROMPT.format(question=question, answers=" / ".join(answers), answer=answer)
         for question, answers, answer in asked
     ]
     distinct = tqdm(dict.fromkeys(prompts), desc="judging", unit="answer", disable=not progress)
-    verdicts = {prompt: verdict(_text(judge.invoke(prompt))) for prompt in distinct}
+    verdicts = {prompt: verdict(_text(_reply(judge, prompt))) for prompt in distinct}
     return [verdicts[prompt] for prompt in prompts]
 
 
@@ -85,6 +86,15 @@ def load_judge(name: str) -> Judge:
         raise ConfigError(f"judge {name!r} makes a {type(made).__name__}, which has no invoke: return a chat model")
     judge: Judge = made
     return judge
+
+
+def _reply(judge: Judge, prompt: str) -> Any:
+    try:
+        return judge.invoke(prompt)
+    except Exception as error:
+        raise JudgeError(
+            f"the judge failed ({type(error).__name__}: {error}): see that it answers, and run this again"
+        ) from error
 
 
 def _text(reply: Any) -> str:
