@@ -56,6 +56,10 @@ class ServerError(CtxCompressError):
     """The server that runs the decoder cannot be reached, refuses a request, or ends in the middle of an answer."""
 
 
+class JudgeError(CtxCompressError):
+    """The language model that judges answers failed. Answers that a command wrote are kept: run it again."""
+
+
 class WorkerError(CtxCompressError):
     """Workers of a Ray cluster did not give back all passages. What came back is stored: call again to resume."""
 

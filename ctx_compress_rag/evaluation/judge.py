@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
-from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.errors import ConfigError, JudgeError
 
 PROMPT = """\
 Here is a question, a set of golden answers (split with /), an AI-generated answer. Can you judge whether the \
@@ -52,6 +52,7 @@ def judge_answers(
 
     Raises:
         ConfigError: a reply is neither a string nor a message with a text.
+        JudgeError: the judge failed, for instance since its server is down.
     """
     prompts = [
         PROMPT.format(question=question, answers=" / ".join(answers), answer=answer)
@@ -62,7 +63,7 @@ def judge_answers(
     for prompt in tqdm(dict.fromkeys(prompts), desc="judging", unit="answer", disable=not progress):
         if prompt in replies:
             continue
-        replies[prompt] = _text(judge.invoke(prompt))
+        replies[prompt] = _text(_reply(judge, prompt))
         if part is not None:
             with part.open("a", encoding="utf-8") as out:
                 out.write(f"{json.dumps({'prompt': prompt, 'reply': replies[prompt]}, ensure_ascii=False)}\n")
@@ -110,6 +111,15 @@ def load_judge(name: str) -> Judge:
         raise ConfigError(f"judge {name!r} makes a {type(made).__name__}, which has no invoke: return a chat model")
     judge: Judge = made
     return judge
+
+
+def _reply(judge: Judge, prompt: str) -> Any:
+    try:
+        return judge.invoke(prompt)
+    except Exception as error:
+        raise JudgeError(
+            f"the judge failed ({type(error).__name__}: {error}): see that it answers, and run this again"
+        ) from error
 
 
 def _text(reply: Any) -> str:

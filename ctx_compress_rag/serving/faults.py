@@ -43,7 +43,11 @@ def as_fault(error: BaseException) -> tuple[int, dict[str, Any]]:
         case MissingPassageError():
             message = "a marker's passage was deleted or its text changed: retrieve or compress again"
             return 404, fault(message, "invalid_request_error", code="passage_not_found")
-        case ConfigError() | UnreadableMarkerError():
+        case UnreadableMarkerError():
+            # Its own remedies are the operator's: a client has neither that key nor the option on_unreadable.
+            what = str(error).partition(": give")[0]
+            return 400, fault(f"{what}: send its text to POST /v1/compress with this API key", "invalid_request_error")
+        case ConfigError():
             return 400, fault(str(error), "invalid_request_error")
         case DecoderMemoryError():
             return 503, fault(str(error), "server_error", code="out_of_memory")

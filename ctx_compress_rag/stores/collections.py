@@ -31,7 +31,8 @@ def passages_in(collection: chromadb.Collection) -> Iterator[Passage]:
         ConfigError: it is no collection.
     """
     if not isinstance(collection, chromadb.Collection):
-        raise ConfigError(f"a {type(collection).__name__} is no Chroma collection: give client.get_collection(...)")
+        kind = f"{type(collection).__module__}.{type(collection).__qualname__}"
+        raise ConfigError(f"a {kind} is no chromadb.Collection: give client.get_collection(NAME) of a chromadb client")
     ids = collection.get(include=[])["ids"]
     for start in range(0, len(ids), _PAGE):
         part: Any = collection.get(ids=ids[start : start + _PAGE], include=["documents", "metadatas"])

@@ -120,7 +120,7 @@ def test_an_interrupted_judging_continues_and_a_finished_one_is_asked_again(tmp_
                 raise ConnectionError("quota")
             return super().invoke(prompt)
 
-    with pytest.raises(ConnectionError):
+    with pytest.raises(JudgeError, match="quota"):
         judge_answers(Limited(2), ASKED, False, log)
     assert not log.exists()
     part = tmp_path / "judged.jsonl.part"
@@ -141,6 +141,25 @@ def test_a_reply_that_is_no_text_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="the judge replied with a dict: its invoke must return a string"):
         judge_answers(Wrong(), ASKED, False)
+
+
+def test_a_judge_that_fails_is_named(
+    make_tiny_bundle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a line, not a traceback; the answers that were given are not asked for again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    Path("absent_judge.py").write_text(
+        "class Absent:\n    def invoke(self, prompt):\n        raise TimeoutError('nobody at port 8000')\n"
+        "def make():\n    return Absent()\n"
+    )
+    make_tiny_bundle().save_pretrained("bundle")
+    write_jsonl(tmp_path / "one.jsonl", world_examples("test", 1, 3, max_turns=1, passages=(1,)))
+    command = ["eval", "--bundle", "bundle", "--data", "one.jsonl", "--ratios", "4", "--no-extraction"]
+    assert main([*command, "--judge", "absent_judge:make", "--output", "out"]) == 2
+    said = capsys.readouterr().err
+    assert "the judge failed (TimeoutError: nobody at port 8000): see that it answers" in said
+    assert len(Path("out/answers.jsonl").read_text().splitlines()) > 3
 
 
 def test_the_command_asks_the_judge_it_is_given(

@@ -34,6 +34,9 @@ def test_a_key_reads_its_own_scopes_markers_only(url: str, store: SoftContextSto
         with pytest.raises(openai.BadRequestError, match="not made with this key for scope 'bert'") as caught:
             client(url, BERT).chat.completions.create(model="tiny", messages=asked, stream=stream)
         assert "anna" not in str(caught.value) and TEXTS["tower"][:20] not in str(caught.value)
+        # What a client can do, not what the operator or a chain can.
+        assert "or was changed: send its text to POST /v1/compress with this API key" in str(caught.value)
+        assert "on_unreadable" not in str(caught.value) and "CTX_COMPRESS_KEY" not in str(caught.value)
     # Nor does the store's own scope, that of markers written without a server, belong to a key.
     default = [{"role": "user", "content": store.marker(store.ids()[0], 8)}]
     with pytest.raises(openai.BadRequestError, match="not made with this key"):

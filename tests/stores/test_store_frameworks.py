@@ -9,6 +9,7 @@ import pytest
 from langchain_core.documents import Document
 from llama_index.core.schema import TextNode
 
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
 from helpers.store import WordBundle, assert_same, passage
 
@@ -47,6 +48,9 @@ def test_beside_langchain_chroma(
         assert_same(store.get([changed.id])[0], bundle.at(passage(9), 4))
         vectors.delete([ids[1]])
         assert store.delete([ids[1]]) == 1
+        # Both are called Chroma: the message says which one it is, and which is needed.
+        with pytest.raises(ConfigError, match=r"langchain_chroma\S*Chroma is no chromadb.Collection: give client"):
+            store.sync(vectors)  # type: ignore[arg-type]
     assert len(vectors.similarity_search(passage(2), k=10)) == 5
 
 

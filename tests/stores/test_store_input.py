@@ -73,7 +73,7 @@ def test_sync_follows_a_collection(store: SoftContextStore, app: Any, bundle: Wo
     assert sorted(store.ids()) == sorted(id for id in app.get()["ids"] if id != "empty")
     assert_same(store.get(["p2"])[0], bundle.at("a text that changed", 4))
     assert store.ids("tenant") == ["p1"]
-    with pytest.raises(ConfigError, match="no Chroma collection"):
+    with pytest.raises(ConfigError, match="no chromadb.Collection"):
         store.sync("app")  # type: ignore[arg-type]
 
 
