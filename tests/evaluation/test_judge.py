@@ -16,7 +16,7 @@ from langchain_core.messages import AIMessage
 
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import world_examples, write_jsonl
-from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.errors import ConfigError, JudgeError
 from ctx_compress_rag.evaluation.answering import FULL, SOFT, answer
 from ctx_compress_rag.evaluation.harness import evaluate, table
 from ctx_compress_rag.evaluation.judge import judge_answers, load_judge, verdict
