@@ -102,6 +102,7 @@ def eval_(
     64 128 unless others are given.
     """
     from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.bundle_folder import SHIPPED
     from ctx_compress_rag.data.examples import world_examples
     from ctx_compress_rag.evaluation.answering import RATIOS
     from ctx_compress_rag.evaluation.judge import load_judge
@@ -114,6 +115,9 @@ def eval_(
         raise ConfigError(f"{questions} questions have no standard error: give 2 or more")
     if passages is not None and passages < 1:
         raise ConfigError(f"{passages} passages in a prompt: give 1 or more")
+    name = bundle or (ENGLISH if data else INVENTED)
+    if card and name in SHIPPED:
+        raise ConfigError(f"--card writes into the bundle, and {name!r} is this package's: copy it, give the folder")
     check_template(template)
     judging = None if judge is None else load_judge(judge)
     quiet_models()
@@ -121,9 +125,9 @@ def eval_(
     if not sets:
         passages = passages or WORLD_PASSAGES
         examples = world_examples("test", 0, questions, max_turns=1, passages=(passages,), alike=float(alike))
-        name = f"the invented world, {passages} passages{' of one kind' if alike else ''}"
-        sets = {name: questions_of(examples, questions)}
-    opened = Bundle.from_pretrained(bundle or (ENGLISH if data else INVENTED), device=device, dtype=dtype)
+        world = f"the invented world, {passages} passages{' of one kind' if alike else ''}"
+        sets = {world: questions_of(examples, questions)}
+    opened = Bundle.from_pretrained(name, device=device, dtype=dtype)
     if data:
         note_what_it_reads(opened)
     text = evaluate_sets(

@@ -69,6 +69,10 @@ def serve(
     device: Device = None,
     dtype: Dtype = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer where a request gives no limit.")] = 512,
+    longest_answer: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Most tokens of any answer, whatever a request says.  [default: no limit]"),
+    ] = None,
     max_prompt_tokens: Annotated[
         int | None, typer.Option(metavar="N", help="Longest prompt.  [default: the decoder's window]")
     ] = None,
@@ -91,7 +95,7 @@ def serve(
 
     keys = find_keys(api_keys)
     run.check_exposure(host, keys is not None)
-    limits = Limits(max_body, max_requests, max_tokens)
+    limits = Limits(max_body, max_requests, max_tokens, longest_answer)
     quiet_models()
     with open_store(store, bundle, collection, device=device, dtype=dtype) as (served, opened):
         note_what_it_reads(served)

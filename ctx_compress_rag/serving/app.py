@@ -46,15 +46,17 @@ class Limits:
         body_bytes: the longest body of a request.
         requests: most requests at a time; more get status 429.
         answer_tokens: the longest answer where the client does not say.
+        longest_answer: the longest answer whatever the client says, in tokens; None for the decoder's window.
     """
 
     body_bytes: int = 4 << 20
     requests: int = 256
     answer_tokens: int = 512
+    longest_answer: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 1:
+            if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: give 1 or more")
 
 
@@ -152,7 +154,7 @@ class _Service:
         self, kind: replies.Kind, body: Generate, prompts: Sequence[PromptLike], request: Request, scope: str | None
     ) -> Response:
         self.check_model(body.model)
-        sampling = body.sampling(self._limits.answer_tokens)
+        sampling = body.sampling(self._limits.answer_tokens, self._limits.longest_answer)
         head = {
             "id": f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),

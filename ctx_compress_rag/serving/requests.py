@@ -7,6 +7,7 @@ accepted and ignored.
 from __future__ import annotations
 
 import json
+import sys
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
@@ -135,11 +136,14 @@ class Generate(_Request):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    def sampling(self, most: int) -> Sampling:
-        """How to answer; `most` is the longest answer, in tokens, where the client does not say."""
+    def sampling(self, default: int, most: int | None = None) -> Sampling:
+        """How to answer: with `default` tokens at most where the client does not say, and never with more than `most`.
+
+        Both are numbers of tokens.
+        """
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return Sampling(
-            max_new_tokens=self.longest or most,
+            max_new_tokens=min(self.longest or default, most or sys.maxsize),
             temperature=self.temperature or 0.0,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(self.top_k or 0, 0),

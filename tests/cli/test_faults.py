@@ -152,6 +152,7 @@ def test_eval_refuses_before_it_answers(run: Any, bundle_folder: Path, tmp_path:
     for given, message in (
         (["--questions", 0], "0 questions have no standard error: give 2 or more"),
         (["--questions", 1], "1 questions have no standard error"),
+        (["--card", "--bundle", "demo"], "--card writes into the bundle, and 'demo' is this package's: copy it"),
         (["--passages", 0], "0 passages in a prompt: give 1 or more"),
         (["--data", one], "one: 1 questions have an answer"),
         (["--questions", 2, "--passages", 1, "--ratios", 4, 5], "ratio 5 cannot be made from slots stored at 4"),

@@ -250,6 +250,14 @@ def test_stopping_lets_running_answers_end(decoder: TransformersDecoder, store: 
     assert pieces[-1].choices[0].finish_reason == "length"
 
 
+def test_no_answer_is_longer_than_the_operator_allows(decoder: TransformersDecoder) -> None:
+    with listening(create_app(decoder, limits=Limits(longest_answer=5))) as url:
+        for asked, got in ((None, 5), (500, 5), (3, 3)):
+            messages: Any = [{"role": "user", "content": QUESTION}]
+            reply = client(url).chat.completions.create(model="tiny", messages=messages, max_tokens=asked)
+            assert (reply.usage.completion_tokens, reply.choices[0].finish_reason) == (got, "length")  # type: ignore[union-attr]
+
+
 def test_metrics_say_what_was_done(decoder: TransformersDecoder, store: SoftContextStore) -> None:
     with listening(create_app(decoder, limits=Limits(answer_tokens=5))) as url:
         asked = [{"role": "user", "content": f"{store.marker(store.ids()[0], 8)} {QUESTION}"}]
@@ -285,3 +293,5 @@ def test_a_server_needs_a_store(decoder: TransformersDecoder) -> None:
         create_app(TransformersDecoder(decoder.bundle))
     with pytest.raises(ConfigError, match="requests=0"):
         Limits(requests=0)
+    with pytest.raises(ConfigError, match="longest_answer=0"):
+        Limits(longest_answer=0)
