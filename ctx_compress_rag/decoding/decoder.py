@@ -29,10 +29,11 @@ from ctx_compress_rag.errors import (
     MissingPassageError,
     PayloadError,
 )
-from ctx_compress_rag.prompt import HoledPrompt, Message, Prompt, PromptLike
+from ctx_compress_rag.prompt import HoledPrompt, Message, Prompt, PromptLike, Quotable
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import Marker, OnUnreadable, check_on_unreadable
+from ctx_compress_rag.stores.passages import MAX_CHARACTERS
 from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
 from ctx_compress_rag.text.quoting import quotable
 from ctx_compress_rag.text.tokenising import check_characters
@@ -227,8 +228,7 @@ class TransformersDecoder:
             made = change.read(HoledPrompt.without_answers(ids).filled(slots))
             self._check_length(index, made)
             if extractive:
-                quoted = dict.fromkeys(said[p] if isinstance(p, Marker) else p for parts in messages for p in parts)
-                made = replace(made, quotable=quotable(quoted, self.bundle.tokenizer))
+                made = replace(made, quotable=self._quotable(index, messages, said))
             prepared.append(made)
         return prepared
 
@@ -298,6 +298,15 @@ class TransformersDecoder:
             if self.on_unreadable != "text":
                 logger.warning("some slots cannot be read, texts are used where there are any: %s", error)
         return {marker: self._context_or_text(self.store, marker) for marker in markers}
+
+    def _quotable(self, index: int, messages: Sequence[Sequence[str | Marker]], said: Mapping[Marker, str]) -> Quotable:
+        texts = dict.fromkeys(said[p] if isinstance(p, Marker) else p for parts in messages for p in parts)
+        if (length := sum(map(len, texts))) > MAX_CHARACTERS:
+            raise ConfigError(
+                f"prompt {index} and its passages have {length:,} characters, and an extractive answer quotes from "
+                f"{MAX_CHARACTERS:,} at most: use fewer passages"
+            )
+        return quotable(texts, self.bundle.tokenizer)
 
     def _texts(self, markers: Sequence[Marker]) -> dict[Marker, str]:
         """The passages' texts."""

@@ -98,6 +98,15 @@ def test_a_passage_whose_slots_are_gone_is_quoted_from_its_text(bundle: Any, sto
     assert answer.slots == 0 and answer.text.strip() in f"Nothing {gone}"
 
 
+def test_quoting_from_very_much_is_refused(
+    decoder: TransformersDecoder, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ctx_compress_rag.decoding.decoder.MAX_CHARACTERS", 50)
+    with pytest.raises(ConfigError, match="prompt 0 and its passages have .* quotes from 50 at most"):
+        decoder.generate(prompts[:1], EXTRACTIVE)
+    assert decoder.generate(prompts[:1], Sampling(max_new_tokens=1))
+
+
 def test_json_is_no_quotation() -> None:
     with pytest.raises(ConfigError, match="an extractive answer quotes, and cannot be JSON"):
         Sampling(extractive=True, json_schema='{"type": "object"}')
