@@ -179,6 +179,14 @@ def test_ask_reads_slots_at_the_ratio(run: Any, store: Path, bundle_folder: Path
         assert report.endswith(f", {sum(-(-length // ratio) for length in lengths)}")
 
 
+def test_ask_quotes_what_the_slots_stand_for(run: Any, store: Path) -> None:
+    assert run("ask", QUESTION, "--store", store, "--extractive", "--max-tokens", 8) == 0
+    answer, _, sources = run.out.partition("\n\n")
+    assert answer.strip() and "0 of them slots" not in sources
+    shown = [text for text, _ in passages_shown(sources.partition("Sources:\n")[2])]
+    assert any(answer.strip() in text for text in [*shown, QUESTION, "Question:"])
+
+
 def test_ask_compresses_a_passage_whose_slots_are_missing(run: Any, store: Path, docs: Path) -> None:
     import chromadb
 
