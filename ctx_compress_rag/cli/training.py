@@ -51,7 +51,7 @@ def train(
         typer.Argument(
             metavar="RECIPE...",
             show_default=False,
-            help="YAML files, folders of them, or shipped ones: a recipe (demo/teacher) or a folder (english).",
+            help="YAML files, folders of them, or shipped ones: a recipe (demo/teacher) or a folder (smollm2).",
         ),
     ],
     minutes: Annotated[

@@ -1,4 +1,4 @@
-"""Recipes that train a decoder: on texts, or on questions with their full text."""
+"""Recipes that train a decoder on questions with their full text."""
 
 from __future__ import annotations
 
@@ -36,31 +36,6 @@ class DecoderRecipe(Recipe):
     def _shares_all(self) -> DecoderRecipe:
         if self.optim.shard == "frozen":
             raise ValueError(f"shard: frozen is for stages that train a bundle: for stage {self.stage} take shard: all")
-        return self
-
-
-class PretrainRecipe(DecoderRecipe):
-    """Language modelling on packed text: windows without padding, cut from each text at a new place every time.
-
-    Attributes:
-        minilm: in place of `scratch` and `decoder`, MiniLM's weights turned into a decoder with this many positions
-            (see `training.minilm_decoder`).
-        window: tokens of a sequence.
-    """
-
-    asks = False
-    stage: Literal["pretrain"]
-    minilm: int | None = Field(default=None, gt=0)
-    window: int = Field(default=1024, gt=1)
-
-    @model_validator(mode="after")
-    def _one_decoder(self) -> PretrainRecipe:
-        if sum(start is not None for start in (self.scratch, self.decoder, self.minilm)) != 1:
-            raise ValueError("give one of scratch, decoder (a folder, hub id or GGUF file) and minilm")
-        if not self.data.texts or self.data.files:
-            raise ValueError("pretraining reads data.texts, and no files of questions")
-        if self.probe:
-            raise ValueError("a decoder that is only pretrained answers no questions: leave out probe")
         return self
 
 

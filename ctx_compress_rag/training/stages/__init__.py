@@ -1,5 +1,5 @@
 """The stages of training, which register themselves."""
 
-from ctx_compress_rag.training.stages import compression, packed, pretrain, teacher
+from ctx_compress_rag.training.stages import compression, packed, teacher
 
-__all__ = ["compression", "packed", "pretrain", "teacher"]
+__all__ = ["compression", "packed", "teacher"]
