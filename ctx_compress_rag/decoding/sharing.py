@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections import Counter, deque
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -77,7 +78,9 @@ class Sharing:
             group.waiting.extend((row, most) for row in rows)
             if not self._running:
                 self._running = True
-                threading.Thread(target=self._run, name="ctx-compress-stream", daemon=True).start()
+                thread = threading.Thread(target=self._run, name="ctx-compress-stream", daemon=True)
+                _THREADS.add(thread)
+                thread.start()
 
     def _run(self) -> None:
         until = time.monotonic() + _TOGETHER_SECONDS
@@ -88,7 +91,7 @@ class Sharing:
             with self._changed:
                 self._groups = {key: group for key, group in self._groups.items() if group.waiting or group.rows.rows}
                 groups = list(self._groups.values())
-                if not groups:
+                if not groups or _ENDING.is_set():
                     self._running = False
                     return
             for group in groups:
@@ -137,7 +140,7 @@ class Sharing:
                 steps += 1
                 if not alone and steps >= _STEPS:
                     return
-                if first.bundle.backbone.lock.waiting or self._others(group):
+                if _ENDING.is_set() or first.bundle.backbone.lock.waiting or self._others(group):
                     return
 
     def _others(self, group: _Group) -> bool:
@@ -150,6 +153,17 @@ class Sharing:
 
 _OF: WeakKeyDictionary[Backbone, Sharing] = WeakKeyDictionary()
 _MAKING = threading.Lock()
+_THREADS: WeakSet[threading.Thread] = WeakSet()
+_ENDING = threading.Event()
+
+
+@atexit.register
+def _end() -> None:
+    """Stop what is being answered when the program ends: a thread that Python ends within torch aborts the process."""
+    _ENDING.set()
+    for thread in list(_THREADS):
+        thread.join()
+    _ENDING.clear()
 
 
 def _next(group: _Group, new: Sequence[Row]) -> Row:

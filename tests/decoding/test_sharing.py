@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import chromadb
@@ -319,3 +322,19 @@ def test_rows_come_and_go_on_every_architecture(name: str) -> None:
     assert set(seen) <= {1, 2} and 2 in seen
     for prompt, answer in zip(asked, together, strict=True):
         assert answer == by_generate(decoder, prompt, Sampling(max_new_tokens=14))
+
+
+def test_a_program_that_leaves_a_stream_ends_in_peace(talkative: Any, tmp_path: Path) -> None:
+    """Python ends what other threads do; within torch that would abort the process."""
+    talkative.save_pretrained(tmp_path / "bundle")
+    program = """
+import sys
+from ctx_compress_rag import Bundle, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Sampling
+decoder = TransformersDecoder(Bundle.from_pretrained(sys.argv[1]))
+pieces = decoder.stream("What about it?", Sampling(max_new_tokens=500))
+print(next(pieces))
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "bundle")], capture_output=True, timeout=WAIT)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout
