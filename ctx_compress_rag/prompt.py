@@ -20,10 +20,10 @@ Piece = Tensor
 
 
 class QuotedToken(NamedTuple):
-    """A token of a text, and whether a quotation may end with it."""
+    """A token of a text, and how many more a quotation takes at least before it may end: 0 if it may end with this."""
 
     id: int
-    may_end: bool
+    to_end: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class Quotable:
     """Texts that an answer may quote; see `text.quoting`.
 
     Attributes:
-        tokens: of all texts; None stands after each.
+        tokens: of all texts; None stands where no quotation goes on, such as after each text.
         starts: the quotations that begin with a token, by its id: their first tokens, which stand nowhere in
             `tokens`, perhaps none, and the place in `tokens` where they go on.
     """

@@ -68,7 +68,7 @@ def generate(
             eos_token_id=sorted(ends) or None,
             pad_token_id=tokenizer.pad_token_id,
         ),
-        logits_processor=choosers(sampling, tokenizer, ends, prompts),
+        logits_processor=choosers(sampling, tokenizer, ends, prompts, limits),
         stopping_criteria=StoppingCriteriaList([watch]),
     )
     rows = zip(prompts, watch.done, strict=True)

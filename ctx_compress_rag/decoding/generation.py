@@ -163,9 +163,16 @@ def end_ids(tokenizer: Any, model_ids: int | list[int] | None, stop: Sequence[st
 
 
 def choosers(
-    sampling: Sampling, tokenizer: Any, ends: Collection[int], prompts: Sequence[Prompt]
+    sampling: Sampling, tokenizer: Any, ends: Collection[int], prompts: Sequence[Prompt], limits: Sequence[int]
 ) -> LogitsProcessorList:
     """Logits processors under which the likeliest token is the one to take; none where decoding is greedy.
+
+    Args:
+        sampling: how tokens are chosen.
+        tokenizer: the decoder's.
+        ends: tokens that end an answer.
+        prompts: what each row answers.
+        limits: most new tokens of each row.
 
     Raises:
         ConfigError: the JSON schema cannot be enforced.
@@ -174,7 +181,7 @@ def choosers(
     if sampling.json_schema is not None:
         processors.append(JsonProcessor(sampling.json_schema, tokenizer, ends, len(prompts)))
     if sampling.extractive:
-        processors.append(QuoteProcessor([p.quotable for p in prompts if p.quotable is not None], ends))
+        processors.append(QuoteProcessor([p.quotable for p in prompts if p.quotable is not None], ends, limits))
     if sampling.temperature < _COLDEST:
         return processors
     processors.append(TemperatureLogitsWarper(sampling.temperature))

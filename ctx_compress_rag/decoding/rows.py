@@ -60,10 +60,10 @@ class Row:
         """
         tokenizer, config = self.bundle.tokenizer, model.generation_config
         ends = end_ids(tokenizer, config.eos_token_id, self.sampling.stop)
-        self._processors = choosers(self.sampling, tokenizer, ends, [self.prompt])
+        limit = self.sampling.room(self.prompt.length, self.bundle.backbone.window)
+        self._processors = choosers(self.sampling, tokenizer, ends, [self.prompt], [limit])
         if (config.repetition_penalty or 1.0) != 1.0:  # a decoder of the hub may ask for it, as Qwen2.5 does
             self._processors.insert(0, RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
-        limit = self.sampling.room(self.prompt.length, self.bundle.backbone.window)
         self._watch = TextWatch(tokenizer, self.sampling.stop, ends, [limit], self.put if self.stream else None)
 
     def take(self, scores: Tensor, likeliest: int) -> Generation | None:

@@ -3,57 +3,83 @@
 from __future__ import annotations
 
 import re
+import sys
+import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from ctx_compress_rag.metrics import CHARACTER
 from ctx_compress_rag.prompt import Quotable, QuotedToken
-from ctx_compress_rag.text.tokenising import TextTokens, text_tokens, whole_characters
+from ctx_compress_rag.text.tokenising import TextTokens, between_controls, text_tokens
 
-# 1,200.5 and 4:51 are a word each, and so is each character of Chinese and Japanese, which have no spaces.
-_WORD = re.compile(rf"{CHARACTER.pattern}|\d+(?:[.,:]\d+)+|(?:(?!{CHARACTER.pattern})\w)+")
+# Accents and vowel signs belong to the letter before them; the joiners stand within words of Persian and Hindi.
+_MARKS = "".join(c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c)[0] == "M") + "\u200c\u200d"
+# EUR1,200.5 and 4:51 are a word each, and so is each character of Chinese and Japanese, which have no spaces.
+_LETTER = rf"(?!{CHARACTER.pattern})\w"
+_WORD = re.compile(rf"{CHARACTER.pattern}[{_MARKS}]*|{_LETTER}(?:{_LETTER}|[{_MARKS}]|(?<=\d)[.,:](?=\d))*")
 _SPACED = re.compile(r"\S+")
 
 
 def quotable(texts: Iterable[str], tokenizer: Any) -> Quotable:
-    """All quotations from texts: they begin with a word, or with a mark after a space, and end with a word or a mark.
+    """Quotations from texts: they begin with a word, or with a mark after a space, and end with a word or a mark.
+
+    None ends within a token: Chinese characters that share one are quoted together.
 
     Args:
-        texts: no quotation goes from one into another.
+        texts: no quotation goes from one into another, nor over what is spelled like a control token.
         tokenizer: the decoder's (a fast one: offsets are needed).
     """
     tokens: list[QuotedToken | None] = []
     starts: dict[int, list[tuple[tuple[QuotedToken, ...], int]]] = defaultdict(list)
     alone: dict[str, tuple[QuotedToken, ...]] = {}
-    for text in map(whole_characters, texts):
+    for text in chain.from_iterable(between_controls(tokenizer, text) for text in texts):
         read, before = text_tokens(tokenizer, text), len(tokens)
-        own = _quoted(text, read)
+        own = _quoted(text, tokenizer, read)
         begins = {match.start() for pattern in (_WORD, _SPACED) for match in pattern.finditer(text)}
         ends = [0, *(end for _, end in read.offsets)]
-        for place, (start, end) in enumerate(read.offsets):
-            first = end - len(text[start:end].lstrip())
-            if first == end or first not in begins or start < ends[place]:  # the last: within a character
+        for place, (token, (start, end)) in enumerate(zip(own, read.offsets, strict=True)):
+            if token is None or start < ends[place]:  # the latter: within a character
                 continue
-            starts[own[place].id].append(((), before + place))
-            # A token may hold the space before its word, which has other tokens where an answer begins with it.
-            last = next((i for i in range(place, len(own)) if own[i].may_end), len(own) - 1)
-            word = text[first : read.offsets[last][1]]
-            if word not in alone:
-                alone[word] = tuple(_quoted(word, text_tokens(tokenizer, word)))
-            if alone[word] and alone[word][0].id != own[place].id:
-                starts[alone[word][0].id].append((alone[word], before + last + 1))
+            last = place + token.to_end
+            for first in begins.intersection(range(start, end)):
+                own_start = not text[start:first].strip()
+                if own_start:
+                    starts[token.id].append(((), before + place))
+                # A token may hold what stands before its word, which has other tokens where an answer begins with it.
+                word = text[first : read.offsets[last][1]]
+                if word not in alone:
+                    alone[word] = _alone(word, tokenizer)
+                if alone[word] and not (own_start and alone[word][0].id == token.id):
+                    starts[alone[word][0].id].append((alone[word], before + last + 1))
         tokens += [*own, None]
     return Quotable(tuple(tokens), dict(starts))
 
 
-def _quoted(text: str, read: TextTokens) -> list[QuotedToken]:
-    """A text's tokens; a quotation may end where neither a word nor, between two tokens, a character is cut."""
+def _alone(word: str, tokenizer: Any) -> tuple[QuotedToken, ...]:
+    """A word's tokens where an answer begins with it; none where it cannot be quoted."""
+    tokens = _quoted(word, tokenizer, text_tokens(tokenizer, word))
+    return tuple(token for token in tokens if token is not None) if None not in tokens else ()
+
+
+def _quoted(text: str, tokenizer: Any, read: TextTokens) -> list[QuotedToken | None]:
+    """A text's tokens; a quotation may end where neither a word nor, between two tokens, a character is cut.
+
+    None stands for what the tokenizer does not know, and for what must go on with it.
+    """
     within = bytearray(len(text) + 1)
     for match in _WORD.finditer(text):
         within[match.start() + 1 : match.end()] = b"\1" * (len(match[0]) - 1)
-    next_starts = [start for start, _ in read.offsets[1:]] + [len(text)]
-    return [
-        QuotedToken(id, not within[end] and end <= after)
-        for id, (_, end), after in zip(read.ids, read.offsets, next_starts, strict=True)
-    ]
+    quoted: list[QuotedToken | None] = []
+    to_end, after = None, len(text)
+    for id, (start, end) in reversed(list(zip(read.ids, read.offsets, strict=True))):
+        if id == tokenizer.unk_token_id:
+            to_end = None
+        elif not within[end] and end <= after:
+            to_end = 0
+        elif to_end is not None:
+            to_end += 1
+        quoted.append(None if to_end is None else QuotedToken(id, to_end))
+        after = start
+    return quoted[::-1]

@@ -72,6 +72,14 @@ def text_parts(tokenizer: Any, text: str) -> list[str]:
     return [part for part, _ in _tokenised(tokenizer, whole_characters(text), control_ids(tokenizer))]
 
 
+def between_controls(tokenizer: Any, text: str) -> list[str]:
+    """The text around what the tokenizer reads as control tokens, which is left out; mostly it is one part."""
+    text = whole_characters(text)
+    spans = _control_spans(tokenizer, text, _encoded(tokenizer, text), control_ids(tokenizer))
+    bounds = [0, *(place for span in spans for place in span), len(text)]
+    return [text[a:b] for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
+
+
 def text_tokens(tokenizer: Any, text: str) -> TextTokens:
     """The tokens of a text on its own, no BOS added and none of them a control token.
 
@@ -95,20 +103,29 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _tokenised(tokenizer: Any, text: str, controls: Collection[int]) -> Iterator[tuple[str, TextTokens]]:
-    # The tokenizer itself says where it reads a control token: it may normalise first, or take spaces along.
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    tokens = TextTokens(encoded["input_ids"], [(a, b) for a, b in encoded["offset_mapping"]])
-    cuts = [0]
-    for id, (start, end) in zip(tokens.ids, tokens.offsets, strict=True):
-        span = text[start:end]
-        if id in controls and not _is_unknown(tokenizer, id, span):
-            cuts.append(start + len(span) - len(span.lstrip()) + 1)
+    tokens = _encoded(tokenizer, text)
+    spans = _control_spans(tokenizer, text, tokens, controls)
+    cuts = [0, *(end - len(text[start:end].lstrip()) + 1 for start, end in spans)]
     if len(cuts) == 1:
         yield text, tokens
         return
     for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True):
         if start < end:
             yield from _tokenised(tokenizer, text[start:end], controls)
+
+
+def _encoded(tokenizer: Any, text: str) -> TextTokens:
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return TextTokens(encoded["input_ids"], [(a, b) for a, b in encoded["offset_mapping"]])
+
+
+def _control_spans(tokenizer: Any, text: str, tokens: TextTokens, controls: Collection[int]) -> list[tuple[int, int]]:
+    # The tokenizer itself says where it reads a control token: it may normalise first, or take spaces along.
+    return [
+        (start, end)
+        for id, (start, end) in zip(tokens.ids, tokens.offsets, strict=True)
+        if id in controls and not _is_unknown(tokenizer, id, text[start:end])
+    ]
 
 
 def _is_unknown(tokenizer: Any, id: int, span: str) -> bool:

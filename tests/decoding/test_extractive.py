@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import re
+import string
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
@@ -21,15 +24,51 @@ from helpers.decoding import PASSAGES, QUESTION
 TEXTS = [
     'In 1903, "Lucas Cranach" (the Elder) paid $1,200.50 at 4:51.\nIt\u2019s state-of-the-art. Na\u00efve \U0001f642.',
     "\u6771\u4eac\u306f\u65e5\u672c\u306e\u9996\u90fd\u3067\u3042\u308b\u3002 Tokyo, too.",
-    "Broncos broncos 308-38  x",
+    "Broncos broncos 308-38  x EUR1,200.50\r\n|v2.10.3|(the Elder)|",
+    # Accents of their own, and vowel signs.
+    "Cafe\u0301 Nai\u0308ve \u0939\u093f\u0928\u094d\u0926\u0940 \u304b\u3099\u304f",
 ]
-WORD = re.compile(r"[\u3041-\u30ff\u4e00-\u9fff]|\d+(?:[.,:]\d+)+|[^\W\u3041-\u30ff\u4e00-\u9fff]+")
+MARKS = "\u0301\u0308\u093f\u0940\u094d\u3099"
+LETTER = rf"[^\W\u3041-\u30ff\u4e00-\u9fff]|[{MARKS}]"
+WORD = re.compile(rf"[\u3041-\u3096\u30a1-\u30ff\u4e00-\u9fff]\u3099?|(?:{LETTER}|(?<=\d)[.,:](?=\d))+")
 EXTRACTIVE = Sampling(max_new_tokens=12, extractive=True)
 
 
-@pytest.fixture(scope="module", params=["tiny", "demo"])
+@pytest.fixture(scope="module", params=["tiny", "demo", "Qwen", "Llama 2", "unknown"])
 def tokenizer(request: pytest.FixtureRequest, tiny_tokenizer: Any) -> Any:
-    return tiny_tokenizer if request.param == "tiny" else Bundle.from_pretrained("demo").tokenizer
+    match request.param:
+        case "tiny":
+            return tiny_tokenizer
+        case "demo":
+            return Bundle.from_pretrained("demo").tokenizer
+        case "Qwen":
+            return mark_and_word_tokenizer()
+    return space_first_tokenizer(byte_fallback=request.param == "Llama 2")
+
+
+def mark_and_word_tokenizer() -> Any:
+    """One whose tokens may hold a mark and the word after it, as those of Qwen and Llama 3."""
+    bpe = Tokenizer(models.BPE())
+    words = pre_tokenizers.Split(Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|\s+|[^\s\p{L}\p{N}]+"), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Sequence([words, byte_level]), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["</s>"], initial_alphabet=alphabet)
+    bpe.train_from_iterator([TEXTS[0], TEXTS[2]] * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>")
+
+
+def space_first_tokenizer(byte_fallback: bool) -> Any:
+    """One that puts a space before a text; what it does not know are bytes, or lost."""
+    special = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces = [*special, *string.ascii_letters, *string.digits, *'.,:-"', "\u2581", "th", "the", "\u2581the"]
+    vocabulary = {piece: id for id, piece in enumerate(pieces)}
+    merges = [("t", "h"), ("th", "e"), ("\u2581", "the")]
+    bpe = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=byte_fallback, unk_token="<unk>", fuse_unk=True))
+    bpe.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    undo = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    bpe.decoder = decoders.Sequence(undo)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>", eos_token="</s>")
 
 
 def is_quotation(answer: str, text: str) -> bool:
@@ -40,33 +79,37 @@ def is_quotation(answer: str, text: str) -> bool:
 
 
 def test_whatever_the_scores_an_answer_is_a_quotation(tokenizer: Any) -> None:
-    """Two answers at a time, of other texts."""
-    end, ways = tokenizer.eos_token_id, [TEXTS[:2], TEXTS[2:]]
+    """Two answers at a time, of other texts, each with a limit of its own."""
+    end, ways = tokenizer.eos_token_id, [[*TEXTS[:2], f"the </s>Elder{tokenizer.eos_token}"], TEXTS[2:]]
+    quotables = [quotable(texts, tokenizer) for texts in ways]
     seen: set[str] = set()
-    for seed in range(150):
+    for seed in range(300):
         chooser = torch.Generator().manual_seed(seed)
-        processor = QuoteProcessor([quotable(texts, tokenizer) for texts in ways], {end})
+        limits = torch.randint(1, 40, (2,), generator=chooser).tolist()
+        processor = QuoteProcessor(quotables, {end}, limits)
         ids = torch.empty(2, 0, dtype=torch.long)
-        while not (ids == end).any(1).all():
+        for _ in range(max(limits)):
             scores = torch.rand(2, len(tokenizer), generator=chooser)
             ids = torch.cat((ids, processor(ids, scores).argmax(1, keepdim=True)), 1)
-        for row, texts in zip(ids.tolist(), ways, strict=True):
-            answer = tokenizer.decode(row[: row.index(end)], clean_up_tokenization_spaces=False).strip()
-            assert answer and any(is_quotation(answer, text) for text in texts), answer
+        for row, limit, texts in zip(ids.tolist(), limits, ways, strict=True):
+            answer = tokenizer.decode(row[:limit], skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
+            assert not answer or any(is_quotation(answer, text) for text in texts), answer
             seen.add(answer)
-    assert len(seen) > 60 and max(map(len, seen)) > 20
+    assert len(seen) > 40 and max(map(len, seen)) > 12
 
 
 def test_every_run_of_words_can_be_an_answer(tokenizer: Any) -> None:
     """With the tokens that it has on its own, as an answer is trained to have them."""
-    chance = random.Random(0)
+    chance, quotables = random.Random(0), quotable(TEXTS, tokenizer)
     for text in TEXTS:
         words = list(WORD.finditer(text))
         for _ in range(30):
             first, last = sorted(chance.choices(range(len(words)), k=2))
             span = text[words[first].start() : words[last].end()]
-            processor = QuoteProcessor([quotable(TEXTS, tokenizer)], {tokenizer.eos_token_id})
             ids = [*text_ids(tokenizer, span), tokenizer.eos_token_id]
+            if tokenizer.decode(ids[:-1]) != span:  # it does not know all characters
+                continue
+            processor = QuoteProcessor([quotables], {tokenizer.eos_token_id}, [len(ids)])
             for done, wanted in enumerate(ids):
                 scores = processor(torch.tensor([ids[:done]], dtype=torch.long), torch.zeros(1, len(tokenizer)))
                 assert scores[0, wanted] == 0, (span, tokenizer.decode(ids[: done + 1]))
@@ -77,11 +120,7 @@ def test_answers_quote_passages_that_the_prompt_has_as_slots(decoder: Transforme
     answers = decoder.generate(prompts, EXTRACTIVE)
     texts = [*PASSAGES.values(), QUESTION, "Use this:", "Question:", *(p for p in prompts if isinstance(p, str))]
     for answer in answers:
-        quoted = answer.text.strip()
-        if answer.finish_reason == "length":  # the last word may have been cut
-            assert quoted and any(quoted in text for text in texts), quoted
-        else:
-            assert any(is_quotation(quoted, text) for text in texts), quoted
+        assert any(is_quotation(answer.text.strip(), text) for text in texts), answer.text
     assert any(is_quotation(a.text.strip(), p) for a in answers for p in PASSAGES.values())
     for prompt, answer in zip(prompts, answers, strict=True):
         *pieces, last = decoder.stream(prompt, EXTRACTIVE)

@@ -132,7 +132,7 @@ def test_samples_follow_the_distribution() -> None:
     draws = 1500
 
     def frequencies(sampling: Sampling) -> torch.Tensor:
-        processors = choosers(sampling, None, (), [Prompt.of()])
+        processors = choosers(sampling, None, (), [Prompt.of()], [1])
         drawn = Counter(int(processors(torch.zeros(1, 0).long(), logits.clone()).argmax()) for _ in range(draws))
         return torch.tensor([drawn[token] / draws for token in range(5)])
 
@@ -149,7 +149,7 @@ def test_samples_follow_the_distribution() -> None:
 @pytest.mark.parametrize("temperature", [1e-4, 1e-7, 1e-38, 1e-45, 1e-300])
 def test_the_colder_the_likelier_and_never_another_token(temperature: float) -> None:
     """Divided by the temperature, the likelier logits would all be infinite, and the first of them taken."""
-    processors = choosers(Sampling(temperature=temperature, seed=0), None, (), [Prompt.of()])
+    processors = choosers(Sampling(temperature=temperature, seed=0), None, (), [Prompt.of()], [1])
     logits = torch.tensor([[-3.0, 25.0, 40.0, 39.9]])
     assert all(int(processors(torch.zeros(1, 0).long(), logits.clone()).argmax()) == 2 for _ in range(20))
 

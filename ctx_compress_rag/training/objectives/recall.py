@@ -29,14 +29,14 @@ _TELLING = re.compile(r"[A-Z0-9]")  # how names and figures begin
 
 
 def recall_turns(text: str, count: int, rng: random.Random) -> tuple[Turn, ...]:
-    """At most `count` questions that `text` answers in its own words; none where it has too few words.
+    """At most `count` different questions that `text` answers in its own words; none where it has too few words.
 
-    Half of them ask for the words after a cue that stands once in the text, half for words left out of a piece of it,
-    mostly names and figures.
+    About half of them ask for the words after a cue that stands once in the text, the others for words left out of a
+    piece of it, mostly names and figures.
     """
     words = [match.span() for match in re.finditer(r"\S+", text)]
     turns = [_following(text, words, rng) if rng.random() < 0.5 else _missing(text, words, rng) for _ in range(count)]
-    return tuple(dict.fromkeys(turn for turn in turns if turn is not None))
+    return tuple({turn.question: turn for turn in turns if turn is not None}.values())
 
 
 def _following(text: str, words: list[tuple[int, int]], rng: random.Random) -> Turn | None:
