@@ -159,7 +159,27 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
         return max((r for r in self.repeat if r.step <= step), key=lambda r: r.step, default=self.repeat[0])
 
 
-class DistillationRecipe(CompressionRecipe):
+class TaughtRecipe(CompressionRecipe):
+    """What stages have that learn from the decoder's reading of the full text.
+
+    `teacher_top` has it read each example once: of its distribution at each token of an answer so many likeliest tokens
+    are kept in a folder of `output`, and the probability of all others together, which the student is to match in
+    place of the whole; None is the paper's, the whole distribution computed at every step.
+    """
+
+    teacher_top: int | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _same_passes(self) -> TaughtRecipe:
+        if self.teacher_top and self.optim.shard:
+            raise ValueError(
+                "shard gathers weights for a pass that all processes make, and with teacher_top one of them may need "
+                "none of the teacher: leave one of the two out"
+            )
+        return self
+
+
+class DistillationRecipe(TaughtRecipe):
     """Distillation from the full-text teacher (Simple Context Compression), summed over ratios (eq. 6)."""
 
     stage: Literal["distillation"]
@@ -200,7 +220,7 @@ class ReconstructionRecipe(CompressionRecipe):
         return self
 
 
-class AnswerRecipe(CompressionRecipe):
+class AnswerRecipe(TaughtRecipe):
     """The likelihood of answers read from slots (fine-tuning in ArcAligner and ComprExIT).
 
     `self_distillation` is the weight of KL(decoder with text || decoder with slots) on the same tokens (xRAG).
@@ -208,6 +228,12 @@ class AnswerRecipe(CompressionRecipe):
 
     stage: Literal["answer"]
     self_distillation: float = Field(default=0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _has_a_teacher(self) -> AnswerRecipe:
+        if self.teacher_top and not self.self_distillation:
+            raise ValueError("teacher_top needs self_distillation: without it nothing is learnt from a teacher")
+        return self
 
 
 class RamRecipe(CompressionRecipe):

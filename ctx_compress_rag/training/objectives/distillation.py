@@ -59,7 +59,7 @@ class DistillationLoss(SlotObjective, WholeBatchMean):
         if num_items_in_batch is None:
             num_items_in_batch = self.items(text_prompts, repeats)
         examples, repeated_tokens = num_items_in_batch
-        targets = self.teacher_log_probs(text_prompts)
+        targets = self.targets(text_prompts)
         loss = torch.zeros((), device=self.bundle.backbone.device)
         drawn, repeated_at = self.drawn(prompts.prompts), self.drawn(repeats.prompts)
         for ratio, batch in self.compress(passages, drawn | repeated_at).items():

@@ -47,7 +47,7 @@ class LikelihoodLoss(SlotObjective, WholeBatchMean):
         num_items_in_batch: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """The loss of a batch: its passages, prompts with holes for them, and for self-distillation with their text."""
-        targets = self.teacher_log_probs(text_prompts) if self.self_distillation else []
+        targets = self.targets(text_prompts) if self.self_distillation else []
         loss = torch.zeros((), device=self.bundle.backbone.device)
         drawn = self.drawn(prompts.prompts)
         for ratio, batch in self.compress(passages, drawn).items():

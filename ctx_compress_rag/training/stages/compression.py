@@ -25,6 +25,7 @@ from ctx_compress_rag.training.compression_config import (
     NextTokenRecipe,
     RamRecipe,
     ReconstructionRecipe,
+    TaughtRecipe,
 )
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.loop import Collate, Examples, Job, StepHook, training_device
@@ -34,6 +35,7 @@ from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, Like
 from ctx_compress_rag.training.objectives.next_token import NextTokenCollator
 from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
 from ctx_compress_rag.training.objectives.reconstruction import ReconstructionCollator, passages_of
+from ctx_compress_rag.training.objectives.teacher_targets import FOLDER, KeptTargets, teacher_digest
 from ctx_compress_rag.training.probe import soft_probe
 from ctx_compress_rag.training.stage import Stage, register
 
@@ -66,6 +68,8 @@ def start(recipe: CompressionRecipe, resume: bool, arrange: Arrange | None = Non
     bundle = start_bundle(recipe, examples)
     objective, collate = OBJECTIVES[recipe.stage](recipe, bundle)
     objective.seed = recipe.seed
+    if isinstance(recipe, TaughtRecipe) and recipe.teacher_top:
+        objective.kept = KeptTargets(recipe.output / FOLDER, recipe.teacher_top, teacher_digest(bundle))
     make_fast(bundle.backbone.model, recipe.optim, dynamic=True, saved=bundle.config.decoder is None)
 
     def choose_ratios(step: int) -> None:
