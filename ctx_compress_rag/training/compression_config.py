@@ -112,20 +112,10 @@ class CompressionRecipe(Recipe):
 
 
 class RepeatStep(Strict):
-    """From `step` on, `share` of a batch's sequences repeat a passage, and `recall` find words in one.
-
-    The others answer the data's questions.
-    """
+    """From `step` on, this share of a batch's sequences repeats a passage; the others answer questions."""
 
     step: int = Field(ge=0)
     share: float = Field(ge=0, le=1)
-    recall: float = Field(default=0, ge=0, le=1)
-
-    @model_validator(mode="after")
-    def _shares(self) -> RepeatStep:
-        if self.share + self.recall > 1:
-            raise ValueError(f"share {self.share} and recall {self.recall} are more than 1 together")
-        return self
 
 
 class RepeatAndAnswerRecipe(CompressionRecipe):
@@ -136,7 +126,7 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
 
     Attributes:
         packing: the rows.
-        repeat: how many of a batch's sequences repeat a passage or recall words of it, as training proceeds.
+        repeat: how many of a batch's sequences repeat a passage, as training proceeds.
     """
 
     repeats_texts = True
@@ -154,9 +144,9 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
             raise ValueError(f"window {self.window} must be packing.length, {self.packing.length}")
         return self
 
-    def shares_at(self, step: int) -> RepeatStep:
-        """The shares of repeated and recalled passages at an optimiser step."""
-        return max((r for r in self.repeat if r.step <= step), key=lambda r: r.step, default=self.repeat[0])
+    def repeat_share_at(self, step: int) -> float:
+        """The share of repeated passages at an optimiser step."""
+        return max((r for r in self.repeat if r.step <= step), key=lambda r: r.step, default=self.repeat[0]).share
 
 
 class TaughtRecipe(CompressionRecipe):

@@ -36,7 +36,7 @@ def stages(decoder: Path, folder: Path) -> list[str]:
     slots = {
         "packing": {"rows": 2, "passage_rows": 2, "length": 384, "examples": 2},
         "window": 384,
-        "repeat": [{"step": 0, "share": 0.3, "recall": 0.3}],
+        "repeat": [{"step": 0, "share": 0.3}],
         "int8": True,
         "sources": [{"data": "an invented world", "licence": "Apache-2.0"}],
         "teacher": str(folder / "1"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
 from ctx_compress_rag.training.compression_config import RepeatAndAnswerRecipe
 from ctx_compress_rag.training.head import head_logits, weighted_loss
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
-from ctx_compress_rag.training.objectives.packed import ANSWER, RECALL, REPEAT, PackedSlotData, PackedSlotLoss
+from ctx_compress_rag.training.objectives.packed import PackedSlotData, PackedSlotLoss
 from ctx_compress_rag.training.packing import PADDING, Packer
 from ctx_compress_rag.training.recipes import parse_recipe
 from ctx_compress_rag.training.run import run_recipe
@@ -151,32 +150,6 @@ def test_batches_hold_what_was_asked_for(decoder: Path, tmp_path: Path, tiny_tok
         for slot in range(len(counts)):
             assert len(set(segments[batch.slots == slot].tolist())) == 1
         assert not batch.prompts.targets.flatten()[batch.places].any()
-
-
-def test_each_kind_has_the_same_share_of_the_loss(decoder: Path, tmp_path: Path) -> None:
-    """Answers, repeated and recalled texts, whatever their number of tokens."""
-    made = recipe(decoder, tmp_path, repeat=[{"step": 0, "share": 0.3, "recall": 0.4}])
-    bundle = start_bundle(made, EXAMPLES)
-    texts = ["Orla Reedwen keeps a goat and sells salt in Kormoor on the river Halen."]
-    batch = PackedSlotData(PromptBuilder(bundle.tokenizer), EXAMPLES, texts, made)[0]
-    kinds = batch.prompts.kinds[batch.prompts.targets]
-    assert set(kinds.tolist()) == {ANSWER, REPEAT, RECALL}
-    loss = PackedSlotLoss(bundle)
-    with torch.no_grad():
-        alone = [
-            float(
-                loss(
-                    replace(
-                        batch,
-                        prompts=replace(batch.prompts, targets=batch.prompts.targets & (batch.prompts.kinds == kind)),
-                    )
-                )["loss"]
-            )
-            for kind in (ANSWER, REPEAT, RECALL)
-        ]
-        assert float(loss(batch)["loss"]) == pytest.approx(sum(alone) / 3, rel=1e-4)
-    with pytest.raises(ConfigError, match=r"share 0\.7 and recall 0\.4 are more than 1 together"):
-        recipe(decoder, tmp_path, repeat=[{"step": 0, "share": 0.7, "recall": 0.4}])
 
 
 def test_training_learns_to_repeat(decoder: Path, tmp_path: Path) -> None:

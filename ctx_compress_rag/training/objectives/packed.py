@@ -1,4 +1,4 @@
-"""Answers, repeated and recalled texts read from slots, in packed rows: training that is feasible on two CPU cores.
+"""Answers and repeated passages read from slots, in packed rows: training that is feasible on two CPU cores.
 
 Not from a paper. A decoder that has never seen slots learns to read them many times sooner when it also repeats
 passages from them: each token of a passage is then a target, in place of the few of an answer.
@@ -25,10 +25,9 @@ from ctx_compress_rag.text.tokenising import bos_id
 from ctx_compress_rag.training.compression_config import RepeatAndAnswerRecipe
 from ctx_compress_rag.training.head import weighted_loss
 from ctx_compress_rag.training.objectives.base import SlotObjective
-from ctx_compress_rag.training.objectives.recall import recall_turns
 from ctx_compress_rag.training.packing import PackedSlots, Packer
 
-ANSWER, REPEAT, RECALL = 0, 1, 2
+ANSWER, REPEAT = 0, 1
 
 REPEAT_TEMPLATES = (
     "{context}\n\nRepeat the text.",
@@ -39,12 +38,11 @@ REPEAT_TEMPLATES = (
 _MISSES = 10  # sequences that find no room before a batch counts as full
 SHORTEST = 24  # tokens of a passage to repeat
 LONGEST = 192
-_AGAIN = 0.6  # share of repeated and recalled passages that are encoded for a question anyway
-_RECALLED = (2, 6)  # questions about a text
+_AGAIN = 0.6  # share of repeated passages that are encoded for a question anyway
 
 
 class PackedSlotLoss(SlotObjective):
-    """Cross-entropy of answers, of repeated and of recalled texts, each kind's mean with the same weight.
+    """Cross-entropy of answers and of repeated passages, each kind's mean with half of the weight.
 
     Each sequence has a ratio of its own, drawn by the data.
     """
@@ -126,7 +124,7 @@ class _Filling:
         self.rng = random.Random(f"{recipe.seed}:{number}")
         step = number // recipe.optim.batch_size
         self.ratios = recipe.ratios_at(step)
-        self.shares = recipe.shares_at(step)
+        self.repeat_share = recipe.repeat_share_at(step)
         first = number * recipe.packing.examples
         self.waiting = [data.examples[i % len(data.examples)] for i in range(first, first + recipe.packing.examples)]
         self.passages = Packer(recipe.packing.passage_rows, recipe.packing.length)
@@ -140,13 +138,7 @@ class _Filling:
     def batch(self) -> PackedSlots:
         misses = 0
         while misses < _MISSES:
-            drawn = self.rng.random()
-            if drawn < self.shares.share:
-                placed = self._repeat()
-            elif drawn < self.shares.share + self.shares.recall:
-                placed = self._recall()
-            else:
-                placed = self._answer()
+            placed = self._repeat() if self.rng.random() < self.repeat_share else self._answer()
             misses += not placed
         tokens = torch.cat(self.sources), torch.cat(self.slots)
         return PackedSlots(self.passages.packed(), self.prompts.packed(), *tokens, torch.cat(self.places))
@@ -155,38 +147,24 @@ class _Filling:
         if not self.waiting:
             return False
         example = self.waiting.pop()
-        ids = [self.data.builder.passage_ids(passage) for passage in example.passages]
-        return self._ask(example, ids, ANSWER)
-
-    def _ask(self, example: Example, ids: Sequence[Tensor], kind: int, encoded_at: int | None = None) -> bool:
-        """Place as many of an example's questions as fit into a row."""
         template = draw_template(self.data.recipe.data.templates, example, self.data.recipe.seed)
+        ids = [self.data.builder.passage_ids(passage) for passage in example.passages]
         ratio = self.rng.choice(self.ratios)
         turns = example.turns
-        while turns:
+        while turns:  # as many of its questions as fit into a row
             prompt = self._prompt(Example(example.passages, turns), template, ids, ratio)
-            if self._place(prompt, ids, ratio, kind, encoded_at):
+            if self._place(prompt, ids, ratio, ANSWER):
                 return True
             turns = turns[:-1] if prompt.length > self.prompts.length else ()
         return False
 
-    def _text(self) -> tuple[Tensor, int | None]:
-        """A text's token ids, and where it is encoded if a question had it."""
-        if self.encoded and self.rng.random() < _AGAIN:
-            start, ids = self.encoded.pop(self.rng.randrange(len(self.encoded)))
-            return ids, start
-        return self.data.builder.passage_ids(self.rng.choice(self.data.texts)), None
-
-    def _recall(self) -> bool:
-        ids, start = self._text()
-        ids = ids[: self.passages.length]
-        text = self.data.builder.tokenizer.decode(ids)
-        turns = recall_turns(text, self.rng.randint(*_RECALLED), self.rng)
-        return bool(turns) and self._ask(Example((text,), turns), [ids], RECALL, start)
-
     def _repeat(self) -> bool:
         ratio = self.rng.choice(self.ratios)
-        ids, start = self._text()
+        start: int | None = None
+        if self.encoded and self.rng.random() < _AGAIN:
+            start, ids = self.encoded.pop(self.rng.randrange(len(self.encoded)))
+        else:
+            ids = self.data.builder.passage_ids(self.rng.choice(self.data.texts))
         length = min(len(ids), self.rng.randint(SHORTEST, LONGEST))
         cut = self.rng.randint(0, len(ids) - length) // ratio * ratio
         ids = ids[cut : cut + length]
