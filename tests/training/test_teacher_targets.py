@@ -249,6 +249,7 @@ def test_a_changed_teacher_is_not_mixed_with_the_one_before(decoder: Path, tmp_p
     assert len(list((tmp_path / "cut" / FOLDER).rglob("*.safetensors"))) == 6
 
 
+@pytest.mark.slow
 def test_processes_share_what_is_kept(decoder: Path, tmp_path: Path) -> None:
     """An example that another process read in an epoch before is not read again."""
     changes = {"teacher_top": 8, "teacher": str(decoder / "base"), "data": _three(decoder)}
