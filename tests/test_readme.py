@@ -14,7 +14,8 @@ from chromadb.api.shared_system_client import SharedSystemClient
 
 from ctx_compress_rag.app import passage_index
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.data.examples import world_examples, write_jsonl
+from ctx_compress_rag.data.examples import write_jsonl
+from ctx_compress_rag.data.world import world_examples
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

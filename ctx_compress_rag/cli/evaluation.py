@@ -103,7 +103,7 @@ def eval_(
     """
     from ctx_compress_rag.bundle import Bundle
     from ctx_compress_rag.bundle_folder import SHIPPED
-    from ctx_compress_rag.data.examples import world_examples
+    from ctx_compress_rag.data.world import world_examples
     from ctx_compress_rag.evaluation.answering import RATIOS
     from ctx_compress_rag.evaluation.judge import load_judge
     from ctx_compress_rag.evaluation.lingua import LLMLingua2

@@ -1,4 +1,4 @@
-"""Examples for training and evaluation: JSONL files and the invented world."""
+"""Examples for training and evaluation, and the JSONL files that hold them."""
 
 from __future__ import annotations
 
@@ -114,24 +114,6 @@ def _evidence(given: Any, passages: Sequence[str], place: str) -> tuple[str, ...
 def without_long(examples: Sequence[Example], most_words: int | None) -> list[Example]:
     """The examples without a passage of more words; None sets no limit."""
     return [e for e in examples if most_words is None or all(len(p.split()) <= most_words for p in e.passages)]
-
-
-def world_examples(
-    split: str,
-    seed: int,
-    count: int,
-    max_turns: int = 6,
-    passages: Sequence[int] = (4,),
-    named: float | None = None,
-    alike: float = 0.0,
-) -> list[Example]:
-    """`count` examples of the invented world; the arguments are those of `data.world.examples`."""
-    from ctx_compress_rag.data import world
-
-    if split not in ("train", "dev", "test"):
-        raise DataError(f"the invented world has splits train, dev and test, not {split!r}")
-    share = world.NAMED if named is None else named
-    return list(world.examples(split, seed, count, max_turns, passages, share, alike))  # type: ignore[arg-type]
 
 
 def write_jsonl(path: str | Path, examples: Iterable[Example]) -> int:

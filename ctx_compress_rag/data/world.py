@@ -13,11 +13,12 @@ import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from ctx_compress_rag.data import wording
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.data.wording import Kind
+from ctx_compress_rag.errors import DataError
 
 Split = Literal["train", "dev", "test"]
 
@@ -163,36 +164,43 @@ class World:
         return Example(tuple(e.passage for e in chosen), tuple(self.turns(chosen)[:turns]))
 
 
-def examples(
-    split: Split,
+def world_examples(
+    split: str,
     seed: int,
     count: int,
-    turns: int = 6,
+    max_turns: int = 6,
     passages: Sequence[int] = (PASSAGES_PER_PROMPT,),
-    named: float = NAMED,
+    named: float | None = None,
     alike: float = 0.0,
-) -> Iterator[Example]:
+) -> list[Example]:
     """`count` examples; consecutive ones share a world, so their passages need encoding once.
 
     Args:
         split: which names may appear.
         seed: first world's seed.
         count: number of examples.
-        turns: most questions per example.
+        max_turns: most questions per example.
         passages: numbers of passages per prompt, one of which is drawn for sixteen examples in a row:
             batches of like prompts need little padding.
-        named: share of sentences that name the passage's entity.
+        named: share of sentences that name the passage's entity; None is 0.95.
         alike: share of worlds whose passages are all about one kind of thing, as retrieved ones often are: then
             only names tell them apart.
+
+    Raises:
+        DataError: there is no such split.
     """
+    if split not in get_args(Split):
+        raise DataError(f"the invented world has splits train, dev and test, not {split!r}")
+    examples = []
     for start in range(0, count, EXAMPLES_PER_WORLD):
         number = seed + start // EXAMPLES_PER_WORLD
         draws = random.Random(f"alike:{number}")
         kinds = (draws.choice(KINDS),) * PASSAGES_PER_WORLD if draws.random() < alike else KINDS
-        world = World(split, number, named, kinds)
+        world = World(cast(Split, split), number, NAMED if named is None else named, kinds)
         for index in range(start, min(start + EXAMPLES_PER_WORLD, count)):
             size = random.Random(seed * 31 + index // 16).choice(passages)
-            yield world.example(size, turns)
+            examples.append(world.example(size, max_turns))
+    return examples
 
 
 def tokenizer_texts(count: int = 3000) -> Iterator[str]:
@@ -208,7 +216,7 @@ def tokenizer_texts(count: int = 3000) -> Iterator[str]:
             for tail in tails:
                 yield "\n" + tail  # after a line break it has no leading space, as inside a name
     roots = {head + tail for heads, tails in wording.COMPOUNDS for head in heads for tail in tails}
-    for example in examples("train", 0, count):
+    for example in world_examples("train", 0, count):
         for text in (*example.passages, *(f"{t.question} {t.answers[0]}" for t in example.turns)):
             # Words are given one by one with their leading space, so that a compound can be left out.
             first, *rest = text.split(" ")

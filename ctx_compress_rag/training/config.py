@@ -14,7 +14,7 @@ from ctx_compress_rag.text.prompts import TEMPLATES
 
 
 class WorldData(Strict):
-    """Examples of the invented world instead of files; see `data.world.examples` for the numbers."""
+    """Examples of the invented world instead of files; see `data.world.world_examples` for the numbers."""
 
     split: Literal["train", "dev", "test"] = "train"
     seed: int = 0

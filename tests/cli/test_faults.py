@@ -17,7 +17,8 @@ from typer.main import get_command
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.cli.command import app
-from ctx_compress_rag.data.examples import world_examples, write_jsonl
+from ctx_compress_rag.data.examples import write_jsonl
+from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
 from helpers.forked import run_python
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from ctx_compress_rag.data.config import MixData
-from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, world_examples
+from ctx_compress_rag.data.examples import Example, Turn, read_jsonl
 from ctx_compress_rag.data.held_out import FILE, HeldOut, held_out
 from ctx_compress_rag.data.mixing import mix
 from ctx_compress_rag.data.texts import documents, text_examples
+from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.metrics import NO_ANSWER, normalize_answer
 from ctx_compress_rag.training.examples import load_examples

@@ -15,10 +15,10 @@ from ctx_compress_rag.data.examples import (
     Turn,
     check_held_out,
     read_jsonl,
-    world_examples,
     write_jsonl,
 )
 from ctx_compress_rag.data.held_out import HeldOut
+from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.errors import DataError
 
 
@@ -110,7 +110,7 @@ def test_splits_of_the_world_share_no_name() -> None:
 def test_worlds_of_one_kind_are_as_many_as_asked_for() -> None:
     """In a prompt of such a world all passages are about one kind of thing, so that only names tell them apart."""
     from ctx_compress_rag.data import wording
-    from ctx_compress_rag.data.world import examples
+    from ctx_compress_rag.data.world import world_examples
 
     surnames, towns, organisations = (
         {head + tail for head in heads for tail in tails}
@@ -127,10 +127,10 @@ def test_worlds_of_one_kind_are_as_many_as_asked_for() -> None:
         return any(all(w & names for w in words) for names in (surnames, towns, organisations))
 
     def share(wanted: float) -> float:
-        drawn = list(examples("train", 7, 400, alike=wanted))
+        drawn = world_examples("train", 7, 400, alike=wanted)
         return sum(alike(e.passages) for e in drawn) / len(drawn)
 
     assert share(1.0) == 1.0
     assert share(0.0) < 0.1
     assert 0.4 < share(0.5) < 0.65
-    assert list(examples("train", 7, 8)) == list(examples("train", 7, 8, alike=0.0))
+    assert world_examples("train", 7, 8) == world_examples("train", 7, 8, alike=0.0)

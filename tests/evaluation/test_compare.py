@@ -260,7 +260,7 @@ def test_training_tokens_are_those_of_the_examples(finished: Path, tiny_tokenize
 
 def test_scores_are_those_of_the_bundle_alone(finished: Path) -> None:
     """Answers of the trained bundle, one by one, through a store of its own."""
-    from ctx_compress_rag.data.examples import world_examples
+    from ctx_compress_rag.data.world import world_examples
     from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
     from ctx_compress_rag.evaluation.questions import Question, questions_of, with_other_passages
     from ctx_compress_rag.marking.mark import mark

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.data.examples import Example, Turn, world_examples, write_jsonl
+from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.compare.config import (
     SHIPPED,

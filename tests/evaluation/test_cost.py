@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sentence_transformers import SentenceTransformer
 
-from ctx_compress_rag.data.examples import world_examples
+from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.evaluation.answering import (
     EXTRACTED,

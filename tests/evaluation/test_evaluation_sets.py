@@ -12,7 +12,8 @@ import pytest
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.data.examples import Example, Turn, world_examples, write_jsonl
+from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.evaluation import harness
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, Answers, Key

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ctx_compress_rag.data.examples import world_examples
+from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.evaluation.answering import EXTRACTED, FULL, NONE, SOFT, TRUNCATED
 from ctx_compress_rag.evaluation.harness import evaluate, save, table

@@ -15,7 +15,8 @@ from langchain_core.language_models.fake_chat_models import FakeListChatModel, G
 from langchain_core.messages import AIMessage
 
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.data.examples import world_examples, write_jsonl
+from ctx_compress_rag.data.examples import write_jsonl
+from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.errors import ConfigError, JudgeError
 from ctx_compress_rag.evaluation.answering import FULL, SOFT, answer
 from ctx_compress_rag.evaluation.harness import evaluate, table

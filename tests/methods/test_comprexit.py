@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.data.examples import world_examples
+from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.methods.base.compressor import padded
 from ctx_compress_rag.methods.base.projections import TwoLayerMap

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.data.examples import world_examples
+from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.methods.base.compressor import PassageBatch, Tokenized
 from ctx_compress_rag.methods.registry import METHODS

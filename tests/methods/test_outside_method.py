@@ -12,7 +12,8 @@ import yaml
 from torch import Tensor, nn
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.data.examples import world_examples, write_jsonl
+from ctx_compress_rag.data.examples import write_jsonl
+from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import mark

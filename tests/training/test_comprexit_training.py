@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.data.examples import Example, Turn, world_examples, write_jsonl
+from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.training.objectives.likelihood import LikelihoodLoss

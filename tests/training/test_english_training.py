@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.data.examples import world_examples, write_jsonl
+from ctx_compress_rag.data.examples import write_jsonl
+from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.flops import counting
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.quantization import from_int8, to_int8

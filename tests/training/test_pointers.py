@@ -12,7 +12,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.data.examples import Example, Turn, world_examples
+from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
 from ctx_compress_rag.training.muon import MuonAdamW
 from ctx_compress_rag.training.stages.pointers import Pointers, PointingHeads, pointers_of

@@ -12,7 +12,8 @@ import pytest
 import torch
 import yaml
 
-from ctx_compress_rag.data.examples import Example, Turn, world_examples
+from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss, with_repeats

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.data.examples import world_examples
+from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.decoding.change import opened
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.splice import splice

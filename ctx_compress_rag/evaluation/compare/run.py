@@ -30,9 +30,9 @@ from ctx_compress_rag.backbone import Backbone, load_decoder
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.data.config import MixData
-from ctx_compress_rag.data.examples import read_jsonl, without_long, world_examples
+from ctx_compress_rag.data.examples import read_jsonl, without_long
 from ctx_compress_rag.data.mixing import mix
-from ctx_compress_rag.data.world import PASSAGES_PER_WORLD
+from ctx_compress_rag.data.world import PASSAGES_PER_WORLD, world_examples
 from ctx_compress_rag.decoder_identity import sha256
 from ctx_compress_rag.errors import ConfigError, CtxCompressError
 from ctx_compress_rag.evaluation.answering import (
