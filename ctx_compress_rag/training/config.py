@@ -87,6 +87,8 @@ class OptimConfig(Strict):
     `workers` are processes that make batches ahead; `bf16` is left out on a CPU without bfloat16 instructions.
     `checkpoint_layers` keeps of each decoder layer its input alone, and runs the layer again in the backward pass:
     memory for time.
+    `average` is the decay of an exponential moving average of the weights, which is what is saved and probed; 0.99 is
+    about the last 100 steps'. The last step's weights are noisier, the more so the smaller the batches.
     `shard` shares weights out to all processes of a torchrun (`training.sharding`): "frozen" those of decoder layers
     that are not trained, where a bundle is trained; "all" these and what is trained, with gradients and optimiser
     states, in every stage. `shard_frozen: true` is its earlier name.
@@ -103,6 +105,7 @@ class OptimConfig(Strict):
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
+    average: float | None = Field(default=None, gt=0, lt=1)
     bf16: bool = False
     compile: bool | Literal["layers"] = False
     checkpoint_layers: bool = False
@@ -126,6 +129,8 @@ class OptimConfig(Strict):
             raise ValueError("shard gathers weights layer by layer: take compile: layers, not compile: true")
         if self.shard == "all" and self.muon_learning_rate is not None:
             raise ValueError("shard: all is for AdamW, and Muon needs whole matrices: leave muon_learning_rate out")
+        if self.shard == "all" and self.average is not None:
+            raise ValueError("average needs whole weights, which no process has with shard: all: leave one of them out")
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             raise ValueError(f"batch_size {self.batch_size} is no multiple of micro_batch_size {self.micro_batch_size}")
         if self.schedule == "linear" and self.final_learning_rate >= self.learning_rate:

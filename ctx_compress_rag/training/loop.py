@@ -23,6 +23,7 @@ from transformers.trainer import SCHEDULER_NAME
 from ctx_compress_rag.errors import ConfigError, TimeUpError
 from ctx_compress_rag.figures import new_figure, save
 from ctx_compress_rag.flops import counting
+from ctx_compress_rag.training.averaging import WeightAverage
 from ctx_compress_rag.training.checkpointing import checkpoint_layers
 from ctx_compress_rag.training.compiled import bfloat16_pays
 from ctx_compress_rag.training.config import OptimConfig
@@ -37,6 +38,7 @@ from ctx_compress_rag.training.whole_batch import WholeBatchMean
 logger = logging.getLogger(__name__)
 
 _TRAINED_FILE = "trained.safetensors"
+_AVERAGE_FILE = "average.safetensors"
 _COUNTED_STEPS = 8
 
 StepHook = Callable[[int], None]
@@ -115,7 +117,10 @@ class _StopAt(TrainerCallback):
 
 @dataclass
 class _Hooks(TrainerCallback):
-    """Calls a job's `on_step` before each step, after a resume too, and its probe every so many, and after the last."""
+    """Calls a job's `on_step` before each step, after a resume too, and its probe every so many, and after the last.
+
+    Before the probe it averages the weights.
+    """
 
     trainer: _Trainer
     job: Job
@@ -125,13 +130,16 @@ class _Hooks(TrainerCallback):
             self.job.on_step(state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.trainer.average:
+            self.trainer.average.add(state.global_step)
         due = state.global_step % self.job.probe_every == 0 or state.global_step == state.max_steps
         if self.job.probe and due:
             model = cast(nn.Module, self.trainer.model)
             model.eval()
             # Prompts have lengths of their own, and compiled layers would be compiled for each.
             eager = torch.compiler.set_stance("force_eager")
-            with torch.no_grad(), eager, at_hand(model), self.trainer.compute_loss_context_manager():
+            averaged = self.trainer.average.in_place() if self.trainer.average else nullcontext()
+            with torch.no_grad(), eager, at_hand(model), averaged, self.trainer.compute_loss_context_manager():
                 scores = self.job.probe()
             model.train()
             loss_is_due = control.should_log
@@ -146,6 +154,7 @@ class _Trainer(Trainer):
     """
 
     optim: OptimConfig
+    average: WeightAverage | None
     meter: Meter
     before: dict[str, Any]
     began: float
@@ -206,7 +215,10 @@ class _Trainer(Trainer):
         super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()  # each process writes a part
         if self.args.should_save:
-            finish_checkpoint(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", self.progress())  # type: ignore[arg-type]
+            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"  # type: ignore[arg-type]
+            if self.average:
+                save_file(self.average.state(), folder / _AVERAGE_FILE)
+            finish_checkpoint(folder, self.progress())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not is_shared_out(self.model):
@@ -224,6 +236,8 @@ class _Trainer(Trainer):
         if is_shared_out(self.model):
             raise ConfigError(f"{folder} is of a training without `shard: all`: resume it without, or remove it")
         load_trainable_state(cast(nn.Module, model or self.model), load_file(folder / _TRAINED_FILE))
+        if self.average:
+            self.average.load_state(load_file(folder / _AVERAGE_FILE))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not (Path(checkpoint) / FOLDER).exists():
@@ -336,6 +350,7 @@ def train(
     if checkpoint:
         logger.info("resuming from %s", checkpoint)
     trainer.optim = optim
+    trainer.average = None if optim.average is None else WeightAverage(model, optim.average)
     trainer.meter = Meter()
     trainer.before = progress_of(checkpoint) if checkpoint else {}
     trainer.began = time.monotonic()
@@ -354,6 +369,8 @@ def train(
         plot_loss(history, output / "loss.png")
     if step < optim.steps:
         raise TimeUpError(f"{output}: stopped at step {step} of {optim.steps}; the same command resumes there")
+    if trainer.average:
+        trainer.average.put_in()
     trainer.save_model(str(output / CHECKPOINTS / "last"))
     return {
         "steps": step,
