@@ -21,6 +21,8 @@ from ctx_compress_rag.errors import (
     ServerError,
     StoreError,
     StoreLockedError,
+    StoreWriteError,
+    UnreadableMarkerError,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +50,9 @@ __all__ = [
     "SoftContextStore",
     "StoreError",
     "StoreLockedError",
+    "StoreWriteError",
     "TransformersDecoder",
+    "UnreadableMarkerError",
     "__version__",
 ]
 

@@ -17,6 +17,16 @@ if TYPE_CHECKING:
 _MOST_LABELS = 64
 
 
+def check_plots() -> None:
+    """Say at once, before long work whose plot comes last, that plots cannot be made.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    with needs("train"):
+        import matplotlib.figure  # noqa: F401
+
+
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure; `width` and `height` are in inches.
 

@@ -105,6 +105,7 @@ def update_index(
 
     Raises:
         ConfigError: `chunk_tokens` is too small.
+        StoreError: there are records of another key, which are not deleted.
         DataError: a row is unusable, or there is no text.
         WorkerError: Ray lost passages; the same call resumes with them.
     """
@@ -112,7 +113,7 @@ def update_index(
         chunk_tokens = min(DEFAULT_CHUNK_TOKENS, index.bundle.config.max_tokens)
     if chunk_tokens < _MIN_CHUNK_TOKENS:
         raise ConfigError(f"passages of {chunk_tokens} tokens are too short: give {_MIN_CHUNK_TOKENS} or more")
-    repaired = index.store.discard_damaged()
+    repaired = index.store.discard_damaged(unsealed=False)
     if repaired:
         logger.warning("%d records were damaged, %s first: compressed again", len(repaired), repaired[0])
     cut = _Cut(given, index, chunk_tokens)

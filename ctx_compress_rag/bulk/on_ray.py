@@ -33,7 +33,7 @@ def fill_on_ray(target: Target, passages: Iterable[Passage], workers: int, make:
     Args:
         target: where they are stored.
         passages: read in another thread.
-        workers: how many; each loads the bundle, on a GPU of its own where the cluster has GPUs.
+        workers: how many; each loads the bundle, on a GPU of its own where the cluster has so many.
         make: arguments of `CompressPassages`.
 
     Raises:
@@ -91,7 +91,7 @@ def store_dataset(dataset: Any, store: SoftContextStore, bundle: str, workers: i
         dataset: with the columns `id` and `text`, str; an id once.
         store: where they are stored, from this process alone.
         bundle: the store's bundle, by a folder that all workers see, a shipped name or a hub id.
-        workers: how many; each loads the bundle, on a GPU of its own where the cluster has GPUs.
+        workers: how many; each loads the bundle, on a GPU of its own where the cluster has so many.
         scope: tenant or user whose passages they are.
 
     Raises:

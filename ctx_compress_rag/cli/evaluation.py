@@ -109,8 +109,13 @@ def eval_(
     from ctx_compress_rag.evaluation.lingua import LLMLingua2
     from ctx_compress_rag.evaluation.questions import questions_of
     from ctx_compress_rag.evaluation.sets import evaluate_sets, question_sets
+    from ctx_compress_rag.figures import check_plots
     from ctx_compress_rag.text.minilm import load_minilm
+    from ctx_compress_rag.text.sentences import sentences
 
+    check_plots()
+    if not no_extraction:
+        sentences("")  # a package that is missing is named before the work, too
     if questions < 2:
         raise ConfigError(f"{questions} questions have no standard error: give 2 or more")
     if passages is not None and passages < 1:
@@ -170,7 +175,9 @@ def agree(
     """
     from ctx_compress_rag.app.passage_index import open_index
     from ctx_compress_rag.evaluation import agreement
+    from ctx_compress_rag.figures import check_plots
 
+    check_plots()
     if questions.endswith((".jsonl", ".json")):  # its lines would be asked as they are, braces and answers too
         raise DataError(f"{questions!r} is JSON, and agree needs no answers: give a text file, a question on each line")
     asked = [line.strip() for line in read_text(questions, "questions").splitlines() if line.strip()]

@@ -23,7 +23,7 @@ OwnBundle = Annotated[
     str | None,
     typer.Option(
         metavar="BUNDLE",
-        help="A bundle's folder or hub id, or a shipped one's name.  [default: the store's own, else smollm2-135m]",
+        help="A bundle's folder or hub id, or a shipped one's name.  [default: the index's own, else smollm2-135m]",
     ),
 ]
 Embedder = Annotated[

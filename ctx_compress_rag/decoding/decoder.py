@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -63,7 +64,8 @@ class TransformersDecoder:
             passage's own text. A passage that is not in the store at all has none: see `on_unreadable`.
         on_unreadable: what to do with a marker that has neither slots nor text to be read: of another key or scope,
             changed, or of a passage that is gone. Raise an "error", or read it as it stands there, with a warning
-            ("warn") or without one ("text"). With "warn" or "text" a damaged record is read as its text, too.
+            ("warn") or without one ("text"). With "warn" or "text" a record of which the slots alone are damaged is
+            read as its text, too.
         batch_size: most prompts in one forward pass.
         max_prompt_tokens: longest prompt, in tokens and slots; None for what the decoder's window allows.
 
@@ -300,7 +302,7 @@ class TransformersDecoder:
         return {marker: self._context_or_text(self.store, marker) for marker in markers}
 
     def _quotable(self, index: int, messages: Sequence[Sequence[str | Marker]], said: Mapping[Marker, str]) -> Quotable:
-        texts = dict.fromkeys(said[p] if isinstance(p, Marker) else p for parts in messages for p in parts)
+        texts = dict.fromkeys(said.get(p, "") if isinstance(p, Marker) else p for parts in messages for p in parts)
         if (length := sum(map(len, texts))) > MAX_CHARACTERS:
             raise ConfigError(
                 f"prompt {index} and its passages have {length:,} characters, and an extractive answer quotes from "
@@ -309,8 +311,21 @@ class TransformersDecoder:
         return quotable(texts, self.bundle.tokenizer)
 
     def _texts(self, markers: Sequence[Marker]) -> dict[Marker, str]:
-        """The passages' texts."""
-        return {} if self.store is None else dict(zip(markers, self.store.text_of(markers), strict=True))
+        """The passages' texts; none of those that are damaged, unless that is an error."""
+        if self.store is None:
+            return {}
+        try:
+            return dict(zip(markers, self.store.text_of(markers), strict=True))
+        except PayloadError as error:
+            if self.on_missing == self.on_unreadable == "error":
+                raise
+            if self.on_unreadable != "text":
+                logger.warning("some passages cannot be quoted: %s", error)
+        found: dict[Marker, str] = {}
+        for marker in markers:
+            with suppress(PayloadError):
+                found |= {marker: self.store.text_of([marker])[0]}
+        return found
 
     def _context_or_text(self, store: SoftContextStore, marker: Marker) -> SoftContext | str:
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, cast, get_args
 from ctx_compress_rag.config import whole
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadError, StoreWriteError
 from ctx_compress_rag.marking.budget import TEXT, Relevance, allot
-from ctx_compress_rag.ratios import check_reduction, merge_factor
+from ctx_compress_rag.ratios import check_reduction
 from ctx_compress_rag.stores import markers as marking
 from ctx_compress_rag.stores.markers import Marker, OnUnreadable, check_on_unreadable, defused
 from ctx_compress_rag.text.tokenising import text_ids
@@ -102,7 +102,7 @@ def check_size(
     elif reduction is not None:
         raise ConfigError(f"{given[0]}: bundle {name!r} was not trained to choose what to read (ram): give a ratio")
     elif ratio is not None:
-        merge_factor(ratio, store.base_ratio)
+        store.merge_factor(ratio)
 
 
 def mark(

@@ -165,10 +165,10 @@ class ServerDecoder(AdaptiveDecoder):
 
     async def _answer(self, body: dict[str, Any], prompt: Prompt, put: Put) -> None:
         try:
-            await self._fit(body, prompt)
             for attempt in range(self._retries + 1):
                 begun = False
                 try:
+                    await self._fit(body, prompt)
                     async for piece in self._pieces_of(body, prompt):
                         begun = True
                         put(piece)
@@ -204,10 +204,9 @@ class ServerDecoder(AdaptiveDecoder):
         body["max_tokens"] = min(body["max_tokens"], window - prompt.length)
 
     async def _models(self) -> dict[str, int | None]:
-        try:
-            reply = await self._http.get(f"{self.server}/v1/models")
-        except httpx.HTTPError as error:
-            raise self._lost(error) from None
+        reply = await self._http.get(f"{self.server}/v1/models")
+        if reply.status_code in _AGAIN:
+            raise _Busy(f"status {reply.status_code}")
         if reply.status_code != 200:
             raise self._refused(reply.status_code, reply.content)
         try:

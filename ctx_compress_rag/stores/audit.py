@@ -12,17 +12,20 @@ from ctx_compress_rag.stores.companion import READ_IDS, Companion
 from ctx_compress_rag.stores.markers import MarkerCodec
 
 
-def damaged(companion: Companion, signer: MarkerCodec) -> list[str]:
-    """The ids of records, of all scopes, that cannot be read."""
-    bad: list[str] = []
+def unreadable(companion: Companion, signer: MarkerCodec) -> dict[str, bool]:
+    """The ids of records, of all scopes, that cannot be read, and whether they lack nothing but this key's seal."""
+    found: dict[str, bool] = {}
     for key, row in _rows(companion):
-        try:
-            records.check_seal(key, row, signer)
+        sealed = whole = False
+        with suppress(PayloadError):
             records.read_soft(key, row)
             records.read_passage(key, row, companion.fingerprint)
-        except PayloadError:
-            bad.append(key)
-    return bad
+            whole = True
+            records.check_seal(key, row, signer)
+            sealed = True
+        if not sealed:
+            found[key] = whole
+    return found
 
 
 def reseal(companion: Companion, signer: MarkerCodec) -> int:

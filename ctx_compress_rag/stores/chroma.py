@@ -12,7 +12,7 @@ import chromadb
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.config import seconds, whole
-from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, RatioError
+from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, RatioError, StoreError
 from ctx_compress_rag.of_this_process import OfThisProcess
 from ctx_compress_rag.ratios import merge_factor
 from ctx_compress_rag.soft_context import SoftContext
@@ -224,12 +224,25 @@ class SoftContextStore(OfThisProcess):
 
     def damaged(self) -> list[str]:
         """The ids of passages, of all scopes, whose records are damaged or of another key. Reads every record."""
-        return [own_id(key) for key in audit.damaged(self._companion, self._keyring.signer())]
+        return [own_id(key) for key in audit.unreadable(self._companion, self._keyring.signer())]
 
-    def discard_damaged(self) -> list[str]:
-        """Delete what `damaged` finds; the next `add` of the same passages compresses them again."""
-        bad = audit.damaged(self._companion, self._keyring.signer())
-        self._companion.delete(bad)
+    def discard_damaged(self, *, unsealed: bool = True) -> list[str]:
+        """Delete what `damaged` finds; the next `add` of the same passages compresses them again.
+
+        Args:
+            unsealed: delete also records that lack nothing but this key's seal. False raises where there are any.
+
+        Raises:
+            StoreError: there are such records; nothing is deleted.
+        """
+        bad = audit.unreadable(self._companion, self._keyring.signer())
+        if not unsealed and (whole := [own_id(key) for key, is_whole in bad.items() if is_whole]):
+            raise StoreError(
+                f"{len(whole)} records, {whole[0]!r} first, are whole and not sealed with the key in use: set "
+                "CTX_COMPRESS_KEY to the key that they were sealed with; if it is lost, `ctx-compress repair --reseal` "
+                "keeps them, and SoftContextStore.discard_damaged() deletes them"
+            )
+        self._companion.delete(list(bad))
         return [own_id(key) for key in bad]
 
     def reseal(self) -> int:
@@ -330,6 +343,20 @@ class SoftContextStore(OfThisProcess):
         """Source tokens per slot of the stored soft contexts."""
         return self._companion.ratio
 
+    def merge_factor(self, ratio: int) -> int:
+        """How many stored slots become one at a ratio.
+
+        Raises:
+            RatioError: the ratio cannot be made from what is stored.
+        """
+        ratio = whole("ratio", ratio)
+        base = self.base_ratio
+        bundle = self.bundle
+        factor = merge_factor(ratio, base, nestable=bundle.compressor.nestable, name=f"bundle {bundle.config.name!r}")
+        if factor > MAX_FACTOR:
+            raise RatioError(f"ratio {ratio} is too coarse: choose a multiple of {base} up to {base * MAX_FACTOR}")
+        return factor
+
     # Markers
 
     def marker(self, id: str, ratio: int, scope: str | None = None) -> str:
@@ -358,7 +385,7 @@ class SoftContextStore(OfThisProcess):
                 f"bundle {self.bundle.config.name!r} reads passages question by question: what is stored serves to "
                 "choose segments, not to be read. Give the question to the postprocessor or to mark"
             )
-        factor, scope = self._factor(ratio), self._scope(scope)
+        factor, scope = self.merge_factor(ratio), self._scope(scope)
         found = self._find(ids, scope, texts)
         missing = [id for id in ids if id not in found]
         if missing:
@@ -459,15 +486,6 @@ class SoftContextStore(OfThisProcess):
         """Skimmed parts, and records of stored passages, by marker; all are there."""
         stored = [marker for marker in markers if not marker.skimmed]
         return self._skimmed.find([marker for marker in markers if marker.skimmed]), self._lookup.by_marker(stored)
-
-    def _factor(self, ratio: int) -> int:
-        ratio = whole("ratio", ratio)
-        base = self.base_ratio
-        bundle = self.bundle
-        factor = merge_factor(ratio, base, nestable=bundle.compressor.nestable, name=f"bundle {bundle.config.name!r}")
-        if factor > MAX_FACTOR:
-            raise RatioError(f"ratio {ratio} is too coarse: choose a multiple of {base} up to {base * MAX_FACTOR}")
-        return factor
 
     def _scope(self, scope: str | None) -> str:
         return current_scope() or self.scope if scope is None else check_scope(scope)

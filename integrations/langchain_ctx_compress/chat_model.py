@@ -54,11 +54,11 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         seed: of sampling; None for a new one each time.
         extractive: answers are quotations of the prompt or of the passages that it reads.
         on_missing: what to do where a passage's slots cannot be read: raise an "error", or read its "text".
-            A passage that is no longer stored has neither, and is an error.
+            A passage that is no longer stored has neither: see `on_unreadable`.
         on_unreadable: what to do with a marker that has neither slots nor text to be read (of another key or scope,
             changed, or of a passage that is gone): raise an "error", or take it for literal text, with a warning
-            ("warn") or without ("text"). With "warn" or "text" a damaged record is read as its text, whatever
-            `on_missing` says.
+            ("warn") or without ("text"). With "warn" or "text" a record of which the slots alone are damaged is read
+            as its text, whatever `on_missing` says.
         scope: tenant or user whose markers are read; None takes the one of `stores.markers.scope`, or else the store's.
         streaming: make `invoke` stream inside, so that callbacks see every piece.
         predictor: folder of the update predictor that `adapt` uses.
@@ -76,6 +76,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         ConfigError: an argument is unknown or has an impossible value.
         UnreadableMarkerError: at a call, a marker is of another key or scope, or was changed.
         MissingPassageError: at a call, a marker's passage is no longer stored.
+        PayloadError: at a call, a record is damaged, changed, or sealed with another key.
         StoreError: at a call, the store cannot be reached.
         DecoderMemoryError: at a call, the device has not enough memory for the prompt.
         ServerError: at a call, the server cannot be reached, or refuses.

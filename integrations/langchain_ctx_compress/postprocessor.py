@@ -36,7 +36,7 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
 
     Args:
         store: where the soft contexts are.
-        ratio: source tokens per slot, a multiple of the bundle's base ratio; None takes the base ratio.
+        ratio: source tokens per slot, a multiple of the store's ratio; None takes the store's.
         reduction: in close reading, in place of a ratio: how many times shorter all documents together become, 2 or
             more; None takes the least that the bundle was trained for.
         token_budget: instead of a ratio, the most tokens that the documents of one call may take together: the

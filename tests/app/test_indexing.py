@@ -227,6 +227,25 @@ def test_an_index_follows_its_folder(index: PassageIndex, tmp_path: Path, compre
     assert sorted(index.sources(str(docs))) == sorted(index.store.ids())
 
 
+def test_records_of_another_key_are_kept(tmp_path: Path, bundle_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    docs, more, store = write_docs(tmp_path / "docs"), write_docs(tmp_path / "more"), tmp_path / "store"
+    monkeypatch.setenv("CTX_COMPRESS_KEY", "the key that it began with")
+    with open_index(store, str(bundle_folder), create=True) as index:
+        update(index, docs)
+        ids = index.store.ids()
+    monkeypatch.setenv("CTX_COMPRESS_KEY", "another key, by mistake")
+    with open_index(store) as index, pytest.raises(StoreError, match=r"not sealed with the key in use.*--reseal"):
+        update(index, more)
+    monkeypatch.setenv("CTX_COMPRESS_KEY", "the key that it began with")
+    with open_index(store) as index:
+        assert index.store.ids() == ids and index.store.damaged() == []
+    monkeypatch.setenv("CTX_COMPRESS_KEY", "another key, by mistake")
+    with open_index(store) as index:  # as the error says
+        assert index.store.reseal() == len(ids)
+        update(index, more)
+        assert set(ids) <= set(index.store.ids())
+
+
 def test_an_updated_index_is_a_fresh_one(index: PassageIndex, tmp_path: Path, bundle_folder: Path) -> None:
     docs = write_docs(tmp_path / "docs", files=2)
     update(index, docs)

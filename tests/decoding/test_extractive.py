@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import re
 import string
+from pathlib import Path
 from typing import Any
 
+import chromadb
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -15,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.quoting import QuoteProcessor
-from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.errors import ConfigError, PayloadError
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.text.quoting import quotable
 from ctx_compress_rag.text.tokenising import text_ids
@@ -135,6 +137,24 @@ def test_a_passage_whose_slots_are_gone_is_quoted_from_its_text(bundle: Any, sto
     gone = marker[:-3] + "]]"
     [answer] = lenient.generate([[{"role": "user", "content": f"Nothing {gone}"}]], EXTRACTIVE)
     assert answer.slots == 0 and answer.text.strip() in f"Nothing {gone}"
+
+
+def test_a_damaged_text_is_not_quoted_and_its_slots_are_read(
+    bundle: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = chromadb.PersistentClient(tmp_path)
+    store = SoftContextStore(client, bundle, key=b"k" * 16)
+    store.add(list(PASSAGES.values()), list(PASSAGES), progress=False)
+    markers = store.markers(["a", "b"], ratio=4)
+    [raw] = [c for c in client.list_collections() if "ctx_format" in c.metadata]
+    raw.update(ids=["a"], metadatas=[{"text": "no longer there"}])
+    prompt = [{"role": "user", "content": f"{markers[0]} {markers[1]}"}]
+    with pytest.raises(PayloadError, match="'a' is damaged"):
+        TransformersDecoder(bundle, store).generate([prompt], EXTRACTIVE)
+    lenient = TransformersDecoder(bundle, store, on_missing="text", on_unreadable="warn")
+    [answer] = lenient.generate([prompt], EXTRACTIVE)
+    assert is_quotation(answer.text.strip(), PASSAGES["b"]) and "'a' is damaged" in caplog.text
+    assert answer.slots == lenient.generate([prompt], Sampling(max_new_tokens=2))[0].slots
 
 
 def test_quoting_from_very_much_is_refused(

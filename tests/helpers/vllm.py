@@ -15,7 +15,10 @@ KEY = "vllm-key"
 
 
 class FakeVllm:
-    """`faults` are given out before any answer: a status, or "cut" to end in the middle, or an event to send."""
+    """`faults` are given out before any answer: a status, or "cut" to end in the middle, or an event to send.
+
+    `starting` are statuses that the list of models has before it is there.
+    """
 
     def __init__(self, bundle: Any, window: int = 256) -> None:
         self.bundle = bundle
@@ -23,6 +26,7 @@ class FakeVllm:
         self.bodies: list[dict[str, Any]] = []
         self.clients: set[Any] = set()
         self.faults: list[Any] = []
+        self.starting: list[int] = []
         self.names = [bundle.config.name, f"{bundle.config.name}-reader"]
         self.app = FastAPI()
         self.app.get("/v1/models")(self._models)
@@ -31,6 +35,8 @@ class FakeVllm:
     async def _models(self, request: Request) -> Any:
         if request.headers.get("authorization") != f"Bearer {KEY}":
             return JSONResponse({"error": {"message": "Unauthorized"}}, 401)
+        if self.starting:
+            return JSONResponse({"error": {"message": "not yet"}}, self.starting.pop(0))
         data = [
             {"id": name, "max_model_len": self.window if place == 0 else None} for place, name in enumerate(self.names)
         ]

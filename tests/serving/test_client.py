@@ -221,6 +221,16 @@ def test_a_busy_server_is_asked_again(fake: FakeVllm, there: ServerDecoder, soft
     assert not fake.faults
 
 
+def test_a_server_that_only_starts_is_asked_again(fake: FakeVllm, talkative: Any, url: str) -> None:
+    fake.starting += [503, 502]
+    early = ServerDecoder(talkative, server=url, api_key=KEY, max_retries=2)
+    assert early.generate(["Who?"], TOKENS)[0].text
+    fake.starting += [503, 503]
+    with pytest.raises(ServerError, match="did not answer .status 503."):
+        ServerDecoder(talkative, server=url, api_key=KEY, max_retries=1).generate(["Who?"], TOKENS)
+    assert not fake.starting
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

@@ -73,8 +73,8 @@ class CompressedContextLLM(DecoderLLM, LLM):
         on_missing: where a marker's slots cannot be read: raise an "error", or read the passage's "text".
         on_unreadable: what to do with a marker that has neither slots nor text to be read (of another key or scope,
             changed, or of a passage that is gone): raise an "error", or take it for literal text, with a warning
-            ("warn") or without ("text"). With "warn" or "text" a damaged record is read as its text, whatever
-            `on_missing` says.
+            ("warn") or without ("text"). With "warn" or "text" a record of which the slots alone are damaged is read
+            as its text, whatever `on_missing` says.
         scope: tenant or user whose markers are read; by default the one of `ctx_compress_rag.stores.markers.scope`, or
             else the store's.
         predictor: folder of the update predictor that `adapt` uses.
@@ -91,6 +91,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
             an answer that is JSON.
         UnreadableMarkerError: at a call, a marker is of another key or scope, or was changed.
         MissingPassageError: at a call, a marker's passage was deleted or its text changed.
+        PayloadError: at a call, a record is damaged, changed, or sealed with another key.
         StoreError: at a call, the store cannot be reached.
         DecoderMemoryError: at a call, the device has not enough memory for the prompt.
         ServerError: at a call, the server cannot be reached, or refuses.

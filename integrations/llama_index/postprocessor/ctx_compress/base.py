@@ -39,7 +39,7 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
 
     Args:
         store: where the soft contexts are.
-        ratio: source tokens per slot, a multiple of the bundle's base ratio, which is the default.
+        ratio: source tokens per slot, a multiple of the store's ratio, which is the default.
         reduction: in close reading, in place of a ratio: how many times shorter all passages together become, 2 or
             more; by default the least that the bundle was trained for.
         token_budget: instead of a ratio, the most tokens that all passages of a question may take together,
