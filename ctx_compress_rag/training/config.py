@@ -88,7 +88,8 @@ class OptimConfig(Strict):
     `checkpoint_layers` keeps of each decoder layer its input alone, and runs the layer again in the backward pass:
     memory for time.
     `average` is the decay of an exponential moving average of the weights, which is what is saved and probed; 0.99 is
-    about the last 100 steps'. The last step's weights are noisier, the more so the smaller the batches.
+    about the last 100 steps'. A single step's weights are noisier, the more so the smaller the batches and the higher
+    the learning rate.
     `shard` shares weights out to all processes of a torchrun (`training.sharding`): "frozen" those of decoder layers
     that are not trained, where a bundle is trained; "all" these and what is trained, with gradients and optimiser
     states, in every stage. `shard_frozen: true` is its earlier name.
