@@ -24,7 +24,7 @@ def check_plots() -> None:
         MissingExtraError: matplotlib is not installed.
     """
     with needs("train"):
-        import matplotlib.figure  # noqa: F401
+        import matplotlib  # noqa: F401
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -42,6 +42,23 @@ def test_a_list_is_several_values_after_one_flag_or_several_flags() -> None:
         assert (given["ratios"], given["k"], given["questions"]) == ([4, 8], 3, "a.txt")
 
 
+@pytest.mark.parametrize(
+    ("package", "extra", "args"),
+    [
+        ("matplotlib", "train", ["agree", "questions.txt", "--store", "nowhere"]),
+        ("matplotlib", "train", ["eval", "--bundle", "nowhere"]),
+        ("sentencex", "sentences", ["eval", "--bundle", "nowhere"]),
+    ],
+)
+def test_a_package_that_is_missing_is_named_before_the_work(
+    package: str, extra: str, args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(args) != 0
+    said = capsys.readouterr().err
+    assert f"{package} is not installed" in said and f"ctx-compress-rag[{extra}]" in said
+
+
 # Files
 
 
