@@ -295,10 +295,7 @@ class TransformersDecoder:
         try:
             return dict(zip(markers, self.store.fetch(markers), strict=True))
         except (MissingPassageError, PayloadError) as error:
-            if self.on_missing == self.on_unreadable == "error":
-                raise
-            if self.on_unreadable != "text":
-                logger.warning("some slots cannot be read, texts are used where there are any: %s", error)
+            self._forgive(error, "some slots cannot be read, texts are used where there are any")
         return {marker: self._context_or_text(self.store, marker) for marker in markers}
 
     def _quotable(self, index: int, messages: Sequence[Sequence[str | Marker]], said: Mapping[Marker, str]) -> Quotable:
@@ -317,15 +314,19 @@ class TransformersDecoder:
         try:
             return dict(zip(markers, self.store.text_of(markers), strict=True))
         except PayloadError as error:
-            if self.on_missing == self.on_unreadable == "error":
-                raise
-            if self.on_unreadable != "text":
-                logger.warning("some passages cannot be quoted: %s", error)
+            self._forgive(error, "some passages cannot be quoted")
         found: dict[Marker, str] = {}
         for marker in markers:
             with suppress(PayloadError):
-                found |= {marker: self.store.text_of([marker])[0]}
+                [found[marker]] = self.store.text_of([marker])
         return found
+
+    def _forgive(self, error: Exception, instead: str) -> None:
+        """Raise an error of the store where it is one; elsewhere warn, if that is wanted."""
+        if self.on_missing == self.on_unreadable == "error":
+            raise error
+        if self.on_unreadable != "text":
+            logger.warning("%s: %s", instead, error)
 
     def _context_or_text(self, store: SoftContextStore, marker: Marker) -> SoftContext | str:
         try:

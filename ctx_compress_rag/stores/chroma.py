@@ -236,9 +236,9 @@ class SoftContextStore(OfThisProcess):
             StoreError: there are such records; nothing is deleted.
         """
         bad = audit.unreadable(self._companion, self._keyring.signer())
-        if not unsealed and (whole := [own_id(key) for key, is_whole in bad.items() if is_whole]):
+        if not unsealed and (kept := [own_id(key) for key, is_whole in bad.items() if is_whole]):
             raise StoreError(
-                f"{len(whole)} records, {whole[0]!r} first, are whole and not sealed with the key in use: set "
+                f"{len(kept)} records, {kept[0]!r} first, are whole and not sealed with the key in use: set "
                 "CTX_COMPRESS_KEY to the key that they were sealed with; if it is lost, `ctx-compress repair --reseal` "
                 "keeps them, and SoftContextStore.discard_damaged() deletes them"
             )
