@@ -205,8 +205,6 @@ class ServerDecoder(AdaptiveDecoder):
 
     async def _models(self) -> dict[str, int | None]:
         reply = await self._http.get(f"{self.server}/v1/models")
-        if reply.status_code in _AGAIN:
-            raise _Busy(f"status {reply.status_code}")
         if reply.status_code != 200:
             raise self._refused(reply.status_code, reply.content)
         try:
@@ -218,10 +216,7 @@ class ServerDecoder(AdaptiveDecoder):
         text, reason, tokens = "", None, None
         async with self._http.stream("POST", f"{self.server}/v1/completions", json=body) as reply:
             if reply.status_code != 200:
-                content = await reply.aread()
-                if reply.status_code in _AGAIN:
-                    raise _Busy(f"status {reply.status_code}")
-                raise self._refused(reply.status_code, content)
+                raise self._refused(reply.status_code, await reply.aread())
             async for line in reply.aiter_lines():
                 if not line.startswith("data:") or line == "data: [DONE]":
                     continue
@@ -247,7 +242,9 @@ class ServerDecoder(AdaptiveDecoder):
             raise ServerError(f"{self.server} failed: {str(event['error'])[:300]}")
         return event
 
-    def _refused(self, status: int, content: bytes) -> ServerError:
+    def _refused(self, status: int, content: bytes) -> _Busy | ServerError:
+        if status in _AGAIN:
+            return _Busy(f"status {status}")
         try:
             said = json.loads(content)
             said = said.get("error", said).get("message", said)

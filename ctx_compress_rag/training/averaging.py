@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ctx_compress_rag.training.trained import load_trained_state, trained
+
 
 class WeightAverage:
     """An exponential moving average of what is trained, in float32.
@@ -21,28 +23,28 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._decay = decay
-        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._averages = {name: p.detach().float().clone() for name, p in self._trained.items()}
+        self._model = model
+        self._averages = {name: p.detach().float().clone() for name, p in trained(model).items()}
 
     def add(self, step: int) -> None:
         """Take in the weights after a step, which are counted from 1."""
         kept = min(self._decay, (step - 1) / step)
-        weights = [p.detach().float() for p in self._trained.values()]
+        weights = [p.detach().float() for p in trained(self._model).values()]
         torch._foreach_lerp_(list(self._averages.values()), weights, 1 - kept)
 
     def put_in(self) -> None:
         """Give the model the averages."""
-        self._copy_in(self._averages)
+        load_trained_state(self._model, self._averages)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The model with the averages, within the context."""
-        own = {name: p.detach().clone() for name, p in self._trained.items()}
+        own = {name: p.detach().clone() for name, p in trained(self._model).items()}
         self.put_in()
         try:
             yield
         finally:
-            self._copy_in(own)
+            load_trained_state(self._model, own)
 
     def state(self) -> dict[str, Tensor]:
         """The averages, by the parameters' names."""
@@ -52,8 +54,3 @@ class WeightAverage:
         """Put back what `state` gave."""
         for name, value in self._averages.items():
             value.copy_(state[name])
-
-    def _copy_in(self, values: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, parameter in self._trained.items():
-                parameter.copy_(values[name])

@@ -33,6 +33,7 @@ from ctx_compress_rag.training.resuming import FOLDER as CHECKPOINTS
 from ctx_compress_rag.training.resuming import finish_checkpoint, last_checkpoint, progress_of
 from ctx_compress_rag.training.sharding import at_hand, is_shared_out, sharded
 from ctx_compress_rag.training.throughput import Meter
+from ctx_compress_rag.training.trained import load_trained_state, trained, trained_state
 from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 logger = logging.getLogger(__name__)
@@ -209,7 +210,7 @@ class _Trainer(Trainer):
         folder = Path(output_dir or self.args.output_dir)  # type: ignore[arg-type]
         folder.mkdir(parents=True, exist_ok=True)
         if not is_shared_out(self.model):
-            save_file(trainable_state(cast(nn.Module, self.model)), folder / _TRAINED_FILE)
+            save_file(trained_state(cast(nn.Module, self.model)), folder / _TRAINED_FILE)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         super()._save_checkpoint(model, trial)
@@ -235,7 +236,7 @@ class _Trainer(Trainer):
             return  # what is trained comes with the optimiser's states
         if is_shared_out(self.model):
             raise ConfigError(f"{folder} is of a training without `shard: all`: resume it without, or remove it")
-        load_trainable_state(cast(nn.Module, model or self.model), load_file(folder / _TRAINED_FILE))
+        load_trained_state(cast(nn.Module, model or self.model), load_file(folder / _TRAINED_FILE))
         if self.average:
             self.average.load_state(load_file(folder / _AVERAGE_FILE))
 
@@ -258,22 +259,6 @@ def training_device() -> str:
 def is_main_process() -> bool:
     """Whether this process writes what all processes of a torchrun have made."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def trainable_state(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that training changes, by name."""
-    return {name: p.detach().cpu().contiguous() for name, p in model.named_parameters() if p.requires_grad}
-
-
-def load_trainable_state(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Put back what `trainable_state` took."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if parameters.keys() != state.keys():
-        odd = sorted(parameters.keys() ^ state.keys())
-        raise ValueError(f"the checkpoint is of another model: {len(odd)} parameters differ, for example {odd[0]}")
-    with torch.no_grad():
-        for name, value in state.items():
-            parameters[name].copy_(value)
 
 
 def train(
@@ -379,7 +364,7 @@ def train(
         **trainer.meter.report(history),
         "probes": [{"step": r["step"], "tokens": r["tokens"], **r["probe"]} for r in rows if "probe" in r],
         "final_loss": history[-1]["loss"] if history else None,
-        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "trained_parameters": sum(p.numel() for p in trained(model).values()),
         "seed": seed,
         **job.about,
     }

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
+from ctx_compress_rag.training.trained import trained
+
 
 class MuonAdamW(Optimizer):
     """Trains the matrices of linear layers by Muon (Jordan et al. 2024) and everything else by AdamW.
@@ -29,12 +31,12 @@ class MuonAdamW(Optimizer):
         betas: tuple[float, float],
         weight_decay: float,
     ) -> None:
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        parameters = trained(model)
         linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
         linear -= {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}  # a tied head
-        matrices = [p for name, p in trained.items() if id(p) in linear and not name.endswith("lm_head.weight")]
+        matrices = [p for name, p in parameters.items() if id(p) in linear and not name.endswith("lm_head.weight")]
         taken = {id(p) for p in matrices}
-        rest = [p for p in trained.values() if id(p) not in taken]
+        rest = [p for p in parameters.values() if id(p) not in taken]
         self._parts: list[Optimizer] = []
         if matrices:
             muon = Muon(matrices, lr=muon_learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")

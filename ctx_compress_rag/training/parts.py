@@ -5,7 +5,6 @@ By torch's distributed checkpoints, in safetensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from ctx_compress_rag.training.trained import trained
+
 FOLDER = "parts"
 
 
 def save_parts(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
     """Write what is trained and the optimiser's states; every process must call this."""
-    state = {name: p.detach() for name, p in _trained(model)}
-    for name, p in _trained(model):
+    state = {name: p.detach() for name, p in trained(model).items()}
+    for name, p in trained(model).items():
         state |= {f"{name}/{key}": value for key, value in optimizer.state[p].items()}
     save(state, storage_writer=HuggingFaceStorageWriter(str(checkpoint / FOLDER), save_distributed=True))
 
@@ -32,7 +33,7 @@ def load_parts(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None
     reader = HuggingFaceStorageReader(str(checkpoint / FOLDER))
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     state: dict[str, Tensor] = {}
-    for name, p in _trained(model):
+    for name, p in trained(model).items():
         state[name] = p.detach()
         for key in (key for key in stored if key.startswith(f"{name}/")):
             shape, dtype = stored[key].size, stored[key].properties.dtype
@@ -41,7 +42,3 @@ def load_parts(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None
     if odd := state.keys() ^ stored.keys():
         raise ValueError(f"the checkpoint is of another model: {len(odd)} tensors differ, for example {min(odd)}")
     load(state, storage_reader=reader)
-
-
-def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)

@@ -1,0 +1,32 @@
+"""What a training changes: the parameters that require gradients, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters themselves."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """Their values, on the CPU."""
+    return {name: p.detach().cpu().contiguous() for name, p in trained(model).items()}
+
+
+def load_trained_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy values into them.
+
+    Raises:
+        ValueError: the values are another model's.
+    """
+    parameters = trained(model)
+    if odd := parameters.keys() ^ state.keys():
+        raise ValueError(f"the checkpoint is of another model: {len(odd)} parameters differ, for example {min(odd)}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(state[name])
