@@ -160,6 +160,10 @@ class PredictedUpdate(Adaptation):
         update: Adapter = self.predictor(pooled_states(decoder, contexts, self.base, self.config.layer))
         return update
 
+    def target(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]]) -> Adapter:
+        """What `predict` is trained to give: the update that gradient descent makes of each context (eq. 8)."""
+        return sgd(decoder, contexts, self.base, self.config.inner_steps, self.config.inner_learning_rate).change()
+
     def mean_over(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Demonstration]]) -> BaseAdapter:
         """The mean of the updates that are predicted for these contexts, whatever the demonstrations: a control."""
         rows = [self._rows(decoder, context) for context in contexts]
