@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -208,16 +208,12 @@ def applied(model: Any, adapter: Adapter | None) -> Iterator[None]:
     The weights stay as they are, and whatever peft adapters are active stay active: the change comes on
     top. With rows, row i of every batch given to the model gets row i's change. Hold the model's lock.
     """
-    handles = []
-    try:
+    with ExitStack() as hooks:
         if adapter is not None:
             for name in adapter.a:
                 hook = partial(_add_change, adapter.a[name], adapter.b[name], adapter.scale)
-                handles.append(model.get_submodule(name).register_forward_hook(hook))
+                hooks.enter_context(model.get_submodule(name).register_forward_hook(hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _add_change(a: Tensor, b: Tensor, scale: float, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,6 +21,7 @@ from ctx_compress_rag.adaptation.updates import sgd
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.settings import Strict
 
 BASE_FOLDER = "base"
 
@@ -104,7 +105,7 @@ class PromptTuning(Adaptation):
         return cls(prefix.to(weight.device, weight.dtype))
 
 
-class PredictorConfig(BaseModel):
+class PredictorConfig(Strict):
     """What is in a predicted update's config.json.
 
     Attributes:
@@ -118,8 +119,6 @@ class PredictorConfig(BaseModel):
         hidden, code: widths of its encoder's layers.
         layer: after which layer it reads the demonstrations' hidden states; None is the last.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal[1] = 1
     loss: Literal["matching", "task"] = "matching"
@@ -160,6 +159,10 @@ class PredictedUpdate(Adaptation):
         """The update for each support context, given its rows: with a row for each."""
         update: Adapter = self.predictor(pooled_states(decoder, contexts, self.base, self.config.layer))
         return update
+
+    def target(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]]) -> Adapter:
+        """What `predict` is trained to give: the update that gradient descent makes of each context (eq. 8)."""
+        return sgd(decoder, contexts, self.base, self.config.inner_steps, self.config.inner_learning_rate).change()
 
     def mean_over(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Demonstration]]) -> BaseAdapter:
         """The mean of the updates that are predicted for these contexts, whatever the demonstrations: a control."""

@@ -120,10 +120,7 @@ def _hidden_states(model: Any, inputs: dict[str, Tensor], layer: int | None) -> 
         made.append(output[0] if isinstance(output, tuple) else output)
         raise _Reached
 
-    handle = decoder_layers(model.base_model, count)[layer - 1].register_forward_hook(stop)
-    try:
-        with suppress(_Reached):
-            model.base_model(**inputs, use_cache=False)
-    finally:
-        handle.remove()
+    last = decoder_layers(model.base_model, count)[layer - 1]
+    with suppress(_Reached), last.register_forward_hook(stop):
+        model.base_model(**inputs, use_cache=False)
     return made[0]

@@ -35,7 +35,7 @@ from ctx_compress_rag.adaptation.objectives.update_predictor import (
 )
 from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.solved import SolvedContexts, load_solved, solve
-from ctx_compress_rag.adaptation.updates import norms, sgd
+from ctx_compress_rag.adaptation.updates import norms
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import check_held_out, read_jsonl
 from ctx_compress_rag.stores import SoftContextStore
@@ -175,10 +175,7 @@ def start_update_predictor(recipe: UpdatePredictorRecipe, resume: bool) -> Job:
         return _job(decoder, objective, numbers, _collate_numbers, partial(update.save_pretrained, recipe.output))
     first = [batches.contexts([episode])["contexts"] for episode in episodes[:_SOLVED_NOW]]
     pooled = torch.cat([pooled_states(decoder, contexts, base, recipe.layer) for contexts in first])
-    each = [
-        norms(sgd(decoder, contexts, base, recipe.inner_steps, recipe.inner_learning_rate).change())
-        for contexts in first
-    ]
+    each = [norms(update.target(decoder, contexts)) for contexts in first]
     update.predictor.calibrate(pooled, {name: torch.cat([sizes[name] for sizes in each]) for name in each[0]})
     if recipe.loss == "matching":
         objective = MatchingObjective(decoder, update, recipe.magnitude_weight)

@@ -21,6 +21,7 @@ from ctx_compress_rag.adaptation.config import (
 from ctx_compress_rag.adaptation.decoder import Adaptation, AdaptiveDecoder
 from ctx_compress_rag.adaptation.episodes import Episode
 from ctx_compress_rag.adaptation.methods import BaseAdapter, FewShot, PredictedUpdate, PromptTuning, TestTimeSGD
+from ctx_compress_rag.bundle_folder import REPORT_FILE
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.training.recipes import find, load_recipe
 
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 ALONE, BASE = "decoder alone", "base adapter"
 AT_TEST_TIME, PREDICTED = "TT-SGD, K=", "RAG-GD, K="  # and the number of steps
-_REPORT_FILE = "training_report.json"
 _AVERAGED = 16  # contexts
 
 
@@ -115,7 +115,7 @@ class Recipes:
         from ctx_compress_rag.training.run import made_by, run_recipe
 
         for file, recipe in zip(self.files, (self.base, *self.others), strict=True):
-            report = recipe.output / _REPORT_FILE
+            report = recipe.output / REPORT_FILE
             if not report.exists():
                 logger.info("training %s", file)
                 run_recipe(file)

@@ -63,7 +63,7 @@ def judge_answers(
     for prompt in tqdm(dict.fromkeys(prompts), desc="judging", unit="answer", disable=not progress):
         if prompt in replies:
             continue
-        replies[prompt] = _text(_reply(judge, prompt))
+        replies[prompt] = _reply(judge, prompt)
         if part is not None:
             with part.open("a", encoding="utf-8") as out:
                 out.write(f"{json.dumps({'prompt': prompt, 'reply': replies[prompt]}, ensure_ascii=False)}\n")
@@ -113,16 +113,13 @@ def load_judge(name: str) -> Judge:
     return judge
 
 
-def _reply(judge: Judge, prompt: str) -> Any:
+def _reply(judge: Judge, prompt: str) -> str:
     try:
-        return judge.invoke(prompt)
+        reply = judge.invoke(prompt)
     except Exception as error:
         raise JudgeError(
             f"the judge failed ({type(error).__name__}: {error}): see that it answers, and run this again"
         ) from error
-
-
-def _text(reply: Any) -> str:
     text = reply if isinstance(reply, str) else getattr(reply, "text", None)
     if not isinstance(text, str):
         raise ConfigError(

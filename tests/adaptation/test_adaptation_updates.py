@@ -16,6 +16,8 @@ from ctx_compress_rag.adaptation.adapter import projections
 from ctx_compress_rag.adaptation.methods import PredictorConfig
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
 from ctx_compress_rag.adaptation.updates import answer_losses, inner_products, matching_loss, norms, sgd, sgd_path
+from ctx_compress_rag.backbone import Backbone
+from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.stores import SoftContextStore
 from helpers import architectures
@@ -282,8 +284,10 @@ def test_a_predicted_update_is_saved_and_is_a_peft_adapter(
     ids = torch.arange(5, 25)[None]
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-4)
+    backbone = Backbone(architectures.model("Llama"), bundle.tokenizer)
+    other = AdaptiveDecoder(Bundle(bundle.config, backbone, bundle.compressor, bundle.reader))
     with pytest.raises(BundleError, match="another decoder"):
-        PredictedUpdate.from_pretrained(tmp_path / "predictor", _other_shape(bundle))
+        PredictedUpdate.from_pretrained(tmp_path / "predictor", other)
     (tmp_path / "predictor" / "config.json").write_text('{"inner_steps": -1}')
     with pytest.raises(BundleError, match="inner_steps"):
         PredictedUpdate.from_pretrained(tmp_path / "predictor", decoder)
@@ -323,14 +327,6 @@ def _update_alone(both: Adapter, base_rank: int) -> Adapter:
     return Adapter(
         {n: t[base_rank:] for n, t in both.a.items()}, {n: t[:, base_rank:] for n, t in both.b.items()}, both.scale
     )
-
-
-def _other_shape(bundle: Any) -> AdaptiveDecoder:
-    from ctx_compress_rag.backbone import Backbone
-    from ctx_compress_rag.bundle import Bundle
-
-    backbone = Backbone(architectures.model("Llama"), bundle.tokenizer)
-    return AdaptiveDecoder(Bundle(bundle.config, backbone, bundle.compressor, bundle.reader))
 
 
 def test_test_time_sgd_applies_the_steps(decoder: AdaptiveDecoder, base: Adapter) -> None:

@@ -20,7 +20,8 @@ from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.config import BundleConfig
-from ctx_compress_rag.data.world import World
+from ctx_compress_rag.data.world import World, world_examples
+from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.compare import run as compare_module
 from ctx_compress_rag.evaluation.compare.config import (
@@ -33,7 +34,11 @@ from ctx_compress_rag.evaluation.compare.config import (
 )
 from ctx_compress_rag.evaluation.compare.report import read_report, table
 from ctx_compress_rag.evaluation.compare.run import EntryJob, Plan, source_tokens
+from ctx_compress_rag.evaluation.questions import Question, questions_of, with_other_passages
+from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.metrics import token_f1
+from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.text.prompts import TEMPLATES, messages
 from ctx_compress_rag.training.examples import load_examples
 from helpers import architectures
 from helpers.training import killed
@@ -131,25 +136,21 @@ def test_the_ablation_without_a_linear_map_has_none_anywhere() -> None:
     assert not [*bundle.compressor.state_dict(), *bundle.reader.state_dict()]  # LoRA is the decoder's
 
 
-@pytest.mark.parametrize("steps", [3, 1000])
-def test_every_entry_reads_the_same_passages(tmp_path: Path, steps: int) -> None:
+def test_every_entry_reads_the_same_passages(tmp_path: Path) -> None:
     """Stages continue where the one before ended: together they read the worlds that one stage alone would."""
     small = comparison(batch_size=4)
-    budget = Budget(steps, 1)
-    one, two = (stage_recipes(small, name, budget, "decoder", tmp_path) for name in ("coarse", "pooled"))
-    assert [recipe.optim.steps for recipe in two] in ([steps // 2, steps - steps // 2], [-(-steps // 2), steps // 2])
-    if steps < 10:
-        together = [example for recipe in two for example in load_examples(recipe)]
-        assert together == load_examples(one[0])
-        assert len(together) == steps * 4
+    one, two = (stage_recipes(small, name, Budget(3, 1), "decoder", tmp_path) for name in ("coarse", "pooled"))
+    assert [recipe.optim.steps for recipe in two] in ([1, 2], [2, 1])
+    together = [example for recipe in two for example in load_examples(recipe)]
+    assert together == load_examples(one[0])
+    assert len(together) == 3 * 4
 
 
 def test_a_stage_starts_from_the_one_before(tmp_path: Path) -> None:
     first, second = stage_recipes(comparison(), "pooled", Budget(4, 1), "decoder", tmp_path)
     assert first.bundle is None and second.decoder is None
     assert second.bundle == first.output / "bundle"
-    assert [second.ratios_at(step) for step in range(2)] == [[4], second.ratios_at(1)]
-    assert second.ratios_at(1) in ([4], [8])
+    assert second.ratios_at(0) == [4] and second.ratios_at(1) in ([4], [8])
 
 
 def test_an_entry_takes_over_what_it_does_not_say() -> None:
@@ -260,17 +261,10 @@ def test_training_tokens_are_those_of_the_examples(finished: Path, tiny_tokenize
 
 def test_scores_are_those_of_the_bundle_alone(finished: Path) -> None:
     """Answers of the trained bundle, one by one, through a store of its own."""
-    from ctx_compress_rag.data.world import world_examples
-    from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
-    from ctx_compress_rag.evaluation.questions import Question, questions_of, with_other_passages
-    from ctx_compress_rag.marking.mark import mark
-    from ctx_compress_rag.stores import SoftContextStore
-    from ctx_compress_rag.text.prompts import TEMPLATES, messages
-
     bundle = Bundle.from_pretrained(finished / "entries" / "coarse" / "1" / "bundle")
     [score] = results(finished, "coarse")["scores"]
     questions = questions_of(world_examples("test", 0, QUESTIONS, max_turns=1, passages=(1,)))
-    sizes, f1, elsewhere = [], [], []
+    f1, elsewhere = [], []
     with SoftContextStore(finished / "store", bundle) as store:
         decoder = TransformersDecoder(bundle, store)
 
@@ -283,10 +277,9 @@ def test_scores_are_those_of_the_bundle_alone(finished: Path) -> None:
             f1.append(score_of(q, q.passages))
             elsewhere.append(score_of(q, other.passages))
         info = store.info()
-        sizes.append(info.payload_bytes / info.passages)
     assert score["f1"] == pytest.approx(f1)
     assert results(finished, "coarse")["another_passage"] == {"ratio": 8, "f1": pytest.approx(elsewhere)}
-    assert score["stored_bytes"] == pytest.approx(sizes[0])
+    assert score["stored_bytes"] == pytest.approx(info.payload_bytes / info.passages)
     assert (score["system"], score["ratio"]) == ("soft context", 8)
 
 

@@ -18,6 +18,7 @@ from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.evaluation.answering import FULL, prompt_of
 from ctx_compress_rag.evaluation.compare.config import (
     SHIPPED,
     Budget,
@@ -27,6 +28,9 @@ from ctx_compress_rag.evaluation.compare.config import (
     stage_recipes,
 )
 from ctx_compress_rag.evaluation.compare.decoder import merge_teacher
+from ctx_compress_rag.evaluation.compare.run import Plan
+from ctx_compress_rag.metrics import token_f1
+from ctx_compress_rag.text.prompts import TEMPLATES
 from ctx_compress_rag.training.examples import load_examples
 from helpers.decoding import by_transformers
 from helpers.models import save_tiny_llama
@@ -190,11 +194,6 @@ def test_entries_start_from_the_merged_decoder_and_name_it(finished: Path, files
 
 def test_baselines_are_the_merged_decoder_s(finished: Path, settings: dict[str, Any], tiny_tokenizer: Any) -> None:
     """Answers from full text, one by one, by transformers' own generation."""
-    from ctx_compress_rag.evaluation.answering import FULL, prompt_of
-    from ctx_compress_rag.evaluation.compare.run import Plan
-    from ctx_compress_rag.metrics import token_f1
-    from ctx_compress_rag.text.prompts import TEMPLATES
-
     data = Comparison.model_validate(settings).data
     asked = Plan(finished, "decoder", None, Budget(6, 1), 4, [4, 8], data).test_questions()
     assert all(LONG not in q.passages for q in asked)

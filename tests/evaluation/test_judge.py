@@ -144,39 +144,35 @@ def test_a_reply_that_is_no_text_is_refused() -> None:
         judge_answers(Wrong(), ASKED, False)
 
 
-def test_a_judge_that_fails_is_named(
-    make_tiny_bundle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In a line, not a traceback; the answers that were given are not asked for again."""
+@pytest.fixture
+def command(bundle_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What scores a bundle on a file in the working folder, where modules of judges may be."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    for name in ("one", "two"):
+        write_jsonl(tmp_path / f"{name}.jsonl", world_examples("test", 3, 3, max_turns=1, passages=(1,)))
+    options = ["--bundle", str(bundle_folder), "--ratios", "4", "--no-extraction", "--output", "out"]
+    return ["eval", *options, "--data", "one.jsonl"]
+
+
+def test_a_judge_that_fails_is_named(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """In a line, not a traceback; the answers that were given are not asked for again."""
     Path("absent_judge.py").write_text(
         "class Absent:\n    def invoke(self, prompt):\n        raise TimeoutError('nobody at port 8000')\n"
         "def make():\n    return Absent()\n"
     )
-    make_tiny_bundle().save_pretrained("bundle")
-    write_jsonl(tmp_path / "one.jsonl", world_examples("test", 1, 3, max_turns=1, passages=(1,)))
-    command = ["eval", "--bundle", "bundle", "--data", "one.jsonl", "--ratios", "4", "--no-extraction"]
-    assert main([*command, "--judge", "absent_judge:make", "--output", "out"]) == 2
+    assert main([*command, "--judge", "absent_judge:make"]) == 2
     said = capsys.readouterr().err
     assert "the judge failed (TimeoutError: nobody at port 8000): see that it answers" in said
     assert len(Path("out/answers.jsonl").read_text().splitlines()) > 3
 
 
-def test_the_command_asks_the_judge_it_is_given(
-    make_tiny_bundle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+def test_the_command_asks_the_judge_it_is_given(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     Path("strict_judge.py").write_text(
         "from langchain_core.language_models.fake_chat_models import FakeListChatModel\n"
         "def make():\n    return FakeListChatModel(responses=['No.'])\n"
     )
-    make_tiny_bundle().save_pretrained("bundle")
-    for name in ("one", "two"):
-        write_jsonl(tmp_path / f"{name}.jsonl", world_examples("test", len(name), 3, max_turns=1, passages=(1,)))
-    command = ["eval", "--bundle", "bundle", "--data", "one.jsonl", "two.jsonl", "--ratios", "4", "--no-extraction"]
-    assert main([*command, "--judge", "strict_judge:make", "--cost", "--output", "out"]) == 0
+    assert main([*command, "two.jsonl", "--judge", "strict_judge:make", "--cost"]) == 0
     saved = json.loads(Path("out/one/scores.json").read_text())
     assert saved["judge"] == "FakeListChatModel"
     assert (saved["template"], saved["max_new_tokens"]) == ("{context}\n\nQuestion: {question}", 32)

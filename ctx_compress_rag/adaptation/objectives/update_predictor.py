@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
 from ctx_compress_rag.adaptation.methods import PredictedUpdate
 from ctx_compress_rag.adaptation.solved import SolvedContexts
-from ctx_compress_rag.adaptation.updates import answer_losses, matching_loss, sgd
+from ctx_compress_rag.adaptation.updates import answer_losses, matching_loss
 from ctx_compress_rag.prompt import Prompt
 
 Contexts = list[list[Prompt]]
@@ -29,10 +29,9 @@ class MatchingObjective(nn.Module):
 
     def forward(self, contexts: Contexts, queries: Contexts) -> dict[str, Tensor]:
         """The loss of a batch; `queries` are not used."""
-        decoder, update = self.decoder, self.update
-        config = update.config
-        target = sgd(decoder, contexts, update.base, config.inner_steps, config.inner_learning_rate).change()
-        return {"loss": matching_loss(update.predict(decoder, contexts), target, self.magnitude_weight).mean()}
+        target = self.update.target(self.decoder, contexts)
+        predicted = self.update.predict(self.decoder, contexts)
+        return {"loss": matching_loss(predicted, target, self.magnitude_weight).mean()}
 
 
 class SolvedMatchingObjective(nn.Module):

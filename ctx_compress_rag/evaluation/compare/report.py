@@ -155,7 +155,9 @@ def table(found: Results) -> str:
 def _cell(cell: Cell | None, ratio: float) -> str:
     if cell is None:
         return ""
-    kept = "" if cell.normalized is None else f" ({_interval(cell.normalized)})"
+    kept = ""
+    if (share := cell.normalized) is not None:
+        kept = f" ({share.value:.3f}: {share.low:.3f} to {share.high:.3f})"
     off = "" if abs(cell.real_ratio / ratio - 1) <= _OFF_BUDGET else f" [{cell.real_ratio:.1f}x]"
     return f"{report.mean(cell.f1)}{kept}, EM {np.mean(cell.exact_match):.3f}{off}"
 
@@ -317,7 +319,3 @@ def _curve(row: EntryRow) -> Curve:
             for _, cell in sorted(row.cells.items())
         ],
     )
-
-
-def _interval(interval: Interval) -> str:
-    return f"{interval.value:.3f}: {interval.low:.3f} to {interval.high:.3f}"

@@ -28,6 +28,7 @@ from tqdm.auto import tqdm
 from ctx_compress_rag import __version__
 from ctx_compress_rag.backbone import Backbone, load_decoder
 from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle_folder import REPORT_FILE
 from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.data.config import MixData
 from ctx_compress_rag.data.examples import read_jsonl, without_long
@@ -210,7 +211,7 @@ def _claim(plan: Plan, questions: Sequence[Question]) -> None:
                 )
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    write_json(file, about)
 
 
 def _write_recipes(job: EntryJob) -> None:
@@ -277,7 +278,7 @@ def _end_with_parent() -> None:
 
 def _steps_done(recipe: CompressionRecipe) -> int:
     """Steps of a stage that are on disk."""
-    if (recipe.output / "training_report.json").exists():
+    if (recipe.output / REPORT_FILE).exists():
         return recipe.optim.steps
     return max((int(f.name.split("-")[1]) for f in (recipe.output / "checkpoints").glob("checkpoint-*")), default=0)
 
@@ -299,7 +300,7 @@ def run_job(job: EntryJob) -> None:
 
 def _train_stage(recipe: CompressionRecipe) -> dict[str, Any]:
     """Run a stage, unless it is finished; its report."""
-    report = recipe.output / "training_report.json"
+    report = recipe.output / REPORT_FILE
     if not report.exists():
         run_recipe(_recipe_file(recipe))
     return dict(json.loads(report.read_text(encoding="utf-8")))
