@@ -20,7 +20,7 @@ from ctx_compress_rag.evaluation.answer_log import AnswerLog
 from ctx_compress_rag.evaluation.baselines import RankedSentence, rank_sentences, select, truncate
 from ctx_compress_rag.evaluation.cost import Cost, measure
 from ctx_compress_rag.evaluation.lingua import LLMLingua2
-from ctx_compress_rag.evaluation.questions import Question, digest
+from ctx_compress_rag.evaluation.questions import Question, digest, spread
 from ctx_compress_rag.marking.mark import mark, size
 from ctx_compress_rag.ratios import check_window
 from ctx_compress_rag.stores import SoftContextStore
@@ -37,7 +37,7 @@ ANSWER_TOKENS = 32
 """The longest answer where neither caller nor bundle says it."""
 _AT_ONCE = 16  # questions between two saves; the slots that close reading makes for them must stay until they are read
 _SKIMMED = _AT_ONCE * 1024
-_TIMED = 5  # questions, spread over all
+_TIMED = 5  # questions
 
 
 @dataclass(frozen=True)
@@ -233,8 +233,7 @@ def _answers(
             )
     if not cost:
         return answers
-    timed = questions[:: max(1, len(questions) // _TIMED)][:_TIMED]
-    rounds = [{key: partial(prompts.make_anew, key, q) for key in keys} for q in timed]
+    rounds = [{key: partial(prompts.make_anew, key, q) for key in keys} for q in spread(questions, _TIMED)]
     costs = measure(prompts.decoder, rounds, progress)
     return {key: replace(given, cost=costs[key]) for key, given in answers.items()}
 

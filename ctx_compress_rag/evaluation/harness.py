@@ -123,7 +123,7 @@ def evaluate(
         extractive: every system's answers quote what it is given, text or the passages of its slots (see `Sampling`).
         batch_size: questions per forward pass.
         log: a JSONL file that keeps the answers; those that it has, of the same questions asked in the same way, are
-            not asked for again.
+            not asked for again. Give each `encoder` a log of its own.
             A judge's replies go into judged.jsonl beside it.
         progress: show a progress bar.
     """

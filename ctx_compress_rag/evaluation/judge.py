@@ -87,8 +87,8 @@ def _replies(part: Path) -> dict[str, str]:
     """The replies of an interrupted judging, by prompt; a line that was cut off is removed from the file."""
     if not part.is_file():
         return {}
-    whole = [line for line in part.read_text(encoding="utf-8", errors="replace").splitlines(True) if line[-1] == "\n"]
-    part.write_text("".join(whole), encoding="utf-8")
+    *whole, _ = part.read_text(encoding="utf-8", errors="replace").split("\n")
+    part.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
     return {row["prompt"]: row["reply"] for row in map(json.loads, whole)}
 
 

@@ -33,6 +33,11 @@ def questions_of(examples: Sequence[Example], limit: int | None = None) -> list[
     return questions[:limit]
 
 
+def spread(questions: Sequence[Question], limit: int) -> list[Question]:
+    """At most `limit` questions, evenly spread: neighbours in a file are often of one article."""
+    return [questions[i * len(questions) // limit] for i in range(limit)] if len(questions) > limit else list(questions)
+
+
 def with_other_passages(questions: Sequence[Question]) -> list[Question]:
     """Each question with the passages of another, none of its own among them and none with an answer to it.
 

@@ -28,7 +28,7 @@ from ctx_compress_rag.evaluation.judge import Judge
 from ctx_compress_rag.evaluation.lingua import LLMLingua2
 from ctx_compress_rag.evaluation.perplexity import perplexity_table, reconstruction_perplexity
 from ctx_compress_rag.evaluation.plots import plot_panels
-from ctx_compress_rag.evaluation.questions import Question, questions_of
+from ctx_compress_rag.evaluation.questions import Question, questions_of, spread
 from ctx_compress_rag.stores.codecs import check_codec
 
 
@@ -207,11 +207,6 @@ def save_together(results: Mapping[str, Sequence[Score]], folder: str | Path, me
     if panels:
         ticks = sorted({int(ratio) for curves in panels.values() for curve in curves for ratio in curve.ratios})
         plot_panels(folder / "normalised.png", panels, [], KEPT, ticks, ylabel=KEPT_LABEL, title=title)
-
-
-def spread(questions: Sequence[Question], limit: int) -> list[Question]:
-    """At most `limit` questions, evenly spread: neighbours in a file are often of one article."""
-    return [questions[i * len(questions) // limit] for i in range(limit)] if len(questions) > limit else list(questions)
 
 
 def fitting(

@@ -24,7 +24,7 @@ from ctx_compress_rag.evaluation.judge import judge_answers, load_judge, verdict
 from ctx_compress_rag.evaluation.questions import Question, questions_of
 from ctx_compress_rag.metrics import contains_answer
 
-ASKED = [("Who?", ["Orla", "Orla Reedwen"], "orla"), ("Where?", ["Pell"], "Kessmar"), ("When?", ["1903"], "soon")]
+ASKED = [("Who?", ["Orla", "Orla Reedwen"], "orla"), ("Where?", ["Pell"], "Kess\u2028mar"), ("When?", ["1903"], "soon")]
 
 
 class Rule:
@@ -129,7 +129,7 @@ def test_an_interrupted_judging_continues_and_a_finished_one_is_asked_again(tmp_
     second = Limited(1)
     assert judge_answers(second, ASKED, False, log) == [True, False, False]
     assert [prompt for prompt in second.prompts if "When?" not in prompt] == []
-    assert [json.loads(line)["reply"] for line in log.read_text().splitlines()] == ["Yes."] + ["No, it is not."] * 2
+    assert [json.loads(line)["reply"] for line in log.read_text().split("\n")[:-1]] == ["Yes."] + ["No, it is not."] * 2
     assert not part.exists()
     again = Limited(3)
     assert judge_answers(again, ASKED, False, log) == [True, False, False] and len(again.prompts) == 3
