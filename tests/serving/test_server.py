@@ -196,6 +196,7 @@ def test_who_goes_before_the_first_piece_gives_the_place_back(url: str, decoder:
         while running(url):
             assert time.monotonic() < until
             time.sleep(0.02)
+    assert 'status="499"' in httpx.get(f"{url}/metrics").text
 
 
 def test_what_nobody_waits_for_is_not_compressed(
