@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace, TracebackType
@@ -276,8 +276,7 @@ def inspect_index(folder: str | Path) -> IndexInfo:
         StoreError: there is no index, or nothing in it.
     """
     check_there(folder)
-    connection = connect(str(folder), COLLECTION)
-    try:
+    with closing(connect(str(folder), COLLECTION)) as connection:
         with explained(connection.where), connection.looking() as client:
             passages = _find_collection(connection, client)
             roots, sources = column(passages, "root"), column(passages, "source")
@@ -286,8 +285,6 @@ def inspect_index(folder: str | Path) -> IndexInfo:
             name, embedder = _made_with(passages)
             orphans = [] if passages is None else sorted(set(store.ids(DEFAULT_SCOPE)) - sources.keys())
             return IndexInfo(store.info(), name or store.bundle.config.name, embedder, found, orphans)
-    finally:
-        connection.close()
 
 
 def prune(folder: str | Path) -> list[str]:
@@ -304,15 +301,15 @@ def recorded_store(folder: str | Path, collection: str) -> SoftContextStore:
     Raises:
         StoreError: there is none.
     """
-    connection = connect(str(folder), collection)
-    try:
-        with explained(connection.where), connection.looking() as client:
-            try:
-                about = client.get_collection(connection.companion, embedding_function=None).metadata or {}
-            except NotFoundError:
-                raise StoreError(f"{connection.where} holds no soft contexts: run `ctx-compress index` first") from None
-    finally:
-        connection.close()
+    with (
+        closing(connect(str(folder), collection)) as connection,
+        explained(connection.where),
+        connection.looking() as client,
+    ):
+        try:
+            about = client.get_collection(connection.companion, embedding_function=None).metadata or {}
+        except NotFoundError:
+            raise StoreError(f"{connection.where} holds no soft contexts: run `ctx-compress index` first") from None
     return SoftContextStore(str(folder), _Recorded(about), collection=collection)
 
 
@@ -359,12 +356,12 @@ def _find_collection(connection: Connection, client: Any) -> Any:
 
 def _recorded(folder: str | Path) -> tuple[str | None, str]:
     """The addresses of bundle and embedder that the index in a folder was made with."""
-    connection = connect(str(folder), COLLECTION)
-    try:
-        with explained(connection.where), connection.reading() as client:
-            return _made_with(_find_collection(connection, client))
-    finally:
-        connection.close()
+    with (
+        closing(connect(str(folder), COLLECTION)) as connection,
+        explained(connection.where),
+        connection.reading() as client,
+    ):
+        return _made_with(_find_collection(connection, client))
 
 
 def _made_with(collection: Any) -> tuple[str | None, str]:
