@@ -98,6 +98,4 @@ def _halves(text: str, tokenizer: Any, max_tokens: int) -> Iterator[str]:
 
 
 def _counts(texts: list[str], tokenizer: Any) -> list[int]:
-    if not texts:
-        return []
     return [len(ids) for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]

@@ -166,11 +166,12 @@ def open_input(path: str | Path) -> Input:
         DataError: there is no such folder or file, or no text in the folder that can be read.
     """
     path = Path(path)
-    kind: Any = {**dict.fromkeys(JSONL, Jsonl), **dict.fromkeys(PARQUET, Parquet)}.get(path.suffix.lower())
-    if kind is None or path.is_dir():
+    suffix = path.suffix.lower()
+    if suffix not in JSONL + PARQUET or path.is_dir():
         return FolderInput(path)
+    kind = Jsonl if suffix in JSONL else Parquet
     try:
-        return kind(path, path.stat().st_size)  # type: ignore[no-any-return]
+        return kind(path, path.stat().st_size)
     except OSError as error:
         raise DataError(f"cannot read {str(path)!r}: {error.strerror}") from error
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace, TracebackType
@@ -109,8 +109,7 @@ class PassageIndex:
         """Those without a vector or a soft context, at most 250 at a time."""
         ids = [str(passage.id) for passage in passages]
         compressed = self.store.has([passage.text for passage in passages], ids)
-        with self._errors_explained(), self._connection.reading() as client:
-            collection = _find_collection(self._connection, client)
+        with self._reading() as collection:
             found = set(collection.get(ids=ids, include=[])["ids"]) if collection else set()
         return [p for p, id, done in zip(passages, ids, compressed, strict=True) if not (done and id in found)]
 
@@ -152,8 +151,7 @@ class PassageIndex:
         if not all(question.strip() for question in questions):
             raise ConfigError("the question is empty: ask something")
         vectors = question_vectors(questions, self.embedder)
-        with self._errors_explained(), self._connection.reading() as client:
-            collection = _find_collection(self._connection, client)
+        with self._reading() as collection:
             count = collection.count() if collection else 0
             if not count:
                 raise StoreError(f"{self._connection.where} holds no passages: run `ctx-compress index` first")
@@ -172,8 +170,7 @@ class PassageIndex:
         ]
 
     def __len__(self) -> int:
-        with self._errors_explained(), self._connection.reading() as client:
-            collection = _find_collection(self._connection, client)
+        with self._reading() as collection:
             return int(collection.count()) if collection else 0
 
     def close(self) -> None:
@@ -190,8 +187,14 @@ class PassageIndex:
         self.close()
 
     @contextmanager
+    def _reading(self) -> Iterator[Any]:
+        """The collection of passages; None where there is none."""
+        with explained(self._connection.where), self._connection.reading() as client:
+            yield _find_collection(self._connection, client)
+
+    @contextmanager
     def _writing(self) -> Iterator[Any]:
-        with self._errors_explained(), self._connection.writing(DEFAULT_TIMEOUT) as client:
+        with explained(self._connection.where), self._connection.writing(DEFAULT_TIMEOUT) as client:
             yield _find_collection(self._connection, client) or client.create_collection(
                 COLLECTION,
                 configuration=_COSINE,
@@ -200,11 +203,8 @@ class PassageIndex:
             )
 
     def _column(self, field: str) -> dict[str, Any]:
-        with self._errors_explained(), self._connection.looking() as client:
+        with explained(self._connection.where), self._connection.looking() as client:
             return column(_find_collection(self._connection, client), field)
-
-    def _errors_explained(self) -> AbstractContextManager[None]:
-        return explained(self._connection.where)
 
 
 def open_index(
@@ -276,8 +276,7 @@ def inspect_index(folder: str | Path) -> IndexInfo:
         StoreError: there is no index, or nothing in it.
     """
     check_there(folder)
-    connection = connect(str(folder), COLLECTION)
-    try:
+    with closing(connect(str(folder), COLLECTION)) as connection:
         with explained(connection.where), connection.looking() as client:
             passages = _find_collection(connection, client)
             roots, sources = column(passages, "root"), column(passages, "source")
@@ -286,8 +285,6 @@ def inspect_index(folder: str | Path) -> IndexInfo:
             name, embedder = _made_with(passages)
             orphans = [] if passages is None else sorted(set(store.ids(DEFAULT_SCOPE)) - sources.keys())
             return IndexInfo(store.info(), name or store.bundle.config.name, embedder, found, orphans)
-    finally:
-        connection.close()
 
 
 def prune(folder: str | Path) -> list[str]:
@@ -304,15 +301,15 @@ def recorded_store(folder: str | Path, collection: str) -> SoftContextStore:
     Raises:
         StoreError: there is none.
     """
-    connection = connect(str(folder), collection)
-    try:
-        with explained(connection.where), connection.looking() as client:
-            try:
-                about = client.get_collection(connection.companion, embedding_function=None).metadata or {}
-            except NotFoundError:
-                raise StoreError(f"{connection.where} holds no soft contexts: run `ctx-compress index` first") from None
-    finally:
-        connection.close()
+    with (
+        closing(connect(str(folder), collection)) as connection,
+        explained(connection.where),
+        connection.looking() as client,
+    ):
+        try:
+            about = client.get_collection(connection.companion, embedding_function=None).metadata or {}
+        except NotFoundError:
+            raise StoreError(f"{connection.where} holds no soft contexts: run `ctx-compress index` first") from None
     return SoftContextStore(str(folder), _Recorded(about), collection=collection)
 
 
@@ -359,12 +356,12 @@ def _find_collection(connection: Connection, client: Any) -> Any:
 
 def _recorded(folder: str | Path) -> tuple[str | None, str]:
     """The addresses of bundle and embedder that the index in a folder was made with."""
-    connection = connect(str(folder), COLLECTION)
-    try:
-        with explained(connection.where), connection.reading() as client:
-            return _made_with(_find_collection(connection, client))
-    finally:
-        connection.close()
+    with (
+        closing(connect(str(folder), COLLECTION)) as connection,
+        explained(connection.where),
+        connection.reading() as client,
+    ):
+        return _made_with(_find_collection(connection, client))
 
 
 def _made_with(collection: Any) -> tuple[str | None, str]:

@@ -36,11 +36,13 @@ def export(
 
     With its LoRA adapters; prints the command that serves them.
     """
+    import shlex
+
     from ctx_compress_rag.bundle import Bundle
     from ctx_compress_rag.serving import export as exporting
 
     quiet_models()
-    print(exporting.shown(exporting.export(Bundle.from_pretrained(bundle), folder)))
+    print(shlex.join(exporting.export(Bundle.from_pretrained(bundle), folder)))
 
 
 @command("serve", "--store ./chroma --port 8000")

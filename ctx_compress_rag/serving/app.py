@@ -29,7 +29,7 @@ from ctx_compress_rag.serving.requests import ChatCompletion, Completion, Compre
 from ctx_compress_rag.stores import SoftContextStore
 
 with needs("serve"):
-    from fastapi import Depends, FastAPI, Request
+    from fastapi import FastAPI, Request
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from fastapi.routing import APIRoute
@@ -84,23 +84,19 @@ def create_app(decoder: TransformersDecoder, keys: ApiKeys | None = None, limits
         for threads in (service.threads, service.writer):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def open_scope(request: Request) -> str | None:
-        return request.state.tenant  # type: ignore[no-any-return]
-
     app = FastAPI(title="ctx-compress", openapi_url=None, lifespan=lifespan)
-    opened = Depends(open_scope)
 
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatCompletion, request: Request, scope: str | None = opened) -> Response:
-        return await service.generate("chat", body, [body.prompt()], request, scope)
+    async def chat(body: ChatCompletion, request: Request) -> Response:
+        return await service.generate("chat", body, [body.prompt()], request)
 
     @app.post("/v1/completions")
-    async def complete(body: Completion, request: Request, scope: str | None = opened) -> Response:
-        return await service.generate("text", body, body.prompts(), request, scope)
+    async def complete(body: Completion, request: Request) -> Response:
+        return await service.generate("text", body, body.prompts(), request)
 
     @app.post("/v1/compress")
-    async def compress(body: Compress, request: Request, scope: str | None = opened) -> Response:
-        return await service.compress(body, request, scope)
+    async def compress(body: Compress, request: Request) -> Response:
+        return await service.compress(body, request)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -123,6 +119,10 @@ def create_app(decoder: TransformersDecoder, keys: ApiKeys | None = None, limits
         status, body = as_fault(_explained(request, error))
         return JSONResponse(body, status)
 
+    async def note_gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # read by nobody: nginx's status, for the metrics
+
+    app.add_exception_handler(ClientGoneError, note_gone)
     for kind in (Exception, CtxCompressError, RequestError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, refuse)
     app.add_middleware(BodyLimit, most=limits.body_bytes)
@@ -151,7 +151,7 @@ class _Service:
             raise RequestError(404, f"no model {name!r}: this server has {self._name!r}", "model_not_found", "model")
 
     async def generate(
-        self, kind: replies.Kind, body: Generate, prompts: Sequence[PromptLike], request: Request, scope: str | None
+        self, kind: replies.Kind, body: Generate, prompts: Sequence[PromptLike], request: Request
     ) -> Response:
         self.check_model(body.model)
         sampling = body.sampling(self._limits.answer_tokens, self._limits.longest_answer)
@@ -163,12 +163,8 @@ class _Service:
         if body.stream:
             if len(prompts) > 1:
                 raise RequestError(400, f"{len(prompts)} prompts cannot be streamed: send one", param="prompt")
-            return await self._stream(kind, head, prompts[0], sampling, request, scope, body.usage_in_stream)
-        whole = self._whole(prompts, sampling, scope)
-        try:
-            answers = await unless_gone(request.receive, whole)
-        except ClientGoneError:
-            return _unread()
+            return await self._stream(kind, head, prompts[0], sampling, request, body.usage_in_stream)
+        answers = await unless_gone(request.receive, self._whole(prompts, sampling, request.state.tenant))
         return JSONResponse(replies.whole(kind, head, answers))
 
     async def _whole(self, prompts: Sequence[PromptLike], sampling: Sampling, scope: str | None) -> list[Generation]:
@@ -193,15 +189,11 @@ class _Service:
         prompt: PromptLike,
         sampling: Sampling,
         request: Request,
-        scope: str | None,
         count: bool,
     ) -> Response:
-        pieces = self._answer(prompt, sampling, scope)
+        pieces = self._answer(prompt, sampling, request.state.tenant)
         # The first piece is waited for here, so that a prompt that is refused has a status of its own.
-        try:
-            first = await unless_gone(request.receive, anext(pieces))
-        except ClientGoneError:
-            return _unread()
+        first = await unless_gone(request.receive, anext(pieces))
 
         async def events() -> AsyncIterator[str]:
             async with aclosing(pieces):
@@ -233,7 +225,7 @@ class _Service:
                     self._metrics.count(piece)
                 yield piece
 
-    async def compress(self, body: Compress, request: Request, scope: str | None) -> Response:
+    async def compress(self, body: Compress, request: Request) -> Response:
         """Markers for texts. A passage's id is a hash of its text: no client can change or name another's.
 
         What has begun is compressed to its end; what still waits when its client goes is not begun.
@@ -248,21 +240,13 @@ class _Service:
             ratio=body.ratio,
             reduction=body.reduction,
             token_budget=body.token_budget,
-            scope=scope,
+            scope=request.state.tenant,
             question=body.question,
         )
-        try:
-            shown = await unless_gone(request.receive, asyncio.get_running_loop().run_in_executor(self.writer, work))
-        except ClientGoneError:
-            return _unread()
+        shown = await unless_gone(request.receive, asyncio.get_running_loop().run_in_executor(self.writer, work))
         self._metrics.passages.inc(len(texts))
         data = [{"object": "marker", "index": index, "text": text} for index, text in enumerate(shown)]
         return JSONResponse({"object": "list", "model": self._name, "data": data})
-
-
-def _unread() -> Response:
-    """The answer to a client that has gone: nginx's status, for the metrics."""
-    return Response(status_code=499)
 
 
 def _explained(request: Request, error: Exception) -> Exception:

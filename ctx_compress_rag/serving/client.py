@@ -254,33 +254,6 @@ class ServerDecoder(AdaptiveDecoder):
         return ServerError(f"{self.server} refused the request with status {status} ({str(said)[:300]}){hint}")
 
 
-def open_decoder(
-    bundle: Bundle,
-    store: SoftContextStore,
-    *,
-    on_missing: Literal["error", "text"],
-    on_unreadable: OnUnreadable,
-    batch_size: int,
-    server: str | None,
-    api_key: str | None,
-    timeout: float,
-    max_retries: int,
-) -> AdaptiveDecoder:
-    """The decoder of a framework's LLM class: in this process, or, with a `server`, there."""
-    if server is None:
-        return AdaptiveDecoder(bundle, store, on_missing=on_missing, on_unreadable=on_unreadable, batch_size=batch_size)
-    return ServerDecoder(
-        bundle,
-        store,
-        server=server,
-        api_key=api_key,
-        timeout=timeout,
-        max_retries=max_retries,
-        on_missing=on_missing,
-        on_unreadable=on_unreadable,
-    )
-
-
 class _Busy(Exception):
     """The server is not ready for a request."""
 

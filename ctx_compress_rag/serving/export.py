@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,11 +104,6 @@ def export(bundle: Bundle, folder: str | Path) -> list[str]:
         command += ["--max-loras", str(len(names.adapters) + 1), "--lora-target-modules", *sorted(targets)]
         command += ["--lora-modules", *(f"{name}={folder / each}" for name, each in names.adapters.items())]
     return command
-
-
-def shown(command: list[str]) -> str:
-    """A command as one types it."""
-    return shlex.join(command)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -63,9 +62,9 @@ def find_keys(file: str | Path | None = None) -> ApiKeys | None:
 def _parse(text: str, where: str) -> ApiKeys:
     scopes: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip() or line.lstrip().startswith("#"):
+        fields = line.split()
+        if not fields or fields[0].startswith("#"):
             continue
-        fields = re.split(r"\s+", line.strip())
         if len(fields) != 2:  # the line itself may be a key: it is not shown
             raise ConfigError(f"{where}, line {number}: write a key and its scope, with a space between")
         key, scope = fields

@@ -15,7 +15,7 @@ from ctx_compress_rag.adaptation.decoder import Adaptation, AdaptiveDecoder
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.serving.client import open_decoder
+from ctx_compress_rag.serving.client import ServerDecoder
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import OnUnreadable, scope
 
@@ -68,17 +68,25 @@ class DecoderLLM:
                 raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
             if loading := self._loading:
                 bundle = bundle.loaded_again(**loading)
-            self._decoder = open_decoder(
-                bundle,
-                self.store,
-                on_missing=self.on_missing,
-                on_unreadable=self.on_unreadable,
-                batch_size=self.batch_size,
-                server=self.server,
-                api_key=None if self.api_key is None else self.api_key.get_secret_value(),
-                timeout=self.timeout,
-                max_retries=self.max_retries,
-            )
+            if self.server is None:
+                self._decoder = AdaptiveDecoder(
+                    bundle,
+                    self.store,
+                    on_missing=self.on_missing,
+                    on_unreadable=self.on_unreadable,
+                    batch_size=self.batch_size,
+                )
+            else:
+                self._decoder = ServerDecoder(
+                    bundle,
+                    self.store,
+                    server=self.server,
+                    api_key=None if self.api_key is None else self.api_key.get_secret_value(),
+                    timeout=self.timeout,
+                    max_retries=self.max_retries,
+                    on_missing=self.on_missing,
+                    on_unreadable=self.on_unreadable,
+                )
         return self._decoder
 
     @property

@@ -29,16 +29,9 @@ def texts(given: Input) -> dict[str, str]:
 
 # Chunking
 
-_TOKENIZER: list[Any] = []
 
-
-@pytest.fixture(autouse=True)
-def _tokenizer(tiny_tokenizer: Any) -> None:
-    _TOKENIZER[:] = [tiny_tokenizer]  # hypothesis wants no fixtures of smaller scope in its tests
-
-
-def count(text: str) -> int:
-    return len(_TOKENIZER[0](text, add_special_tokens=False)["input_ids"])
+def count(tokenizer: Any, text: str) -> int:
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 _pieces = [*"abcXY .,!?\n\t", "\n\n", "Orla was born. ", "word ", "。", "語", "é", "😀", "# A\n\n", "## "]
@@ -50,16 +43,16 @@ _texts = st.lists(st.sampled_from(_pieces), max_size=80).map("".join)
 @example("x" * 400, 8, False)
 @example("語" * 100 + "。" + "語" * 50, 16, False)
 @example("😀" * 30, 8, True)
-def test_passages_fit_and_nothing_is_lost(text: str, most: int, markdown: bool) -> None:
-    passages = list(chunk(text, _TOKENIZER[0], most, markdown=markdown))
+def test_passages_fit_and_nothing_is_lost(tiny_tokenizer: Any, text: str, most: int, markdown: bool) -> None:
+    passages = list(chunk(text, tiny_tokenizer, most, markdown=markdown))
     assert "".join("".join(passages).split()) == "".join(text.split())
     assert all(passage == passage.strip() != "" for passage in passages)
-    assert all(count(passage) <= most for passage in passages)
+    assert all(count(tiny_tokenizer, passage) <= most for passage in passages)
 
 
 def test_paragraphs_are_packed_as_long_as_they_fit(tiny_tokenizer: Any) -> None:
     parts = [f"Paragraph {name} says that the river runs south." for name in ("one", "two", "three", "four", "five")]
-    two = max(count("\n\n".join(parts[i : i + 2])) for i in range(4))
+    two = max(count(tiny_tokenizer, "\n\n".join(parts[i : i + 2])) for i in range(4))
     assert list(chunk("\n\n".join(parts), tiny_tokenizer, two + 3)) == [
         "\n\n".join(parts[:2]),
         "\n\n".join(parts[2:4]),
@@ -191,11 +184,13 @@ def update(index: PassageIndex, folder: Path, **options: Any) -> IndexReport:
     return update_index(index, open_input(folder), progress=False, **options)
 
 
-def test_an_index_follows_its_folder(index: PassageIndex, tmp_path: Path, compressed: list[str]) -> None:
+def test_an_index_follows_its_folder(
+    index: PassageIndex, tmp_path: Path, compressed: list[str], tiny_tokenizer: Any
+) -> None:
     docs = write_docs(tmp_path / "docs")
     first = update(index, docs)
     assert (first.files, first.unchanged, first.added) == (3, 0, len(compressed))
-    assert all(count(text) <= 64 for text in compressed)  # the bundle's window
+    assert all(count(tiny_tokenizer, text) <= 64 for text in compressed)  # the bundle's window
     whole = "".join("".join(paragraphs(number)) for number in range(3))
     assert sorted("".join("".join(compressed).split())) == sorted("".join(whole.split()))
 

@@ -188,8 +188,6 @@ def test_ask_quotes_what_the_slots_stand_for(run: Any, store: Path) -> None:
 
 
 def test_ask_compresses_a_passage_whose_slots_are_missing(run: Any, store: Path, docs: Path) -> None:
-    import chromadb
-
     assert run("ask", QUESTION, "--store", store) == 0
     expected = run.out
     client = chromadb.PersistentClient(str(store))

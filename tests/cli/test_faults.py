@@ -188,9 +188,8 @@ def test_ratios_are_checked_by_what_a_method_can_do(make_tiny_bundle: Any) -> No
     from ctx_compress_rag.evaluation.questions import Question
 
     questions = [Question(("text",), "what?", ("text",))] * 2
-    for method, base, ratio in (("mean_pooling", None, 6), ("compression_tokens", None, 5), ("ram", 50, 1)):
-        settings = {"segment_tokens": 4} if base else {}
-        bundle: Bundle = make_tiny_bundle(name=method, **settings)
+    for method, ratio in (({}, 6), ({"name": "compression_tokens"}, 5), ({"name": "ram", "segment_tokens": 4}, 1)):
+        bundle: Bundle = make_tiny_bundle(**method)
         with pytest.raises(RatioError, match=f"{ratio}"):
             answer(bundle, questions, [8, ratio], ("soft context",))
 

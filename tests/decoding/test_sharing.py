@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -30,7 +30,7 @@ from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import scope
 from helpers import architectures
-from helpers.decoding import WAIT, held
+from helpers.decoding import WAIT, held, wait_for
 from helpers.langchain import TEXTS
 
 QUESTIONS = [f"What about {name}, and what else? {'Say more. ' * length}" for length, name in enumerate(TEXTS)]
@@ -68,13 +68,6 @@ def passes(decoder: TransformersDecoder) -> Iterator[list[int]]:
 def by_generate(decoder: TransformersDecoder, prompt: Any, sampling: Sampling) -> Generation:
     """What transformers' own `generate` makes of a prompt alone."""
     return decoder.generate_apart(prompt, sampling)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 def test_callers_with_settings_of_their_own_get_what_they_get_alone(

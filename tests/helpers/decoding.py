@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +19,13 @@ PASSAGES = {
 }
 QUESTION = "Where was Orla Drumwell born?"
 WAIT = 120  # seconds after which a test counts as hanging; nothing here takes a fraction of it, but machines are shared
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
 
 
 def in_thread(work: Callable[[], Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,17 +80,6 @@ def watched() -> Iterator[Events]:
         yield events
     finally:
         dispatcher.event_handlers = before
-
-
-def loud_bundle(make_tiny_bundle: Callable[..., Any]) -> Any:
-    """A tiny bundle with weights large enough that every input shows in the answer."""
-    bundle = make_tiny_bundle(seed=3)
-    with torch.no_grad():
-        for name, parameter in bundle.backbone.model.named_parameters():
-            if parameter.ndim == 2 and "lora_" not in name:
-                parameter.mul_(10)
-    bundle.reader.initialise(1.0)
-    return bundle
 
 
 class App:

@@ -17,7 +17,7 @@ from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.serving.app import Limits, create_app
 from ctx_compress_rag.stores import SoftContextStore
-from helpers.decoding import held
+from helpers.decoding import held, wait_for
 from helpers.langchain import QUESTION, TEXTS
 from helpers.serving import ANNA, WAIT, chat, client, directly, json_format, listening, marker, post
 
@@ -192,10 +192,8 @@ def test_who_goes_before_the_first_piece_gives_the_place_back(url: str, decoder:
     with held(decoder.bundle):
         with pytest.raises(httpx.ReadTimeout):
             post(url, "chat/completions", body, timeout=0.5)
-        until = time.monotonic() + 10
-        while running(url):
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        wait_for(lambda: running(url) == 0)
+    assert 'status="499"' in httpx.get(f"{url}/metrics").text
 
 
 def test_what_nobody_waits_for_is_not_compressed(
@@ -227,10 +225,7 @@ def test_what_is_too_much_is_told_to_come_again(decoder: TransformersDecoder, st
         with ThreadPoolExecutor(2) as pool:
             with held(decoder.bundle):
                 waiting = [pool.submit(ask) for _ in range(2)]
-                until = time.monotonic() + WAIT
-                while "ctx_compress_requests_running 2.0" not in httpx.get(f"{url}/metrics").text:
-                    assert time.monotonic() < until
-                    time.sleep(0.02)
+                wait_for(lambda: running(url) == 2)
                 with pytest.raises(openai.RateLimitError, match="try again"):
                     ask()
                 assert httpx.get(f"{url}/health").status_code == 200

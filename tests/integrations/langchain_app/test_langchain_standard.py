@@ -10,7 +10,6 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
 from ctx_compress_rag import SoftContextStore
-from helpers.langchain import talkative_bundle
 from langchain_ctx_compress import ChatCompressedContext
 
 
@@ -21,8 +20,8 @@ class Model:
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def _open(cls, make_tiny_bundle: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
-        cls.store = SoftContextStore(tmp_path_factory.mktemp("standard"), talkative_bundle(make_tiny_bundle))
+    def _open(cls, talkative: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+        cls.store = SoftContextStore(tmp_path_factory.mktemp("standard"), talkative)
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from helpers.llama_index import App, Events, loud_bundle, watched
+from helpers.llama_index import App, Events, watched
 
 
 @pytest.fixture(scope="module")
-def app(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+def app(talkative: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     """Shared by a module's tests, which leave its store as it is; LlamaIndex counts and asks with it."""
-    app = App(loud_bundle(make_tiny_bundle), tmp_path_factory.mktemp("chroma"))
+    app = App(talkative, tmp_path_factory.mktemp("chroma"))
     with app.counting():
         yield app
 
