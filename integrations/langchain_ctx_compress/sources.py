@@ -12,7 +12,6 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPro
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import expand
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import Marker
 
 Prompt = TypeVar("Prompt", str, PromptValue, list[BaseMessage])
 
@@ -29,16 +28,13 @@ def restore_sources(documents: Sequence[Document], store: SoftContextStore, scop
         scope: the scope that the postprocessor was given.
 
     Raises:
-        ConfigError: what is given is not a list of documents.
+        ConfigError: what is given is not a list of documents, or a document's markers stand for too much text.
         MissingPassageError: a passage was deleted since, or, after close reading, the store has since kept so
             many slots for other questions that those of this one are gone.
     """
     copies = [document.model_copy(deep=True) for document in checked(documents)]
-    split = [store.split(document.page_content, scope) for document in copies]
-    markers = [part for parts in split for part in parts if isinstance(part, Marker)]
-    texts = iter(store.text_of(markers) if markers else [])
-    for document, parts in zip(copies, split, strict=True):
-        document.page_content = "".join(next(texts) if isinstance(part, Marker) else part for part in parts)
+    for document in copies:
+        document.page_content = expand(store, document.page_content, scope)
     return copies
 
 

@@ -50,6 +50,14 @@ async def test_markers_belong_to_their_scope(app: App) -> None:
         assert read([chunk async for chunk in app.llm().astream(anna.page_content)][-1]) == slots
 
 
+def test_sources_are_not_restored_beyond_all_measure(app: App) -> None:
+    """300 kB of markers stand for 180 MB of text."""
+    app.store.add([TEXTS["tower"] + " " * 30_000], ["long"], progress=False)
+    document = Document(f"{app.store.marker('long', 8)} " * 6_000)
+    with pytest.raises(ConfigError, match="6,000 markers .* are allowed"):
+        app.postprocessor().restore_sources([document])
+
+
 async def test_scope_follows_a_chain(app: App) -> None:
     expected = rag(app).invoke(QUESTION)
     with markers.scope("anna"), prefills(app.bundle.backbone.model) as seen:
