@@ -19,7 +19,7 @@ from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import audit, records
 from ctx_compress_rag.stores.codecs import payload_codec
 from ctx_compress_rag.stores.collections import as_documents, passages_in
-from ctx_compress_rag.stores.companion import WRITE_RECORDS, Companion
+from ctx_compress_rag.stores.companion import Companion
 from ctx_compress_rag.stores.connect import Location, connect
 from ctx_compress_rag.stores.keyring import Keyring
 from ctx_compress_rag.stores.lock import DEFAULT_TIMEOUT
@@ -33,6 +33,7 @@ from ctx_compress_rag.stores.markers import (
     current_scope,
 )
 from ctx_compress_rag.stores.names import Record
+from ctx_compress_rag.stores.pages import WRITE_RECORDS
 from ctx_compress_rag.stores.passages import (
     AddReport,
     Compresses,
