@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from types import TracebackType
 from typing import Any, Self
 
 import chromadb
@@ -262,9 +261,7 @@ class SoftContextStore(OfThisProcess):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # Reading
