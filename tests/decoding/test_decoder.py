@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import CtxCompressError
 from ctx_compress_rag.stores import SoftContextStore
-from helpers.decoding import QUESTION, WAIT, in_thread
+from helpers.decoding import QUESTION, in_thread, wait_for
 
 NO_SLOTS = torch.zeros(1, 1, dtype=torch.bool)
 
@@ -130,7 +129,4 @@ def test_an_error_while_streaming_reaches_the_consumer(
 
 def test_no_thread_is_left_behind(decoder: TransformersDecoder) -> None:
     list(decoder.stream(QUESTION, Sampling(max_new_tokens=2)))
-    until = time.monotonic() + WAIT
-    while any(thread.name.startswith("ctx-compress-stream") for thread in threading.enumerate()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for(lambda: not any(thread.name.startswith("ctx-compress-stream") for thread in threading.enumerate()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +28,14 @@ def in_thread(work: Callable[[], Any]) -> Any:
         return pool.submit(work).result(timeout=WAIT)
     finally:
         pool.shutdown(wait=False)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Wait until it is true; fails where it never is."""
+    until = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
 
 
 @torch.no_grad()
