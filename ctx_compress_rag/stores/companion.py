@@ -12,7 +12,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import httpx
 from chromadb.errors import ChromaError, NotFoundError
 
-from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, StoreError, StoreWriteError
+from ctx_compress_rag.errors import FingerprintMismatchError, StoreError, StoreWriteError
 from ctx_compress_rag.stores.codecs import DEFAULT_CODEC, check_codec, payload_bytes
 from ctx_compress_rag.stores.connect import Connection
 from ctx_compress_rag.stores.lock import DEFAULT_TIMEOUT
@@ -325,8 +325,6 @@ class Companion:
     @_answered
     def _select(self, ids: Sequence[str], include: list[Any], where: Any = None) -> Found:
         """Records of ids. Chroma refuses duplicates, empty lists and very long ones, and keeps no order."""
-        if isinstance(ids, str):
-            raise ConfigError(f"ids must be a list, got the str {ids!r}")
         found = Found()
         with self._reading() as collection:
             for part in pages(list(dict.fromkeys(ids))) if collection else ():
