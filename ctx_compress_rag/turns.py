@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from types import TracebackType
 
 
 class Turns:
@@ -43,9 +42,7 @@ class Turns:
                 self._owner = threading.get_ident()
             self._depth += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._changed:
             self._depth -= 1
             if not self._depth:

@@ -18,18 +18,9 @@ from ctx_compress_rag.backbone import load_decoder
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.errors import BundleError, ConfigError
-from helpers.models import widen
+from helpers.models import read_both_ways, widen
 
 PROMPT = torch.arange(20, 50).unsqueeze(0)
-
-
-def logits(bundle: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The decoder's logits as it reads text and as it reads soft contexts."""
-    found = []
-    for decoder in (bundle.text_decoder(), bundle.soft_decoder(torch.zeros(1, 1, dtype=torch.bool))):
-        with torch.no_grad(), decoder as model:
-            found.append(model(input_ids=PROMPT).logits)
-    return found[0], found[1]
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +51,8 @@ def test_a_saved_bundle_loads_and_saves_again_with_the_same_bits(made: Any, save
     """Of every method, and in all of its forms: methods/test_methods.py."""
     second = Bundle.from_pretrained(saved, device="cpu")
     assert second.fingerprint == made.fingerprint and len(made.fingerprint) == 64
-    text, soft = logits(made)
-    assert all(torch.equal(a, b) for a, b in zip((text, soft), logits(second), strict=True))
+    text, soft = read_both_ways(made, PROMPT)
+    assert all(torch.equal(a, b) for a, b in zip((text, soft), read_both_ways(second, PROMPT), strict=True))
     assert not torch.equal(text, soft)
     assert second.tokenizer("Orla kept bees.")["input_ids"] == made.tokenizer("Orla kept bees.")["input_ids"]
     assert second.tokenizer.chat_template == made.tokenizer.chat_template

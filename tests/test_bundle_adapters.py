@@ -18,7 +18,7 @@ from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.training.recipes import parse_recipe
-from helpers.models import tiny_llama
+from helpers.models import read_both_ways, tiny_llama
 
 NAMES = ["compressor", "reader", "teacher"]
 TUNE = TuneConfig(rank=64, alpha=32)  # wide enough for matrices that are worth 8 bits
@@ -65,11 +65,7 @@ def copied(bundle: Bundle, name: str) -> dict[str, torch.Tensor]:
 
 def logits(bundle: Bundle) -> tuple[torch.Tensor, ...]:
     """Of the text's reader and the slots' reader, and a passage's slots."""
-    found = []
-    for reading in (bundle.text_decoder(), bundle.soft_decoder(torch.zeros(1, 1, dtype=torch.bool))):
-        with torch.no_grad(), reading as model:
-            found.append(model(input_ids=PROMPT).logits)
-    return (*found, bundle.compress([TEXT])[0].slots)
+    return (*read_both_ways(bundle, PROMPT), bundle.compress([TEXT])[0].slots)
 
 
 def same(one: Bundle, other: Bundle) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -10,7 +9,7 @@ import sys
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
+from runpy import run_path
 
 import pytest
 
@@ -74,20 +73,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_the_picture_is_what_its_script_writes() -> None:
-    module = script("picture")
-    assert module.PICTURE.read_text(encoding="utf-8") == module.picture()
+    script = run_path(str(ROOT / "docs" / "picture.py"))
+    assert script["PICTURE"].read_text(encoding="utf-8") == script["picture"]()
 
 
 def test_the_table_of_memory_is_what_its_script_counts() -> None:
-    assert script("memory").table() in (ROOT / "docs" / "larger_decoders.md").read_text(encoding="utf-8")
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    script = run_path(str(ROOT / "docs" / "memory.py"))
+    assert script["table"]() in (ROOT / "docs" / "larger_decoders.md").read_text(encoding="utf-8")
 
 
 def test_the_command_line_page_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import base64
-import importlib.util
 import json
 import re
 from importlib import import_module
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import nbformat
@@ -58,11 +58,7 @@ def texts(notebook: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def execute() -> Any:
-    spec = importlib.util.spec_from_file_location("execute_notebooks", FOLDER / "execute.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.execute
+    return run_path(str(FOLDER / "execute.py"))["execute"]
 
 
 @pytest.fixture(params=["small", pytest.param("whole", marks=pytest.mark.slow)])

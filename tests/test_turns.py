@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
 from ctx_compress_rag.turns import Turns
-
-WAIT = 60
+from helpers.decoding import WAIT, wait_for
 
 
 def test_each_waits_for_those_before_it() -> None:
@@ -25,10 +23,7 @@ def test_each_waits_for_those_before_it() -> None:
             thread = threading.Thread(target=take, args=(number,))
             thread.start()
             threads.append(thread)
-            until = time.monotonic() + WAIT
-            while turns.waiting <= number:
-                assert time.monotonic() < until
-                time.sleep(0.001)
+            wait_for(lambda n=number: turns.waiting > n)
         assert turns.waiting
         with turns:  # reentrant, whoever waits
             assert order == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def splice(embed: nn.Module, prompts: Sequence[Prompt]) -> Spliced:
         if not prompt.length:
             raise ConfigError(f"prompt {index} is empty: give it at least one token")
         parts = [p.to(device) if p.is_floating_point() else embed(p.to(device)) for p in prompt.pieces]
-        dtype = _common_dtype(parts)
+        dtype = reduce(torch.promote_types, (part.dtype for part in parts))
         widths = {part.shape[1] for part in parts}
         if len(widths) > 1:
             raise ConfigError(f"slots and token embeddings of prompt {index} differ in width: {sorted(widths)}")
@@ -92,10 +93,3 @@ def predict(model: Any, batch: Spliced, prompts: Sequence[Prompt]) -> tuple[Tens
 
 def _padded(rows: list[Tensor]) -> Tensor:
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
-
-
-def _common_dtype(parts: Sequence[Tensor]) -> torch.dtype:
-    dtype = parts[0].dtype
-    for part in parts[1:]:
-        dtype = torch.promote_types(dtype, part.dtype)
-    return dtype

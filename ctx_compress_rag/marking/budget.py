@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import or_
 
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.stores.markers import MAX_FACTOR
@@ -119,7 +121,7 @@ def _nearest(costs: Sequence[Sequence[int]], wanted: Sequence[int], budget: int)
     for cost in reversed(costs):
         at = [(after << spent) & within for after, spent in zip(coarser, cost, strict=True)]
         reach.append(at)
-        coarser = _or_from_the_end(at)
+        coarser = list(accumulate(reversed(at), or_))[::-1]  # for each level, what it or a coarser one reaches
     reach.reverse()
     most = coarser[0].bit_length() - 1
     lowest = min(most, math.ceil(_LEAST_SHARE * budget))
@@ -131,12 +133,3 @@ def _nearest(costs: Sequence[Sequence[int]], wanted: Sequence[int], budget: int)
         levels.append(min(enough, key=lambda i: (abs(i - level), i)))
         spent += cost[levels[-1]]
     return levels
-
-
-def _or_from_the_end(sets: Sequence[int]) -> list[int]:
-    """For each place the union of the sets from there on."""
-    unions, union = [], 0
-    for each in reversed(sets):
-        union |= each
-        unions.append(union)
-    return unions[::-1]

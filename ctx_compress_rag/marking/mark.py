@@ -15,6 +15,7 @@ from ctx_compress_rag.marking.budget import TEXT, Relevance, allot
 from ctx_compress_rag.ratios import check_reduction
 from ctx_compress_rag.stores import markers as marking
 from ctx_compress_rag.stores.markers import Marker, OnUnreadable, check_on_unreadable, defused
+from ctx_compress_rag.stores.passages import MAX_CHARACTERS, Passage, content_id
 from ctx_compress_rag.text.tokenising import text_ids
 
 if TYPE_CHECKING:
@@ -157,8 +158,6 @@ def mark(
         PayloadError: with on_missing="error", a record is damaged.
         UnreadableMarkerError, MissingPassageError, PayloadError: with on_unreadable="error", see there.
     """
-    from ctx_compress_rag.stores.passages import content_id
-
     ratio = None if ratio is None else whole("ratio", ratio)
     token_budget = None if token_budget is None else whole("token_budget", token_budget)
     closely = store.bundle.compressor.question_aware
@@ -225,8 +224,6 @@ def _is_whole(
     store: SoftContextStore, text: str, id: str, scope: str | None, on_missing: OnMissing, on_unreadable: OnUnreadable
 ) -> bool:
     """Whether a stored passage can be read; one whose text is still as it was sealed is compressed again for that."""
-    from ctx_compress_rag.stores.passages import Passage
-
     try:
         try:
             store.get([id], scope, [text])
@@ -279,8 +276,6 @@ def stored_ids(
         ids: their ids in the app; None or "" for none.
         scope: as in `mark`.
     """
-    from ctx_compress_rag.stores.passages import content_id
-
     by_text = [content_id(text) for text in texts]
     first: dict[str, str] = {}  # an id that two texts share can only stand for the first of them
     names = [
@@ -334,8 +329,6 @@ def try_expand(
         UnreadableMarkerError, MissingPassageError, PayloadError: on_unreadable is "error", and a marker cannot be read.
         ConfigError: with the texts it would be longer than a passage may be.
     """
-    from ctx_compress_rag.stores.passages import MAX_CHARACTERS
-
     parts = store.split(text, scope, on_unreadable)
     try:
         return _written_out(store, parts, MAX_CHARACTERS)

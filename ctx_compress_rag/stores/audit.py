@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
 
 from ctx_compress_rag.errors import PayloadError
 from ctx_compress_rag.stores import records
-from ctx_compress_rag.stores.companion import READ_IDS, Companion
+from ctx_compress_rag.stores.companion import Companion
 from ctx_compress_rag.stores.markers import MarkerCodec
+from ctx_compress_rag.stores.pages import pages
 
 
 def unreadable(companion: Companion, signer: MarkerCodec) -> dict[str, bool]:
     """The ids of records, of all scopes, that cannot be read, and whether they lack nothing but this key's seal."""
     found: dict[str, bool] = {}
-    for key, row in _rows(companion):
-        sealed = whole = False
-        with suppress(PayloadError):
-            records.read_soft(key, row)
-            records.read_passage(key, row, companion.fingerprint)
-            whole = True
-            records.check_seal(key, row, signer)
-            sealed = True
-        if not sealed:
-            found[key] = whole
+    for ids in pages(companion.ids()):
+        for key, row in companion.read(ids).items():
+            sealed = whole = False
+            with suppress(PayloadError):
+                records.read_soft(key, row)
+                records.read_passage(key, row, companion.fingerprint)
+                whole = True
+                records.check_seal(key, row, signer)
+                sealed = True
+            if not sealed:
+                found[key] = whole
     return found
 
 
@@ -35,7 +35,7 @@ def reseal(companion: Companion, signer: MarkerCodec) -> int:
     whether to trust them.
     """
     sealed = 0
-    for ids in _pages(companion):
+    for ids in pages(companion.ids()):
         fresh: dict[str, records.Record] = {}
         for key, row in companion.read(ids).items():
             try:
@@ -48,14 +48,3 @@ def reseal(companion: Companion, signer: MarkerCodec) -> int:
         companion.update(fresh)
         sealed += len(fresh)
     return sealed
-
-
-def _rows(companion: Companion) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for ids in _pages(companion):
-        yield from companion.read(ids).items()
-
-
-def _pages(companion: Companion) -> Iterator[list[str]]:
-    ids = companion.ids()
-    for start in range(0, len(ids), READ_IDS):
-        yield ids[start : start + READ_IDS]

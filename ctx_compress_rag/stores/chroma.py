@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from types import TracebackType
 from typing import Any, Self
 
 import chromadb
@@ -19,7 +18,7 @@ from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import audit, records
 from ctx_compress_rag.stores.codecs import payload_codec
 from ctx_compress_rag.stores.collections import as_documents, passages_in
-from ctx_compress_rag.stores.companion import WRITE_RECORDS, Companion
+from ctx_compress_rag.stores.companion import Companion
 from ctx_compress_rag.stores.connect import Location, connect
 from ctx_compress_rag.stores.keyring import Keyring
 from ctx_compress_rag.stores.lock import DEFAULT_TIMEOUT
@@ -33,6 +32,7 @@ from ctx_compress_rag.stores.markers import (
     current_scope,
 )
 from ctx_compress_rag.stores.names import Record
+from ctx_compress_rag.stores.pages import WRITE_RECORDS
 from ctx_compress_rag.stores.passages import (
     AddReport,
     Compresses,
@@ -261,9 +261,7 @@ class SoftContextStore(OfThisProcess):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # Reading

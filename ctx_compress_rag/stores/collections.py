@@ -8,9 +8,8 @@ from typing import Any
 import chromadb
 
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.stores.pages import pages
 from ctx_compress_rag.stores.passages import Passage
-
-_PAGE = 250  # Chroma fails with tens of thousands of ids in one query
 
 
 def as_documents(documents: Iterable[object]) -> Iterable[object]:
@@ -33,9 +32,8 @@ def passages_in(collection: chromadb.Collection) -> Iterator[Passage]:
     if not isinstance(collection, chromadb.Collection):
         kind = f"{type(collection).__module__}.{type(collection).__qualname__}"
         raise ConfigError(f"a {kind} is no chromadb.Collection: give client.get_collection(NAME) of a chromadb client")
-    ids = collection.get(include=[])["ids"]
-    for start in range(0, len(ids), _PAGE):
-        part: Any = collection.get(ids=ids[start : start + _PAGE], include=["documents", "metadatas"])
+    for ids in pages(collection.get(include=[])["ids"]):
+        part: Any = collection.get(ids=ids, include=["documents", "metadatas"])
         rows = zip(part["ids"], part["documents"], part["metadatas"], strict=True)
         yield from (Passage(text, id, data or {}) for id, text, data in rows if text and text.strip())
 

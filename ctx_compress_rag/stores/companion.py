@@ -12,10 +12,11 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import httpx
 from chromadb.errors import ChromaError, NotFoundError
 
-from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, StoreError, StoreWriteError
+from ctx_compress_rag.errors import FingerprintMismatchError, StoreError, StoreWriteError
 from ctx_compress_rag.stores.codecs import DEFAULT_CODEC, check_codec, payload_bytes
 from ctx_compress_rag.stores.connect import Connection
 from ctx_compress_rag.stores.lock import DEFAULT_TIMEOUT
+from ctx_compress_rag.stores.pages import WRITE_RECORDS, pages
 from ctx_compress_rag.stores.passages import Compresses
 from ctx_compress_rag.stores.records import Record
 from ctx_compress_rag.stores.scopes import own_id
@@ -28,8 +29,6 @@ Found = dict[str, dict[str, Any]]
 FORMAT = 2
 _FORMATS = (1, FORMAT)  # 1 was before records were sealed: `reseal` does
 _MANY = 1000  # from here on, one look at a whole column is faster than one by id
-READ_IDS = 250  # Chroma fails with tens of thousands of ids in one query
-WRITE_RECORDS = 250  # its ingestion is fastest with 100 to 250
 _WRITE_BYTES = 8 << 20  # a server refuses bodies beyond 40 MiB
 EMBEDDING: Any = [0.0]  # Chroma wants an embedding; one dimension costs least
 # Nobody searches the dummy embeddings, so the graph is as small as Chroma allows. Synchronising every 100
@@ -133,9 +132,9 @@ class Companion:
                 slots, tokens = collection.sums(["slots", "tokens"])
                 payloads = list(collection.column_tails("payload"))
                 return Sizes(collection.count(), slots, tokens, sum(n_bytes(*each) for each in payloads))
-            total, ids = Sizes(0, 0, 0, 0), list(collection.get(include=[])["ids"])
-            for start in range(0, len(ids), READ_IDS):
-                for row in collection.get(ids=ids[start : start + READ_IDS], include=["metadatas"])["metadatas"]:
+            total = Sizes(0, 0, 0, 0)
+            for ids in pages(collection.get(include=[])["ids"]):
+                for row in collection.get(ids=ids, include=["metadatas"])["metadatas"]:
                     size = payload_bytes(row["payload"])
                     total = Sizes(
                         total.records + 1,
@@ -161,22 +160,17 @@ class Companion:
                 held = collection.column(field, None if len(values) > _MANY else list(values))
                 return {id for id, value in values.items() if held.get(id) == value}
         matching: set[str] = set()
-        ids = list(values)
-        for start in range(0, len(ids), READ_IDS):
-            batch = ids[start : start + READ_IDS]
-            matching.update(self._select(batch, [], {field: {"$in": [values[id] for id in batch]}}))
+        for ids in pages(list(values)):
+            matching.update(self._select(ids, [], {field: {"$in": [values[id] for id in ids]}}))
         return matching
 
     @_answered
     def read_by(self, field: str, values: Sequence[str]) -> Found:
         """The records that have one of the values in `field`, which Chroma indexes, by id."""
         found = Found()
-        unique = list(dict.fromkeys(values))
         with self._reading() as collection:
-            for start in range(0, len(unique) if collection else 0, READ_IDS):
-                assert collection is not None
-                where: Any = {field: {"$in": unique[start : start + READ_IDS]}}
-                found.update(_by_id(collection.get(where=where, include=["metadatas"])))
+            for part in pages(list(dict.fromkeys(values))) if collection else ():
+                found.update(_by_id(collection.get(where={field: {"$in": part}}, include=["metadatas"])))
         return found
 
     @_answered
@@ -195,9 +189,9 @@ class Companion:
     @_answered
     def delete(self, ids: Sequence[str]) -> None:
         """Delete records that exist."""
-        for start in range(0, len(ids), WRITE_RECORDS):
+        for part in pages(list(ids), WRITE_RECORDS):
             with self._writing() as collection:
-                collection.delete(ids=list(ids[start : start + WRITE_RECORDS]))
+                collection.delete(ids=part)
 
     @_answered
     def check_writable(self) -> None:
@@ -331,14 +325,9 @@ class Companion:
     @_answered
     def _select(self, ids: Sequence[str], include: list[Any], where: Any = None) -> Found:
         """Records of ids. Chroma refuses duplicates, empty lists and very long ones, and keeps no order."""
-        if isinstance(ids, str):
-            raise ConfigError(f"ids must be a list, got the str {ids!r}")
         found = Found()
-        unique = list(dict.fromkeys(ids))
         with self._reading() as collection:
-            for start in range(0, len(unique) if collection else 0, READ_IDS):
-                assert collection is not None
-                part = unique[start : start + READ_IDS]
+            for part in pages(list(dict.fromkeys(ids))) if collection else ():
                 found.update(_by_id(collection.get(ids=part, where=where, include=include)))
         return found
 
@@ -374,9 +363,8 @@ def column(collection: Any, field: str) -> dict[str, Any]:
     if isinstance(collection, SqliteCollection):
         return collection.column(field)
     found: dict[str, Any] = {}
-    ids = [] if collection is None else list(collection.get(include=[])["ids"])
-    for start in range(0, len(ids), READ_IDS):
-        rows = _by_id(collection.get(ids=ids[start : start + READ_IDS], include=["metadatas"]))
+    for ids in pages(collection.get(include=[])["ids"]) if collection else ():
+        rows = _by_id(collection.get(ids=ids, include=["metadatas"]))
         found |= {id: row[field] for id, row in rows.items() if field in row}
     return found
 

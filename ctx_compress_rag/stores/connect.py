@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,32 +49,17 @@ class Connection:
         """Whether it is on a server: other machines may use it, too."""
         return self.client is not None and _is_remote(self.client)
 
-    @contextmanager
-    def reading(self, timeout: float = DEFAULT_TIMEOUT) -> Iterator[Any]:
+    def reading(self, timeout: float = DEFAULT_TIMEOUT) -> AbstractContextManager[Any]:
         """A client to read with; None where nothing was ever written."""
-        if self.folder is None:
-            yield self.client
-            return
-        with self.folder.reading(timeout) as client:
-            yield client
+        return nullcontext(self.client) if self.folder is None else self.folder.reading(timeout)
 
-    @contextmanager
-    def looking(self, timeout: float = DEFAULT_TIMEOUT) -> Iterator[Any]:
+    def looking(self, timeout: float = DEFAULT_TIMEOUT) -> AbstractContextManager[Any]:
         """A client for what goes over all records; None where nothing was ever written."""
-        if self.folder is None:
-            yield self.client
-            return
-        with self.folder.looking(timeout) as client:
-            yield client
+        return nullcontext(self.client) if self.folder is None else self.folder.looking(timeout)
 
-    @contextmanager
-    def writing(self, timeout: float) -> Iterator[Any]:
+    def writing(self, timeout: float) -> AbstractContextManager[Any]:
         """A client to write with."""
-        if self.folder is None:
-            yield self.client
-            return
-        with self.folder.writing(timeout) as client:
-            yield client
+        return nullcontext(self.client) if self.folder is None else self.folder.writing(timeout)
 
     def disk_bytes(self) -> int | None:
         """Bytes of the whole folder; None for a server or memory."""

@@ -42,21 +42,10 @@ def reader(folder: Path, timeout: float) -> Iterator[int | None]:
         StoreLockedError: one write took longer than `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
-    turn = _open(folder / TURN_FILE, create=True)
-    try:
-        _lock(turn, False, deadline, folder)
-        held = _open(folder / READERS_FILE, create=True)
-        try:
-            _lock(held, False, deadline, folder)
-        except BaseException:
-            _close(held)
-            raise
-    finally:
-        _close(turn)
-    try:
-        yield held
-    finally:
-        _close(held)
+    with ExitStack() as stack:
+        with _held(folder / TURN_FILE, deadline, exclusive=False):
+            handle = stack.enter_context(_held(folder / READERS_FILE, deadline, exclusive=False))
+        yield handle
 
 
 @contextmanager
@@ -72,22 +61,35 @@ def writer(folder: Path, timeout: float) -> Iterator[int]:
     with ExitStack() as stack:
         handle: int | None = None
         for name, wait in waits.items():
-            handle = _open(folder / name, create=True, write=True)
-            stack.callback(_close, handle)
-            _lock(handle, True, time.monotonic() + wait, folder)
+            handle = stack.enter_context(_held(folder / name, time.monotonic() + wait, exclusive=True))
         assert handle is not None
         yield handle
 
 
-def _open(path: Path, *, create: bool, write: bool = False) -> int | None:
+@contextmanager
+def _held(path: Path, deadline: float, *, exclusive: bool) -> Iterator[int | None]:
+    handle = _open(path, must_write=exclusive)
+    if handle is None:
+        yield None
+        return
+    try:
+        _lock(handle, exclusive, deadline, path.parent)
+        yield handle
+    finally:
+        if fcntl:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a forked child has it too: closing alone would leave it locked
+        os.close(handle)
+
+
+def _open(path: Path, *, must_write: bool) -> int | None:
     # A link would have the store write into the file that it leads to.
-    flags = os.O_RDWR | (os.O_CREAT if create else 0) | getattr(os, "O_NOFOLLOW", 0)
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     try:
         return os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise StoreWriteError(f"{path} is a symbolic link, where a lock file must be: delete it") from error
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or write:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or must_write:
             raise StoreWriteError(
                 f"cannot write to the store {path.parent} ({error.strerror}): see that the folder, its files and the "
                 "disk may be written to"
@@ -100,8 +102,8 @@ def _open(path: Path, *, create: bool, write: bool = False) -> int | None:
         raise StoreWriteError(f"cannot read {path} ({error.strerror}): see that this user may") from error
 
 
-def _lock(handle: int | None, exclusive: bool, deadline: float, folder: Path) -> None:
-    while handle is not None:
+def _lock(handle: int, exclusive: bool, deadline: float, folder: Path) -> None:
+    while True:
         try:
             if fcntl:
                 fcntl.flock(handle, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -118,11 +120,3 @@ def _lock(handle: int | None, exclusive: bool, deadline: float, folder: Path) ->
                 f"or write through a server that both use (`chroma run --path {folder}` and chromadb.HttpClient)"
             )
         time.sleep(_POLL)
-
-
-def _close(handle: int | None) -> None:
-    if handle is None:
-        return
-    if fcntl:
-        fcntl.flock(handle, fcntl.LOCK_UN)  # a forked child has the descriptor too: closing alone would leave it locked
-    os.close(handle)

@@ -16,8 +16,9 @@ from typing import Any
 
 from ctx_compress_rag.stores import probe
 from ctx_compress_rag.stores.backup import copy
-from ctx_compress_rag.stores.companion import EMBEDDING, WRITE_RECORDS
+from ctx_compress_rag.stores.companion import EMBEDDING
 from ctx_compress_rag.stores.folder import Folder
+from ctx_compress_rag.stores.pages import WRITE_RECORDS, pages
 from ctx_compress_rag.stores.sqlite import SqliteCollection
 
 Embed = Callable[[Sequence[str]], Any]
@@ -76,8 +77,7 @@ def rebuild(folder: Folder, backup: Path, embedder: Callable[[Mapping[str, Any]]
         for records, embed in todo:
             collection = client.get_collection(records.name, embedding_function=None)
             texts, ids = records.column(_DOCUMENT), records.get()["ids"]
-            for start in range(0, len(ids), WRITE_RECORDS):
-                part = ids[start : start + WRITE_RECORDS]
+            for part in pages(ids, WRITE_RECORDS):
                 collection.upsert(ids=part, embeddings=embed([texts.get(id, "") for id in part]))
             rebuilt.records[records.name] = len(ids)
     return rebuilt

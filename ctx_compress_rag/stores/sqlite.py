@@ -17,6 +17,7 @@ from urllib.parse import quote
 from chromadb.errors import NotFoundError
 
 from ctx_compress_rag.errors import StoreError
+from ctx_compress_rag.stores.pages import pages
 
 DATABASE = "chroma.sqlite3"
 _VALUE = "coalesce(m.string_value, m.int_value, m.float_value, m.bool_value)"
@@ -94,14 +95,14 @@ class SqliteCollection:
         with self._client._reading() as rows:
             keys: dict[str, int] = {}
             if ids is not None:
-                for part in _parts(ids):
+                for part in pages(list(ids), _IDS):
                     keys |= dict(rows(f"{_ROWS} and e.embedding_id in ({_marks(part)})", (self._segment, *part)))
             elif where is None:
                 keys = dict(rows(_ROWS, (self._segment,)))
             if where is not None:
                 [(field, wanted)] = where.items()
                 matching: dict[str, int] = {}
-                for part in _parts(wanted["$in"]):
+                for part in pages(wanted["$in"], _IDS):
                     matching |= dict(
                         rows(
                             f"{_ROWS} and e.id in (select id from embedding_metadata where key = ? "
@@ -112,9 +113,9 @@ class SqliteCollection:
                 keys = {id: row for id, row in matching.items() if ids is None or id in keys}
             if "metadatas" in include:
                 by_row = {row: found.setdefault(id, {}) for id, row in keys.items()}
-                for part in _parts(list(by_row)):
-                    statement = f"select m.id, m.key, {_VALUE} from embedding_metadata m where m.id in ({_marks(part)})"
-                    for row, key, value in rows(statement, part):
+                for some in pages(list(by_row), _IDS):
+                    statement = f"select m.id, m.key, {_VALUE} from embedding_metadata m where m.id in ({_marks(some)})"
+                    for row, key, value in rows(statement, some):
                         by_row[row][key] = value
         return {"ids": list(keys), "metadatas": list(found.values()) if "metadatas" in include else None}
 
@@ -152,17 +153,13 @@ class SqliteCollection:
             if ids is None:
                 return dict(rows(statement, (self._segment, field)))
             found: dict[str, Any] = {}
-            for part in _parts(ids):
+            for part in pages(list(ids), _IDS):
                 of_part = f"{statement} and e.embedding_id in ({_marks(part)})"
                 found |= dict(rows(of_part, (self._segment, field, *part)))
             return found
 
 
 _ROWS = "select e.embedding_id, e.id from embeddings e where e.segment_id = ?"
-
-
-def _parts(values: Sequence[Any]) -> list[list[Any]]:
-    return [list(values[start : start + _IDS]) for start in range(0, len(values), _IDS)]
 
 
 def _marks(values: Sequence[Any]) -> str:

@@ -65,15 +65,10 @@ def passes(decoder: TransformersDecoder) -> Iterator[list[int]]:
         yield seen
 
 
-def by_generate(decoder: TransformersDecoder, prompt: Any, sampling: Sampling) -> Generation:
-    """What transformers' own `generate` makes of a prompt alone."""
-    return decoder.generate_apart(prompt, sampling)
-
-
 def test_callers_with_settings_of_their_own_get_what_they_get_alone(
     decoder: TransformersDecoder, prompts: list[Any]
 ) -> None:
-    free = by_generate(decoder, prompts[0], Sampling(24)).text
+    free = decoder.generate_apart(prompts[0], Sampling(24)).text
     settings = [
         Sampling(24),
         Sampling(5),
@@ -85,7 +80,7 @@ def test_callers_with_settings_of_their_own_get_what_they_get_alone(
         Sampling(40, stop=("never",)),
     ]
     cases = [(prompt, settings[(place + turn) % 8]) for turn in range(3) for place, prompt in enumerate(prompts)]
-    alone = [by_generate(decoder, *case) for case in cases]
+    alone = [decoder.generate_apart(*case) for case in cases]
 
     def ask(number: int) -> Generation:
         prompt, sampling = cases[number]
@@ -126,12 +121,12 @@ def test_eight_streams_take_the_passes_of_one(decoder: TransformersDecoder) -> N
 
 
 def test_a_prompt_joins_while_others_are_answered(decoder: TransformersDecoder, prompts: list[Any]) -> None:
-    expected = by_generate(decoder, prompts[3], Sampling(400)).text
+    expected = decoder.generate_apart(prompts[3], Sampling(400)).text
     long = decoder.stream(prompts[3], Sampling(400))
     begun = str(next(long))
     for prompt in prompts[:3]:
-        assert decoder.generate([prompt], Sampling(6)) == [by_generate(decoder, prompt, Sampling(6))]
-    assert decoder.generate(prompts[5:], Sampling(6)) == [by_generate(decoder, p, Sampling(6)) for p in prompts[5:]]
+        assert decoder.generate([prompt], Sampling(6)) == [decoder.generate_apart(prompt, Sampling(6))]
+    assert decoder.generate(prompts[5:], Sampling(6)) == [decoder.generate_apart(p, Sampling(6)) for p in prompts[5:]]
     *rest, last = long
     assert begun + "".join(map(str, rest)) == last.text == expected  # type: ignore[union-attr]
 
@@ -149,7 +144,7 @@ def test_short_answers_do_not_wait_for_long_ones(decoder: TransformersDecoder) -
 
 
 def test_cancelling_one_leaves_the_others(decoder: TransformersDecoder, prompts: list[Any]) -> None:
-    alone = [by_generate(decoder, prompt, Sampling(60)) for prompt in prompts[:3]]
+    alone = [decoder.generate_apart(prompt, Sampling(60)) for prompt in prompts[:3]]
     with passes(decoder) as seen:
         streams = [decoder.stream(prompt, Sampling(60)) for prompt in prompts[:3]]
         first = [str(next(stream)) for stream in streams]
@@ -182,7 +177,7 @@ def test_what_fails_alone_fails_alone(decoder: TransformersDecoder, prompts: lis
         with pytest.raises(ConfigError, match="json_schema"):
             odd.result(WAIT)
         answers = [each.result(WAIT)[0] for each in good]
-    assert answers == [by_generate(decoder, prompt, Sampling(9)) for prompt in QUESTIONS]
+    assert answers == [decoder.generate_apart(prompt, Sampling(9)) for prompt in QUESTIONS]
 
 
 WIDE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1200)}}
@@ -191,7 +186,7 @@ WIDE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for nu
 
 def test_who_fails_in_the_middle_fails_alone(decoder: TransformersDecoder, prompts: list[Any]) -> None:
     """A schema that cannot be followed to its end, and callers whose own code raises, beside others."""
-    alone = [by_generate(decoder, prompt, Sampling(30)) for prompt in prompts[:4]]
+    alone = [decoder.generate_apart(prompt, Sampling(30)) for prompt in prompts[:4]]
     told: list[Any] = []
 
     def refuses(piece: Any) -> None:
@@ -216,7 +211,7 @@ def test_no_memory_to_join_leaves_those_who_are_there(
     decoder: TransformersDecoder, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of the layers have taken the newcomer in when memory ends."""
-    expected = by_generate(decoder, prompts[3], Sampling(300))
+    expected = decoder.generate_apart(prompts[3], Sampling(300))
     stream = decoder.stream(prompts[3], Sampling(300))
     begun = str(next(stream))
     padded, calls = rows._padded, []
@@ -232,7 +227,7 @@ def test_no_memory_to_join_leaves_those_who_are_there(
         for _ in range(2):
             with pytest.raises(DecoderMemoryError):
                 decoder.generate([prompts[0]], Sampling(3))
-    assert decoder.generate([prompts[0]], Sampling(6)) == [by_generate(decoder, prompts[0], Sampling(6))]
+    assert decoder.generate([prompts[0]], Sampling(6)) == [decoder.generate_apart(prompts[0], Sampling(6))]
     *rest, last = stream
     assert last == expected and begun + "".join(map(str, rest)) == expected.text
 
@@ -297,7 +292,7 @@ def test_the_batch_size_holds(talkative: Any, decoder: TransformersDecoder, prom
     narrow = TransformersDecoder(talkative, decoder.store, batch_size=3)
     with passes(decoder) as seen:
         answers = narrow.generate(prompts, Sampling(6))
-    assert answers == [by_generate(decoder, prompt, Sampling(6)) for prompt in prompts]
+    assert answers == [decoder.generate_apart(prompt, Sampling(6)) for prompt in prompts]
     assert max(seen) == 3
 
 
@@ -314,7 +309,7 @@ def test_rows_come_and_go_on_every_architecture(name: str) -> None:
         together = decoder.generate(asked, Sampling(max_new_tokens=14))
     assert set(seen) <= {1, 2} and 2 in seen
     for prompt, answer in zip(asked, together, strict=True):
-        assert answer == by_generate(decoder, prompt, Sampling(max_new_tokens=14))
+        assert answer == decoder.generate_apart(prompt, Sampling(max_new_tokens=14))
 
 
 def test_a_program_that_leaves_a_stream_ends_in_peace(talkative: Any, tmp_path: Path) -> None:

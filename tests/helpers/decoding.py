@@ -21,13 +21,6 @@ QUESTION = "Where was Orla Drumwell born?"
 WAIT = 120  # seconds after which a test counts as hanging; nothing here takes a fraction of it, but machines are shared
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
-
-
 def in_thread(work: Callable[[], Any]) -> Any:
     """The result of `work`, run by another thread; fails where it hangs."""
     pool = ThreadPoolExecutor(1)
@@ -35,6 +28,14 @@ def in_thread(work: Callable[[], Any]) -> Any:
         return pool.submit(work).result(timeout=WAIT)
     finally:
         pool.shutdown(wait=False)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Wait until it is true; fails where it never is."""
+    until = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
 
 
 @torch.no_grad()

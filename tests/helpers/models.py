@@ -36,6 +36,15 @@ def save_tiny_llama(tokenizer: Any, folder: Path, **shape: Any) -> Any:
     return model
 
 
+def read_both_ways(bundle: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    """The decoder's logits for token ids as it reads text, and as it reads soft contexts."""
+    found = []
+    for decoder in (bundle.text_decoder(), bundle.soft_decoder(torch.zeros(1, 1, dtype=torch.bool))):
+        with torch.no_grad(), decoder as model:
+            found.append(model(input_ids=ids).logits)
+    return found
+
+
 def widen(*modules: Any, seed: int = 0, std: float = 0.5) -> None:
     """Draw every matrix anew, LoRA's too, so wide that each input and each adapter matters."""
     torch.manual_seed(seed)

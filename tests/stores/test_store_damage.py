@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import struct
 import zlib
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 from ctx_compress_rag.errors import PayloadError, StoreError
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.stores import AddReport, Passage, SoftContextStore, codecs
+from ctx_compress_rag.stores.keys import KEY_FILE
 from ctx_compress_rag.stores.seven_bits import to_bytes, to_text
 from helpers.store import WordBundle, add, assert_same, passage
 
@@ -137,13 +139,8 @@ def test_a_blank_key_is_refused(tmp_path: Path, key: str, monkeypatch: pytest.Mo
 
 
 def test_a_key_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    from ctx_compress_rag.stores.keys import KEY_FILE
-
     if os.name != "posix" or os.getuid() != 0:
         pytest.skip("needs a second user")
-    monkeypatch.delenv("CTX_COMPRESS_KEY", raising=False)
     path = tmp_path / KEY_FILE
     path.write_text("ab" * 32)
     path.chmod(0o600)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,6 @@ from ctx_compress_rag.stores.passages import MAX_CHARACTERS
 from helpers.store import WordBundle, add, assert_same, passage
 
 KEY = b"sixteen bytes or more"
-
-
-@pytest.fixture
-def store(tmp_path: Path, bundle: WordBundle) -> Iterator[SoftContextStore]:
-    with SoftContextStore(tmp_path / "store", bundle, key=KEY) as store:
-        yield store
 
 
 @pytest.fixture
