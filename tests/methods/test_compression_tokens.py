@@ -21,7 +21,7 @@ from ctx_compress_rag.methods.compression_tokens.config import CompressionTokens
 from ctx_compress_rag.training.compression_config import DistillationRecipe
 from ctx_compress_rag.training.recipes import load_recipe
 from helpers import architectures
-from helpers.models import tiny_llama
+from helpers.models import tiny_llama, widen
 
 ATTENTION = ["causal", "bidirectional"]
 FROZEN = TuneConfig(mode="frozen")
@@ -52,28 +52,20 @@ def sees(length: int, slots: int, bidirectional: bool) -> list[list[bool]]:
 
 @pytest.fixture(scope="session")
 def make(tiny_tokenizer: Any) -> Callable[..., Any]:
-    """Make a bundle of random, wide weights; keywords are CompressionTokensConfig's, and `seed`."""
+    """Make a bundle of random, wide weights; keywords are CompressionTokensConfig's."""
 
-    def build(seed: int = 0, **method: Any) -> Bundle:
-        torch.manual_seed(seed)
+    def build(**method: Any) -> Bundle:
         model = tiny_llama(tiny_tokenizer, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
-        widen(model)
+        widen(model, std=0.3)  # the token takes its size from the embeddings
         config = BundleConfig(
             name="tiny", method=CompressionTokensConfig(**method), base_ratio=4, ratios=[4, 8, 16], max_tokens=64
         )
         bundle = Bundle.build(config, Backbone(model, tiny_tokenizer))
-        widen(bundle.backbone.model, "lora_")  # LoRA's B starts at zero, which would leave nothing to see
+        widen(bundle.backbone.model, std=0.3)  # LoRA, too, whose B starts at zero
         bundle.reader.initialise(1.0)
         return bundle
 
     return build
-
-
-def widen(model: Any, only: str = "") -> None:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 2 and only in name:
-                torch.nn.init.normal_(parameter, std=0.3)
 
 
 @pytest.fixture(scope="module", params=architectures.NAMES)
