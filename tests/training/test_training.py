@@ -18,7 +18,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss, with_repeats
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
-from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
+from ctx_compress_rag.training.recipes import SHIPPED, load_recipe, parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
 from helpers import architectures
@@ -212,15 +212,13 @@ def test_curriculum_is_the_same_at_every_call() -> None:
     assert any(16 in recipe.ratios_at(s) for s in range(recipe.optim.steps))
 
 
-def test_processes_that_share_weights_draw_no_ratio_for_each_example(tmp_path: Path) -> None:
+def test_processes_that_share_weights_draw_no_ratio_for_each_example() -> None:
     recipe = yaml.safe_load((SHIPPED / "demo" / "mean_pooling.yaml").read_text())
     recipe["optim"]["shard"] = "frozen"
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    load_recipe(tmp_path / "recipe.yaml")
+    parse_recipe(recipe, "test")
     recipe["curriculum"] = [{"step": 0, "ratios": [4, 8], "sample": 1, "each": "example"}]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.raises(ConfigError, match="each: example"):
-        load_recipe(tmp_path / "recipe.yaml")
+        parse_recipe(recipe, "test")
 
 
 @pytest.mark.parametrize(
@@ -242,11 +240,10 @@ def test_processes_that_share_weights_draw_no_ratio_for_each_example(tmp_path: P
         ("mean_pooling/compressor", {"window": 1022}, "ratio 4 does not divide the encoder's window of 1022"),
     ],
 )
-def test_impossible_recipes_are_refused_by_name(tmp_path: Path, name: str, change: dict[str, Any], named: str) -> None:
+def test_impossible_recipes_are_refused_by_name(name: str, change: dict[str, Any], named: str) -> None:
     recipe = yaml.safe_load((SHIPPED / f"{name}.yaml").read_text()) | change
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.raises(ConfigError, match=named):
-        load_recipe(tmp_path / "recipe.yaml")
+        parse_recipe(recipe, "test")
 
 
 def test_a_lora_teacher_reads_full_text_in_the_bundle(decoder: Path, tmp_path: Path) -> None:
