@@ -37,10 +37,6 @@ EXAMPLES = [
 ]
 
 
-def _collator(bundle: Any) -> DistillationCollator:
-    return DistillationCollator(PromptBuilder(bundle.tokenizer), TEMPLATES, 512, seed=0)
-
-
 def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
     """Eq. 5 and 6 one example, token and ratio at a time, in float64."""
     bundle = make_tiny_bundle(seed=3)
@@ -156,7 +152,7 @@ def test_self_distillation_is_added_to_the_likelihood(make_tiny_bundle: Any) -> 
 
 
 def test_shared_passages_are_encoded_once(tiny_bundle: Any) -> None:
-    batch = _collator(tiny_bundle)(EXAMPLES)
+    batch = DistillationCollator(PromptBuilder(tiny_bundle.tokenizer), TEMPLATES, 512, seed=0)(EXAMPLES)
     assert len(batch["passages"].texts) == 2
     assert batch["prompts"].passages == [[0, 1], [1]]
 
@@ -305,11 +301,8 @@ def test_a_bundle_knows_how_it_was_asked(decoder: Path, tmp_path: Path, monkeypa
     assert ("Orla keeps a goat. Which pet?", 3) in asked and {longest for _, longest in asked} == {3}
     changed = bundle.config.model_copy(update={"template": None, "answer_tokens": None})
     assert "template" not in changed.model_dump()
-    assert Bundle(changed, bundle.backbone, bundle.compressor, bundle.reader).fingerprint == _built(bundle).fingerprint
-
-
-def _built(bundle: Any) -> Any:
-    return type(bundle)(bundle.config, bundle.backbone, bundle.compressor, bundle.reader)
+    one, other = (Bundle(c, bundle.backbone, bundle.compressor, bundle.reader) for c in (bundle.config, changed))
+    assert one.fingerprint == other.fingerprint
 
 
 def test_a_lora_teacher_is_trained_on(decoder: Path, tmp_path: Path) -> None:
