@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ctx_compress_rag.training.packing import PackedRows
+
 _CHUNK = 256  # positions whose logits are in memory together
 
 
@@ -61,3 +63,26 @@ def weighted_loss(model: Any, hidden: Tensor, targets: Tensor, weights: Tensor) 
     """
     total: Tensor = _FrozenHeadLoss.apply(hidden, targets, weights, model)  # type: ignore[no-untyped-call]
     return total
+
+
+def packed_loss(model: Any, rows: PackedRows, **inputs: Tensor) -> Tensor:
+    """Cross-entropy of packed prompts' targets, each kind's mean with the same share.
+
+    Args:
+        model: a causal LM whose head is frozen.
+        rows: the prompts.
+        inputs: what its trunk reads of them: `input_ids` or `inputs_embeds`.
+    """
+    dtype = model.get_input_embeddings().weight.dtype
+    hidden = model.base_model(
+        **inputs, attention_mask=rows.mask(True, dtype), position_ids=rows.positions, use_cache=False
+    ).last_hidden_state
+    wanted = rows.targets[:, 1:]
+    weights = _balanced(rows.kinds[:, 1:][wanted])
+    return weighted_loss(model, hidden[:, :-1][wanted], rows.input_ids[:, 1:][wanted], weights)
+
+
+def _balanced(kinds: Tensor) -> Tensor:
+    """Weights of targets under which each kind that is there has the same share of a sum of 1: (targets,)."""
+    counts = torch.bincount(kinds)
+    return (1.0 / (counts[kinds] * (counts > 0).sum())).float()

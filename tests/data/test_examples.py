@@ -18,7 +18,8 @@ from ctx_compress_rag.data.examples import (
     write_jsonl,
 )
 from ctx_compress_rag.data.held_out import HeldOut
-from ctx_compress_rag.data.world import world_examples
+from ctx_compress_rag.data.wording import COMPOUNDS
+from ctx_compress_rag.data.world import World, world_examples
 from ctx_compress_rag.errors import DataError
 
 
@@ -95,7 +96,6 @@ def test_passages_without_questions_share_none() -> None:
 
 def test_splits_of_the_world_share_no_name() -> None:
     """Names are what tells facts apart, so no passage or question of one split can be of another."""
-    from ctx_compress_rag.data.world import World
 
     def roots(split: Any) -> set[str]:
         # The compound part of a name is its last word (people, towns) or its first (organisations).
@@ -109,22 +109,12 @@ def test_splits_of_the_world_share_no_name() -> None:
 
 def test_worlds_of_one_kind_are_as_many_as_asked_for() -> None:
     """In a prompt of such a world all passages are about one kind of thing, so that only names tell them apart."""
-    from ctx_compress_rag.data import wording
-    from ctx_compress_rag.data.world import world_examples
-
-    surnames, towns, organisations = (
-        {head + tail for head in heads for tail in tails}
-        for heads, tails in (
-            (wording.SURNAME_HEADS, wording.SURNAME_TAILS),
-            (wording.TOWN_HEADS, wording.TOWN_TAILS),
-            (wording.ORGANISATION_HEADS, wording.ORGANISATION_TAILS),
-        )
-    )
+    kinds = [{head + tail for head in heads for tail in tails} for heads, tails in COMPOUNDS]
 
     def alike(passages: tuple[str, ...]) -> bool:
         """Whether the first sentences, which name what a passage is about, can all be of one kind."""
         words = [{word.rstrip(".") for word in passage.split(". ")[0].split()} for passage in passages]
-        return any(all(w & names for w in words) for names in (surnames, towns, organisations))
+        return any(all(w & names for w in words) for names in kinds)
 
     def share(wanted: float) -> float:
         drawn = world_examples("train", 7, 400, alike=wanted)

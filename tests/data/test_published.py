@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.data.examples import Example, read_jsonl
+from ctx_compress_rag.data.examples import read_jsonl
 from ctx_compress_rag.data.published import SETS, convert
 from ctx_compress_rag.errors import DataError
 
@@ -110,23 +110,18 @@ WIKI_PASSAGES = ("Brenmoor Light\n" + TEXT, "Ada Quill\nBorn 1840.")
 WIKI_ROW = ("Who drew it?", ("Ada Quill",), WIKI_PASSAGES, ("Ada Quill drew it.", "Born 1840."))
 FILES: dict[str, Any] = {
     "squad": (squad, ("When was it built?", ("1874",), (TEXT,), ())),
-    "hotpotqa": (lambda f: (f / "h.json").write_text(json.dumps([WIKI])) and f / "h.json", WIKI_ROW),
+    "hotpotqa": (lambda f: lines(f / "h.json", [WIKI]), WIKI_ROW),
     "hotpotqa_gold": (
-        lambda f: (f / "h.json").write_text(json.dumps([WIKI | {"context": [["Tea", ["A drink."]], *PAGES]}]))
-        and f / "h.json",
+        lambda f: lines(f / "h.json", [WIKI | {"context": [["Tea", ["A drink."]], *PAGES]}]),
         WIKI_ROW,
     ),
-    "2wikimultihopqa": (
-        lambda f: (f / "2.json").write_text(json.dumps([WIKI | {"context": BARE}])) and f / "2.json",
-        WIKI_ROW,
-    ),
+    "2wikimultihopqa": (lambda f: lines(f / "2.json", [WIKI | {"context": BARE}]), WIKI_ROW),
     "musique": (
         lambda f: lines(f / "m.jsonl", MUSIQUE | {"answerable": False}, MUSIQUE),
         ("Who drew it?", ("Ada Quill", "Quill"), JOINED, (TEXT,)),
     ),
     "nq": (
-        lambda f: (f / "nq.json").write_text(json.dumps([{"question": "When?", "answers": ["1874"], "ctxs": GOLD}]))
-        and f / "nq.json",
+        lambda f: lines(f / "nq.json", [{"question": "When?", "answers": ["1874"], "ctxs": GOLD}]),
         ("When?", ("1874",), JOINED, (TEXT,)),
     ),
     "triviaqa": (trivia, ("Who drew it?", ("Ada Quill", "Quill"), JOINED[:1], ())),
@@ -168,16 +163,17 @@ HUB: dict[str, Any] = {
 }  # fmt: skip
 
 
-def parts(example: Example) -> tuple[Any, ...]:
-    [turn] = example.turns
-    return turn.question, turn.answers, example.passages, turn.evidence
+def written(folder: Path) -> list[tuple[Any, ...]]:
+    """What was written to `out.jsonl`: question, answers, passages and evidence of each row."""
+    examples = read_jsonl(folder / "out.jsonl")
+    return [(turn.question, turn.answers, e.passages, turn.evidence) for e in examples for turn in e.turns]
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_a_published_file_becomes_rows(name: str, tmp_path: Path) -> None:
     made, expected = FILES[name]
     assert main(["data", name, str(made(tmp_path)), "--output", str(tmp_path / "out.jsonl")]) == 0
-    assert [parts(example) for example in read_jsonl(tmp_path / "out.jsonl")] == [expected]
+    assert written(tmp_path) == [expected]
 
 
 @pytest.mark.parametrize("name", ["hotpotqa", "2wikimultihopqa", "musique"])
@@ -189,8 +185,7 @@ def test_retrieved_passages_take_the_place_of_a_sets_own(name: str, tmp_path: Pa
     file = lines(tmp_path / "r.jsonl", *(row | {"ctxs": CTXS} for row in (own, dpr, *hidden)))
     convert(name, file, tmp_path / "out.jsonl")
     answers = [("Ada Quill", "Quill") if name == "musique" else ("Ada Quill",), ("Ada Quill",)]
-    found = [("Who drew it?", accepted, JOINED, ()) for accepted in answers]
-    assert [parts(example) for example in read_jsonl(tmp_path / "out.jsonl")] == found
+    assert written(tmp_path) == [("Who drew it?", accepted, JOINED, ()) for accepted in answers]
 
 
 @pytest.mark.parametrize("name", HUB)
@@ -204,8 +199,7 @@ def test_a_row_of_the_hub_becomes_the_same(name: str, tmp_path: Path, monkeypatc
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     assert convert(name, None, tmp_path / "out.jsonl", split="train", limit=1) == 1
-    [row] = read_jsonl(tmp_path / "out.jsonl")
-    assert parts(row) == FILES[name][1]
+    assert written(tmp_path) == [FILES[name][1]]
     assert asked == [(SETS[name].hub, {"split": "train", "streaming": True})]
 
 
@@ -222,8 +216,7 @@ def test_a_set_with_a_loading_script_is_read_from_its_conversion(
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     assert convert("hotpotqa", None, tmp_path / "out.jsonl") == 1
-    [row] = read_jsonl(tmp_path / "out.jsonl")
-    assert parts(row) == WIKI_ROW
+    assert written(tmp_path) == [WIKI_ROW]
     options = {"data_dir": "distractor", "revision": "refs/convert/parquet", "split": "validation", "streaming": True}
     assert asked[1] == (("hotpotqa/hotpot_qa",), options)
 
@@ -238,8 +231,7 @@ def test_multi_news_is_downloaded_as_published(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     convert("multinews", None, tmp_path / "out.jsonl")
-    [row] = read_jsonl(tmp_path / "out.jsonl")
-    assert parts(row) == FILES["multinews"][1]
+    assert written(tmp_path) == [FILES["multinews"][1]]
 
 
 @pytest.mark.parametrize("name", ["2wikimultihopqa", "multinews"])
@@ -261,16 +253,14 @@ def test_multi_news_in_each_of_its_forms(source: str, target: str, tmp_path: Pat
     if ".txt" in source:  # the preprocessed files
         file.write_text(file.read_text().replace("|||||", "story_separator_special_tag"))
     convert("multinews", file, tmp_path / "out.jsonl")
-    [row] = read_jsonl(tmp_path / "out.jsonl")
-    assert parts(row) == FILES["multinews"][1]
+    assert written(tmp_path) == [FILES["multinews"][1]]
 
 
 def test_one_split_of_a_file_with_all_is_written(tmp_path: Path) -> None:
     """Else the test's questions are trained on."""
     file, out = narrative(tmp_path), tmp_path / "out.jsonl"
     assert convert("narrativeqa", file, out, split="test") == 1
-    [row] = read_jsonl(out)
-    assert parts(row) == ("When was it built?", ("1874", "In 1874."), (TEXT,), ())
+    assert written(tmp_path) == [("When was it built?", ("1874", "In 1874."), (TEXT,), ())]
     with pytest.raises(DataError, match="no question with an answer in the split 'dev'"):
         convert("narrativeqa", file, out, split="dev")
 
@@ -312,7 +302,7 @@ def test_a_question_without_a_passage_leaves_the_others(tmp_path: Path, caplog: 
     row = bare | {"positive_ctxs": CTXS}
     file = lines(tmp_path / "nq.jsonl", bare, row, bare, row)
     assert convert("nq", file, tmp_path / "out.jsonl") == 2
-    assert [example.passages for example in read_jsonl(tmp_path / "out.jsonl")] == [JOINED, JOINED]
+    assert [passages for _, _, passages, _ in written(tmp_path)] == [JOINED, JOINED]
     assert "2 questions have no passages and are left out" in caplog.text
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import RatioError
-from ctx_compress_rag.methods.base.compressor import padded
 from ctx_compress_rag.methods.ram.compressor import RamCompressor
 from ctx_compress_rag.methods.ram.config import RamConfig
 from ctx_compress_rag.methods.ram.segments import Segments, layout, shown, slots_of_runs
@@ -79,9 +78,6 @@ def test_every_architecture_reads_segments_alone(name: str) -> None:
 def test_other_ratios_are_not_stored(bundle: Bundle) -> None:
     with pytest.raises(RatioError, match="one vector for each segment of 4 tokens"):
         bundle.compress(["Kormoor lies on the river Halen."], ratio=8)
-
-
-floats = st.floats(-3, 3, allow_nan=False, width=32)
 
 
 @st.composite
@@ -255,6 +251,3 @@ def test_segments_are_skimmed_together_as_each_alone(bundle: Bundle) -> None:
     alone = torch.cat([bundle.compressor.skim([ids], asked, 8192) for ids in segments])
     torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(bundle.compressor.skim(segments, asked, 4), alone, atol=1e-4, rtol=1e-4)
-    with torch.no_grad():
-        ids, mask = padded(segments, torch.device("cpu"))
-        assert bundle.compressor.read(ids, mask).shape == (len(segments), 4, 32)

@@ -133,22 +133,6 @@ def test_dropout_is_for_training_only() -> None:
         assert not torch.equal(model(**batch.model_inputs()).logits, evaluated)
 
 
-def test_saved_and_loaded_weights_are_the_same_bits() -> None:
-    """From a reader without loops to one with them, as stage III does."""
-    first = make_reader(loops=0)
-    for parameter in first.parameters():
-        parameter.copy_(parameter.half().float())
-    state = {name: value.half() for name, value in first.saved_state().items()}  # as a bundle stores it
-    second = make_reader(wide=False, loops=3)
-    second.load_saved_state(state)
-    for name, value in second.saved_state().items():
-        assert torch.equal(value, first.saved_state()[name])
-    third = make_reader(loops=3)
-    third.load_saved_state(first.saved_state())
-    batch = prompts(first)
-    assert torch.equal(read(second, batch).logits, read(third, batch).logits)
-
-
 def test_impossible_settings_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"gated_layers \[1, 2\]: the decoder has layers 0 to 1"):
         make_reader(gated_layers=[2, 1])

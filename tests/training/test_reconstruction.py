@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from ctx_compress_rag.bundle import Bundle
@@ -22,12 +21,12 @@ from ctx_compress_rag.methods.sentence_slots.config import SentenceSlotsConfig
 from ctx_compress_rag.text.prompts import PARAPHRASES, PromptBuilder
 from ctx_compress_rag.training.objectives.likelihood import LikelihoodLoss
 from ctx_compress_rag.training.objectives.reconstruction import ReconstructionCollator, passages_of
-from ctx_compress_rag.training.recipes import load_recipe
+from ctx_compress_rag.training.recipes import parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.models import widen
 from helpers.ram import after_hole, plain_ids
 from helpers.sentences import DIM, save_encoder, sentence_bundle
-from helpers.training import losses, write_recipe
+from helpers.training import losses, settings_of, write_recipe
 
 PASSAGES = [
     "Orla Reedwen keeps a goat. She lives in Kormoor.",
@@ -218,8 +217,6 @@ def test_the_command_prints_perplexity_beside_the_scores(run: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("paraphrases", [["No place."], ["{context} twice {context}"], []])
-def test_impossible_paraphrases_are_refused(run: Path, tmp_path: Path, paraphrases: list[str]) -> None:
-    recipe = yaml.safe_load((run / "reconstruction.yaml").read_text()) | {"paraphrases": paraphrases}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+def test_impossible_paraphrases_are_refused(decoder: Path, tmp_path: Path, paraphrases: list[str]) -> None:
     with pytest.raises(ConfigError, match="paraphrase"):
-        load_recipe(tmp_path / "recipe.yaml")
+        parse_recipe(settings_of(decoder, "reconstruction", tmp_path, paraphrases=paraphrases), "test")

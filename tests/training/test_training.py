@@ -18,7 +18,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss, with_repeats
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
-from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
+from ctx_compress_rag.training.recipes import SHIPPED, load_recipe, parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
 from helpers import architectures
@@ -35,10 +35,6 @@ EXAMPLES = [
         ("Kormoor lies on the river Halen.",), (Turn("Which river?", ("Halen",)), Turn("Which town?", ("Kormoor",)))
     ),
 ]
-
-
-def _collator(bundle: Any) -> DistillationCollator:
-    return DistillationCollator(PromptBuilder(bundle.tokenizer), TEMPLATES, 512, seed=0)
 
 
 def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
@@ -156,7 +152,7 @@ def test_self_distillation_is_added_to_the_likelihood(make_tiny_bundle: Any) -> 
 
 
 def test_shared_passages_are_encoded_once(tiny_bundle: Any) -> None:
-    batch = _collator(tiny_bundle)(EXAMPLES)
+    batch = DistillationCollator(PromptBuilder(tiny_bundle.tokenizer), TEMPLATES, 512, seed=0)(EXAMPLES)
     assert len(batch["passages"].texts) == 2
     assert batch["prompts"].passages == [[0, 1], [1]]
 
@@ -212,15 +208,13 @@ def test_curriculum_is_the_same_at_every_call() -> None:
     assert any(16 in recipe.ratios_at(s) for s in range(recipe.optim.steps))
 
 
-def test_processes_that_share_weights_draw_no_ratio_for_each_example(tmp_path: Path) -> None:
+def test_processes_that_share_weights_draw_no_ratio_for_each_example() -> None:
     recipe = yaml.safe_load((SHIPPED / "demo" / "mean_pooling.yaml").read_text())
     recipe["optim"]["shard"] = "frozen"
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    load_recipe(tmp_path / "recipe.yaml")
+    parse_recipe(recipe, "test")
     recipe["curriculum"] = [{"step": 0, "ratios": [4, 8], "sample": 1, "each": "example"}]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.raises(ConfigError, match="each: example"):
-        load_recipe(tmp_path / "recipe.yaml")
+        parse_recipe(recipe, "test")
 
 
 @pytest.mark.parametrize(
@@ -242,11 +236,10 @@ def test_processes_that_share_weights_draw_no_ratio_for_each_example(tmp_path: P
         ("mean_pooling/compressor", {"window": 1022}, "ratio 4 does not divide the encoder's window of 1022"),
     ],
 )
-def test_impossible_recipes_are_refused_by_name(tmp_path: Path, name: str, change: dict[str, Any], named: str) -> None:
+def test_impossible_recipes_are_refused_by_name(name: str, change: dict[str, Any], named: str) -> None:
     recipe = yaml.safe_load((SHIPPED / f"{name}.yaml").read_text()) | change
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.raises(ConfigError, match=named):
-        load_recipe(tmp_path / "recipe.yaml")
+        parse_recipe(recipe, "test")
 
 
 def test_a_lora_teacher_reads_full_text_in_the_bundle(decoder: Path, tmp_path: Path) -> None:
@@ -308,11 +301,8 @@ def test_a_bundle_knows_how_it_was_asked(decoder: Path, tmp_path: Path, monkeypa
     assert ("Orla keeps a goat. Which pet?", 3) in asked and {longest for _, longest in asked} == {3}
     changed = bundle.config.model_copy(update={"template": None, "answer_tokens": None})
     assert "template" not in changed.model_dump()
-    assert Bundle(changed, bundle.backbone, bundle.compressor, bundle.reader).fingerprint == _built(bundle).fingerprint
-
-
-def _built(bundle: Any) -> Any:
-    return type(bundle)(bundle.config, bundle.backbone, bundle.compressor, bundle.reader)
+    one, other = (Bundle(c, bundle.backbone, bundle.compressor, bundle.reader) for c in (bundle.config, changed))
+    assert one.fingerprint == other.fingerprint
 
 
 def test_a_lora_teacher_is_trained_on(decoder: Path, tmp_path: Path) -> None:

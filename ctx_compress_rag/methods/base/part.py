@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
@@ -41,10 +41,14 @@ class Part(nn.Module, ABC):
     def trained_parameters(self) -> list[nn.Parameter]:
         """Make what this part trains trainable and return it."""
 
-    def saved_state(self) -> dict[str, Tensor]:
-        """The tensors a bundle stores for this part: its own weights, without adapters and the decoder's embeddings."""
+    def saved_parameters(self) -> dict[str, nn.Parameter]:
+        """What a bundle stores of this part, by name: its own weights, not adapters or the decoder's embeddings."""
         shared = self.backbone.embeddings.weight
-        return {name: p.detach().cpu().contiguous() for name, p in self.named_parameters() if p is not shared}
+        return {name: p for name, p in self.named_parameters() if p is not shared}
+
+    def saved_state(self) -> dict[str, Tensor]:
+        """The tensors a bundle stores for this part."""
+        return {name: p.detach().cpu().contiguous() for name, p in self.saved_parameters().items()}
 
     def load_saved_state(self, state: dict[str, Tensor]) -> None:
         """Put back what `saved_state` gave.
@@ -52,7 +56,17 @@ class Part(nn.Module, ABC):
         Raises:
             BundleError: names or shapes differ from this part's.
         """
-        load_parameters(self, state, self.saved_state().keys(), self.side)
+        parameters = self.saved_parameters()
+        if odd := sorted(state.keys() ^ parameters.keys()):
+            raise BundleError(
+                f"the {self.side}'s weights do not fit its config: {len(odd)} names differ, for example {odd[0]}"
+            )
+        with torch.no_grad():
+            for name, value in state.items():
+                if parameters[name].shape != value.shape:
+                    shapes = f"{tuple(value.shape)}, its config needs {tuple(parameters[name].shape)}"
+                    raise BundleError(f"the {self.side}'s {name} has shape {shapes}")
+                parameters[name].copy_(value)
 
 
 def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -76,22 +90,3 @@ def train_copy(model: nn.Module) -> list[nn.Parameter]:
     for parameter in trained:
         parameter.data = parameter.data.float()
     return trained
-
-
-def load_parameters(module: nn.Module, state: dict[str, Tensor], expected: Iterable[str], what: str) -> None:
-    """Copy `state` into `module`'s parameters.
-
-    Raises:
-        BundleError: names or shapes differ from the expected ones.
-    """
-    names = set(expected)
-    if state.keys() != names:
-        odd = sorted(state.keys() ^ names)
-        raise BundleError(f"the {what}'s weights do not fit its config: {len(odd)} names differ, for example {odd[0]}")
-    parameters = dict(module.named_parameters())
-    with torch.no_grad():
-        for name, value in state.items():
-            if parameters[name].shape != value.shape:
-                shapes = f"{tuple(value.shape)}, its config needs {tuple(parameters[name].shape)}"
-                raise BundleError(f"the {what}'s {name} has shape {shapes}")
-            parameters[name].copy_(value)

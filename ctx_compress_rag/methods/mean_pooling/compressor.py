@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.methods.base.compressor import SlotBatch
-from ctx_compress_rag.methods.base.part import load_parameters
 from ctx_compress_rag.methods.base.trunk import TrunkCompressor
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.soft_context import pool
@@ -92,13 +91,9 @@ class MeanPoolingCompressor(TrunkCompressor):
         hidden = self.hidden_states(ids, mask)[:, first:]
         return {ratio: SlotBatch(*pool(hidden, attention_mask, ratio)) for ratio in ratios}
 
-    def saved_state(self) -> dict[str, Tensor]:
+    def saved_parameters(self) -> dict[str, nn.Parameter]:
         """The encoder's own weights, if it has any, under transformers' names, the map and the positions."""
-        return {name.removeprefix(_ENCODER): value for name, value in super().saved_state().items()}
-
-    def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        names = {name.removeprefix(_ENCODER): name for name in super().saved_state()}
-        load_parameters(self, {names.get(n, n): value for n, value in state.items()}, names.values(), self.side)
+        return {name.removeprefix(_ENCODER): p for name, p in super().saved_parameters().items()}
 
 
 def full_attention_mask(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,7 @@ from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
 from ctx_compress_rag.text.tokenising import bos_id
 from ctx_compress_rag.training.compression_config import RepeatAndAnswerRecipe
-from ctx_compress_rag.training.head import weighted_loss
+from ctx_compress_rag.training.head import packed_loss
 from ctx_compress_rag.training.objectives.base import SlotObjective
 from ctx_compress_rag.training.packing import PackedSlots, Packer
 
@@ -67,16 +67,7 @@ class PackedSlotLoss(SlotObjective):
         inputs = inputs.flatten(0, 1).index_copy(0, batch.places, embedded).view_as(inputs)
         slot_mask = torch.zeros_like(prompts.targets).view(-1).index_fill(0, batch.places, True)
         with self.reader.decoder(slot_mask.view_as(prompts.targets)) as model:
-            hidden = model.base_model(
-                inputs_embeds=inputs,
-                attention_mask=prompts.mask(True, dtype),
-                position_ids=prompts.positions,
-                use_cache=False,
-            ).last_hidden_state
-            wanted = prompts.targets[:, 1:]
-            kinds = prompts.kinds[:, 1:][wanted]
-            total = weighted_loss(model, hidden[:, :-1][wanted], prompts.input_ids[:, 1:][wanted], _balanced(kinds))
-        return {"loss": total}
+            return {"loss": packed_loss(model, prompts, inputs_embeds=inputs)}
 
 
 def _means(vectors: Tensor, slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -88,12 +79,6 @@ def _means(vectors: Tensor, slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
     sums = vectors.new_zeros(count, vectors.shape[1]).index_add(0, slots, vectors)
     counts = torch.bincount(slots, minlength=count)
     return sums / counts.unsqueeze(1), counts
-
-
-def _balanced(kinds: Tensor) -> Tensor:
-    """Weights of targets under which each kind that is there has the same share of a sum of 1: (targets,)."""
-    counts = torch.bincount(kinds)
-    return (1.0 / (counts[kinds] * (counts > 0).sum())).float()
 
 
 @dataclass

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
 from ctx_compress_rag.training.decoder_config import TeacherRecipe
-from ctx_compress_rag.training.head import weighted_loss
+from ctx_compress_rag.training.head import packed_loss
 from ctx_compress_rag.training.packing import PackedRows, Packer
 
 
@@ -32,16 +31,7 @@ class PackedTextLoss(nn.Module):
     def forward(self, batch: PackedRows) -> dict[str, Tensor]:
         model = self.decoder.get_base_model()
         batch = batch.to(model.device)
-        hidden = model.base_model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.mask(True, model.dtype),
-            position_ids=batch.positions,
-            use_cache=False,
-        ).last_hidden_state
-        wanted = batch.targets[:, 1:]
-        targets = batch.input_ids[:, 1:][wanted]
-        weights = torch.full(targets.shape, 1 / max(1, len(targets)), device=targets.device)
-        return {"loss": weighted_loss(model, hidden[:, :-1][wanted], targets, weights)}
+        return {"loss": packed_loss(model, batch, input_ids=batch.input_ids)}
 
 
 @dataclass
