@@ -41,7 +41,7 @@ def documents(path: str | Path) -> Iterator[str]:
                     yield block
     except FileNotFoundError:
         raise DataError(f"no data file at {path}") from None
-    except (lzma.LZMAError, UnicodeDecodeError, EOFError) as error:
+    except (OSError, lzma.LZMAError, UnicodeDecodeError, EOFError) as error:
         raise DataError(f"cannot read {path}: {error}") from error
 
 

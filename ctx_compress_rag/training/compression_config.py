@@ -133,7 +133,7 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
     stage: Literal["repeat_and_answer"]
     window: int = Field(default=384, gt=0)
     packing: PackingConfig = PackingConfig()
-    repeat: list[RepeatStep] = [RepeatStep(step=0, share=0.5)]
+    repeat: list[RepeatStep] = Field([RepeatStep(step=0, share=0.5)], min_length=1)
 
     @model_validator(mode="after")
     def _trains_what_it_serves(self) -> RepeatAndAnswerRecipe:

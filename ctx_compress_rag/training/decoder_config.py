@@ -16,7 +16,7 @@ class ScratchDecoder(Strict):
     """A decoder made from scratch: a transformers configuration and a tokenizer of its own."""
 
     config: dict[str, Any]
-    vocab_size: int = Field(ge=262)
+    vocab_size: int = Field(ge=261)
 
 
 class DecoderRecipe(Recipe):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.training.packing import PackedRows
 
 _CHUNK = 256  # positions whose logits are in memory together
@@ -72,12 +73,17 @@ def packed_loss(model: Any, rows: PackedRows, **inputs: Tensor) -> Tensor:
         model: a causal LM whose head is frozen.
         rows: the prompts.
         inputs: what its trunk reads of them: `input_ids` or `inputs_embeds`.
+
+    Raises:
+        ConfigError: no prompt has a target.
     """
+    wanted = rows.targets[:, 1:]
+    if not wanted.any():
+        raise ConfigError("no prompt of a batch fits into `packing`: give it a greater length or more rows")
     dtype = model.get_input_embeddings().weight.dtype
     hidden = model.base_model(
         **inputs, attention_mask=rows.mask(True, dtype), position_ids=rows.positions, use_cache=False
     ).last_hidden_state
-    wanted = rows.targets[:, 1:]
     weights = _balanced(rows.kinds[:, 1:][wanted])
     return weighted_loss(model, hidden[:, :-1][wanted], rows.input_ids[:, 1:][wanted], weights)
 

@@ -15,6 +15,7 @@ from ctx_compress_rag.data.examples import Example, read_jsonl
 from ctx_compress_rag.decoding.batches import generate, in_batches
 from ctx_compress_rag.decoding.generation import Generation, Sampling
 from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.metrics import exact_match, standard_error, token_f1
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, PromptBuilder
@@ -71,6 +72,8 @@ def _asked(example: Example) -> str:
 def _questions(config: ProbeConfig) -> list[Example]:
     """Questions with an answer, evenly spread over the file."""
     examples = [e for e in read_jsonl(config.file, unanswerable=True) if e.turns[0].answers]
+    if not examples:
+        raise DataError(f"no question of the probe's {config.file} has an answer: give it some that have")
     step = max(1, len(examples) // config.questions)
     return examples[::step][: config.questions]
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from ctx_compress_rag.bundle_folder import REPORT_FILE
 from ctx_compress_rag.errors import ConfigError, TimeUpError
 from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.training.config import BaseRecipe
@@ -20,8 +21,6 @@ from ctx_compress_rag.training.loop import is_main_process, train
 from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.resuming import FILES_KEY, begin, changed_files, file_digests, inputs, refuse_another
 from ctx_compress_rag.training.stage import STAGES
-
-_REPORT_FILE = "training_report.json"
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
     if is_main_process():
         report |= {"recipe": recipe.model_dump(mode="json"), FILES_KEY: file_digests(recipe)}
         job.save(report)
-        write_json(recipe.output / _REPORT_FILE, report)
+        write_json(recipe.output / REPORT_FILE, report)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # the next recipe may need what this one's first process has written
     return recipe.output
@@ -92,7 +91,7 @@ def _prepare(recipe: BaseRecipe) -> None:
 
 def is_finished(recipe: BaseRecipe) -> bool:
     """Whether this very recipe has been run to its end, on files with the contents that they have now."""
-    file = recipe.output / _REPORT_FILE
+    file = recipe.output / REPORT_FILE
     if not file.exists():
         return False
     report = json.loads(file.read_text(encoding="utf-8"))

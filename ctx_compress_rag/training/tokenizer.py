@@ -23,7 +23,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> P
 
     Args:
         texts: what it learns its merges from.
-        vocab_size: entries, special tokens included; at least 262 (256 bytes and 6 special tokens).
+        vocab_size: entries, special tokens included; at least 261 (256 bytes and 5 special tokens).
         max_length: the decoder's longest input, in tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

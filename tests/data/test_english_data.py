@@ -126,6 +126,9 @@ def test_a_text_that_cannot_be_read_is_named(tmp_path: Path, name: str, content:
         text_examples(tmp_path / name, 10)
     with pytest.raises(DataError, match="no data file"):
         text_examples(tmp_path / "missing.txt", 10)
+    (tmp_path / "folder.txt").mkdir()
+    with pytest.raises(DataError, match=r"cannot read .*folder\.txt"):
+        text_examples(tmp_path / "folder.txt", 10)
 
 
 def test_texts_are_for_stages_without_questions(tmp_path: Path) -> None:

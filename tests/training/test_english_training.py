@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.data.examples import write_jsonl
+from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.data.world import world_examples
+from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.flops import counting
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.quantization import from_int8, to_int8
 from ctx_compress_rag.text.prompts import PromptBuilder, messages, shares
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
 from ctx_compress_rag.training.recipes import recipe_names
+from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.throughput import Meter
 from helpers.training import losses, report, settings_of
 
@@ -71,6 +73,14 @@ def test_from_questions_to_a_bundle_in_one_command(
     assert (tmp_path / "1" / "training_report.json").stat().st_mtime_ns == before
     assert main(["train", "--no-resume", str(tmp_path / "recipes" / "1.yaml")]) == 0
     assert (tmp_path / "1" / "training_report.json").stat().st_mtime_ns > before
+
+
+def test_a_probe_that_cannot_score_is_refused_before_training(decoder: Path, tmp_path: Path) -> None:
+    first, _ = stages(decoder, tmp_path)
+    write_jsonl(tmp_path / "dev.jsonl", [Example(("Pell trades in salt.",), (Turn("Who?", ()),))])
+    with pytest.raises(DataError, match=r"no question of the probe's .*dev\.jsonl has an answer"):
+        run_recipe(first)
+    assert not list((tmp_path / "1" / "checkpoints").glob("*"))
 
 
 def test_a_time_limit_saves_a_checkpoint_and_the_same_command_goes_on(
