@@ -200,7 +200,7 @@ class PredictedUpdate(Adaptation):
         return rows
 
     def save_pretrained(self, folder: str | Path, decoder: str | None = None) -> None:
-        """Write the predictor, and the base adapter beside it as a peft adapter, under `base/`."""
+        """Write the predictor, and under `base/` the base adapter as a peft adapter."""
         folder = Path(folder)
         self.base.save_pretrained(folder / BASE_FOLDER, decoder)
         save_file(

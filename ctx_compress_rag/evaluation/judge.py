@@ -1,4 +1,4 @@
-"""A language model's verdict on answers, right or wrong, beside the metrics that compare words."""
+"""A language model's verdict on answers, right or wrong, in addition to metrics that compare words."""
 
 from __future__ import annotations
 

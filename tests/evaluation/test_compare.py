@@ -379,7 +379,7 @@ def _wait_until(met: Callable[[], bool], seconds: float = 300) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--jobs", "0"], "0 jobs"),
+        (["--jobs", "0"], "jobs is 0"),
         (["--questions", "1"], "1 questions have no standard error"),
         (["--passages", "9"], "9 passages"),
         (["--budget", "0"], "a budget of 0 steps"),
