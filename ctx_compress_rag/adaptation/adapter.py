@@ -1,4 +1,4 @@
-"""Low-rank changes of a decoder's Q/K/V projections: applied for a while, row by row, saved as peft adapters."""
+"""Low-rank changes of a decoder's Q/K/V projections: applied temporarily, row by row, and saved as peft adapters."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ FUSED = "qkv_proj"
 _PEFT_PREFIX = "base_model.model."
 _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
-# What a peft adapter may have beside plain low-rank factors, and we cannot read.
+# Settings of peft adapters that are not plain low-rank factors, and that we cannot read.
 _UNREAD = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "layers_to_transform", "modules_to_save")
 
 Shapes = Mapping[str, tuple[int, int]]
-"""For each projection, by its name in the decoder, its widths in and out."""
+"""Input and output width of each projection, by its name in the decoder."""
 
 
 def projections(model: Any) -> dict[str, tuple[int, int]]:
     """The Q/K/V projections of every attention block: name in the model -> (d_in, d_out).
 
-    A decoder that computes the three by one matrix (Phi-3's `qkv_proj`) has one projection per block, and
-    one adapter on it: its rows are those of Q, K and V, which then share the factor on the input's side.
+    A decoder that computes the three with one matrix (Phi-3's `qkv_proj`) has one projection per block, and
+    one adapter on it: its rows are those of Q, K and V, which then share the factor `a`.
 
     Raises:
         ConfigError: a block has other projections than these.
@@ -63,7 +63,7 @@ class Adapter:
     """A low-rank change of each projection's weight: scale * b @ a.
 
     Attributes:
-        a: for each projection (rank, d_in), or (rows, rank, d_in) where each row of a batch has its own.
+        a: for each projection (rank, d_in), or (rows, rank, d_in) if each row of a batch has its own.
         b: likewise (d_out, rank), or (rows, d_out, rank).
         scale: peft's lora_alpha / r; 1 for updates.
     """
@@ -79,11 +79,11 @@ class Adapter:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Widths in and out, by projection."""
+        """Input and output width, by projection."""
         return {name: (a.shape[-1], self.b[name].shape[-2]) for name, a in self.a.items()}
 
     def to(self, device: torch.device) -> Adapter:
-        """The same on a device."""
+        """The same adapter on a device."""
         return self._each(lambda factor: factor.to(device))
 
     def plus(self, update: Adapter) -> Adapter:
@@ -100,7 +100,7 @@ class Adapter:
         return Adapter(a, b)
 
     def rows(self, indices: Tensor | Sequence[int]) -> Adapter:
-        """An adapter whose row i is row `indices[i]` of this one; one without rows is for every row as it is."""
+        """An adapter whose row i is row `indices[i]` of this one; an adapter without rows is returned as it is."""
         if next(iter(self.a.values())).ndim == 2:
             return self
         index = torch.as_tensor(indices, device=next(iter(self.a.values())).device)
@@ -118,8 +118,8 @@ class Adapter:
     def stack(adapters: Sequence[Adapter | None]) -> Adapter | None:
         """One adapter with a row for each of these; None, for a row that changes nothing, becomes zeros.
 
-        Adapters of less rank are filled up with zeros, which change nothing. If all are the same object, or
-        None, that is the result.
+        Adapters of lower rank are padded with zeros, which change nothing. If all are the same object, or all
+        are None, this is the result.
         """
         first = next((adapter for adapter in adapters if adapter is not None), None)
         if first is None or all(adapter is first for adapter in adapters):
@@ -137,7 +137,7 @@ class Adapter:
         """Write an ordinary peft LoRA adapter, in float32; other engines can serve it.
 
         Args:
-            folder: where to.
+            folder: the output folder.
             decoder: the decoder's hub id or path, for the file's `base_model_name_or_path`.
         """
         from peft import LoraConfig
@@ -146,7 +146,7 @@ class Adapter:
         folder.mkdir(parents=True, exist_ok=True)
         alpha, factor = round(self.scale * self.rank), 1.0
         if not math.isclose(alpha, self.scale * self.rank):
-            alpha, factor = self.rank, self.scale  # peft's lora_alpha is whole: `b` takes the scale
+            alpha, factor = self.rank, self.scale  # peft's lora_alpha is an integer, so `b` takes the scale
         LoraConfig(
             r=self.rank,
             lora_alpha=alpha,
@@ -166,18 +166,18 @@ class Adapter:
         """Read a peft LoRA adapter of a decoder's Q/K/V projections.
 
         Args:
-            folder: where it is.
-            model: the decoder it is for; the tensors go to its device.
+            folder: the adapter's folder.
+            model: the decoder that the adapter is for; the tensors go to its device.
 
         Raises:
-            BundleError: it is not there, has more than low-rank factors of one rank, or does not fit the decoder.
+            BundleError: it is missing, has more than low-rank factors of one rank, or does not fit the decoder.
         """
         folder = Path(folder)
         try:
             config = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
             tensors = load_file(folder / _WEIGHTS_FILE)
         except (OSError, ValueError, SafetensorError) as error:
-            raise BundleError(f"{str(folder)!r} is no peft adapter folder ({error})") from error
+            raise BundleError(f"{str(folder)!r} is not a peft adapter folder ({error})") from error
         unread = [key for key in _UNREAD if config.get(key)]
         if config.get("peft_type") != "LORA" or unread:
             what = unread or [f"peft_type {config.get('peft_type')!r}"]
@@ -191,7 +191,7 @@ class Adapter:
         if odd:
             raise BundleError(
                 f"the adapter in {folder} does not fit this decoder's Q/K/V projections: {len(odd)} tensors are "
-                f"missing, superfluous or of another shape, for example {odd[0]}"
+                f"missing, unexpected or of another shape, for example {odd[0]}"
             )
         device = model.device
         return cls(
@@ -205,8 +205,8 @@ class Adapter:
 def applied(model: Any, adapter: Adapter | None) -> Iterator[None]:
     """Add an adapter's change to the projections' outputs within the context; None adds nothing.
 
-    The weights stay as they are, and whatever peft adapters are active stay active: the change comes on
-    top. With rows, row i of every batch given to the model gets row i's change. Hold the model's lock.
+    The weights stay as they are, and active peft adapters stay active: the change is added on top. If the
+    adapter has rows, row i of every batch gets row i's change. The caller must hold the model's lock.
     """
     with ExitStack() as hooks:
         if adapter is not None:

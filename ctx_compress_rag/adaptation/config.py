@@ -1,4 +1,4 @@
-"""What the recipes of adaptation hold."""
+"""The recipes for adaptation."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class TaskData(Strict):
     """Where demonstrations come from: JSONL files, each a task, or the invented world's task families.
 
     Attributes:
-        files, families: either.
-        held_out: files whose questions are refused in `files`. They may share passages: those of the paper are
-            retrieved from one corpus (appendix F).
-        passages: how many of a question's passages are read, the first ones; None: all.
+        files, families: give one of the two.
+        held_out: files whose questions are refused in `files`. Passages may be in both: the paper retrieves all of
+            them from one corpus (appendix F).
+        passages: how many of a question's passages are read, from the first on; None reads all.
         max_context_tokens: a question's passages are cut to this many tokens together.
         max_answer_tokens: answers are cut to this many.
     """
@@ -42,8 +42,8 @@ class AdaptationRecipe(BaseRecipe):
     """A stage of adapting a frozen decoder to demonstrations (In-Context Optimization).
 
     Attributes:
-        bundle: whose decoder it is; passages are read as text, or with `ratio` as soft contexts.
-        decoder: in place of a bundle, a folder, hub id or GGUF file; it reads text.
+        bundle: the bundle of the decoder; passages are read as text, or with `ratio` as soft contexts.
+        decoder: instead of a bundle, the decoder's folder, hub id or GGUF file; it reads text.
         ratio: source tokens per slot.
     """
 
@@ -58,7 +58,7 @@ class AdaptationRecipe(BaseRecipe):
         if (self.decoder is None) == (self.bundle is None):
             raise ValueError("give either decoder (a folder, hub id or GGUF file) or bundle")
         if self.decoder and self.ratio:
-            raise ValueError("ratio needs a bundle, whose compressor makes the slots")
+            raise ValueError("ratio needs a bundle, whose compressor makes the slots: give bundle, not decoder")
         return self
 
 
@@ -80,12 +80,12 @@ class PromptTuningRecipe(AdaptationRecipe):
 class SolvedConfig(Strict):
     """Support contexts that gradient descent solves once and a predictor learns from many times.
 
-    The paper draws and solves a new one each time. For decoders small enough that updates can be kept: a
-    context takes contexts x K's x rank x widths of Q/K/V, twice over, in bfloat16.
+    The paper draws and solves a new one each time. This is for decoders small enough to keep the updates: contexts x
+    number of K's x rank x input and output widths of Q/K/V, in bfloat16.
 
     Attributes:
-        folder: where they are kept; recipes on one base adapter may share them.
-        contexts: how many.
+        folder: where they are kept; recipes on one base adapter may share it.
+        contexts: number of contexts.
         steps: each K that is kept.
     """
 
@@ -95,18 +95,18 @@ class SolvedConfig(Strict):
 
 
 class UpdatePredictorRecipe(AdaptationRecipe):
-    """The predictor of updates, by the gradient's update (eq. 9; RAG-GD) or by the answers (HyperTuning).
+    """The update predictor, trained on gradient descent's updates (eq. 9; RAG-GD) or on answers (HyperTuning).
 
     Attributes:
         base: the base retrieval adapter's folder.
         loss: "matching" or "task".
         inner_steps: K of eq. 8.
-        inner_learning_rate: its eta.
+        inner_learning_rate: eta of eq. 8.
         magnitude_weight: lambda of eq. 9.
-        demonstrations: N, in each support context.
+        demonstrations: N, the number in each support context.
         hidden, code: widths of the encoder's layers.
-        layer: after which of the decoder's layers the demonstrations' hidden states are read; None is the last.
-        solved: contexts to keep and come back to; None draws a new one each time.
+        layer: the decoder's layer after which the demonstrations' hidden states are read; None is the last.
+        solved: contexts to keep and reuse; None draws a new one each time.
     """
 
     stage: Literal["update_predictor"]
@@ -124,7 +124,7 @@ class UpdatePredictorRecipe(AdaptationRecipe):
     @model_validator(mode="after")
     def _solved_for_this(self) -> UpdatePredictorRecipe:
         if self.solved and self.loss != "matching":
-            raise ValueError("solved contexts are for loss matching: the task loss needs none")
+            raise ValueError("solved is for loss matching: leave it out with loss task")
         if self.solved and self.inner_steps not in self.solved.steps:
-            raise ValueError(f"inner_steps {self.inner_steps} is none of solved.steps {self.solved.steps}")
+            raise ValueError(f"inner_steps {self.inner_steps} is not in solved.steps {self.solved.steps}: add it")
         return self

@@ -1,4 +1,4 @@
-"""What it costs to adapt to demonstrations and to answer: milliseconds and floating-point operations per question."""
+"""Cost of adapting to demonstrations and of answering: milliseconds and floating-point operations per question."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _COUNTED = 4
 
 @dataclass(frozen=True)
 class AdaptationCost:
-    """What a question costs, one at a time.
+    """The cost of a question that is asked alone.
 
     Attributes:
         adapt_ms, answer_ms: medians.
         adapt_flops, answer_flops: of matrix products and attention, forward and backward; mean of a few
-            questions. The predictor's own are in it.
+            questions. The predictor's are included.
     """
 
     adapt_ms: float

@@ -1,4 +1,4 @@
-"""A decoder in this process that adapts to demonstrations; several adapted ones share its weights."""
+"""A decoder in this process that adapts to demonstrations; adapted decoders share its weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ctx_compress_rag.stores.markers import Marker
 from ctx_compress_rag.text.prompt_tokenizer import answer_ids
 
 _GREEDY = Sampling()
-_SAMPLED = 1024  # numbers of each weight
+_SAMPLED = 1024  # values of each weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +58,12 @@ class Adapted(Change):
         """The prompt after the demonstrations.
 
         Raises:
-            ConfigError: there are some, and the prompt is no chat.
+            ConfigError: there are demonstrations, and the prompt is not a chat.
         """
         if not self.shots:
             return prompt
         if isinstance(prompt, str):
-            raise ConfigError("demonstrations can stand before a chat only, and a prompt is a plain string")
+            raise ConfigError("demonstrations can precede only a chat, but a prompt is a plain string: give chats")
         return [*shots(self.shots), *prompt]
 
     def read(self, prompt: Prompt) -> Prompt:
@@ -78,7 +78,7 @@ class Adaptation(ABC):
 
     @abstractmethod
     def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
-        """What to change after these demonstrations; the decoder itself stays as it is."""
+        """The changes for these demonstrations; the decoder itself stays as it is."""
 
 
 class AdaptiveDecoder(TransformersDecoder):
@@ -92,16 +92,16 @@ class AdaptiveDecoder(TransformersDecoder):
 
     @property
     def adapted(self) -> Adapted:
-        """What is changed."""
+        """The changes of this decoder."""
         return self.change
 
     def adapt(self, demonstrations: Sequence[Demonstration], adaptation: Adaptation) -> AdaptiveDecoder:
-        """A decoder that answers as the demonstrations do. This one stays as it is, and so do its weights.
+        """A decoder that answers as the demonstrations do. This decoder and its weights do not change.
 
-        Both share the model; adapting an adapted decoder starts from the original again.
+        Both share the model; adapting an adapted decoder starts again from the original.
 
         Raises:
-            ConfigError: there are no demonstrations, or one is empty or longer than the model's window.
+            ConfigError: there are no demonstrations, an answer is empty, or one is longer than the model's window.
         """
         if not demonstrations:
             raise ConfigError("there is nothing to adapt to: give one demonstration or more")
@@ -114,11 +114,11 @@ class AdaptiveDecoder(TransformersDecoder):
         return other
 
     def fingerprint(self, ratio: int | None) -> str:
-        """What updates are made for, in 64 hex digits: the bundle where passages are slots, else the decoder.
+        """64 hex digits that identify what updates are made for: the bundle if passages are slots, else the decoder.
 
-        Of the decoder it hashes a sample of each weight, in bfloat16: it is the same in whichever dtype a file is
-        loaded, and fine-tuning changes it. So does a bundle that holds a copy of the decoder, in half precision, or a
-        teacher, which reads its text.
+        For the decoder it hashes a sample of each weight in bfloat16, so that it does not depend on the dtype that a
+        file is loaded in. Fine-tuning changes it, and so does a bundle that holds a copy of the decoder in half
+        precision, or a teacher, which reads its text.
         """
         if ratio is not None:
             return self.bundle.fingerprint
@@ -134,7 +134,7 @@ class AdaptiveDecoder(TransformersDecoder):
         """The demonstrations as this decoder reads them, with nothing adapted.
 
         Raises:
-            ConfigError: one is empty, or longer than the model's window.
+            ConfigError: an answer is empty, or a demonstration is longer than the model's window.
             MissingPassageError, PayloadError: a marker's slots cannot be read.
         """
         rows = []
@@ -152,7 +152,7 @@ class AdaptiveDecoder(TransformersDecoder):
         return rows
 
     def ratios(self, demonstration: Demonstration) -> set[int | None]:
-        """At how many source tokens a slot its passages are given: None stands for one that is text."""
+        """The ratios of a demonstration's passages; None stands for text."""
         found: set[int | None] = {*self._ratios_in(demonstration.question)}
         for passage in filter(str.strip, demonstration.passages):
             found |= self._ratios_in(passage) or {None}
@@ -169,22 +169,22 @@ class AdaptiveDecoder(TransformersDecoder):
         if not answer.strip():
             raise ConfigError("a demonstration's answer is empty: give the answer as it should be")
         if tokenizer.eos_token_id is None:
-            raise ConfigError("this decoder's tokenizer has no end token, whose hidden state is what is adapted by")
+            raise ConfigError("this decoder's tokenizer has no end token, which adapting needs: use another decoder")
         return torch.tensor([*answer_ids(tokenizer, answer), tokenizer.eos_token_id])
 
 
 def generate_together(
     decoders: Sequence[AdaptiveDecoder], prompts: Sequence[PromptLike], sampling: Sampling = _GREEDY
 ) -> list[Generation]:
-    """Answer each prompt with a decoder of its own, in common batches: one forward pass for all of them.
+    """Answer each prompt with its own decoder, in shared batches: one forward pass for all prompts of a batch.
 
     Args:
         decoders: for each prompt the decoder that answers it; all adapted from one decoder.
         prompts: the prompts, as `generate` takes them.
-        sampling: how tokens are chosen and when to end.
+        sampling: how tokens are chosen and when answers end.
 
     Raises:
-        ConfigError: there is not one decoder for each prompt, or they are of different bundles.
+        ConfigError: there is not one decoder for each prompt, or they were not adapted from one decoder.
     """
     if len(decoders) != len(prompts):
         raise ConfigError(f"{len(prompts)} prompts need as many decoders, got {len(decoders)}")
@@ -206,7 +206,7 @@ def generate_together(
 def text_bundle(
     decoder: str | Path | GgufDecoder, revision: str | None = None, device: str | torch.device | None = None
 ) -> Bundle:
-    """A bundle for a decoder that reads text alone: its compressor and reader are untrained and never asked.
+    """A bundle for a decoder that reads text alone: its compressor and reader are untrained and never used.
 
     Args:
         decoder: a folder, hub id or GGUF file.

@@ -1,4 +1,4 @@
-"""Demonstrations: a question with its passages and its answer, and the chats they become."""
+"""Demonstrations: a question with its passages and its answer, and the chats made from them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Demonstration:
         return messages(TEMPLATES[0], PASSAGE_SEPARATOR.join(self.passages), self.question)
 
     def marked(self, store: SoftContextStore, ratio: int | None = None) -> Demonstration:
-        """The same with soft contexts for passages: missing ones are compressed and stored now.
+        """The demonstration with soft contexts for passages; missing ones are compressed and stored now.
 
         Args:
             store: where the soft contexts are.
-            ratio: source tokens per slot; None takes the store's own.
+            ratio: source tokens per slot; None takes the store's base ratio.
         """
         return replace(self, passages=tuple(mark(store, self.passages, ratio=ratio)))
 

@@ -19,18 +19,18 @@ from ctx_compress_rag.data.world import Split
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.text.prompts import PromptBuilder
 
-_POOL = 8  # times the demonstrations of a question: as many questions of a file are kept to demonstrate
+_POOL = 8  # a file keeps at most this many questions for demonstrations, times those of one question
 
 
 @dataclass(frozen=True)
 class Episode:
-    """A support context C of a task, and a question of it with its answer.
+    """A support context C of a task, and a question of the same task with its answer.
 
     Attributes:
         task: the task's name.
         support: the demonstrations.
         query: the question, with an answer to train on.
-        answers: every accepted answer; none: the query's own.
+        answers: every accepted answer; if empty, the query's own.
     """
 
     task: str
@@ -45,7 +45,7 @@ class Episode:
 
 
 class Tasks(ABC):
-    """Where episodes come from."""
+    """A source of episodes."""
 
     @abstractmethod
     def draw(self, rng: random.Random, demonstrations: int) -> Episode:
@@ -53,11 +53,11 @@ class Tasks(ABC):
 
     @abstractmethod
     def asked(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
-        """At most `count` episodes to score with, each with another question."""
+        """At most `count` episodes to score with, each with a different question."""
 
     @abstractmethod
     def tuning(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
-        """At most `count` episodes to choose settings with, whose questions `asked` never gives."""
+        """At most `count` episodes to choose settings with; `drawn_apart` removes questions that `asked` gives."""
 
 
 class FamilyTasks(Tasks):
@@ -76,22 +76,22 @@ class FamilyTasks(Tasks):
         return Episodes(self, count, demonstrations, seed)
 
     def tuning(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
-        # Where the development families are asked themselves, other draws of them.
+        # If the development families are scored themselves, use other draws of them.
         return Episodes(FamilyTasks("dev"), count, demonstrations, seed + (self.split == "dev"))
 
 
 class FileTasks(Tasks):
-    """JSONL files (see `data.examples.read_jsonl`), each of them a task of the file's name.
+    """JSONL files (see `data.examples.read_jsonl`), each a task named after its file.
 
     Args:
-        files: the files. Where two have one name, tasks have their folders' names, too.
-        builder: for the decoder's tokens.
+        files: the files. If two have the same name, the tasks' names include their folders.
+        builder: cuts texts by the decoder's tokens.
         max_context_tokens: a question's passages are cut to this many tokens together, the longest first.
-        max_answer_tokens: answers that are shown or learnt from are cut to this many; accepted ones are whole.
-        passages: how many of a question's passages are read, the first ones; None: all.
+        max_answer_tokens: answers that are shown or learnt from are cut to this many; accepted answers are not.
+        passages: how many of a question's passages are read, from the first on; None reads all.
 
     Raises:
-        DataError: a file is not there, malformed, given twice, or has a single question.
+        DataError: a file is missing, malformed, given twice, or has a single question.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class FileTasks(Tasks):
         self.passages = passages
         for name, examples in self.examples.items():
             if len(examples) < 2:
-                raise DataError(f"the task {name} has one question: none is left to demonstrate it with")
+                raise DataError(f"the task {name} has one question: give it more, to demonstrate with")
 
     def draw(self, rng: random.Random, demonstrations: int) -> Episode:
         name = rng.choice(list(self.examples))
@@ -120,7 +120,7 @@ class FileTasks(Tasks):
         return self._episode(name, support, query)
 
     def asked(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
-        """Questions of each file in turn, each once; demonstrations come from a part of the file that is not asked."""
+        """Questions of each file in turn, each once; demonstrations come from another part of the file."""
         return self._spread(count, demonstrations, seed, of_pool=False)
 
     def tuning(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
@@ -136,7 +136,7 @@ class FileTasks(Tasks):
             if size <= demonstrations:
                 raise DataError(
                     f"the task {name} has {len(examples)} questions: {demonstrations} demonstrations need "
-                    f"{2 * demonstrations + 2}, of which half are never asked"
+                    f"{2 * demonstrations + 2}, half of which only demonstrate"
                 )
             pool, rest = shuffled[:size], shuffled[size:]
             each.append(
@@ -161,18 +161,18 @@ class FileTasks(Tasks):
 
 
 def _names(files: Sequence[Path]) -> list[str]:
-    """The files' names without ending, behind as many folders as tell all of them apart."""
+    """The files' names without ending, after as many folders as make all of them different."""
     paths = [(file.parent / file.stem).parts for file in files]
     for depth in range(1, max(map(len, paths)) + 1):
         names = ["/".join(parts[-depth:]) for parts in paths]
         if len(set(names)) == len(names):
             return names
     twice = next(file for file, parts in zip(files, paths, strict=True) if paths.count(parts) > 1)
-    raise DataError(f"two of the files are {twice.parent / twice.stem}, endings aside: each needs a name of its own")
+    raise DataError(f"two of the files are {twice.parent / twice.stem}, endings aside: rename one, or give it once")
 
 
 class Episodes(Sequence[Any]):
-    """Episodes by number, drawn when asked for: a run that was cut off continues with the same ones."""
+    """Episodes by number, drawn on access, so that an interrupted run continues with the same ones."""
 
     def __init__(self, tasks: Tasks, length: int, demonstrations: int, seed: int) -> None:
         self.tasks = tasks
@@ -194,16 +194,16 @@ class Episodes(Sequence[Any]):
 def drawn_apart(
     tasks: Tasks, asked: int, tuning: int, demonstrations: int, seed: int
 ) -> tuple[list[Episode], list[Episode]]:
-    """At most so many episodes to score with, and to choose settings with: no question is in both."""
+    """At most `asked` episodes to score with, and `tuning` to choose settings with; no question is in both."""
     scored = list(tasks.asked(asked, demonstrations, seed))
-    # Two draws may ask the same of a name that both have, from different passages.
+    # Two draws may share a name, and so ask the same question of different passages.
     questions = {episode.query.question for episode in scored}
     others = tasks.tuning(tuning, demonstrations, seed)
     return scored, [episode for episode in others if episode.query.question not in questions]
 
 
 def digest(episodes: Iterable[Episode]) -> str:
-    """What the episodes hold, in 64 hex digits: other questions under the same file names have others.
+    """64 hex digits that identify the episodes' contents: they change if a file has other questions under its old name.
 
     Take it before `with_slots`, whose markers are new in every run.
     """
@@ -214,10 +214,10 @@ def digest(episodes: Iterable[Episode]) -> str:
 
 
 def with_slots(episode: Episode, store: Any, ratio: int | None) -> Episode:
-    """The episode with soft contexts of a store for passages; None leaves them as text.
+    """The episode with soft contexts of a store for passages; ratio None leaves them as text.
 
     Raises:
-        DataError: a question has no passages. Alone it is read by the decoder for text, in a batch by that for slots.
+        DataError: a question has no passages: whether it is read as text or by the reader would depend on its batch.
     """
     if ratio is None:
         return episode

@@ -1,4 +1,4 @@
-"""Score ways to follow demonstrations side by side, with what each costs: what `ctx-compress adapt-eval` does."""
+"""Score ways to follow demonstrations, with the cost of each, for `ctx-compress adapt-eval`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _RATES = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the recipe's own
 
 @dataclass(frozen=True)
 class SystemScore:
-    """One system.
+    """The scores of one system.
 
     Attributes:
         system: its name.
         exact_match, f1: means over questions with 95 % bootstrap intervals.
-        gain: F1 over the base adapter's, question by question, likewise.
+        gain: F1 minus the base adapter's, paired by question, likewise.
         by_task: mean exact match and F1 of each task.
         cost: per question.
         questions: how many were asked.
@@ -70,30 +70,30 @@ def evaluate(
     seed: int = 0,
     progress: bool = True,
 ) -> list[SystemScore]:
-    """Train what is missing of a folder of recipes, and score all of it beside the baselines.
+    """Train a folder's recipes that are not finished, and score all of them and the baselines.
 
-    Every question comes with demonstrations of its own task, and every system gets the same ones. What is
-    trained stays in the recipes' outputs and answers stay in `folder`: a second run resumes where one was
-    cut off. Writes scores.json, scores.md and scores.png.
+    Every question has demonstrations of its own task, the same for every system. Trained weights stay in the
+    recipes' outputs and answers in `folder`, so that a second run resumes where an interrupted one stopped.
+    Writes scores.json, scores.md and scores.png.
 
     Args:
         where: a folder of recipes, or a shipped one by name.
         folder: for answers and scores.
-        files: JSONL files, each a task; none takes the invented world's task families. A part of each is never asked:
-            demonstrations come from there.
+        files: JSONL files, each a task; without any, the invented world's task families. A part of each file is not
+            scored: demonstrations come from there.
         split: of the families; "dev" is for choosing recipes' settings.
-        budget: most training steps of a recipe, which then trains into `folder`; None leaves recipes as they are.
-        questions: how many, at most.
+        budget: the most training steps of a recipe, which then trains into `folder`; None leaves recipes as they are.
+        questions: the most questions to score.
         timed: how many of them are timed.
-        tuning: how many questions, at most, that are not asked choose a learning rate for TT-SGD of the smallest and
-            the largest K; 0 leaves both out.
+        tuning: the most other questions for choosing a learning rate for TT-SGD, with the smallest and with the
+            largest K; 0 leaves these two systems out.
         max_new_tokens: longest answer.
         seed: of the draws.
         progress: show progress bars.
 
     Raises:
-        ConfigError: the recipes do not belong together, or what is there was made by others.
-        DataError: a file is not there, malformed or too short; nothing is trained then.
+        ConfigError: the recipes do not belong together, or an output was made by another recipe or for another decoder.
+        DataError: a file is missing, malformed or too short; nothing is trained then.
     """
     folder = Path(folder)
     recipes = Recipes.find(where)
@@ -104,7 +104,7 @@ def evaluate(
     paths = [Path(file) for file in files]
     tasks: Tasks = file_tasks(paths, recipes.base.data, decoder) if files else FamilyTasks(split)
     support = max(shown, default=3)
-    apart = drawn_apart(tasks, questions, tuning, support, seed)  # refuses files that cannot be asked: before training
+    apart = drawn_apart(tasks, questions, tuning, support, seed)  # before training, since it may refuse files
     recipes.train_missing(decoder)
     systems = recipes.systems(decoder)
     episodes, held_back = (
@@ -144,9 +144,9 @@ def answer_all(
     about: Mapping[str, Any],
     progress: bool = False,
 ) -> dict[str, list[str]]:
-    """Each system's answers, each question after its own demonstrations.
+    """Each system's answers, each question with its own demonstrations.
 
-    They are kept in `folder`, and those of the same `about`, which says what they depend on, are not made again.
+    Answers are kept in `folder`, and reused if `about`, which says what they depend on, is the same.
     """
     folder.mkdir(parents=True, exist_ok=True)
     answers = {}
@@ -179,7 +179,7 @@ def _tuned(
     folder: Path,
     about: Mapping[str, Any],
 ) -> list[System]:
-    """TT-SGD of the fewest and the most steps, each at the learning rate with the best F1 on these episodes."""
+    """TT-SGD with the fewest and with the most steps, each at the learning rate with the best F1 on these episodes."""
     found = {s.adaptation.steps: s.adaptation for s in systems if isinstance(s.adaptation, TestTimeSGD)}
     chosen = []
     for steps in sorted({min(found), max(found)}) if found else ():
@@ -198,7 +198,7 @@ def _tuned(
 def score(
     episodes: Sequence[Episode], answers: Mapping[str, Sequence[str]], costs: Mapping[str, AdaptationCost]
 ) -> list[SystemScore]:
-    """Scores of the answers, system by system; one of them is the base adapter."""
+    """Score each system's answers; one of the systems must be the base adapter."""
 
     def each(metric: Any, system: str) -> list[float]:
         return [metric(given, e.accepted) for given, e in zip(answers[system], episodes, strict=True)]
@@ -249,10 +249,10 @@ def table(scores: Sequence[SystemScore]) -> str:
 
 
 def verdict(scores: Sequence[SystemScore]) -> str:
-    """The targets of RAG-GD for each K, and whether it reaches them: a Markdown list.
+    """RAG-GD's targets for each K, and whether it reaches them, as a Markdown list.
 
-    Above the base adapter outside the error bar; within 0.02 F1 of TT-SGD with the same K; in under a tenth of
-    its adaptation time.
+    It should be above the base adapter outside the error bar, at most 0.02 F1 below TT-SGD with the same K, and take
+    under a tenth of TT-SGD's adaptation time.
     """
     by_name = {s.system: s for s in scores}
     lines = []

@@ -95,27 +95,27 @@ class PromptTuning(Adaptation):
         """Read a peft prompt-tuning adapter for `decoder`.
 
         Raises:
-            BundleError: it is not there, or of another width than the decoder's embeddings.
+            BundleError: it is missing, or its width is not that of the decoder's embeddings.
         """
         prefix = _read(Path(folder) / _PREFIX_FILE).get(_PREFIX_KEY)
         if prefix is None or prefix.ndim != 2 or prefix.shape[1] != decoder.bundle.backbone.dim:
             what = "no prompt" if prefix is None else f"a prompt of shape {tuple(prefix.shape)}"
-            raise BundleError(f"{folder} holds {what}: this decoder needs vectors of {decoder.bundle.backbone.dim}")
+            raise BundleError(f"{folder} has {what}: this decoder needs vectors of width {decoder.bundle.backbone.dim}")
         weight = decoder.bundle.backbone.embeddings.weight
         return cls(prefix.to(weight.device, weight.dtype))
 
 
 class PredictorConfig(Strict):
-    """What is in a predicted update's config.json.
+    """The contents of a predicted update's config.json.
 
     Attributes:
         format: version of the format.
-        loss: what the predictor was trained by: "matching" is RAG-GD, "task" HyperTuning.
-        inner_steps, inner_learning_rate: K and eta of the gradient descent that it stands for; HyperTuning's
-            first updates have that size.
-        demonstrations: how many it was trained with, and takes.
+        loss: what the predictor was trained on: "matching" is RAG-GD, "task" HyperTuning.
+        inner_steps, inner_learning_rate: K and eta of the gradient descent that it replaces; HyperTuning's
+            first updates have the norms of that descent.
+        demonstrations: the number it was trained with, and takes.
         fingerprint: `AdaptiveDecoder.fingerprint` of the decoder that it was made for; `build` fills it in.
-        ratio: source tokens per slot of the demonstrations' passages; None: they are text.
+        ratio: source tokens per slot of the demonstrations' passages; None if they are text.
         hidden, code: widths of its encoder's layers.
         layer: after which layer it reads the demonstrations' hidden states; None is the last.
     """
@@ -136,7 +136,7 @@ class PredictorConfig(Strict):
 class PredictedUpdate(Adaptation):
     """RAG-GD: an update predicted from the demonstrations in one forward pass (algorithm 1, phase 2).
 
-    HyperTuning is the same with a predictor that was trained by the answers' loss.
+    HyperTuning is the same with a predictor that was trained on the answers' loss.
     """
 
     base: Adapter
@@ -145,7 +145,7 @@ class PredictedUpdate(Adaptation):
 
     @classmethod
     def build(cls, base: Adapter, decoder: AdaptiveDecoder, config: PredictorConfig) -> PredictedUpdate:
-        """One with an untrained predictor, on a base retrieval adapter for this decoder."""
+        """Build one with an untrained predictor, on a base retrieval adapter for this decoder."""
         dim = int(decoder.bundle.backbone.model.config.get_text_config().hidden_size)
         predictor = UpdatePredictor(dim, base.shapes, base.rank, config.hidden, config.code)
         made_for = config.model_copy(update={"fingerprint": decoder.fingerprint(config.ratio)})
@@ -156,7 +156,7 @@ class PredictedUpdate(Adaptation):
             return Adapted(self.base.plus(self.predict(decoder, [self._rows(decoder, demonstrations)])).row(0))
 
     def predict(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]]) -> Adapter:
-        """The update for each support context, given its rows: with a row for each."""
+        """The updates for support contexts, given as rows; an adapter with a row for each context."""
         update: Adapter = self.predictor(pooled_states(decoder, contexts, self.base, self.config.layer))
         return update
 
@@ -165,11 +165,11 @@ class PredictedUpdate(Adaptation):
         return sgd(decoder, contexts, self.base, self.config.inner_steps, self.config.inner_learning_rate).change()
 
     def mean_over(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Demonstration]]) -> BaseAdapter:
-        """The mean of the updates that are predicted for these contexts, whatever the demonstrations: a control."""
+        """A control: the mean of the updates predicted for these contexts, whatever the demonstrations."""
         rows = [self._rows(decoder, context) for context in contexts]
         with torch.no_grad():
             each = self.predict(decoder, rows)
-        # A sum of products is a product of what is laid side by side.
+        # A sum of products is the product of the factors side by side.
         a = {n: t.flatten(0, 1) for n, t in each.a.items()}
         b = {n: t.transpose(0, 1).flatten(1) / len(rows) for n, t in each.b.items()}
         return BaseAdapter(self.base.plus(Adapter(a, b, each.scale)))
@@ -178,12 +178,12 @@ class PredictedUpdate(Adaptation):
         """The demonstrations as the decoder reads them.
 
         Raises:
-            ConfigError: they are not as many, or not read as, the predictor was trained with.
+            ConfigError: the predictor was trained with another number of them, or with their passages in another form.
         """
         if len(demonstrations) != self.config.demonstrations:
             raise ConfigError(
                 f"this predictor was trained with {self.config.demonstrations} demonstrations and was given "
-                f"{len(demonstrations)}"
+                f"{len(demonstrations)}: give as many as in training"
             )
         rows = decoder.rows(demonstrations)
         wanted = self.config.ratio
@@ -195,12 +195,12 @@ class PredictedUpdate(Adaptation):
                 has = "no passages" if bare else f"passages that are {' and '.join(map(as_read, other))}"
                 raise ConfigError(
                     f"this predictor was trained on demonstrations whose passages are {as_read(wanted)}, and "
-                    f"demonstration {number} has {has}: give it such"
+                    f"demonstration {number} has {has}: give passages as in training"
                 )
         return rows
 
     def save_pretrained(self, folder: str | Path, decoder: str | None = None) -> None:
-        """Write the predictor, and the base adapter beside it as a peft adapter, under `base/`."""
+        """Write the predictor, and under `base/` the base adapter as a peft adapter."""
         folder = Path(folder)
         self.base.save_pretrained(folder / BASE_FOLDER, decoder)
         save_file(
@@ -213,7 +213,7 @@ class PredictedUpdate(Adaptation):
         """Read what `save_pretrained` wrote, for `decoder`.
 
         Raises:
-            BundleError: it is not there, damaged, or was made for another decoder.
+            BundleError: it is missing, damaged, or made for another decoder.
         """
         folder = Path(folder)
         try:
@@ -225,7 +225,7 @@ class PredictedUpdate(Adaptation):
             raise BundleError(f"{folder / _CONFIG_FILE}: {explain(error)}") from None
         if config.fingerprint != decoder.fingerprint(config.ratio):
             raise BundleError(
-                f"the predictor in {folder} was made for another decoder: train one for this decoder, by recipes that "
+                f"the predictor in {folder} was made for another decoder: train one for this decoder with recipes that "
                 "name this bundle (bundle: in place of decoder:)"
             )
         base = Adapter.from_pretrained(folder / BASE_FOLDER, decoder.bundle.backbone.model)

@@ -22,10 +22,10 @@ from ctx_compress_rag.prompt import Prompt
 class UpdatePredictor(nn.Module):
     """g_phi: a two-layer MLP encoder, and a head for each layer and projection that emits U and V.
 
-    The paper gives no activation (GELU here) and no scales. End tokens' states are much alike, and what tells
-    contexts apart is small beside their mean: the encoder reads them centred and divided by their spread.
-    Updates are small beside weights: heads that had to learn their scale from torch's initial one would make
-    AdamW's steps of 5e-4 coarse, so each head's output has a gain. `calibrate` measures all three once.
+    The paper gives no activation (GELU here) and no scales. End tokens' states are much alike: contexts differ
+    little compared with the mean. So the encoder reads states minus their mean, divided by their spread.
+    Updates are small compared with weights: if heads had to learn their scale from torch's initial one, AdamW's
+    steps of 5e-4 would be coarse. So each head's output has a gain. `calibrate` measures all three once.
 
     Args:
         dim: width of the decoder's hidden states.
@@ -61,11 +61,11 @@ class UpdatePredictor(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, pooled: Tensor, wanted: Mapping[str, Tensor]) -> None:
-        """Measure scales on some contexts; updates then start at their targets' size, in the geometric mean.
+        """Measure scales on some contexts, so that first updates have their targets' norms in the geometric mean.
 
         Args:
             pooled: (contexts, dim).
-            wanted: norms of the updates that gradient descent makes of them, by projection: (contexts,).
+            wanted: norms of gradient descent's updates for these contexts, by projection: (contexts,).
         """
         self.centre.copy_(pooled.mean(dim=0))
         spread = pooled.std(dim=0, correction=0)
@@ -88,7 +88,7 @@ def pooled_states(
         decoder: the frozen decoder.
         contexts: the rows of each support context.
         base: the base retrieval adapter.
-        layer: after how many layers the states are taken; those above are not run. None takes the last ones,
+        layer: the layer after which states are taken; later layers are not run. None takes the last states,
             after the final norm. The paper does not say which.
 
     Raises:
@@ -103,7 +103,7 @@ def pooled_states(
 
 
 class _Reached(Exception):
-    """The layer whose states are wanted has made them."""
+    """Raised once the wanted layer has made its states."""
 
 
 def _hidden_states(model: Any, inputs: dict[str, Tensor], layer: int | None) -> Tensor:
@@ -113,7 +113,7 @@ def _hidden_states(model: Any, inputs: dict[str, Tensor], layer: int | None) -> 
         return states
     count = int(model.config.get_text_config().num_hidden_layers)
     if layer > count:
-        raise ConfigError(f"layer is {layer}, and the decoder has {count}: give it one of these, or leave it out")
+        raise ConfigError(f"layer is {layer}, and the decoder has {count} layers: give 1 to {count}, or leave it out")
     made: list[Tensor] = []
 
     def stop(module: Any, inputs: Any, output: Any) -> None:

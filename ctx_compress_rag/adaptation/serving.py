@@ -32,18 +32,18 @@ def adapt(
     Args:
         decoder: what to adapt.
         demonstrations: solved examples. Their passages are texts, or markers.
-        adaptation: how, or the folder of one that was saved: see `load_adaptation`.
-        ratio: read the passages as soft contexts of the decoder's store, so many source tokens to a slot;
+        adaptation: an adaptation, or the folder of a saved one (see `load_adaptation`).
+        ratio: read the passages as soft contexts of the decoder's store, with so many source tokens per slot;
             missing ones are compressed and stored. None reads the passages as they are given.
 
     Raises:
         ConfigError: there are no demonstrations, one cannot be read, or there is no store for a ratio.
-        BundleError: the folder holds nothing for this decoder.
+        BundleError: the folder holds no adaptation for this decoder.
         RatioError: the ratio cannot be made from what is stored.
     """
     if ratio is not None:
         if decoder.store is None:
-            raise ConfigError(f"ratio={ratio} needs a store with the passages: give the decoder one")
+            raise ConfigError(f"ratio={ratio} needs a store: give the decoder one")
         demonstrations = [demonstration.marked(decoder.store, ratio) for demonstration in demonstrations]
     if not isinstance(adaptation, Adaptation):
         adaptation = load_adaptation(adaptation, decoder)
@@ -55,7 +55,7 @@ def adapt(
 
 
 def with_adapter(decoder: AdaptiveDecoder, folder: str | Path) -> AdaptiveDecoder:
-    """The decoder with a saved peft adapter in place of whatever it was adapted by.
+    """The decoder with a saved peft adapter in place of its own changes.
 
     Raises:
         BundleError: the folder holds no peft adapter for this decoder.
@@ -64,9 +64,9 @@ def with_adapter(decoder: AdaptiveDecoder, folder: str | Path) -> AdaptiveDecode
 
 
 def load_adaptation(folder: str | Path, decoder: AdaptiveDecoder) -> Adaptation:
-    """What was saved in a folder: an update predictor, a LoRA adapter or a soft prefix, the latter two of peft's form.
+    """Load an adaptation from its folder: an update predictor, or a LoRA adapter or soft prefix in peft's format.
 
-    It is read once for each bundle, and again when a file of the folder has changed.
+    It is read once for each bundle, and again if a file in the folder has changed.
 
     Raises:
         BundleError: the folder holds none of them, or one for another decoder.
@@ -85,17 +85,17 @@ def _saved_adapter(folder: Path, decoder: AdaptiveDecoder) -> BaseAdapter | Prom
     try:
         kind = json.loads((folder / _PEFT_CONFIG).read_text(encoding="utf-8")).get("peft_type")
     except (OSError, ValueError) as error:
-        raise BundleError(f"{str(folder)!r} is no peft adapter folder ({error})") from error
+        raise BundleError(f"{str(folder)!r} is not a peft adapter folder ({error})") from error
     if kind == "PROMPT_TUNING":
         return PromptTuning.from_pretrained(folder, decoder)
     return BaseAdapter(Adapter.from_pretrained(folder, decoder.bundle.backbone.model))
 
 
 def save_adapter(decoder: AdaptiveDecoder, folder: str | Path) -> None:
-    """Write what an adapted decoder was changed by as an ordinary peft adapter.
+    """Write an adapted decoder's change as an ordinary peft adapter.
 
     Raises:
-        ConfigError: it is not adapted, or by demonstrations in its prompt, which no adapter can hold.
+        ConfigError: it is not adapted, or is adapted by demonstrations in its prompt, which no adapter can hold.
     """
     adapted, name = decoder.adapted, decoder.bundle.config.decoder_name
     if adapted.shots or (adapted.adapter is None and adapted.prefix is None):
@@ -108,7 +108,7 @@ def save_adapter(decoder: AdaptiveDecoder, folder: str | Path) -> None:
 
 
 def prompt_tokens(decoder: AdaptiveDecoder, chat: Sequence[Mapping[str, str]]) -> int:
-    """Positions that a chat takes in the decoder: template, slots, and what an adaptation puts before it."""
+    """Tokens of a chat in the decoder: template, text, slots, and what an adaptation puts before the chat."""
     adapted = decoder.adapted
     return decoder.count_chat_tokens([*shots(adapted.shots), *chat]) + (
         0 if adapted.prefix is None else len(adapted.prefix)
@@ -116,7 +116,7 @@ def prompt_tokens(decoder: AdaptiveDecoder, chat: Sequence[Mapping[str, str]]) -
 
 
 def digest(adapted: Adapted) -> str | None:
-    """16 hex digits that identify what a decoder was changed by, for cache keys; None where nothing is changed."""
+    """16 hex digits that identify a decoder's changes, for cache keys; None if nothing is changed."""
     if adapted.adapter is None and adapted.prefix is None and not adapted.shots:
         return None
     found = hashlib.sha256(json.dumps([[d.question, d.passages, d.answer] for d in adapted.shots]).encode())

@@ -1,7 +1,7 @@
 """Support contexts solved once: their hidden states and gradient descent's updates, for predictors to learn from.
 
-Solving a context takes K backward passes, learning from it almost nothing. Where a decoder is small enough for
-the updates to be kept, each is made once, for every K on the way to the largest, and learnt from many times.
+Solving a context takes K backward passes; learning from it takes almost no time. If a decoder is small enough for
+the updates to be kept, each context is solved once, for every wanted K up to the largest, and learnt from many times.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.json_files import write_json
 
 _ABOUT_FILE = "about.json"
-_BLOCK = 16  # contexts to a file
+_BLOCK = 16  # contexts per file
 
 
 @dataclass(frozen=True, eq=False)
 class SolvedContexts:
-    """Contexts with the update that K steps make of each; all in memory.
+    """Contexts with the update after K steps on each; all in memory.
 
     Attributes:
         pooled: (contexts, dim), see `pooled_states`.
-        update: a row for each context, in bfloat16: the predictor's own error is far above its rounding.
+        update: a row for each context, in bfloat16, whose rounding is far below the predictor's error.
     """
 
     pooled: Tensor
@@ -68,15 +68,15 @@ def solve(
     Args:
         decoder: the frozen decoder.
         base: the base retrieval adapter.
-        episodes: whose support; all of as many demonstrations.
+        episodes: their support contexts are solved; all have the same number of demonstrations.
         steps: each K that is wanted.
         learning_rate: eta.
-        folder: where to.
-        about: what the episodes were drawn from.
+        folder: the output folder.
+        about: identifies the episodes.
         layer: see `pooled_states`.
 
     Raises:
-        ConfigError: the folder's contexts were solved otherwise.
+        ConfigError: the folder's contexts were solved with other settings.
     """
     about = about | {
         "fingerprint": decoder.bundle.fingerprint,
@@ -89,7 +89,7 @@ def solve(
     folder.mkdir(parents=True, exist_ok=True)
     note = folder / _ABOUT_FILE
     if note.exists() and json.loads(note.read_text(encoding="utf-8")) != about:
-        raise ConfigError(f"the contexts in {folder} were solved with other settings: remove it to solve them again")
+        raise ConfigError(f"the contexts in {folder} have other settings: remove this folder to solve them again")
     write_json(note, about)
     for start in tqdm(range(0, len(episodes), _BLOCK), desc="solving contexts", unit="block", disable=None):
         file = _block(folder, start)
@@ -102,7 +102,7 @@ def solve(
                 tensors |= {f"{step}/{kind}/{n}": t.to("cpu", torch.bfloat16) for n, t in part.items()}
         unfinished = file.with_suffix(f".{os.getpid()}.part")
         save_file(tensors, unfinished)
-        unfinished.replace(file)  # a block is there whole or not at all
+        unfinished.replace(file)  # a block appears only when it is complete
 
 
 def load_solved(folder: Path, base: Adapter, count: int, steps: int) -> SolvedContexts:

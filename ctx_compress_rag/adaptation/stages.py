@@ -1,4 +1,4 @@
-"""Stages that train the base retrieval adapter, a soft prefix or an update predictor; the decoder's weights stay."""
+"""Stages that train the base retrieval adapter, a soft prefix or an update predictor; the decoder stays frozen."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from ctx_compress_rag.training.stage import Stage, register
 
 logger = logging.getLogger(__name__)
 
-# Contexts that a predictor's scales are measured on: kept ones, which cost nothing, and ones solved for it.
+# Contexts to measure a predictor's scales on: kept ones, which cost nothing, or else ones solved for this.
 _KEPT, _SOLVED_NOW = 64, 16
 
 
 def open_decoder(recipe: AdaptationRecipe, device: str | torch.device | None = None) -> AdaptiveDecoder:
-    """The recipe's decoder; where passages become slots, with a store for them in memory."""
+    """Load the recipe's decoder, with a store in memory if passages become slots."""
     device = device or training_device()
     if recipe.decoder is not None:
         return AdaptiveDecoder(text_bundle(recipe.decoder, recipe.revision, device))
@@ -59,7 +59,7 @@ def open_decoder(recipe: AdaptationRecipe, device: str | torch.device | None = N
     if recipe.ratio is None:
         return AdaptiveDecoder(bundle)
     base = None if bundle.compressor.nestable else recipe.ratio
-    # Chroma's stores in memory share one engine: a name of its own keeps this one apart.
+    # Chroma's stores in memory share one engine: a unique name keeps this one separate.
     collection = f"adaptation-{secrets.token_hex(8)}"
     store = SoftContextStore(
         chromadb.EphemeralClient(), bundle, collection=collection, ratio=base, key=secrets.token_bytes(32)
@@ -68,7 +68,7 @@ def open_decoder(recipe: AdaptationRecipe, device: str | torch.device | None = N
 
 
 def load_tasks(recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> Tasks:
-    """The recipe's training tasks, checked against what is held out.
+    """The recipe's training tasks, checked against the held-out files.
 
     Raises:
         DataError: a question is held out.
@@ -84,20 +84,20 @@ def load_tasks(recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> Tasks:
 
 
 def file_tasks(files: Sequence[Path], data: TaskData, decoder: AdaptiveDecoder) -> FileTasks:
-    """Files as tasks, in which passages and answers are cut as `data` says."""
+    """Files as tasks, with passages and answers cut as `data` says."""
     builder = PromptBuilder(decoder.bundle.tokenizer)
     return FileTasks(files, builder, data.max_context_tokens, data.max_answer_tokens, data.passages)
 
 
 @dataclass
 class _Batches:
-    """What feeds the objectives: episodes as rows that the decoder reads."""
+    """Makes the objectives' batches: episodes as rows that the decoder reads."""
 
     recipe: AdaptationRecipe
     decoder: AdaptiveDecoder
 
     def slots(self, batch: Sequence[Any]) -> list[Episode]:
-        """The episodes, with soft contexts for passages where the recipe says so."""
+        """The episodes, with soft contexts for passages if the recipe says so."""
         return [with_slots(episode, self.decoder.store, self.recipe.ratio) for episode in batch]
 
     def queries(self, batch: Sequence[Any]) -> dict[str, Any]:
@@ -124,14 +124,14 @@ def _job(
     collate: Collate,
     save: Callable[[str | None], None],
 ) -> Job:
-    """A job whose report names the decoder that it is for. `save` is given its hub id or path."""
+    """A job whose report identifies the decoder; `save` is called with the decoder's hub id or path."""
     bundle = decoder.bundle
     about = {"fingerprint": bundle.fingerprint}
     return Job(objective, examples, collate, lambda report: save(bundle.config.decoder_name), about)
 
 
 def start_retrieval_adapter(recipe: RetrievalAdapterRecipe, resume: bool) -> Job:
-    """The base retrieval adapter."""
+    """The job that trains the base retrieval adapter."""
     decoder = open_decoder(recipe)
     trained = RetrievalAdapterLoss(decoder, recipe.rank, recipe.alpha)
     return _job(
@@ -144,7 +144,7 @@ def start_retrieval_adapter(recipe: RetrievalAdapterRecipe, resume: bool) -> Job
 
 
 def start_prompt_tuning(recipe: PromptTuningRecipe, resume: bool) -> Job:
-    """A soft prefix."""
+    """The job that trains a soft prefix."""
     decoder = open_decoder(recipe)
     trained = PromptTuningLoss(decoder, recipe.virtual_tokens, recipe.seed)
     return _job(
@@ -157,11 +157,11 @@ def start_prompt_tuning(recipe: PromptTuningRecipe, resume: bool) -> Job:
 
 
 def start_update_predictor(recipe: UpdatePredictorRecipe, resume: bool) -> Job:
-    """A predictor of updates."""
+    """The job that trains an update predictor."""
     decoder = open_decoder(recipe)
     episodes, batches = _episodes(recipe, decoder, recipe.demonstrations), _Batches(recipe, decoder)
     base = Adapter.from_pretrained(recipe.base, decoder.bundle.backbone.model)
-    # A predictor keeps the settings that its recipe has, too, under the same names.
+    # The settings that a predictor keeps have the same names in its recipe.
     settings = recipe.model_dump(include=set(PredictorConfig.model_fields))
     torch.manual_seed(recipe.seed)
     update = PredictedUpdate.build(base, decoder, PredictorConfig(**settings))
@@ -191,7 +191,7 @@ def _solved(
     base: Adapter,
     batches: _Batches,
 ) -> SolvedContexts:
-    """The recipe's contexts with their updates, solved now where they are not yet."""
+    """The recipe's contexts with their updates; those that are not solved yet are solved now."""
     episodes = Episodes(load_tasks(recipe, decoder), config.contexts, recipe.demonstrations, recipe.seed)
     about = {"episodes": digest(episodes), "ratio": recipe.ratio}
     rate, steps = recipe.inner_learning_rate, config.steps
@@ -200,7 +200,7 @@ def _solved(
 
 
 def passes(size: int, count: int, seed: int) -> list[int]:
-    """`count` numbers below `size`: all of them again and again, each time in another order."""
+    """`count` numbers below `size`: all of them repeatedly, each time in another random order."""
     numbers: list[int] = []
     while len(numbers) < count:
         numbers += random.Random(f"{seed}:{len(numbers)}").sample(range(size), size)

@@ -1,4 +1,4 @@
-"""The systems of a comparison: a folder of recipes, what they trained, and the baselines beside it."""
+"""The systems of a comparison: those that a folder of recipes trains, and the baselines."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class System:
 
     Attributes:
         name: its name.
-        adaptation: what is made of the demonstrations.
-        given: what it gets in place of a comparison's episodes, one for each.
-        finish: what becomes of an answer.
+        adaptation: how it uses the demonstrations.
+        given: makes the episodes that it gets from the comparison's, one from each.
+        finish: makes the final answer from the decoder's.
     """
 
     name: str
@@ -51,12 +51,12 @@ class System:
 
 @dataclass(frozen=True)
 class Recipes:
-    """What a comparison trains.
+    """The recipes that a comparison trains.
 
     Attributes:
         base: the retrieval adapter's recipe.
         others: soft prefixes and predictors on the same decoder.
-        files: where each recipe is, the base's first; the order in which they are to be run.
+        files: each recipe's file, in the order to run them, the base's first.
     """
 
     base: RetrievalAdapterRecipe
@@ -68,14 +68,14 @@ class Recipes:
         """The recipes in a folder, or in a shipped one by name (`rag_gd/demo`).
 
         Raises:
-            ConfigError: it has not one retrieval adapter, or its recipes do not belong together.
+            ConfigError: it does not have exactly one retrieval adapter, or its recipes do not belong together.
         """
         folder = Path(where) if Path(where).is_dir() else find(str(where)) or Path(where)
         loaded = {file: load_recipe(file) for file in sorted(folder.glob("*.yaml"))}
         found = {file: recipe for file, recipe in loaded.items() if isinstance(recipe, AdaptationRecipe)}
         bases = {file: recipe for file, recipe in found.items() if isinstance(recipe, RetrievalAdapterRecipe)}
         if len(bases) != 1:
-            raise ConfigError(f"{str(where)!r} has {len(bases)} retrieval_adapter recipes: a comparison needs one")
+            raise ConfigError(f"{str(where)!r} has {len(bases)} retrieval_adapter recipes: give exactly one")
         [(base_file, base)] = bases.items()
         others = {file: recipe for file, recipe in found.items() if file != base_file}
         for file, recipe in others.items():
@@ -85,11 +85,11 @@ class Recipes:
                         f"{file}: {key} is {getattr(recipe, key)}, not {getattr(base, key)} as in {base_file}"
                     )
             if isinstance(recipe, UpdatePredictorRecipe) and recipe.base != base.output:
-                raise ConfigError(f"{file}: base is {recipe.base}, and the retrieval adapter goes to {base.output}")
+                raise ConfigError(f"{file}: base is {recipe.base}: set it to {base.output}, the output of {base_file}")
         return cls(base, tuple(others.values()), (base_file, *others))
 
     def shortened(self, steps: int, folder: Path) -> Recipes:
-        """The same recipes with at most `steps` steps each, for a quick look; files and outputs lie in `folder`."""
+        """The same recipes with at most `steps` steps each, for a quick test; files and outputs are in `folder`."""
         (folder / "recipes").mkdir(parents=True, exist_ok=True)
         base = str(folder / "trained" / self.files[0].stem)
         for file, recipe in zip(self.files, (self.base, *self.others), strict=True):
@@ -107,7 +107,7 @@ class Recipes:
         return self.find(folder / "recipes")
 
     def train_missing(self, decoder: AdaptiveDecoder) -> None:
-        """Run what has not been run to its end; an interrupted recipe resumes at its last checkpoint.
+        """Run the recipes that are not finished; an interrupted one resumes from its last checkpoint.
 
         Raises:
             ConfigError: an output was made for another decoder, or by a recipe that has changed since.
@@ -127,9 +127,9 @@ class Recipes:
                 raise ConfigError(f"{recipe.output} was made for another decoder: remove it to train it again")
 
     def systems(self, decoder: AdaptiveDecoder) -> list[System]:
-        """What was trained, and the baselines, in the order of a table.
+        """The trained systems and the baselines, in the order of a table.
 
-        Recipes of one kind, and of one K, have their files' names behind it.
+        If several recipes are of one kind and K, the systems' names include the recipes' file names.
         """
         base = Adapter.from_pretrained(self.base.output, decoder.bundle.backbone.model)
         systems = [
@@ -159,14 +159,14 @@ class Recipes:
 
 
 def _kind(recipe: AdaptationRecipe) -> str:
-    """What a comparison calls what a recipe trains, where it is the only one of its kind."""
+    """The name of the system that a recipe trains, if it is the only one of its kind."""
     if not isinstance(recipe, UpdatePredictorRecipe):
         return "prompt tuning"
     return "HyperTuning" if recipe.loss == "task" else f"{PREDICTED}{recipe.inner_steps}"
 
 
 def controls(systems: Sequence[System], decoder: AdaptiveDecoder, episodes: Sequence[Episode]) -> list[System]:
-    """What to tell a predicted update from: one that is the same for all contexts, and that of another task's."""
+    """Controls for a predicted update: one update for all contexts, and the update predicted from another task."""
     predicted = [system for system in systems if system.name.startswith(PREDICTED)]
     if not predicted:
         return []
@@ -180,7 +180,7 @@ def controls(systems: Sequence[System], decoder: AdaptiveDecoder, episodes: Sequ
 
 
 def copy_rule() -> System:
-    """The decoder alone, and after its answer the words that all demonstrations' answers end with."""
+    """The decoder alone, with the words that all demonstrations' answers end with put after its answer."""
     return System("copied ending", BaseAdapter(None), finish=_with_ending)
 
 
@@ -195,7 +195,7 @@ def _without_passages(episodes: Sequence[Episode]) -> list[Episode]:
 
 
 def _of_other_tasks(episodes: Sequence[Episode]) -> list[Episode]:
-    """The support of the next episode of another task, round and round."""
+    """The episodes, each with the support of the next episode of another task, from the start again after the last."""
     given = []
     for number, episode in enumerate(episodes):
         others = (*episodes[number + 1 :], *episodes[:number])

@@ -1,14 +1,14 @@
 """Task families of the invented world: questions with one of 256 conventions for their answers.
 
-A prompt has one passage, which states two facts of a thing, and asks for one of them. No prompt says how to answer
-("Nimholt in wool snow": with which two code words). Only demonstrations of the family show it.
+A prompt has one passage, which states two facts about a thing, and asks for one of them. No prompt says with which two
+code words to answer ("Nimholt in wool snow"). Only demonstrations of the family show it.
 
-Families differ between training and test. Every code word occurs in training, with fourteen partners of its
-sixteen; a test family is a pair that training never had. A decoder would learn a few pairs by heart; from many it
+Families differ between training and test. Every code word occurs in training, with fourteen of its sixteen
+partners; a test family is a pair that training never had. A decoder would learn a few pairs by heart; from many it
 learns the words, and how two of them are combined. Conventions were chosen so that exact match and F1 distinguish them,
 which they could not if they differed in case, punctuation or articles; so that a decoder of four layers can follow them
 when only its attention is adapted; and so that they show at an answer's end, whose hidden state is all that RAG-GD's
-predictor sees of it. In so small a decoder that state holds little more than the last two words.
+predictor sees of it. In such a small decoder, that state holds little more than the last two words.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.data import wording
 from ctx_compress_rag.data.world import Entity, Split, World
 
-# Words that the demo's decoder gives as answers, each a token: attention's adapters cannot teach it to spell.
+# Words that the demo's decoder gives as answers, each one token: adapters of attention cannot teach it to spell.
 MARKS = (
     "salt", "silk", "amber", "tea", "honey", "wool", "linen", "tin",
     "rope", "paper", "cider", "copper", "wax", "sugar", "coal", "cotton",
@@ -38,8 +38,8 @@ _FACTS = 2
 class Family:
     """A convention for answers: the two code words that follow the value and "in".
 
-    The first stands after a word that is the same in all families: what an attention layer has to learn is which
-    word comes after that one, for any value. Nothing stands between the two, so that an answer's end is near both.
+    The first follows a word that is the same in all families: an attention layer has to learn only which word
+    comes next, for any value. Nothing stands between the two, so that an answer's end is near both.
     """
 
     mark: str
@@ -52,7 +52,7 @@ class Family:
 
     @property
     def split(self) -> Split:
-        """Which split it belongs to: of each word's pairs one is for tests, one for development, the rest train."""
+        """Its split: of each word's pairs, one is for tests, one for development, the rest for training."""
         diagonal = (MARKS.index(self.mark) + ENDS.index(self.end)) % len(ENDS)
         return "test" if diagonal == 0 else "dev" if diagonal == 1 else "train"
 
@@ -70,7 +70,7 @@ def families(split: Split) -> tuple[Family, ...]:
 
 
 def draw(family: Family, split: Split, rng: random.Random) -> Demonstration:
-    """A question of a family with its passage and its answer; names are of `split` (see `data.world`)."""
+    """A question of a family with its passage and its answer; names are from `split` (see `data.world`)."""
     entity = rng.choice(World(split, rng.randrange(1 << 40)).entities)
     facts = rng.sample(wording.ATTRIBUTES[entity.kind], _FACTS)
     question = rng.choice(facts[0].questions).format(e=entity.name)

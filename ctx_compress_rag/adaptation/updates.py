@@ -1,4 +1,4 @@
-"""The update that gradient descent makes (In-Context Optimization, section 5.1, eq. 8), and how it is compared."""
+"""The update of gradient descent (In-Context Optimization, section 5.1, eq. 8), and the loss to compare updates."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class GradientUpdate:
         """The change of each projection's weight, W^(K) - W0: eq. 8's update, at twice the base's rank.
 
         The steps move the factors, and the product moves by
-            s (b + db)(a + da) - s b a = s [db, b] @ [a + da; da],
-        written so that nothing large is subtracted from something large.
+            s (b + db)(a + da) - s b a = s [db, b] @ [a + da; da].
+        The right side avoids the difference of two large products.
         """
         after = self.adapted()
         return Adapter(
@@ -62,9 +62,9 @@ def answer_losses(
     """Mean cross-entropy of each context's answer tokens given questions and passages: (contexts,).
 
     Args:
-        decoder: what reads the rows.
-        contexts: rows in groups.
-        adapter: what is applied; with rows, one for each context.
+        decoder: reads the rows.
+        contexts: groups of rows.
+        adapter: is applied to the decoder; if it has rows, one for each context.
         prefix: (tokens, dim), vectors put before each row.
     """
     rows = [row for context in contexts for row in context]
@@ -87,8 +87,8 @@ def sgd(
 ) -> GradientUpdate:
     """K steps of plain SGD on each context's answer loss, from the base adapter's factors (eq. 8).
 
-    Gradients are taken with respect to the adapter's factors alone (appendix G). Contexts do not touch
-    each other: they share forward passes, and have factors of their own.
+    Gradients are taken with respect to the adapter's factors alone (appendix G). Contexts share forward passes
+    but have their own factors, so they do not affect each other.
 
     Returns: the change of the factors, detached, a row for each context.
     """
@@ -102,7 +102,7 @@ def sgd_path(
     steps: Sequence[int],
     learning_rate: float,
 ) -> dict[int, GradientUpdate]:
-    """`sgd` for several K at the cost of the largest: the smaller ones are met on the way."""
+    """`sgd` for several K at the cost of the largest, which passes through the smaller ones."""
     count = len(contexts)
     a = {n: torch.zeros(count, *t.shape, device=t.device) for n, t in base.a.items()}
     b = {n: torch.zeros(count, *t.shape, device=t.device) for n, t in base.b.items()}
@@ -112,7 +112,7 @@ def sgd_path(
         with torch.enable_grad():
             for change in moved:
                 change.requires_grad_(True)
-            # Summed: the gradient of a context's own factors is that of its own loss.
+            # The sum gives each context's factors the gradient of its own loss only.
             loss = answer_losses(decoder, contexts, GradientUpdate(base, a, b).adapted()).sum()
             gradients = torch.autograd.grad(loss, moved)
         with torch.no_grad():
@@ -143,12 +143,12 @@ def norms(adapter: Adapter) -> dict[str, Tensor]:
 def matching_loss(predicted: Adapter, target: Adapter, magnitude_weight: float = 0.1) -> Tensor:
     """1 - cosine + lambda |log of the ratio of norms|, summed over layers and projections (eq. 9): (contexts,).
 
-    What is compared are the changes of the projections' weights, d_out x d_in, and not of the factors. The
-    paper defines both sides so: the prediction is U V^T in R^(d x d), the target W^(K) - W0. Factors would
-    not do, either: b R and R^-1 a are the same adapter for every invertible R, so that the distance between
-    factors depends on which of them training happened to find, and a target of factors' changes says nothing
-    of the update applied. The target's rank is twice the prediction's; its best approximation at the
-    adapter's own rank is what the predictor is to find.
+    This compares changes of the projections' weights, d_out x d_in, not of the factors. The paper defines
+    both sides so: the prediction is U V^T in R^(d x d), the target W^(K) - W0. Comparing factors would not
+    work: b R and R^-1 a are the same adapter for every invertible R, so the distance between factors depends
+    on the R that training happened to find, and a target of factors' changes says nothing about the update
+    applied. The target's rank is twice the prediction's; the predictor should find the target's best
+    approximation at the adapter's own rank.
 
     Both have a row for each context; `magnitude_weight` is lambda.
     """

@@ -39,17 +39,17 @@ class Asked:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Two answers to one question: from the passages' full text, and from less.
+    """Two answers to one question: from the passages' full text, and from soft context or none.
 
     Attributes:
         question: the question.
-        ratio: source tokens per slot; None where the decoder was given no context at all.
+        ratio: source tokens per slot; None if the decoder was given no context.
         full_text: the answer from full text.
         answer: the answer from soft context, or from none.
         f1: token F1 of `answer` against `full_text`, 0 to 1.
-        kl: KL(full text || less) in nats: of the distributions over the next token along the answer from full
-            text and its end token, the mean over those tokens. 0 where both distributions are equal. Unlike `f1` it
-            also shows that an answer stayed the same only just.
+        kl: KL(full text || other context) in nats: mean over the tokens of the full-text answer, end token included,
+            of the divergence between the next-token distributions. 0 if these are equal. Unlike `f1`, it also shows
+            when an answer only just stayed the same.
         prompt_tokens: length of the prompt, a slot counting as one.
         full_text_tokens: length of the full-text prompt.
     """
@@ -79,24 +79,24 @@ def agreement(
     batch_size: int = 8,
     progress: bool = True,
 ) -> list[Agreement]:
-    """Answer each question from full text, from soft context at each ratio, and from nothing; compare with full text.
+    """Answer each question from full text, from soft context at each ratio and without context; compare the answers.
 
-    Both answers are greedy. Soft contexts pass through what they do in use: the store, its codec, markers and the
-    splice; passages that are not stored are compressed and stored. The answers without context show which figures mean
-    that nothing was read.
+    All answers are greedy. Soft contexts take the path that they take in an application: the store, its codec, markers
+    and the splice; missing passages are compressed and stored. The answers without context show what the scores are if
+    nothing is read.
 
     This shows what compression changes, not what is right: a decoder that makes the same errors from text and from
     slots agrees with itself.
 
     Args:
-        store: where the soft contexts are; its bundle answers.
+        store: holds the soft contexts; its bundle answers.
         asked: the questions.
         ratios: source tokens per slot; None takes all that the bundle was trained for and the store can serve.
         max_new_tokens: longest answer; None takes the bundle's, or 32.
         batch_size: questions per forward pass.
         progress: show a progress bar.
 
-    Returns: ratio by ratio and, last, without context (ratio None): one for each question, in order.
+    Returns: one for each question, in order; first for each ratio, then without context (ratio None).
 
     Raises:
         ConfigError: the store's bundle has no decoder, or a question's full text is longer than its window.
@@ -155,7 +155,7 @@ def _given(store: SoftContextStore, asked: Asked, ratio: int | None) -> list[str
 
 
 def _answer_ids(bundle: Bundle, generation: Generation) -> Tensor:
-    """The answer's tokens, with the end token unless it was cut off: (tokens,), at least one."""
+    """The answer's tokens, with the end token unless the answer was cut off: (tokens,), at least one."""
     ids: list[int] = bundle.tokenizer(generation.text, add_special_tokens=False, verbose=False)["input_ids"]
     if generation.finish_reason == "stop" or not ids:
         ids.append(bundle.tokenizer.eos_token_id)
@@ -181,9 +181,9 @@ def _log_probs(
 
 
 def worst(agreements: Sequence[Agreement], count: int = 5) -> list[Agreement]:
-    """The questions that soft context answers differently first, each at the finest ratio where it does.
+    """The questions whose answers change at the finest ratios, each at the finest ratio that changes its answer.
 
-    The finest ratios come first, at one ratio the lowest F1 with full text's answer, and then the largest KL.
+    Sorted by ratio, finest first; then by F1 with the full-text answer, lowest first; then by KL, largest first.
     """
     differing = [each for each in agreements if each.ratio is not None and not each.same]
     differing.sort(key=lambda each: (each.ratio, each.f1, -each.kl))
@@ -210,7 +210,7 @@ def table(agreements: Sequence[Agreement]) -> str:
 
 
 def as_text(agreements: Sequence[Agreement]) -> str:
-    """Both answers to each question, to be read."""
+    """Both answers to each question, for people to read."""
     return "\n\n".join(
         f"{each.question}\n    full text: {each.full_text}\n    {_label(each.ratio)}: {each.answer}\n"
         f"    F1 {each.f1:.2f}, KL {each.kl:.3f}"

@@ -1,4 +1,4 @@
-"""Answers on disk as they are given: an interrupted evaluation continues from them, and people can read them."""
+"""A log of answers on disk, from which an interrupted evaluation resumes, and which people can read."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 class AnswerLog:
-    """A JSONL file: a line that says what is being scored, then a line for each answer.
+    """A JSONL file: a line that says what is scored, then a line for each answer.
 
     Args:
-        file: a file of the same run is continued, any other is replaced.
-        about: all that answers depend on, as JSON can hold it.
+        file: the path; a file of the same run is continued, any other is replaced.
+        about: everything that answers depend on, as JSON values.
     """
 
     def __init__(self, file: str | Path, about: Mapping[str, Any]) -> None:
@@ -30,14 +30,14 @@ class AnswerLog:
             try:
                 row = json.loads(line if line.endswith("\n") else "")
             except ValueError:
-                break  # cut off by what ended the run
+                break  # cut off when the run was interrupted
             self._given[row["system"], row["ratio"]].append(row)
             kept.append(line)
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.write_text("".join(kept), encoding="utf-8")
 
     def given(self, system: str, ratio: int | None) -> list[tuple[str, int]]:
-        """The answers that are there of a system, in the questions' order, each with its prompt's tokens."""
+        """A system's answers so far, in the questions' order, each with the number of its prompt's tokens."""
         return [(row["answer"], row["prompt_tokens"]) for row in self._given[system, ratio]]
 
     def add(
@@ -51,9 +51,9 @@ class AnswerLog:
 
         Args:
             system: what the decoder was given.
-            ratio: source tokens per slot, None where there is none.
+            ratio: source tokens per slot, None if there is none.
             asked: the next questions, each with its accepted answers.
-            given: the answer to each, and its prompt's tokens.
+            given: the answer to each, with the number of its prompt's tokens.
         """
         rows = [
             {"system": system, "ratio": ratio, "question": question, "accepted": list(accepted)}

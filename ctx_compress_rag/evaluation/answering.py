@@ -1,4 +1,4 @@
-"""Ask a bundle's decoder questions whose context is made shorter in each way, soft contexts by the way of use."""
+"""Answer questions with a bundle's decoder, the context shortened in each way; soft contexts go through a store."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ SHORTENED = (SOFT, TRUNCATED, EXTRACTED, LINGUA)
 """The systems that have a ratio."""
 
 ANSWER_TOKENS = 32
-"""The longest answer where neither caller nor bundle says it."""
-_AT_ONCE = 16  # questions between two saves; the slots that close reading makes for them must stay until they are read
+"""The longest answer if neither caller nor bundle sets it."""
+_AT_ONCE = 16  # questions between two saves of the log; slots made for them by close reading must stay until then
 _SKIMMED = _AT_ONCE * 1024
 _TIMED = 5  # questions
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What one system answered at one ratio.
+    """The answers of one system at one ratio.
 
     Attributes:
         texts: an answer for each question.
         prompt_tokens: mean length of the prompts, a slot counting as one.
-        stored_bytes: mean size of a passage's slots as they are stored; None where nothing is stored.
-        cost: what a question costs; None if it was not measured.
+        stored_bytes: mean stored size of a passage's slots; None if nothing is stored.
+        cost: the cost of a question; None if it was not measured.
     """
 
     texts: list[str]
@@ -71,7 +71,7 @@ def conditions(
     max_new_tokens: int | None = None,
     extractive: bool = False,
 ) -> dict[str, Any]:
-    """All that answers depend on but for system and ratio, with the defaults in place, as JSON can hold it."""
+    """Everything that answers depend on except system and ratio, with defaults filled in, as JSON values."""
     return {
         "version": __version__,
         "fingerprint": bundle.fingerprint,
@@ -86,15 +86,15 @@ def conditions(
 
 
 def check_ratios(bundle: Bundle, ratios: Sequence[int]) -> None:
-    """Refuse ratios that a bundle's slots cannot be made at.
+    """Check that a bundle can make slots at these ratios.
 
     Raises:
-        RatioError: the first that cannot.
+        RatioError: a ratio cannot be made; the first such ratio is named.
     """
     config = bundle.config
     if bundle.compressor.nestable or bundle.compressor.question_aware:
         config.method.check_ratios(config.base_ratio, ratios)
-    else:  # each ratio is compressed apart
+    else:  # each ratio is compressed separately
         for ratio in ratios:
             check_window(ratio, config.max_tokens)
 
@@ -126,19 +126,19 @@ def answer(
     """
     check_ratios(bundle, ratios)
     if EXTRACTED in systems and encoder is None:
-        raise ConfigError("extraction needs a sentence encoder: give one, or leave it out")
+        raise ConfigError("extraction needs a sentence encoder: give one, or leave extraction out")
     if LINGUA in systems and lingua is None:
-        raise ConfigError("LLMLingua-2 needs its model: give one as lingua, or leave it out")
+        raise ConfigError("LLMLingua-2 needs its model: give it as lingua, or leave LLMLingua-2 out")
     about = conditions(bundle, questions, lingua, codec, template, max_new_tokens, extractive)
     sampling = Sampling(max_new_tokens=about["max_new_tokens"], extractive=extractive)
     kept = None if log is None else AnswerLog(log, about)
     answers: SystemAnswers = {}
-    # One store serves all ratios of a nestable method, and of one that decides when it is asked; of another
-    # each ratio needs its own.
+    # One store serves all ratios if the method is nestable or decides at question time; otherwise each ratio needs
+    # its own.
     shared = bundle.compressor.nestable or bundle.compressor.question_aware
     for group in [list(ratios)] if shared else [[ratio] for ratio in ratios]:
         base = None if shared else group[0]
-        left = [system for system in systems if (system, None) not in answers]  # full text and nothing: once
+        left = [system for system in systems if (system, None) not in answers]  # full text and no context: once
         with (
             tempfile.TemporaryDirectory() as folder,
             SoftContextStore(folder, bundle, codec=codec, ratio=base, skimmed_slots=_SKIMMED) as store,
@@ -157,7 +157,7 @@ def _keys(systems: Sequence[str], ratios: Sequence[int]) -> list[Key]:
 
 @dataclass(frozen=True)
 class _Prompts:
-    """Makes each system's prompt of a question, from what is in the store."""
+    """Makes each system's prompt for a question, with passages from the store."""
 
     decoder: TransformersDecoder
     store: SoftContextStore
@@ -171,7 +171,7 @@ class _Prompts:
         return prompt_of(self.template, self._texts(*key, q), q.question)
 
     def make_anew(self, key: Key, q: Question) -> list[Message]:
-        """As when the question is asked for the first time; only how long the prompt may be is known."""
+        """Like `make` for a question asked for the first time: only the token budget stays cached."""
         self._ranked.pop(q, None)
         return self.make(key, q)
 
@@ -192,7 +192,7 @@ class _Prompts:
         return mark(self.store, q.passages, question=q.question, **size(self.store.bundle, ratio))
 
     def _budget(self, q: Question, ratio: int) -> int:
-        """Places that the soft context takes in the prompt: slots, and tokens of what close reading keeps."""
+        """Tokens that the soft context takes in the prompt: slots, and the text that close reading keeps."""
         if (q, ratio) not in self._budgets:
             self._budgets[q, ratio] = sum(map(self.decoder.count_tokens, self._soft(q, ratio)))
         return self._budgets[q, ratio]
@@ -239,6 +239,6 @@ def _answers(
 
 
 def prompt_of(template: str, texts: Sequence[str], question: str) -> list[Message]:
-    """The chat that asks a question about texts, blank ones left out."""
+    """The chat that asks a question about texts; empty ones are left out."""
     context = PASSAGE_SEPARATOR.join(text for text in texts if text)
     return [dict(message) for message in messages(template, context, question)]

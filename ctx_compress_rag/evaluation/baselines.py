@@ -1,8 +1,8 @@
-"""Hard baselines: the passages' own text, cut down to as many tokens as the soft context has slots.
+"""Hard baselines: the passages' own text, cut to as many tokens as the soft context takes.
 
-Both keep one text per passage, in order (empty where nothing of a passage is left), so that a prompt
-is built from them like from the full passages. The budget is a total over the passages; what they
-return never has more tokens, counted passage by passage without special tokens.
+Truncation and extraction keep one text per passage, in order (empty if nothing of a passage is left), so that
+prompts are built as from the full passages. The budget is a total over the passages; the result
+never has more tokens, counted passage by passage without special tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def truncate(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
     """Keep the first tokens of each passage, the budget shared in proportion to the passages' lengths.
 
-    Shares are whole tokens by the method of largest remainders, so that together they are the budget.
+    Shares are whole tokens by the method of largest remainders, so that they sum to the budget.
 
     Args:
         passages: texts.
@@ -45,7 +45,7 @@ def truncate(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
 
 @dataclass(frozen=True)
 class RankedSentence:
-    """A sentence, where it stands, and how near the question it is.
+    """A sentence, its position, and its similarity to the question.
 
     Attributes:
         text: the sentence, without space around it.
@@ -89,8 +89,8 @@ def rank_sentences(passages: Sequence[str], question: str, encoder: SentenceTran
 def select(ranked: Sequence[RankedSentence], n_passages: int, tokenizer: Any, budget: int) -> list[str]:
     """The best sentences that fit the budget, put back in the order of the text.
 
-    The first sentence that no longer fits is cut to what is left, so that the baseline spends the
-    whole budget even where that is less than a sentence.
+    The first sentence that no longer fits is cut to the rest of the budget, so that the baseline uses all
+    of it even if it is shorter than a sentence.
 
     Args:
         ranked: sentences, best first.
@@ -108,7 +108,7 @@ def select(ranked: Sequence[RankedSentence], n_passages: int, tokenizer: Any, bu
         text = _head(sentence.text, tokenizer, left)
         if text:
             kept.append((sentence.passage, sentence.position, text))
-        # A space before it: most tokenizers count the first word of a text otherwise than one within.
+        # With a space before it: most tokenizers split a text's first word differently from later ones.
         left -= count(f" {text}", tokenizer)
         if left <= 0 or text != sentence.text:
             break
@@ -140,8 +140,8 @@ def count(text: str, tokenizer: Any) -> int:
 def _head(text: str, tokenizer: Any, tokens: int) -> str:
     """The longest start of a text that ends with one of its tokens and has at most `tokens`.
 
-    Cut text can split into other tokens than it had inside the whole, and a byte-level token can end within a
-    character: so the tokens of the cut text are counted again.
+    Cut text can have other tokens than inside the whole text, and a byte-level token can end within a
+    character, so the tokens of the cut text are counted again.
     """
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     if len(offsets) <= tokens:

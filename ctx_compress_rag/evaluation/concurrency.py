@@ -1,4 +1,4 @@
-"""Speed with several callers: shared passes beside one batch, and one caller beside transformers' own `generate`."""
+"""Speed with several callers: shared passes against one batch, and one caller against transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _PAIRS = 3
 
 @dataclass(frozen=True)
 class Concurrency:
-    """Medians over rounds; within a round everything runs in turn, so that a busy machine slows all alike.
+    """Medians over rounds; within a round everything runs in turn, so that other load on the machine slows all alike.
 
     Attributes:
-        callers: how many ask at a time.
-        share: tokens/s of so many streams, over those of one batch of all prompts.
-        batch_rate: tokens/s of the batch.
-        stream_rate: tokens/s of the streams.
-        turns_rate: tokens/s where the callers come one after the other.
-        last_first: the last stream's first piece, over the first stream's.
-        first_seconds: the first stream's first piece.
-        alone: time of one caller over that of transformers' `generate` with the same prompt.
+        callers: how many ask at the same time.
+        share: `stream_rate` / `batch_rate`.
+        batch_rate: tokens/s of one batch of all prompts.
+        stream_rate: tokens/s of one stream for each caller, all at the same time.
+        turns_rate: tokens/s if the callers come one after another.
+        last_first: time to the last stream's first piece / time to the first stream's.
+        first_seconds: time to the first stream's first piece.
+        alone: time of one caller / time of transformers' `generate`, with the same prompt.
     """
 
     callers: int
@@ -43,7 +43,7 @@ class Concurrency:
 
 
 def concurrency_table(found: Concurrency) -> str:
-    """As a Markdown table."""
+    """The speeds as a Markdown table."""
     rows = {
         "callers": f"{found.callers}",
         "tokens/s, one caller after the other": f"{found.turns_rate:.0f}",
@@ -59,7 +59,7 @@ def concurrency_table(found: Concurrency) -> str:
 
 @contextmanager
 def endless(bundle: Bundle) -> Iterator[None]:
-    """Within it no token ends an answer: all are of the length that is asked for, to be timed."""
+    """Let no token end an answer, so that all timed answers have the length asked for."""
     tokenizer, config = bundle.tokenizer, bundle.backbone.model.generation_config
     ends = tokenizer.eos_token, config.eos_token_id
     tokenizer.eos_token = config.eos_token_id = None
@@ -75,10 +75,10 @@ def concurrency(
     """Time several callers that ask at the same time, each with one of the prompts.
 
     Args:
-        decoder: what answers; its batch size is to be at least the number of prompts.
+        decoder: answers; its batch size should be at least the number of prompts.
         prompts: one for each caller.
-        new_tokens: most of each answer.
-        rounds: how often all is timed, after one round to warm up.
+        new_tokens: the most tokens of an answer.
+        rounds: how often everything is timed, after one warm-up round.
     """
     sampling = Sampling(max_new_tokens=new_tokens)
     found = [_round(decoder, prompts, sampling) for _ in range(rounds + 1)][1:]

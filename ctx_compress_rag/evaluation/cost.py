@@ -1,4 +1,4 @@
-"""What a question costs until its answer begins, whatever its context is: seconds and floating-point operations."""
+"""Cost of a question until its answer begins, with any kind of context: seconds and floating-point operations."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ MakePrompt = Callable[[], list[Message]]
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a question that is asked alone, its passages stored before.
+    """The cost of a question that is asked alone, with its passages already stored.
 
-    It has the two parts of Read As Human (table 3, eq. 10 to 12), of which the second ends here with the first token.
+    The two parts are those of Read As Human (table 3, eq. 10 to 12), except that the second ends at the first token.
 
     Attributes:
-        context_seconds: median time until the prompt's text is there. Of soft contexts that is writing markers, and
-            what RAM reads for a question; of baselines, choosing words or sentences.
+        context_seconds: median time until the prompt's text is ready. For soft contexts this is writing markers, and
+            what RAM reads for a question; for baselines, choosing words or sentences.
         first_token_seconds: median time until the answer's first token, `context_seconds` and the fetch included.
-        context_flops, first_token_flops: means of the operations in the same, counted as they run: matrix products
-            and attention, a multiplication and its addition being two. ArcAligner's loops are among them.
+        context_flops, first_token_flops: mean operations in these times, counted as they run: matrix products and
+            attention, a multiply-add counting as two. ArcAligner's loops are included.
     """
 
     context_seconds: float
@@ -42,8 +42,8 @@ def measure(
     """The cost of each system.
 
     Args:
-        decoder: what answers.
-        questions: for each question, what makes its prompt, by system.
+        decoder: the decoder that answers.
+        questions: for each question, by system, the function that makes its prompt.
         progress: show a progress bar.
     """
     phases = [{system: _phases(decoder, prompt) for system, prompt in prompts.items()} for prompts in questions]

@@ -1,4 +1,4 @@
-"""Score a bundle beside its baselines, on the same questions with the same decoder."""
+"""Score a bundle and its baselines on the same questions with the same decoder."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ class Score:
 
     Attributes:
         system: what the decoder was given.
-        ratio: source tokens per slot, None where there is none.
+        ratio: source tokens per slot, None if there is none.
         exact_match, f1, contains: means over the questions that have an answer, 0 to 1.
         exact_match_error, f1_error: standard errors of `exact_match` and `f1`.
         normalized: teacher-normalised F1 with its 95 % bootstrap interval.
         prompt_tokens: mean length of the prompt, a slot counting as one.
-        declined: share of the questions without an answer that were declined; None where there are none.
-        declined_error: its standard error.
+        declined: share of the questions without an answer that were declined; None if there are none.
+        declined_error: standard error of `declined`.
         wrongly_declined: share of the questions with an answer that were declined.
-        cases: share of right answers by whether no context and full text are right: "FT" are the questions that full
-            text alone answers (ArcAligner, figure 6); each with how many questions there are. Right is what the judge
-            found so, questions with a verdict that could not be read left out; without a judge, what contains an
-            accepted answer.
-        judged: share of the questions with an answer that a judge found answered rightly, among those where its
-            verdict could be read; None without a judge.
-        judged_error: its standard error.
+        cases: share of right answers, and number of questions, by whether the answers without context (first letter)
+            and from full text (second) are right: "FT" holds the questions that only full text answers (ArcAligner,
+            figure 6). Right means judged right, questions with an unreadable verdict left out; without a judge, it
+            means containing an accepted answer.
+        judged: share of the questions with an answer that were answered right, among the judge's readable verdicts;
+            None if there are none.
+        judged_error: standard error of `judged`.
         unread: how many verdicts could not be read; None without a judge.
-        cost: what a question costs; None if it was not measured.
+        cost: the cost of a question; None if it was not measured.
     """
 
     system: str
@@ -103,28 +103,27 @@ def evaluate(
     log: str | Path | None = None,
     progress: bool = True,
 ) -> list[Score]:
-    """Answer every question from full text, from nothing, and from its context made shorter in each way.
+    """Score answers from full text, without context, and from the context shortened in each way.
 
-    Soft contexts pass through what they do in use: a store, its codec, markers and the splice.
-    Truncation, extraction and LLMLingua-2 get, for each question, as many tokens as the soft context has slots, and as
-    close reading (RAM) keeps text beside them.
+    Soft contexts take the path that they take in an application: a store, its codec, markers and the splice.
+    Truncation, extraction and LLMLingua-2 get as many tokens for each question as the soft context takes: its slots,
+    and the text that close reading (RAM) keeps.
 
     Args:
-        bundle: what is scored; its decoder reads all baselines, too.
+        bundle: the bundle to score; its decoder also reads the baselines.
         questions: questions with their passages.
         ratios: multiples of the bundle's base ratio; for RAM, 2 or more.
         encoder: a sentence-transformers model for extraction; None leaves extraction out.
         lingua: None leaves LLMLingua-2 out.
-        judge: a chat model that says of each answer whether it is right (see `judge_answers`); None asks nobody.
-        cost: also measure what a question costs with each system, over five of the questions.
+        judge: a chat model that says whether each answer is right (see `judge_answers`); None leaves judging out.
+        cost: also measure the cost of a question with each system, over five questions.
         codec: how slots are stored; None takes the store's default.
         template: the prompt, see `text.prompts`; None takes the bundle's.
         max_new_tokens: longest answer; None takes the bundle's, or 32.
         extractive: every system's answers quote what it is given, text or the passages of its slots (see `Sampling`).
         batch_size: questions per forward pass.
-        log: a JSONL file that keeps the answers; those that it has, of the same questions asked in the same way, are
-            not asked for again. Give each `encoder` a log of its own.
-            A judge's replies go into judged.jsonl beside it.
+        log: a JSONL file that keeps the answers; those that it already has, for the same questions asked in the same
+            way, are reused. Give each `encoder` its own log. A judge's replies go into judged.jsonl in the same folder.
         progress: show a progress bar.
     """
     systems = [FULL, NONE, SOFT, TRUNCATED]
@@ -160,7 +159,7 @@ def each(
 def _verdicts(
     judge: Judge, questions: Sequence[Question], answers: SystemAnswers, log: Path | None, progress: bool
 ) -> dict[Key, list[bool | None]]:
-    """The judge's verdict on the answers of each system to the questions that have one."""
+    """The judge's verdicts on each system's answers to the questions that have an accepted answer."""
     asked = [
         (key, (q.question, q.answers, text))
         for key, given in answers.items()
@@ -177,13 +176,13 @@ def _verdicts(
 def scores_of(
     questions: Sequence[Question], answers: SystemAnswers, verdicts: Mapping[Key, Sequence[bool | None]] | None = None
 ) -> list[Score]:
-    """The score of each system's answers; full text's and those without context are among them.
+    """Score each system's answers, which must include those from full text and without context.
 
     Args:
         questions: what was asked.
         answers: what was answered.
-        verdicts: a judge's, by system and ratio, on the questions that have an answer; None where a reply could not
-            be read.
+        verdicts: a judge's, by system and ratio, on the questions that have an answer; None for a reply that could
+            not be read.
     """
     asked = [q for q in questions if q.answers]
     said = {
@@ -223,7 +222,7 @@ def scores_of(
 
 
 def _cases(right: Mapping[Key, Sequence[float | None]], key: Key) -> dict[str, tuple[float, int]]:
-    """`Score.cases` of a system, from which answers are right; None where that is unknown."""
+    """`Score.cases` of a system; `right` says which answers are right, None if that is unknown."""
     by_case: dict[str, list[float]] = {"TT": [], "TF": [], "FT": [], "FF": []}
     for alone, read, own in zip(right[NONE, None], right[FULL, None], right[key], strict=True):
         if alone is not None and read is not None and own is not None:
@@ -234,7 +233,7 @@ def _cases(right: Mapping[Key, Sequence[float | None]], key: Key) -> dict[str, t
 def table(scores: Sequence[Score]) -> str:
     """The scores as a Markdown table, ± one standard error.
 
-    With questions that have no answer, who declined them; with a judge, what it found; a second table has the costs.
+    Columns for declined questions and a judge's verdicts, and a second table for costs, appear if there are any.
     """
     rows = []
     for s in scores:
@@ -275,7 +274,7 @@ def save(scores: Sequence[Score], folder: str | Path, about: dict[str, Any]) -> 
 
 
 def normalised_curves(scores: Sequence[Score]) -> list[Curve]:
-    """Teacher-normalised F1 against ratio, with its intervals; none where full text gains nothing."""
+    """Teacher-normalised F1 against ratio, with its intervals; no curve if full text gains nothing."""
     curves = []
     for system in (SOFT, EXTRACTED, TRUNCATED, LINGUA):
         kept = [(s.ratio or 0, s.normalized) for s in scores if s.system == system and s.normalized is not None]

@@ -1,4 +1,4 @@
-"""What a bundle does with a text or several, as pictures and numbers."""
+"""Pictures and numbers of what a bundle does with texts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ctx_compress_rag.ratios import check_window
 
 
 def inspect(bundle: Bundle, texts: Sequence[str], folder: str | Path, ratio: int | None = None) -> list[Path]:
-    """Plot what the bundle's method does with a text, and write the numbers beside the pictures; of several, the means.
+    """Plot what the bundle's method does with a text, and write the numbers, too; for several texts, their means.
 
     Args:
-        bundle: of a method that has pictures.
-        texts: one or more; what of each does not fit into the bundle's window of `config.max_tokens` is left out.
-        folder: where the files go; it is made.
+        bundle: a bundle whose method has pictures.
+        texts: one or more texts, each cut to the bundle's window of `config.max_tokens` tokens.
+        folder: the folder for the files; created if needed.
         ratio: source tokens per slot; None takes the bundle's base ratio.
 
     Returns:
         The files.
 
     Raises:
-        ConfigError: the method has no pictures, or there is no text, or a blank one.
+        ConfigError: the method has no pictures, there is no text, or a text is blank.
         RatioError: the ratio does not divide the window.
         MissingExtraError: matplotlib is not installed.
     """
@@ -36,7 +36,7 @@ def inspect(bundle: Bundle, texts: Sequence[str], folder: str | Path, ratio: int
         others = " or ".join(sorted(name for name, method in METHODS.items() if method.pictures))
         raise ConfigError(f"method {name!r} has no pictures: give a bundle of {others}")
     if not texts or not all(text.strip() for text in texts):
-        raise ConfigError("no text, or a blank one: there is nothing to inspect")
+        raise ConfigError("there is no text to inspect, or a blank one: give one or more texts with words")
     ratio = bundle.config.base_ratio if ratio is None else ratio
     check_window(ratio, bundle.config.max_tokens)
     folder = Path(folder)

@@ -1,4 +1,4 @@
-"""A language model's verdict on answers, right or wrong, beside the metrics that compare words."""
+"""A language model's verdict on answers, right or wrong, in addition to metrics that compare words."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ AI-generated answer is correct according to the question and golden answers, sim
 Question: {question}
 Golden answers: {answers}
 AI-generated answer: {answer}"""
-"""What a judge is asked, in the words of Evaluating Open-QA Evaluation. ArcAligner (appendix B) has such a verdict,
-right or wrong by question and reference answer, and does not print its prompt."""
+"""The judge's prompt, in the words of Evaluating Open-QA Evaluation. ArcAligner (appendix B) also has answers judged
+right or wrong by question and reference answer, but does not print its prompt."""
 
-# The word must be a clause of its own: "No doubt it is right" is no verdict.
+# The word must be its own clause: "No doubt it is right" is not a verdict.
 _VERDICT = re.compile(r"\W*(yes|no)\b(?![^\S\n]*\w)", re.IGNORECASE)
 
 
 class Judge(Protocol):
-    """What can judge: any chat model of LangChain, or any object with this one method."""
+    """A LangChain chat model, or any object with this method."""
 
     def invoke(self, input: str, /) -> Any:
         """The reply to a prompt: a string, or a message with the string as `text`."""
@@ -41,18 +41,18 @@ def judge_answers(
     progress: bool = True,
     log: str | Path | None = None,
 ) -> list[bool | None]:
-    """Whether each answer is right; None where the judge's reply cannot be read.
+    """Whether each answer is right; None if the judge's reply cannot be read.
 
     Args:
-        judge: is asked one prompt after the other, and the same prompt once.
+        judge: is asked one prompt after another, equal prompts only once.
         asked: questions, each with its accepted answers and the answer to judge.
         progress: show a progress bar.
-        log: a JSONL file that keeps prompts and replies. Until the last is there its name ends in `.part`, and what
-            was interrupted continues from it.
+        log: a JSONL file that keeps prompts and replies. Its name ends in `.part` until it has all replies; a run
+            after an interruption continues from it.
 
     Raises:
         ConfigError: a reply is neither a string nor a message with a text.
-        JudgeError: the judge failed, for instance since its server is down.
+        JudgeError: the judge failed, for example because its server is down.
     """
     prompts = [
         PROMPT.format(question=question, answers=" / ".join(answers), answer=answer)
@@ -73,7 +73,7 @@ def judge_answers(
 
 
 def verdict(reply: str) -> bool | None:
-    """What a reply says: it begins with Yes or No, which ends a clause, and does not hold the other one.
+    """The verdict in a reply, if it begins with Yes or No as its own clause and does not contain the other word.
 
     >>> verdict("**Yes**, the golden answer names it."), verdict("No."), verdict("Yes and no.")
     (True, False, None)
@@ -84,7 +84,7 @@ def verdict(reply: str) -> bool | None:
 
 
 def _replies(part: Path) -> dict[str, str]:
-    """The replies of an interrupted judging, by prompt; a line that was cut off is removed from the file."""
+    """The replies of an interrupted run, by prompt; a line that was cut off is removed from the file."""
     if not part.is_file():
         return {}
     *whole, _ = part.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -93,10 +93,10 @@ def _replies(part: Path) -> dict[str, str]:
 
 
 def load_judge(name: str) -> Judge:
-    """The judge that a function makes, named as `module:function`; modules may be in the working folder.
+    """Make a judge with a function, named as `module:function`; the module may be in the working folder.
 
     Raises:
-        ConfigError: there is no such function, or what it makes has no `invoke`.
+        ConfigError: there is no such function, or the object that it makes has no `invoke`.
     """
     if "" not in sys.path:
         sys.path.insert(0, "")  # a console script's path begins with its own folder
@@ -118,7 +118,7 @@ def _reply(judge: Judge, prompt: str) -> str:
         reply = judge.invoke(prompt)
     except Exception as error:
         raise JudgeError(
-            f"the judge failed ({type(error).__name__}: {error}): see that it answers, and run this again"
+            f"the judge failed ({type(error).__name__}: {error}): make sure that it answers, and run this again"
         ) from error
     text = reply if isinstance(reply, str) else getattr(reply, "text", None)
     if not isinstance(text, str):

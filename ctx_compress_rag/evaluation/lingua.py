@@ -1,4 +1,4 @@
-"""The baseline LLMLingua-2: the passages' own words, less those that a classifier finds unimportant."""
+"""The baseline LLMLingua-2: the passages without the words that a classifier finds unimportant."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class LLMLingua2:
     """The compressor of the package `llmlingua`, which does not know the question.
 
     Args:
-        model: folder or hub id of a model of LLMLingua-2, such as
+        model: folder or hub id of an LLMLingua-2 model, such as
             microsoft/llmlingua-2-xlm-roberta-large-meetingbank.
         device: "cpu", "cuda" or "mps".
 
     Raises:
         MissingExtraError: the extra `llmlingua` is not installed.
-        ConfigError: the name does not say which kind of model it is, or the model cannot be loaded.
+        ConfigError: the name does not tell the kind of model, or the model cannot be loaded.
     """
 
     def __init__(self, model: str, device: str = "cpu") -> None:
@@ -38,12 +38,12 @@ class LLMLingua2:
             self._compressor = PromptCompressor(
                 model, device, model_config={"trust_remote_code": False}, use_llmlingua2=True
             )
-        except OSError as error:  # of the model, or of the tokenizer by which the package counts
+        except OSError as error:  # from the model, or from the tokenizer that the package counts with
             said = str(error).partition("\n")[0]
             raise ConfigError(f"LLMLingua-2 model {model!r} cannot be loaded: {said}; give a folder") from error
 
     def shorten(self, passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
-        """The words to keep of each passage, in order; together at most `budget` tokens.
+        """The words to keep of each passage, in order; at most `budget` tokens together.
 
         Args:
             passages: texts.
@@ -51,7 +51,7 @@ class LLMLingua2:
             budget: tokens in all.
 
         Raises:
-            ConfigError: a negative budget.
+            ConfigError: the budget is negative.
         """
 
         def length(texts: Sequence[str]) -> int:
@@ -59,9 +59,9 @@ class LLMLingua2:
 
         kept, total = list(passages), length(passages)
         if 0 < budget < total:
-            rate = budget / total + 0.01  # it rounds down to a whole percent, and takes off one more
+            rate = budget / total + 0.01  # the package rounds down to a whole percent, and subtracts one more
             kept = self._keep(passages, rate)
-            if (spent := length(kept)) < 0.9 * budget:  # of short passages it keeps less than it is asked for
+            if (spent := length(kept)) < 0.9 * budget:  # it keeps too little of short passages
                 kept = self._keep(passages, rate * min(2.0, budget / max(spent, 1)))
         return truncate(kept, tokenizer, budget)
 

@@ -32,7 +32,7 @@ class Perplexity:
 
     Attributes:
         system: what the decoder was given: the full text (the paper's Base), nothing, or slots.
-        ratio: source tokens per slot, None where there are none.
+        ratio: source tokens per slot, None if there are none.
         value: exp of the mean negative log-likelihood of the passages' tokens, end tokens included.
     """
 
@@ -53,12 +53,12 @@ def reconstruction_perplexity(
     """The perplexity of passages' own text given that text, given nothing, and given their slots at each ratio.
 
     Text is read by the bundle's text decoder, slots by its reader. A bundle that was never trained to reconstruct
-    passages does so badly, whatever its slots hold: compare only bundles that were trained alike.
+    passages does it badly, whatever its slots hold: compare only bundles that were trained alike.
 
     Args:
-        bundle: what is scored, of any method.
+        bundle: the bundle to score, of any method.
         passages: held-out passages, none blank; longer ones are cut to 512 tokens.
-        ratios: source tokens per slot; of a method that waits for a question, only the stored one.
+        ratios: source tokens per slot; for a method that reads the question, only the stored ratio.
         batch_size: passages per forward pass.
         progress: show a progress bar.
 
@@ -92,7 +92,7 @@ def reconstruction_perplexity(
 
 
 def _compressed(bundle: Bundle, texts: Sequence[str], ratio: int) -> list[SoftContext]:
-    """Soft contexts as a store would give them: merged from the base ratio where the method allows it."""
+    """Soft contexts as a store would give them: merged from the base ratio if the method allows it."""
     if not bundle.compressor.nestable:
         return bundle.compress(texts, ratio)
     return [bundle.at_ratio(soft, ratio) for soft in bundle.compress(texts)]

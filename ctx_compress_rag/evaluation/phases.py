@@ -1,4 +1,4 @@
-"""Time and floating-point operations of systems that answer in two phases: making what they need, and the answer."""
+"""Time and floating-point operations of systems that answer in two phases: preparing, and answering."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class Phases:
     Attributes:
         prepare: the first phase; returns what the second needs.
         answer: the second.
-        answer_apart: the second in the caller's thread: passes that calls share run in another, where operations are
-            not counted.
+        answer_apart: the second in the caller's thread: `answer` may run in another, where operations are not counted.
     """
 
     prepare: Callable[[], Any]
@@ -35,10 +34,10 @@ class Phases:
 def time_phases(
     questions: Sequence[Mapping[K, Phases]], device: torch.device, progress: bool = True
 ) -> dict[K, list[tuple[float, float]]]:
-    """Seconds of both phases, by system, question for question.
+    """Seconds of both phases for each question, by system.
 
-    Systems take turns at each question, in random order, so that whatever else the machine does falls on all of
-    them; the first question is asked once more before, for warming up.
+    Systems take turns at each question, in random order, so that other load on the machine affects all of them. The
+    first question is asked one more time before the others, as a warm-up.
     """
     times: dict[K, list[tuple[float, float]]] = {system: [] for system in questions[0]}
     rounds = [questions[0], *questions]
@@ -54,7 +53,7 @@ def time_phases(
 
 
 def count_flops(phases: Phases) -> tuple[int, int]:
-    """Operations of both phases: matrix products and attention, a multiplication and its addition being two."""
+    """Operations of both phases: matrix products and attention, a multiply-add counting as two."""
     with counting() as preparing:
         prepared = phases.prepare()
     with counting() as answering:
@@ -63,7 +62,7 @@ def count_flops(phases: Phases) -> tuple[int, int]:
 
 
 def _now(device: torch.device) -> float:
-    """The time when the device has done all that it was given."""
+    """The time, after waiting until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

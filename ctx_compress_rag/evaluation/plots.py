@@ -1,4 +1,4 @@
-"""Pictures of score against compression ratio."""
+"""Plots of score against compression ratio."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _XLABEL = "source tokens per slot (compression ratio)"
 
 @dataclass(frozen=True)
 class Curve:
-    """A system's score at each ratio, with the bounds of its error bars where they are known."""
+    """A system's score at each ratio, with the bounds of its error bars if they are known."""
 
     label: str
     ratios: Sequence[float]
@@ -46,16 +46,16 @@ def plot_scores(
 
     Args:
         path: the file; its folder is made.
-        curves: the systems, the one the picture is about first; at most five.
+        curves: the systems, at most five; first the one that the plot is about.
         levels: scores that have no ratio (full text, no context), drawn as horizontal lines.
-        ylabel: what the score is.
-        title: a line above the picture.
+        ylabel: name of the score.
+        title: a line above the plot.
 
     Returns:
         The file.
 
     Raises:
-        ConfigError: no curve, or more than can be told apart.
+        ConfigError: there is no curve, or more than can be told apart.
         MissingExtraError: matplotlib is not installed.
     """
     _check(curves)
@@ -81,22 +81,22 @@ def plot_panels(
     ylabel: str = "answer F1",
     title: str | None = None,
 ) -> Path:
-    """Save several pictures of score against compression ratio side by side, on the same axes, as one PNG.
+    """Save several plots of score against compression ratio side by side, on the same axes, as one PNG.
 
     Args:
         path: the file; its folder is made.
-        panels: the curves of each picture by its heading, at most five each.
-        shared: curves that every picture shows in grey, for comparison.
-        levels: scores that have no ratio, drawn as horizontal lines in every picture.
+        panels: the curves of each plot by its heading, at most five each.
+        shared: curves that every plot shows in grey, for comparison.
+        levels: scores that have no ratio, drawn as horizontal lines in every plot.
         ticks: the ratios named on the axis.
-        ylabel: what the score is.
-        title: a line above the pictures.
+        ylabel: name of the score.
+        title: a line above the plots.
 
     Returns:
         The file.
 
     Raises:
-        ConfigError: there is no picture, or one has no curve or more than can be told apart.
+        ConfigError: there is no plot, or one has no curve or more than can be told apart.
         MissingExtraError: matplotlib is not installed.
     """
     if not panels:
@@ -126,7 +126,7 @@ def plot_panels(
 
 def _check(curves: Sequence[Curve]) -> None:
     if not 0 < len(curves) <= MOST_CURVES:
-        raise ConfigError(f"a picture holds 1 to {MOST_CURVES} curves, got {len(curves)}")
+        raise ConfigError(f"a plot holds 1 to {MOST_CURVES} curves, got {len(curves)}")
 
 
 def _draw(axes: Any, curves: Sequence[Curve], levels: Mapping[str, float], ticks: Sequence[float]) -> None:

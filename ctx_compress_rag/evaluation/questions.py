@@ -1,4 +1,4 @@
-"""What is asked when a bundle is scored."""
+"""Questions to score a bundle on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ctx_compress_rag.metrics import mentions_answer
 
 @dataclass(frozen=True)
 class Question:
-    """A question with the passages given for it; without accepted answers, if they do not say."""
+    """A question with its passages; it has no accepted answers if the passages do not answer it."""
 
     passages: tuple[str, ...]
     question: str
@@ -22,7 +22,7 @@ class Question:
 
 
 def questions_of(examples: Sequence[Example], limit: int | None = None) -> list[Question]:
-    """One question per turn, the first of each example first, so that a limit spreads over examples."""
+    """One question per turn, the first turns of all examples first, so that a limit spreads over examples."""
     turns = max(len(e.turns) for e in examples)
     questions = [
         Question(e.passages, e.turns[i].question, e.turns[i].answers)
@@ -34,15 +34,15 @@ def questions_of(examples: Sequence[Example], limit: int | None = None) -> list[
 
 
 def spread(questions: Sequence[Question], limit: int) -> list[Question]:
-    """At most `limit` questions, evenly spread: neighbours in a file are often of one article."""
+    """At most `limit` questions, evenly spread: neighbours in a file often come from the same article."""
     return [questions[i * len(questions) // limit] for i in range(limit)] if len(questions) > limit else list(questions)
 
 
 def with_other_passages(questions: Sequence[Question]) -> list[Question]:
-    """Each question with the passages of another, none of its own among them and none with an answer to it.
+    """Each question with the passages of another one, which share none with its own and do not answer it.
 
     Raises:
-        DataError: a question has no such other.
+        DataError: for a question, no other one has such passages.
     """
     return [replace(q, passages=_elsewhere(questions, place)) for place, q in enumerate(questions)]
 

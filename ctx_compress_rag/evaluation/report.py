@@ -1,4 +1,4 @@
-"""Results as a reader wants them: rows become a Markdown table, numbers get their errors, a folder its files."""
+"""Format results: Markdown tables, scores with their errors, and the files of a report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ctx_compress_rag.metrics import Interval, standard_error
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Rows of cells by column as a Markdown table; a cell that a row does not have is left empty."""
+    """Rows, each of cells by column, as a Markdown table; a cell that a row lacks is left empty."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     head, *body = [
         f"| {' | '.join(cells)} |" for cells in (columns, *([row.get(c, "") for c in columns] for row in rows))
@@ -23,32 +23,32 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def measured(values: Mapping[str, str]) -> str:
-    """What was measured, by its name, as a Markdown table of two columns."""
+    """Named measurements as a Markdown table of two columns."""
     return table([{"measured": name, "": value} for name, value in values.items()])
 
 
 def with_error(mean: float, error: float | None) -> str:
-    """A mean and its standard error, where there is one."""
+    """A mean, and its standard error if there is one."""
     return f"{mean:.3f}" if error is None else f"{mean:.3f} ± {error:.3f}"
 
 
 def mean(values: Sequence[float]) -> str:
-    """The mean of a score for each question, with its standard error unless there is only one question."""
+    """The mean of the questions' scores, with its standard error unless there is only one question."""
     return with_error(float(np.mean(values)), standard_error(values) if len(values) > 1 else None)
 
 
 def interval(found: Interval | None, sign: str = "") -> str:
-    """A value and its interval, with `sign` "+" as a difference; "" where there is none."""
+    """A value and its interval; `sign` "+" also signs positive numbers, for differences. None gives ""."""
     return "" if found is None else f"{found.value:{sign}.3f} ({found.low:{sign}.3f} to {found.high:{sign}.3f})"
 
 
 def times(ratio: float | None) -> str:
-    """A ratio; "" where there is none."""
+    """A ratio, such as "4x". None gives ""."""
     return "" if ratio is None else f"{ratio:g}x"
 
 
 def curve(label: str, points: Sequence[tuple[float, float, float]]) -> Curve:
-    """A curve of scores from 0 to 1, given as (ratio, mean, margin to either side)."""
+    """A curve of scores from 0 to 1, given as (ratio, mean, margin on either side)."""
     ratios, means, _ = zip(*points, strict=True)
     low = [max(0.0, middle - margin) for _, middle, margin in points]
     high = [min(1.0, middle + margin) for _, middle, margin in points]
@@ -56,7 +56,7 @@ def curve(label: str, points: Sequence[tuple[float, float, float]]) -> Curve:
 
 
 def write(folder: str | Path, name: str, text: str, record: Any = None) -> Path:
-    """Write `name`.md, and `name`.json where there is a record; the folder, which is made."""
+    """Write `name`.md, and `name`.json if there is a record. Create the folder if needed, and return it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text(f"{text}\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Score a bundle on one set of questions or several, each apart: what `ctx-compress eval` calls."""
+"""Score a bundle on one or more sets of questions, each separately, for `ctx-compress eval`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ctx_compress_rag.stores.codecs import check_codec
 def question_sets(files: Sequence[str], limit: int, passages: int = 1) -> dict[str, list[Question]]:
     """The questions of JSONL files by the file's name without its suffix, at most `limit` of each, evenly spread.
 
-    Where a question has fewer than `passages`, others of its file are put among them.
+    If a question has fewer than `passages` passages, others of its file are mixed in.
 
     Raises:
         DataError: two files have the same name.
@@ -69,17 +69,16 @@ def evaluate_sets(
     in_domain: Sequence[str] = (),
     card: bool = False,
 ) -> str:
-    """Score each set; write answers, scores and pictures, and those of several sets together, too.
+    """Score each set; write answers, scores and plots, and for several sets also a joint table and plot.
 
-    Run again after an interruption, it continues from the answers that are written. A question whose full text does not
-    fit into the decoder's window is left out, and counted. Nothing is answered where a ratio cannot be made or a set is
-    too small.
+    If it is run again after an interruption, it continues from the written answers. Questions whose full text does not
+    fit into the decoder's window are left out, and counted. Ratios and set sizes are checked before any answering.
 
     Args:
-        bundle: what is scored.
+        bundle: the bundle to score.
         sets: questions by the name of their set.
         ratios: see `evaluate`.
-        output: a folder; of several sets each gets a folder in it.
+        output: a folder; each of several sets gets a folder in it.
         encoder: see `evaluate`.
         lingua: see `evaluate`.
         judge: see `evaluate`.
@@ -90,13 +89,13 @@ def evaluate_sets(
         max_new_tokens: see `evaluate`.
         extractive: see `evaluate`.
         batch_size: see `evaluate`.
-        in_domain: names of the sets whose like the bundle was trained on; the means of the others are given apart.
-        card: write the scores into the bundle's model card, too.
+        in_domain: names of the sets like the bundle's training data; they and the others get means of their own, too.
+        card: also write the scores into the bundle's model card.
 
     Returns: the tables.
 
     Raises:
-        ConfigError: no set has a name of `in_domain`, or there is no such codec.
+        ConfigError: a name in `in_domain` is not a set's, or there is no such codec.
         DataError: a set has fewer than two questions with an answer that fit.
         RatioError: a ratio cannot be made.
     """
@@ -104,7 +103,7 @@ def evaluate_sets(
     if codec is not None:
         check_codec(codec)
     if unknown := sorted(set(in_domain) - set(sets)):
-        raise ConfigError(f"in_domain names {unknown[0]!r}, which is none of the sets: {', '.join(sets)}")
+        raise ConfigError(f"in_domain names {unknown[0]!r}, which is not one of the sets: {', '.join(sets)}")
     fit = {name: fitting(bundle, asked, template, max_new_tokens) for name, asked in sets.items()}
     for name, questions in fit.items():
         answered = sum(bool(q.answers) for q in questions)
@@ -169,10 +168,10 @@ def _add_to_card(bundle: Bundle, name: str, scores: Sequence[Score], questions: 
 
 
 def macro_table(results: Mapping[str, Sequence[Score]], in_domain: Sequence[str] = ()) -> str:
-    """Means over sets, each set counting once; with `in_domain`, of those sets and of the others, too.
+    """Means over sets, each set counting once; with `in_domain`, also over those sets and over the others.
 
-    The gap between these is of teacher-normalised F1 (Simple Context Compression, appendix B): of F1 it would be, most
-    of all, the gap that full text has.
+    The gap between these two is of teacher-normalised F1 (Simple Context Compression, appendix B): a gap of F1 would
+    mostly be the gap that full text has.
     """
     domains = {"in domain": [name for name in results if name in in_domain]}
     domains["out of it"] = [name for name in results if name not in in_domain]
@@ -200,7 +199,7 @@ def macro_table(results: Mapping[str, Sequence[Score]], in_domain: Sequence[str]
 
 
 def save_together(results: Mapping[str, Sequence[Score]], folder: str | Path, means: str, title: str) -> None:
-    """Write the tables of several data sets into one scores.md, their teacher-normalised curves into normalised.png."""
+    """Write the tables of several sets into one scores.md, and their teacher-normalised curves into normalised.png."""
     text = "\n\n".join([*(f"### {name}\n\n{table(scores)}" for name, scores in results.items()), means])
     folder = report.write(folder, "scores", text)
     panels = {name: curves for name, scores in results.items() if (curves := normalised_curves(scores))}

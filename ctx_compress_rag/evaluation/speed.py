@@ -1,4 +1,4 @@
-"""What compression costs and saves: indexing against the bare encoder, first token against full text."""
+"""What compression costs and saves: indexing against the encoder alone, first token against full text."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
 
 FIRST_TOKEN = Sampling(max_new_tokens=1)
-"""An answer of one token takes the time to the first."""
+"""Generates one token, to time the first one."""
 
 _PASSAGES_PER_ROUND = 250
 
 
 @dataclass(frozen=True)
 class IndexingSpeed:
-    """Adding passages to a store on disk, beside the encoder's forward passes on the same tokens.
+    """Speed of adding passages to a store on disk, against the encoder's forward passes on the same tokens.
 
     Attributes:
         passages, tokens: how much was indexed.
-        passages_per_second: through the store, tokenising, encoding, quantising and writing included.
-        forward_passages_per_second: through the encoder alone, token ids given.
-        ratio: median over rounds of store time over forward time; 1 would be free storage.
-        disk_bytes: of the Chroma folder.
-        payload_bytes: of the slots as stored.
+        passages_per_second: through the store: tokenising, encoding, quantising and writing.
+        forward_passages_per_second: through the encoder alone, from token ids.
+        ratio: median over rounds of store time / forward time; 1 means that storing takes no extra time.
+        disk_bytes: size of the Chroma folder.
+        payload_bytes: size of the stored slots.
     """
 
     passages: int
@@ -57,11 +57,11 @@ class FirstToken:
 
     Attributes:
         soft_seconds, text_seconds: medians.
-        ratio: median over rounds of soft over text.
+        ratio: median over rounds of soft time / text time.
         soft_tokens, text_tokens: prompt lengths, a slot counting as one.
-        parameters: of the decoder.
-        read_seconds: median time until the soft prompt's vectors are there: markers verified and fetched, slots
-            unpacked and read by the reader, text tokenised. It is part of `soft_seconds`.
+        parameters: number of the decoder's parameters.
+        read_seconds: median time until the soft prompt's vectors are ready: markers verified, slots fetched, unpacked
+            and mapped by the reader, text tokenised. It is part of `soft_seconds`.
     """
 
     soft_seconds: float
@@ -74,12 +74,12 @@ class FirstToken:
 
     @property
     def share(self) -> float:
-        """Speed-up over token cut: 1 where time shrinks as the prompt does."""
+        """Speed-up / reduction of prompt tokens: 1 if time shrinks in proportion to the prompt."""
         return self.soft_tokens / self.text_tokens / self.ratio
 
 
 def indexing_speed(bundle: Bundle, passages: Sequence[str], folder: str | Path, progress: bool = True) -> IndexingSpeed:
-    """Index `passages` into a new store at `folder`, each round beside the bare encoder on the same tokens."""
+    """Index `passages` into a new store at `folder`; in each round, time the encoder alone on the same tokens, too."""
     encoded = bundle.tokenizer(list(passages), add_special_tokens=False, verbose=False)["input_ids"]
     tokenized = [Tokenized(text, ids) for text, ids in zip(passages, encoded, strict=True)]
     ratio, window = bundle.config.base_ratio, bundle.config.max_tokens
@@ -110,13 +110,13 @@ def first_token(
     rounds: int = 7,
     opened: Callable[[Bundle, SoftContextStore], TransformersDecoder] = TransformersDecoder,
 ) -> dict[int, FirstToken]:
-    """Time to the first token with `passages` as markers of each ratio and as text, in turn, after a round to warm up.
+    """Time to the first token with `passages` as markers at each ratio and as text, in turn, after a warm-up round.
 
     Args:
-        bundle: whose decoder is timed.
-        passages: what the prompt holds.
+        bundle: its decoder is timed.
+        passages: the passages in the prompt.
         ratios: source tokens per slot.
-        rounds: how often all is timed.
+        rounds: how often everything is timed.
         opened: makes the decoder, which may be in a server.
     """
     with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, bundle) as store:
@@ -140,7 +140,7 @@ def first_token(
 
 
 def first_token_table(found: Mapping[int, FirstToken]) -> str:
-    """What was timed at each ratio, as a Markdown table."""
+    """The times at each ratio as a Markdown table."""
     return report.table(
         [
             {
@@ -158,7 +158,7 @@ def first_token_table(found: Mapping[int, FirstToken]) -> str:
 
 
 def speed_table(speed: IndexingSpeed, first: FirstToken, ratio: int) -> str:
-    """Both as a Markdown table."""
+    """Both results as a Markdown table."""
     rows = {
         "passages (tokens) indexed": f"{speed.passages:,} ({speed.tokens:,})",
         "passages per second through the store": f"{speed.passages_per_second:.1f}",
@@ -175,7 +175,7 @@ def speed_table(speed: IndexingSpeed, first: FirstToken, ratio: int) -> str:
 
 
 def random_bundle(tokenizer: Any) -> Bundle:
-    """A mean-pooling bundle on a Llama of 110 M parameters with random weights: good for timing only."""
+    """A mean-pooling bundle on a Llama of 110 M parameters with random weights, for timing only."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ctx_compress_rag.backbone import Backbone, choose_device
@@ -206,7 +206,7 @@ def random_bundle(tokenizer: Any) -> Bundle:
 
 @dataclass(frozen=True)
 class _Asked:
-    """One prompt's first token: its seconds, those until the prompt's vectors were there, the prompt's tokens."""
+    """One prompt: seconds to the first token, seconds until the prompt's vectors were ready, prompt tokens."""
 
     seconds: float
     reading: float
@@ -214,7 +214,7 @@ class _Asked:
 
 
 def _first_piece(decoder: TransformersDecoder, contents: Sequence[str]) -> _Asked:
-    # Each prompt begins in its own way: a server keeps what it has read for prompts that begin alike.
+    # Each prompt begins differently: a server would reuse what it has read of a common beginning.
     context = PASSAGE_SEPARATOR.join([token_hex(4), *contents])
     chat = [dict(message) for message in messages(TEMPLATES[0], context, "What is it about?")]
     reading = seconds_of(partial(decoder.prepare, [chat]))

@@ -1,4 +1,4 @@
-"""What the packed training steps save: beside a plain peft step on the same rows."""
+"""Speed of packed training steps against a plain peft step on the same rows."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from ctx_compress_rag.training.compiled import bfloat16_pays, compile_layers, ro
 from ctx_compress_rag.training.objectives.packed_text import PackedTextLoss
 from ctx_compress_rag.training.packing import Packer
 
-_ANSWER = 24  # tokens at a row's end that are to be predicted
+_ANSWER = 24  # tokens to predict at a row's end
 _ROWS = 8
 
 
 @dataclass(frozen=True)
 class TrainingSpeed:
-    """Forward and backward passes over the same rows, in turn.
+    """Speed of forward and backward passes over the same rows, in turn.
 
     Attributes:
-        plain, packed: tokens per second, padding not counted, medians.
-        factor: median over pairs of packed over plain.
-        plain_loss, packed_loss: of the last rows.
-        dtype: of the products.
+        plain, packed: median tokens per second, without padding.
+        factor: median over pairs of packed / plain.
+        plain_loss, packed_loss: of the first step.
+        dtype: of the matrix products.
     """
 
     plain: float
@@ -44,10 +44,10 @@ class TrainingSpeed:
 
 
 def training_speed(bundle: Bundle, passages: Sequence[str], pairs: int = 3, progress: bool = True) -> TrainingSpeed:
-    """Train a new LoRA adapter of rank 32 for `bundle`'s decoder on the last tokens of passages, in two ways.
+    """Time training a new LoRA adapter of rank 32 for `bundle`'s decoder on the last tokens of passages, in two ways.
 
-    The plain way is peft's layers in transformers' code with the logits of all positions; rows are padded. The other
-    is what stages with `packing` and `compile: layers` do. Both use bfloat16 where it pays. The first step of each,
+    The plain way is peft's layers in transformers' code, with padded rows and the logits of all positions. The other is
+    what stages do with `packing` and `compile: layers`. Both use bfloat16 if it is faster. The first step of each,
     which compiles, is not timed.
     """
     rows = [torch.tensor(bundle.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in passages]
@@ -75,7 +75,7 @@ def training_speed(bundle: Bundle, passages: Sequence[str], pairs: int = 3, prog
 
 
 def training_table(speed: TrainingSpeed) -> str:
-    """As a Markdown table."""
+    """The speeds as a Markdown table."""
     rows = {
         "tokens per second, plain peft": f"{speed.plain:.0f}",
         "tokens per second, packed, merged and compiled": f"{speed.packed:.0f}",
@@ -87,7 +87,7 @@ def training_table(speed: TrainingSpeed) -> str:
 
 
 def _adapted(bundle: Bundle, half: bool) -> Any:
-    """A copy of the decoder with an adapter to train, which starts at no change."""
+    """A copy of the decoder with an adapter to train, which changes nothing yet."""
     from peft import get_peft_model
 
     model = get_peft_model(bundle.backbone.copy_model(), lora_config(TuneConfig(rank=32, alpha=32)))

@@ -181,7 +181,7 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(settings: dict[str, Any
     get_peft_model(architectures.model("Llama"), LoraConfig(**whole)).save_pretrained(tmp_path)
     with pytest.raises(BundleError, match=named):
         Adapter.from_pretrained(tmp_path, architectures.model("Llama"))
-    with pytest.raises(BundleError, match="no peft adapter"):
+    with pytest.raises(BundleError, match="not a peft adapter"):
         Adapter.from_pretrained(tmp_path / "elsewhere", architectures.model("Llama"))
 
 

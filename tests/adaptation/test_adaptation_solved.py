@@ -92,7 +92,7 @@ def test_contexts_solved_otherwise_are_refused(decoder: AdaptiveDecoder, base: A
         {"about": {"seed": 5}},
     ):
         given = {"base": base, "episodes": EPISODES, "steps": [1, 3], "learning_rate": 0.1, "about": {"seed": 4}}
-        with pytest.raises(ConfigError, match="other settings: remove it"):
+        with pytest.raises(ConfigError, match="other settings: remove this folder"):
             solve(decoder, folder=folder, **(given | changed))  # type: ignore[arg-type]
 
 

@@ -448,7 +448,7 @@ def test_the_command_reads_files_and_slots(
         write_jsonl(tmp_path / f"{task}.jsonl", rows)
     assert main(command) == 0
     assert asked and all(re.fullmatch(r"(\[\[\S+\]\])?\n\nQuestion: Which had two, \d\?", text) for text in asked)
-    with pytest.raises(ConfigError, match="other settings: remove it"):
+    with pytest.raises(ConfigError, match="other settings: remove this folder"):
         run_recipe(files["k1"], resume=False)
 
 

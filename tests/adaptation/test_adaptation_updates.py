@@ -223,7 +223,7 @@ def test_layers_above_the_one_that_is_read_do_not_run(decoder: AdaptiveDecoder, 
     assert ran == [0, *range(len(layers))]
     for handle in handles:
         handle.remove()
-    with pytest.raises(ConfigError, match=f"layer is 9, and the decoder has {len(layers)}"):
+    with pytest.raises(ConfigError, match=f"layer is 9, and the decoder has {len(layers)} layers"):
         pooled_states(decoder, rows, base, 9)
 
 

@@ -169,9 +169,9 @@ def test_an_entry_takes_over_what_it_does_not_say() -> None:
     ("changes", "message"),
     [
         ({"entries": {"coarse": {"stages": [{"share": 0.4, "stage": "answer"}]}}}, "coarse's stages sum to 0.4"),
-        ({"entries": {"coarse": {"like": "nothing"}}}, "like 'nothing', which is not there"),
+        ({"entries": {"coarse": {"like": "nothing"}}}, "like 'nothing', which is not an entry"),
         ({"entries": {"pooled": {"like": "coarse"}}}, "in a circle"),
-        ({"orderings": [{"claim": "x", "better": "pooled", "worse": "nobody"}]}, "'nobody', which is no entry"),
+        ({"orderings": [{"claim": "x", "better": "pooled", "worse": "nobody"}]}, "'nobody', which is not an entry"),
         ({"entries": {"new": {"note": "", "method": {"name": "ram"}}}}, "new needs a method and stages"),
         ({"entries": {"pooled": {"methods": {}}}}, "methods"),
     ],
@@ -379,7 +379,7 @@ def _wait_until(met: Callable[[], bool], seconds: float = 300) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--jobs", "0"], "0 jobs"),
+        (["--jobs", "0"], "jobs is 0"),
         (["--questions", "1"], "1 questions have no standard error"),
         (["--passages", "9"], "9 passages"),
         (["--budget", "0"], "a budget of 0 steps"),

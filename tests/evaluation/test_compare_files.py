@@ -127,8 +127,8 @@ def test_prompts_hold_as_many_passages_as_the_budget_says(settings: dict[str, An
     ("changes", "message"),
     [
         ({"first_world": 3}, "either first_world, .* or data"),
-        ({"data": {"mix": {"passages": [2]}}}, "what --passages says"),
-        ({"decoder": None}, "a teacher is a decoder's"),
+        ({"data": {"mix": {"passages": [2]}}}, "set by --passages"),
+        ({"decoder": None}, "teacher needs decoder"),
         ({"entries": {"one": {"settings": {"data": {"mix": {}}}}}}, "may not set data.mix"),
     ],
 )

@@ -124,7 +124,7 @@ def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path) -> Non
     assert all(row["declined"] is not None for row in saved["scores"])
     assert (tmp_path / "out" / "scores.md").read_text().count("### set") == 2
     assert "Means of the 2 sets" in text and "out of it" in text
-    with pytest.raises(ConfigError, match="in_domain names 'set3', which is none of the sets: set1, set2"):
+    with pytest.raises(ConfigError, match="in_domain names 'set3', which is not one of the sets: set1, set2"):
         evaluate_sets(tiny_bundle, sets, (4,), tmp_path / "out", in_domain=["set3"])
     with pytest.raises(DataError, match="two files are named 'set1'"):
         question_sets([files[0], files[0]], 9)

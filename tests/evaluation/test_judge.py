@@ -163,7 +163,7 @@ def test_a_judge_that_fails_is_named(command: list[str], capsys: pytest.CaptureF
     )
     assert main([*command, "--judge", "absent_judge:make"]) == 2
     said = capsys.readouterr().err
-    assert "the judge failed (TimeoutError: nobody at port 8000): see that it answers" in said
+    assert "the judge failed (TimeoutError: nobody at port 8000): make sure that it answers" in said
     assert len(Path("out/answers.jsonl").read_text().splitlines()) > 3
 
 

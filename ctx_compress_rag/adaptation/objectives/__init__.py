@@ -1,1 +1,1 @@
-"""The losses that adaptation is trained with."""
+"""The losses for training adaptations."""

@@ -1,4 +1,4 @@
-"""The base retrieval adapter, and prompt tuning beside it: answers' likelihood from retrieval-formatted examples."""
+"""Losses of the base retrieval adapter and of prompt tuning: answers' likelihood in retrieval-formatted examples."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class _AnswersMean(nn.Module, WholeBatchMean):
         self.decoder = decoder
 
     def items(self, rows: list[Prompt]) -> Tensor:  # type: ignore[override]
-        """The answers' tokens: (1,)."""
+        """Number of answer tokens: (1,)."""
         return torch.tensor([float(sum(int(row.answers.sum()) for row in rows))])
 
     def share(
         self, rows: list[Prompt], num_items_in_batch: Tensor | None, adapter: Adapter | None, prefix: Tensor | None
     ) -> dict[str, Tensor]:
-        """These rows' part of the mean over so many tokens; None: of their own."""
+        """These rows' part of the mean over the batch's answer tokens; None: over their own."""
         loss = answer_losses(self.decoder, [rows], adapter, prefix)[0]
         if num_items_in_batch is None:
             return {"loss": loss}
@@ -47,34 +47,34 @@ class RetrievalAdapterLoss(_AnswersMean):
         self.scale = alpha / rank
         shapes = projections(decoder.bundle.backbone.model)
         self.names = list(shapes)
-        # As LoRA starts: `a` at random, `b` at zero.
+        # LoRA's initial values: `a` random, `b` zero.
         self.a = nn.ParameterList(nn.Parameter(torch.empty(rank, d_in)) for d_in, _ in shapes.values())
         self.b = nn.ParameterList(nn.Parameter(torch.zeros(d_out, rank)) for _, d_out in shapes.values())
         for a in self.a:
             nn.init.kaiming_uniform_(a, a=math.sqrt(5))
 
     def adapter(self) -> Adapter:
-        """The adapter as it is."""
+        """The adapter as trained so far."""
         return Adapter(
             dict(zip(self.names, self.a, strict=True)), dict(zip(self.names, self.b, strict=True)), self.scale
         )
 
     def forward(self, rows: list[Prompt], num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
-        """The loss of a batch; `num_items_in_batch` are the answers' tokens of the whole one, None: of this one."""
+        """The loss of these rows; `num_items_in_batch`: answer tokens of the whole batch; None: of these rows."""
         return self.share(rows, num_items_in_batch, self.adapter(), None)
 
 
 class PromptTuningLoss(_AnswersMean):
-    """Trains a soft prefix on the same (Lester et al., 2021), which starts as embeddings of tokens drawn at random."""
+    """Trains a soft prefix on the same examples (Lester et al., 2021), starting from embeddings of random tokens."""
 
     def __init__(self, decoder: AdaptiveDecoder, virtual_tokens: int, seed: int) -> None:
         super().__init__(decoder)
         embeddings = decoder.bundle.backbone.embeddings
         device = embeddings.weight.device
         ids = torch.randint(embeddings.num_embeddings, (virtual_tokens,), generator=torch.Generator().manual_seed(seed))
-        # Through the layer: Gemma's scales what it looks up.
+        # Through the layer, since Gemma's scales the embeddings.
         self.prefix = nn.Parameter(embeddings(ids.to(device)).detach().float().clone())
 
     def forward(self, rows: list[Prompt], num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
-        """The loss of a batch; `num_items_in_batch` are the answers' tokens of the whole one, None: of this one."""
+        """The loss of these rows; `num_items_in_batch`: answer tokens of the whole batch; None: of these rows."""
         return self.share(rows, num_items_in_batch, None, self.prefix)

@@ -1,4 +1,4 @@
-"""What an update predictor is trained by: the gradient's update (RAG-GD), or the answers (HyperTuning)."""
+"""Losses of an update predictor: on gradient descent's updates (RAG-GD), or on answers (HyperTuning)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Contexts = list[list[Prompt]]
 
 
 class MatchingObjective(nn.Module):
-    """Eq. 9 against the K-step SGD update of eq. 8, mean over contexts. No answer loss (appendix G).
+    """Eq. 9 against the K-step SGD update of eq. 8, mean over contexts, without an answer loss (appendix G).
 
     `update` holds the predictor to train and the frozen base adapter, `magnitude_weight` is lambda of eq. 9.
     """
@@ -35,7 +35,7 @@ class MatchingObjective(nn.Module):
 
 
 class SolvedMatchingObjective(nn.Module):
-    """Eq. 9 against updates that were computed before, mean over contexts."""
+    """Eq. 9 against updates that were computed earlier, mean over contexts."""
 
     def __init__(self, update: PredictedUpdate, solved: SolvedContexts, magnitude_weight: float) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class SolvedMatchingObjective(nn.Module):
 
 
 class TaskObjective(nn.Module):
-    """The answer loss of a question of the same task, read with the predicted update (HyperTuning)."""
+    """The answer loss on a question of the same task, with the predicted update (HyperTuning)."""
 
     def __init__(self, decoder: AdaptiveDecoder, update: PredictedUpdate) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Methods trained with the same budget, and compared."""
+"""Train methods with the same budget, and compare them."""

@@ -1,8 +1,7 @@
-"""What `ctx-compress compare` trains: a YAML file of entries, each a list of training stages.
+"""The YAML file for `ctx-compress compare`: entries to train, each a list of training stages.
 
-An entry's stages are ordinary recipes (see `training.recipes`) without a few keys, which the command
-fills in, so that they are the same for all entries: the decoder, the steps, which examples are read. These are of the
-invented world, or of files.
+An entry's stages are ordinary recipes (see `training.recipes`) without a few keys, which the command fills in so that
+they are the same for all entries: the decoder, the steps and the examples, from the invented world or from files.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class CurriculumShare(Strict):
 class EntryStage(BaseModel):
     """A stage: its share of the entry's steps, its curriculum, and any key of a recipe.
 
-    A `method` given here replaces single keys of the entry's, from this stage alone.
+    The keys of a `method` given here replace those of the entry's in this stage only.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -55,15 +54,15 @@ class EntryStage(BaseModel):
 
 
 class Entry(Strict):
-    """What is trained and gets a line in the table.
+    """A system to train, with its own line in the table.
 
     Attributes:
         note: what it is, and how its training differs from the others' and why.
-        like: another entry, whose method, settings, ratios and stages hold where this one gives none;
-            a method or settings given beside it replace single keys.
+        like: another entry, which supplies the method, settings, ratios and stages that this one lacks;
+            keys of a method or settings given here replace single keys of that entry's.
         method: a method's configuration, see `methods`.
         ratios: the ratios it is trained and scored at; by default all of the comparison's.
-        settings: keys of a recipe for all of its stages.
+        settings: keys of a recipe for all its stages.
         stages: in order; their shares sum to 1.
     """
 
@@ -76,7 +75,7 @@ class Entry(Strict):
 
 
 class Ordering(Strict):
-    """A claim of a paper: that one entry scores better than another, at every ratio that both have."""
+    """A paper's claim that one entry scores better than another, tested on the mean of all ratios that both have."""
 
     claim: str
     better: str
@@ -84,16 +83,16 @@ class Ordering(Strict):
 
 
 class QuestionFiles(Strict):
-    """Questions about texts, in place of the invented world: JSONL files as recipes take them.
+    """Questions about texts instead of the invented world: JSONL files as recipes take them.
 
-    Examples of training that share a question or passage with the test file, or with the sets of `data.held_out`, are
+    Training examples that share a question or passage with the test file, or with the sets in `data.held_out`, are
     left out.
 
     Attributes:
-        files: to train on.
-        test: to score with; questions without an answer are left out.
-        most_words: leave out, in both, examples with a passage of more words.
-        mix: how examples become prompts; how many passages one holds says the budget.
+        files: the files to train on.
+        test: the file to score with; questions without an answer are left out.
+        most_words: leave out, in all files, examples that have a passage of more words.
+        mix: how examples become prompts; the budget says how many passages a prompt has.
         seed: of the examples' order.
     """
 
@@ -106,11 +105,11 @@ class QuestionFiles(Strict):
     @model_validator(mode="after")
     def _passages_are_the_budget_s(self) -> QuestionFiles:
         if "passages" in self.mix.model_fields_set:
-            raise ValueError("mix.passages is what --passages says: leave it out")
+            raise ValueError("mix.passages is set by --passages: leave it out")
         return self
 
     def of_stage(self, start: int, examples: int, passages: int) -> dict[str, Any]:
-        """The data of a recipe that reads so many examples after the first `start`."""
+        """The `data` of a recipe that reads `examples` examples after the first `start`."""
         return {
             "files": [str(file) for file in self.files],
             "held_out": [str(self.test)],
@@ -127,15 +126,15 @@ class Comparison(Strict):
     Attributes:
         ratios: the ratios that entries are trained and scored at.
         batch_size: examples in a step.
-        first_world: seed of the first world (see `data.world`) that examples are drawn from; or
-        data: files of questions.
-        decoder: what all entries start from, a decoder as recipes have it; None is the demo bundle's.
-        teacher: a LoRA adapter of that decoder, a peft folder or a shipped bundle's name, whose own teacher is meant.
-            It is merged into the decoder before anything else, so that all entries, frozen or not, full text and no
-            context have one decoder that answers shortly.
+        first_world: seed of the first world (see `data.world`) that examples are drawn from.
+        data: files of questions, in place of `first_world`.
+        decoder: the decoder that all entries start from, as in recipes; None is the demo bundle's.
+        teacher: a LoRA adapter of that decoder: a peft folder, or a shipped bundle's name for its teacher. It is merged
+            into the decoder first, so that all entries, frozen or not, full text and no context have the same decoder,
+            which gives short answers.
         settings: keys of a recipe for every stage of every entry.
         entries: by name.
-        orderings: what the papers say of the entries.
+        orderings: the papers' claims about the entries.
     """
 
     ratios: list[int] = Field(min_length=1)
@@ -153,24 +152,24 @@ class Comparison(Strict):
         if (self.first_world is None) == (self.data is None):
             raise ValueError("give either first_world, the seed of invented examples, or data, files of questions")
         if self.teacher is not None and self.decoder is None:
-            raise ValueError("a teacher is a decoder's: give that decoder beside it")
+            raise ValueError("teacher needs decoder: give the decoder that the teacher was trained for")
         for name, entry in self.entries.items():
             if entry.like is not None and entry.like not in self.entries:
-                raise ValueError(f"entry {name} is like {entry.like!r}, which is not there")
+                raise ValueError(f"entry {name} is like {entry.like!r}, which is not an entry")
             whole = self.resolved(name)
             if not whole.method or not whole.stages:
-                raise ValueError(f"entry {name} needs a method and stages, its own or those of the entry it is like")
+                raise ValueError(f"entry {name} needs a method and stages: give both, or a `like` entry that has them")
             total = sum(stage.share for stage in whole.stages)
             if abs(total - 1) > 1e-6:
                 raise ValueError(f"the shares of entry {name}'s stages sum to {total:g}, not to 1")
         for ordering in self.orderings:
             for name in (ordering.better, ordering.worse):
                 if name not in self.entries:
-                    raise ValueError(f"the ordering {ordering.claim!r} is about {name!r}, which is no entry")
+                    raise ValueError(f"the ordering {ordering.claim!r} is about {name!r}, which is not an entry")
         return self
 
     def resolved(self, name: str) -> Entry:
-        """An entry with what it takes over from the one it is like.
+        """An entry, completed from the one that it is like.
 
         Raises:
             ConfigError: entries are like each other in a circle.
@@ -192,7 +191,7 @@ class Comparison(Strict):
         return whole
 
     def examples(self, start: int, count: int, passages: int) -> dict[str, Any]:
-        """The data of a recipe that reads `count` examples after the first `start`."""
+        """The `data` of a recipe that reads `count` examples after the first `start`."""
         if self.data is not None:
             return self.data.of_stage(start, count, passages)
         assert self.first_world is not None  # checked above
@@ -201,7 +200,7 @@ class Comparison(Strict):
 
     @property
     def dtype(self) -> str | None:
-        """What the decoder answers in: bfloat16 where entries are trained in it; None is what suits the device."""
+        """Dtype of the decoder when it answers: bfloat16 if entries are trained in it; None is the device's default."""
         return "bfloat16" if self.settings.get("optim", {}).get("bf16") and bfloat16_pays() else None
 
     def ratios_of(self, name: str) -> list[int]:
@@ -211,7 +210,7 @@ class Comparison(Strict):
 
 @dataclass(frozen=True)
 class Budget:
-    """What every entry is given.
+    """The budget of every entry.
 
     Attributes:
         steps: optimiser steps, shared by the stages.
@@ -226,7 +225,7 @@ def load_comparison(path: str | Path) -> Comparison:
     """Read a comparison from a YAML file, or a shipped one by name (`demo`).
 
     Raises:
-        ConfigError: no such file, or a key or value it may not have.
+        ConfigError: there is no such file, or it has an unknown key or impossible value.
     """
     file = Path(path)
     if not file.is_file():
@@ -247,8 +246,7 @@ def stage_recipes(
 ) -> list[CompressionRecipe]:
     """An entry's stages as recipes: stage i is written to `folder`/i, and starts from the bundle of stage i - 1.
 
-    All entries read the same examples in the same order: each stage continues where the one before it
-    ended.
+    All entries read the same examples in the same order: each stage continues where the one before it stopped.
 
     Raises:
         ConfigError: the budget is too small for the stages, or a stage has an unknown or impossible value.
@@ -257,7 +255,7 @@ def stage_recipes(
     ratios = comparison.ratios_of(name)
     start: dict[str, Any] = {
         "decoder": decoder.model_dump(exclude_none=True) if isinstance(decoder, GgufDecoder) else decoder,
-        # All entries share it; and weights outside a bundle are trained on in the precision that answers are made in.
+        # All entries share the decoder; outside a bundle, its weights are trained in the precision that they answer in.
         "copy_decoder": False,
     }
     recipes: list[CompressionRecipe] = []
@@ -305,11 +303,11 @@ def _check_free(recipe: Mapping[str, Any], where: str) -> None:
     filled += [f"data.{key}" for key in _FILLED_IN_OF_DATA if key in recipe.get("data", {})]
     filled += [f"optim.{key}" for key in _FILLED_IN_OF_OPTIM if key in recipe.get("optim", {})]
     if filled:
-        raise ConfigError(f"{where} may not set {', '.join(filled)}: the comparison sets it for all entries alike")
+        raise ConfigError(f"{where} may not set {', '.join(filled)}: the comparison sets this for all entries")
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Mappings laid over each other, the later over the earlier, key by key at every depth."""
+    """Merge mappings key by key at every depth; later ones override earlier ones."""
     result: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
@@ -319,10 +317,10 @@ def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chosen(comparison: Comparison, names: Sequence[str] | None) -> list[str]:
-    """The entries asked for, in the file's order; all of them where none is named.
+    """The named entries in the file's order; all if none is named.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: a name is unknown.
     """
     for name in names or []:
         if name not in comparison.entries:

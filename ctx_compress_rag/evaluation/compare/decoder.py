@@ -1,4 +1,4 @@
-"""The decoder that all entries of a comparison start from, and what identifies it."""
+"""The decoder that all entries of a comparison start from, and the hashes that identify it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from ctx_compress_rag.gguf import GgufDecoder, gguf_file
 
 
 def teacher_folder(name: str) -> Path:
-    """The peft folder of a teacher: itself, or that of a shipped bundle."""
+    """A teacher's peft folder: `name` itself, or that of the shipped bundle of this name."""
     return SHIPPED[name] / TEACHER if name in SHIPPED else Path(name)
 
 
 def merge_teacher(decoder: str | GgufDecoder, teacher: str, folder: Path) -> None:
     """Write a decoder with a LoRA adapter merged into its weights, unless it is there already.
 
-    In bfloat16, so that training may hold the frozen weights in it and change nothing.
+    The weights are bfloat16, so that training can hold them frozen in bfloat16 without changing them.
 
     Args:
         decoder: a folder, hub id or GGUF file.
         teacher: see `teacher_folder`.
-        folder: where to; it is there whole or not at all.
+        folder: the output folder, which appears only when it is complete.
 
     Raises:
-        BundleError: decoder or teacher are not there, or do not fit each other.
+        BundleError: the decoder or teacher is missing, or they do not fit each other.
     """
     if folder.exists():
         return

@@ -1,4 +1,4 @@
-"""The table, the picture and the papers' orderings, from the results that a comparison has so far."""
+"""The table, the plot and the papers' orderings, from a comparison's results so far."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ctx_compress_rag.evaluation.plots import MOST_CURVES, Curve, plot_panels
 from ctx_compress_rag.metrics import Interval, paired_difference, standard_error, teacher_normalized
 
 _SHOWN_BY = 3.0  # standard errors
-_OFF_BUDGET = 0.1  # a context this much longer or shorter than a slot for each `ratio` tokens is marked
+_OFF_BUDGET = 0.1  # mark contexts that are off from one slot per `ratio` tokens by more than this share
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Cell:
     Attributes:
         f1, exact_match: a score for each question, 0 to 1.
         normalized: teacher-normalised F1 with its 95 % bootstrap interval.
-        context_tokens: what the context adds to the prompt, a slot counting as one token: mean over questions.
-        real_ratio: the full text's tokens over these.
-        stored_bytes: mean size of a passage as it is stored; None for baselines.
+        context_tokens: tokens that the context adds to the prompt, a slot counting as one: mean over questions.
+        real_ratio: the full text's tokens / `context_tokens`.
+        stored_bytes: mean stored size of a passage; None for baselines.
     """
 
     f1: list[float]
@@ -44,14 +44,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class EntryRow:
-    """A system at all of its ratios.
+    """A system at all its ratios.
 
     Attributes:
         name: of the system or entry.
         method: of the entry.
         cells: by ratio.
-        costs: what its training and compressing took; empty for baselines.
-        control: F1 of each question with slots of another's passages, at the ratio `shown_at`; empty for baselines.
+        costs: the cost of training and compressing; empty for baselines.
+        control: F1 of each question with another question's slots, at the ratio `shown_at`; empty for baselines.
     """
 
     name: str
@@ -61,7 +61,7 @@ class EntryRow:
     control: list[float]
 
     def over(self, none: Sequence[float]) -> list[list[float]]:
-        """What each question gains from its own slots: over no context, and over the slots of another's passages."""
+        """Each question's gain from its own slots: over no context, and over slots of another question's passages."""
         own = self.cells[shown_at(self.cells)].f1
         return [[one - other for one, other in zip(own, others, strict=True)] for others in (none, self.control)]
 
@@ -71,7 +71,7 @@ class Results:
     """All results of a comparison.
 
     Attributes:
-        run: what was compared, as run.json has it.
+        run: what was compared, from run.json.
         full, none: F1 of each question with the full text and without context.
         full_exact, none_exact: the same for exact match.
         rows: truncation, extraction, then the entries in the comparison's order.
@@ -93,16 +93,16 @@ class Results:
 
 
 def read_report(comparison: Comparison, folder: Path) -> Results:
-    """What a comparison's folder holds.
+    """Read the results in a comparison's folder.
 
     Raises:
-        ConfigError: it holds no comparison, or the baselines are not scored yet.
+        ConfigError: it holds no comparison, the baselines are not scored yet, or a result is of an earlier version.
     """
     try:
         run = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
         baselines = json.loads((folder / "results" / f"{BASELINES}.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(f"{error.filename} is not there: run the comparison first, without --table-only") from None
+        raise ConfigError(f"{error.filename} is missing: run the comparison first, without --table-only") from None
     whole = {score["system"]: score for score in baselines["scores"] if score["ratio"] is None}
     full, none = whole[FULL], whole[NONE]
 
@@ -138,7 +138,7 @@ def read_report(comparison: Comparison, folder: Path) -> Results:
 
 def table(found: Results) -> str:
     """The results as a Markdown table, one line for each entry."""
-    # Truncation gets a token for each slot: what the ratio means for passages of these lengths.
+    # Truncation gets one token per slot, so it shows what each ratio is with passages of these lengths.
     budgets = {r: cell.real_ratio for row in found.rows if row.name == TRUNCATED for r, cell in row.cells.items()}
     return report.table(
         [
@@ -167,7 +167,7 @@ def _costs(row: EntryRow) -> dict[str, str]:
     if not costs:
         return {}
     sizes = [cell.stored_bytes for _, cell in sorted(row.cells.items()) if cell.stored_bytes is not None]
-    # A nestable method stores one ratio for all, others each ratio apart.
+    # A nestable method stores one ratio for all, others store each ratio separately.
     stored = [f"{size:,.0f}" for size in (sizes[:1] if len(set(sizes)) == 1 else sizes)]
     interrupted = "over " if costs["interrupted"] else ""
     return {
@@ -191,7 +191,7 @@ def methods_shown(found: Results) -> list[str]:
 
 
 def orderings(comparison: Comparison, found: Results) -> list[str]:
-    """For each ordering of the papers, whether it held: the difference in F1 over the same questions."""
+    """For each of the papers' orderings, whether it held, by the difference in F1 over the same questions."""
     rows = {row.name: row for row in found.rows}
     reads = {name: _reads(row, found.none) for name, row in rows.items() if row.costs}
     return [_ordering(ordering, rows, reads) for ordering in comparison.orderings]
@@ -220,14 +220,14 @@ def _ordering(ordering: Ordering, rows: dict[str, EntryRow], reads: dict[str, bo
 
 
 def _reads(row: EntryRow, none: Sequence[float]) -> bool:
-    """Whether an entry gains from its own slots, past the 95 % interval."""
+    """Whether an entry's gains from its own slots have 95 % intervals above zero."""
     return all(paired_difference(gain, [0.0] * len(gain)).low > 0 for gain in row.over(none))
 
 
 def _shown(winner: list[float], loser: list[float], winner_reads: bool, loser_reads: bool) -> bool:
     """Whether a difference says something about the methods, not about how two decoders guess.
 
-    The winner reads its slots; and the loser does, too, or their own intervals are apart.
+    The winner must read its slots; the loser must, too, unless the winner's 95 % interval is above the loser's.
     """
     won, lost = (paired_difference(each, [0.0] * len(each)) for each in (winner, loser))
     return winner_reads and (loser_reads or won.low > lost.high)
@@ -302,7 +302,7 @@ def save(comparison: Comparison, folder: Path) -> Results:
 
 
 def _panels(entries: Sequence[EntryRow]) -> dict[str, list[Curve]]:
-    """A picture for each method; of one with many entries several, since a picture holds few curves."""
+    """The curves of each plot, one for each method; several for many entries, since a plot holds few curves."""
     panels: dict[str, list[Curve]] = {}
     for method in dict.fromkeys(row.method for row in entries):
         curves = [_curve(row) for row in entries if row.method == method]

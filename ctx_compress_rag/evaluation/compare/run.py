@@ -1,8 +1,8 @@
 """Train every entry of a comparison with the same budget from the same decoder, and score it.
 
-In the output folder: `run.json` says what is compared, `decoder/` is the decoder where a teacher was merged into it,
-`entries/` holds recipes, checkpoints and bundles, `results/` one JSON file for each entry that is finished. An entry
-with a result is not trained again; one that was interrupted resumes from its last checkpoint.
+In the output folder, `run.json` says what is compared, `decoder/` is the decoder if a teacher was merged into it,
+`entries/` holds recipes, checkpoints and bundles, and `results/` one JSON file for each finished entry. An entry
+with a result is not trained again; an interrupted one resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ _POLL_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared, and where; a run with another plan is refused the folder.
+    """What is compared, and where; a folder that holds a run of another plan is refused.
 
     Attributes:
         output: the folder.
-        decoder: folder, hub id or GGUF file of the decoder that entries start from; or that
-        teacher: is merged into first (`compare.decoder.teacher_folder`).
-        budget: what every entry is given.
-        questions: test questions, with as many passages as the budget says.
+        decoder: folder, hub id or GGUF file of the decoder that entries start from.
+        teacher: merged into the decoder first (`compare.decoder.teacher_folder`); None merges nothing.
+        budget: every entry's.
+        questions: number of test questions, with as many passages as the budget says.
         ratios: the comparison's ratios, which the baselines are scored at.
         data: files of questions; None is the invented world.
-        dtype: of the decoder's weights when questions are answered; None takes what suits the device.
+        dtype: of the decoder's weights when questions are answered; None takes the device's default.
     """
 
     output: Path
@@ -97,14 +97,14 @@ class Plan:
 
     @property
     def start(self) -> str | GgufDecoder:
-        """The decoder that entries start from, and that reads the baselines."""
+        """The decoder that entries start from and that reads the baselines."""
         return self.decoder if self.teacher is None else str(self.output / "decoder")
 
     def test_questions(self) -> list[Question]:
-        """The test questions: of names that training never meets, or of the test file, in a random order.
+        """The test questions: about names that training never meets, or from the test file in a random order.
 
         Raises:
-            ConfigError: there are not so many.
+            ConfigError: the test file has fewer.
         """
         passages = (self.budget.passages,)
         if self.data is None:
@@ -148,21 +148,22 @@ def compare(comparison: Comparison, names: Sequence[str], plan: Plan, jobs: int)
 
     Args:
         comparison: what to compare.
-        names: which of its entries.
-        plan: with which budget, and where.
-        jobs: processes that work at a time, each with its share of the processor's threads.
+        names: the entries to train and score.
+        plan: the budget, the questions and the output folder.
+        jobs: processes that work at the same time, each with its share of the processor's threads.
 
     Raises:
-        ConfigError: a number is impossible, the folder holds another run, or an entry cannot be trained as it is
-            written.
+        ConfigError: a number is impossible, the folder holds another run, or an entry cannot be trained as written.
         CtxCompressError: an entry failed; with several jobs the others are finished first.
     """
     if jobs < 1:
-        raise ConfigError(f"{jobs} jobs can do nothing: give 1 or more")
+        raise ConfigError(f"jobs is {jobs}: give 1 or more")
     if plan.questions < 2:
         raise ConfigError(f"{plan.questions} questions have no standard error: give 2 or more")
     if plan.budget.passages < 1 or (plan.data is None and plan.budget.passages > PASSAGES_PER_WORLD):
-        raise ConfigError(f"{plan.budget.passages} passages in a prompt: a world has 1 to {PASSAGES_PER_WORLD}")
+        raise ConfigError(
+            f"{plan.budget.passages} passages in a prompt: give 1 or more, in a world up to {PASSAGES_PER_WORLD}"
+        )
     work = [EntryJob(plan, BASELINES)]
     for name in names:
         folder = plan.output / "entries" / name
@@ -183,7 +184,7 @@ def compare(comparison: Comparison, names: Sequence[str], plan: Plan, jobs: int)
 
 
 def _claim(plan: Plan, questions: Sequence[Question]) -> None:
-    """Write what this run is into its folder, or refuse a folder that holds another run."""
+    """Record this run in its folder, or refuse a folder that holds another run."""
     weights = decoder_sha256(plan.decoder)
     about = {
         "decoder": str(plan.decoder),
@@ -198,7 +199,7 @@ def _claim(plan: Plan, questions: Sequence[Question]) -> None:
         "ratios": plan.ratios,
         "dtype": plan.dtype,
     }
-    # The same weights may have moved.
+    # Not compared, because hashes are: the same files may have moved.
     named = {"teacher", "test"} if weights is None else {"decoder", "teacher", "test"}
     file = plan.output / RUN_FILE
     if file.exists():
@@ -207,7 +208,7 @@ def _claim(plan: Plan, questions: Sequence[Question]) -> None:
             if before.get(key) != value and key not in named:
                 raise ConfigError(
                     f"{plan.output} holds a comparison with {key} {before.get(key)!r}, not {value!r}: "
-                    "give it another --output, or delete the folder"
+                    "give another --output, or delete the folder"
                 )
         return
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +216,7 @@ def _claim(plan: Plan, questions: Sequence[Question]) -> None:
 
 
 def _write_recipes(job: EntryJob) -> None:
-    """The stages as recipe files, which `ctx-compress train` takes, too."""
+    """Write the stages as recipe files, which `ctx-compress train` also takes."""
     for recipe in job.recipes:
         text = yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True), sort_keys=False)
         file = _recipe_file(recipe)
@@ -232,7 +233,7 @@ def _recipe_file(recipe: CompressionRecipe) -> Path:
 def _in_processes(todo: Sequence[EntryJob], jobs: int) -> None:
     threads = max(1, (os.cpu_count() or 1) // jobs)
     failed: dict[str, BaseException] = {}
-    # A process for each job: what one leaves in memory does not slow the next.
+    # A new process for each job: what one job leaves in memory does not slow the next.
     with (
         ProcessPoolExecutor(jobs, get_context("spawn"), _end_with_parent, max_tasks_per_child=1) as pool,
         tqdm(total=sum(job.steps for job in todo), desc="training", unit="step") as bar,
@@ -255,7 +256,7 @@ def _in_processes(todo: Sequence[EntryJob], jobs: int) -> None:
 
 
 def _run_apart(job: EntryJob, threads: int) -> None:
-    """Run a job in a process of its own, what it prints going to its log."""
+    """Run a job in this process, which is its own, with all output going to the job's log."""
     torch.set_num_threads(threads)
     job.folder.mkdir(parents=True, exist_ok=True)
     with open(job.folder / "log.txt", "ab", buffering=0) as log:
@@ -265,7 +266,7 @@ def _run_apart(job: EntryJob, threads: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when the command is killed: its next run would train the same entry beside it."""
+    """End this process if the command is killed: otherwise a rerun would train the same entry at the same time."""
 
     def watch() -> None:
         parent = parent_process()
@@ -284,7 +285,7 @@ def _steps_done(recipe: CompressionRecipe) -> int:
 
 
 def run_job(job: EntryJob) -> None:
-    """Train an entry, score it and write its result; or do this with the baselines."""
+    """Train an entry, score it and write its result; or score the baselines and write theirs."""
     questions = job.plan.test_questions()
     if not job.recipes:
         result = _baselines(job.plan, questions)
@@ -299,7 +300,7 @@ def run_job(job: EntryJob) -> None:
 
 
 def _train_stage(recipe: CompressionRecipe) -> dict[str, Any]:
-    """Run a stage, unless it is finished; its report."""
+    """Run a stage unless it is finished, and return its report."""
     report = recipe.output / REPORT_FILE
     if not report.exists():
         run_recipe(_recipe_file(recipe))
@@ -333,32 +334,33 @@ def _entry_result(
 
 
 def shown_at(ratios: Collection[int]) -> int:
-    """The ratio at which an entry is asked whether it reads its slots: 4, or its finest."""
+    """The ratio at which to test whether an entry reads its slots: 4, or its finest."""
     return _SHOWN_AT if _SHOWN_AT in ratios else min(ratios)
 
 
 def _another_passage(bundle: Bundle, questions: Sequence[Question], ratio: int) -> dict[str, Any]:
-    """The control: what the questions score with the slots of passages that do not answer them.
+    """The control: scores with the slots of passages that do not answer the questions.
 
-    A decoder that declines without a context, and guesses with any slots, scores more with them, and reads nothing.
+    A decoder that declines without context, but guesses with any slots, scores higher with slots although it reads
+    nothing from them.
     """
     answers = answer(bundle, with_other_passages(questions), [ratio], (SOFT,), max_new_tokens=ANSWER_TOKENS)
     return {"ratio": ratio, "f1": each(token_f1, answers[SOFT, ratio].texts, questions)}
 
 
 def _first_examples(recipe: CompressionRecipe) -> dict[str, int]:
-    """Which examples a stage begins with."""
+    """Where a stage's examples begin: a world's seed, or the number of an example."""
     data = recipe.data
     return {"world_seed": data.world[0].seed} if data.part is None else {"first_example": data.part.start}
 
 
 def _baselines(plan: Plan, questions: Sequence[Question]) -> dict[str, Any]:
-    """The decoder with full text, with nothing, and with passages cut to ceil(tokens / ratio) tokens."""
+    """The decoder with full text, without context, and with passages shortened to ceil(tokens / ratio) tokens."""
     model, tokenizer = load_decoder(plan.start, dtype=plan.dtype)
     frozen = TuneConfig(mode="frozen")
     method = MeanPoolingConfig(encoder=frozen, decoder=frozen)
     base = min(plan.ratios)
-    # Untrained: all that is asked of it is how many slots a passage has.
+    # Untrained: it only says how many slots a passage has.
     config = BundleConfig(name="budget", method=method, base_ratio=base, ratios=plan.ratios, max_tokens=1024 * base)
     bundle = Bundle.build(config, Backbone(model, tokenizer))
     answers = answer(bundle, questions, plan.ratios, (FULL, NONE, TRUNCATED, EXTRACTED), encoder=load_minilm())
@@ -380,7 +382,7 @@ def _scores(answers: SystemAnswers, questions: Sequence[Question]) -> list[dict[
 
 
 def source_tokens(recipe: CompressionRecipe, tokenizer: Any) -> int:
-    """Tokens of the passages that a stage reads, counted each time that an example holds the passage."""
+    """Tokens of the passages that a stage reads, a passage counting once for each example that holds it."""
     examples = load_examples(recipe)
     if recipe.recites:
         examples = passages_of(examples)
@@ -395,6 +397,6 @@ def source_tokens(recipe: CompressionRecipe, tokenizer: Any) -> int:
 
 
 def _compress_seconds(bundle: Bundle, questions: Sequence[Question]) -> float:
-    """Median time to compress one passage, on its own, at the base ratio."""
+    """Median seconds to compress one passage alone at the base ratio."""
     passages = list(dict.fromkeys(p for q in questions for p in q.passages))[:_TIMED_PASSAGES]
     return median(seconds_of(partial(bundle.compress, [passage])) for passage in passages)

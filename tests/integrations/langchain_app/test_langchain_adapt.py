@@ -186,5 +186,5 @@ def test_what_cannot_be_adapted_says_why(app: App, predictor: Path, tmp_path: Pa
         app.llm(predictor=predictor).adapt([])
     with pytest.raises(BundleError, match="no update predictor"):
         app.llm(predictor=tmp_path).adapt(DEMONSTRATIONS)
-    with pytest.raises(BundleError, match="no peft adapter folder"):
+    with pytest.raises(BundleError, match="not a peft adapter folder"):
         app.llm().with_adapter(tmp_path)
