@@ -63,8 +63,8 @@ class SoftContext:
 def pool(vectors: Tensor, weights: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """Weighted mean over consecutive, non-overlapping windows (Simple Context Compression, eq. 3-4).
 
-    Positions of weight 0 (padding) count for nothing; a window of only padding gives a zero vector
-    of weight 0. Sums are taken in float32 at least: in float16 those of 128 tokens overflow.
+    Positions of weight 0 (padding) do not count; a window of only padding gives a zero vector of
+    weight 0. Sums are at least float32: in float16, sums over 128 tokens overflow.
 
     Shape: vectors (..., L, D), weights (..., L) -> (..., ceil(L / window), D), (..., ceil(L / window))
     """
