@@ -59,7 +59,7 @@ def gguf_file(decoder: GgufDecoder, revision: str | None = None) -> Path:
     """Find a decoder's file, downloading it if it is on the hub.
 
     Args:
-        decoder: where it is.
+        decoder: the decoder's location.
         revision: a hub revision.
 
     Raises:

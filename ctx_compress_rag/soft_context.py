@@ -41,7 +41,7 @@ class SoftContext:
 
     @property
     def n_tokens(self) -> int:
-        """Source tokens the whole context stands for."""
+        """Number of source tokens that the whole context stands for."""
         return int(self.token_counts.sum())
 
     def merge(self, factor: int) -> SoftContext:
@@ -53,7 +53,7 @@ class SoftContext:
         Shape: (S, D) -> (ceil(S / factor), D)
         """
         if factor < 1:
-            raise RatioError(f"cannot merge every {factor} slots: the factor must be 1 or more")
+            raise RatioError(f"factor={factor}: give 1 or more slots to merge into one")
         if factor == 1:
             return self
         pooled, counts = pool(self.slots, self.token_counts, factor)

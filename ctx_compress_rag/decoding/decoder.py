@@ -52,7 +52,7 @@ BATCH_SIZE = 8
 
 
 class TransformersDecoder:
-    """Answers prompts with a bundle's decoder, reading stored slots where the prompt has markers.
+    """Answers prompts with a bundle's decoder, which reads stored slots in place of markers.
 
     A prompt with markers is read by the decoder as the bundle's reader tuned it; a prompt without markers, by
     the decoder for plain text. Several threads may call it: concurrent calls share forward passes.
@@ -455,7 +455,7 @@ class TransformersDecoder:
     def _pieces(self, prompt: Prompt, sampling: Sampling) -> Iterator[str | Generation]:
         if self.bundle.backbone.held:
             raise CtxCompressError(
-                "this thread holds the decoder, inside soft_decoder() or the like: stream outside it"
+                "this thread holds the decoder, for example in soft_decoder(): stream outside that context"
             )
         queue: SimpleQueue[str | Generation | BaseException] = SimpleQueue()
         cancel = self.begin(prompt, sampling, queue.put)

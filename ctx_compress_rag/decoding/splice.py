@@ -23,7 +23,7 @@ class Spliced:
         inputs_embeds: (batch, length, dim).
         attention_mask: int64 (batch, length), 0 at padding.
         position_ids: int64 (batch, length), counted from each prompt's first position.
-        slot_mask: bool (batch, length), True where a position is a slot.
+        slot_mask: bool (batch, length), True at slots.
     """
 
     inputs_embeds: Tensor

@@ -28,7 +28,7 @@ class LinearTasks:
     Attributes:
         context: tokens (x1, x2, y), shape (B, N, d).
         x: the queries' inputs, shape (B, n_I).
-        retrieved: the queries' x2, shape (B, d2); None where it is x itself (dot-product interface).
+        retrieved: the queries' x2, shape (B, d2); None if it is x itself (dot-product interface).
         target: the queries' y, shape (B,).
         w2: where gradient descent starts W2 (W1 starts at zero), shape (1, d2) or (B, 1, d2).
         injected: the documents' row in keys and values (eq. 22), shape (B, 1, d); None for projection.

@@ -42,7 +42,7 @@ class Part(nn.Module, ABC):
         """Make the parameters that this part trains trainable, and return them."""
 
     def saved_state(self) -> dict[str, Tensor]:
-        """The tensors a bundle stores for this part: its own weights, without adapters or the decoder's embeddings."""
+        """The tensors a bundle stores for this part: its own weights, without adapters and the decoder's embeddings."""
         shared = self.backbone.embeddings.weight
         return {name: p.detach().cpu().contiguous() for name, p in self.named_parameters() if p is not shared}
 

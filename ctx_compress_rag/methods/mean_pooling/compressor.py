@@ -93,7 +93,7 @@ class MeanPoolingCompressor(TrunkCompressor):
         return {ratio: SlotBatch(*pool(hidden, attention_mask, ratio)) for ratio in ratios}
 
     def saved_state(self) -> dict[str, Tensor]:
-        """The encoder's own weights, if any, by transformers' names, and the map and the positions."""
+        """The encoder's own weights, if it has any, under transformers' names, the map and the positions."""
         return {name.removeprefix(_ENCODER): value for name, value in super().saved_state().items()}
 
     def load_saved_state(self, state: dict[str, Tensor]) -> None:
