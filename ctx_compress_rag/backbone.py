@@ -336,7 +336,7 @@ class Backbone:
         expected = self.adapter_state(name)
         if state.keys() != expected.keys():
             odd = sorted(state.keys() ^ expected.keys())
-            raise BundleError(f"adapter {name!r} does not fit this decoder: {len(odd)} keys differ, for example {odd[0]}")
+            raise BundleError(f"adapter {name!r} does not fit this decoder: {len(odd)} keys differ, such as {odd[0]}")
         for key, value in state.items():
             if value.shape != expected[key].shape:
                 raise BundleError(

@@ -112,7 +112,7 @@ def load_gguf(file: Path) -> tuple[Any, Any]:
 
     options: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):
-        # Newer transformers keeps the weights packed if it has kernels for them; packed weights cannot be trained.
+        # Newer transformers keeps weights packed if it has kernels for them; packed weights cannot be trained.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with _without_bars(), _read_once():
         tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)

@@ -123,7 +123,7 @@ class TransformersDecoder:
             ConfigError: a prompt is empty, malformed, or longer than the model's window.
             UnreadableMarkerError: a marker has another key or scope, and `on_unreadable` is "error".
             MissingPassageError: a marker's passage is not in the store, and `on_unreadable` is "error".
-            PayloadError: a stored record is damaged (and `on_missing` is not "text").
+            PayloadError: a stored record is damaged, and the options allow no substitute for it.
             DecoderMemoryError: the device does not have enough memory; the decoder can still be used.
         """
         if can_share(self.bundle.backbone.model) and not self.bundle.backbone.held:

@@ -165,7 +165,7 @@ def end_ids(tokenizer: Any, model_ids: int | list[int] | None, stop: Sequence[st
 def choosers(
     sampling: Sampling, tokenizer: Any, ends: Collection[int], prompts: Sequence[Prompt], limits: Sequence[int]
 ) -> LogitsProcessorList:
-    """Logits processors after which the likeliest token is the one to take; greedy decoding needs none.
+    """Make logits processors after which the likeliest token is the one to take, also when sampling.
 
     Args:
         sampling: how tokens are chosen.

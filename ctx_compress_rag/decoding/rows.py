@@ -122,7 +122,7 @@ class Rows:
             with new[0].opened(batch.slot_mask) as model:
                 for row in new:
                     row.prepare(model)
-                # Without a config all layers keep all positions: a sliding window's layers could not be merged.
+                # Without a config all layers keep all positions: layers cut to a sliding window could not be merged.
                 # The mask hides what is outside a window.
                 cache: Any = DynamicCache()
                 last = {"logits_to_keep": 1} if _keeps(model) else {}
