@@ -1,6 +1,6 @@
 """Soft context for RAG: compress passages once, keep them in Chroma, read them with a local decoder.
 
-Everything but the errors is imported when first used, so that `import ctx_compress_rag` brings no torch.
+Everything except the errors is imported on first use, so that `import ctx_compress_rag` does not import torch.
 """
 
 from __future__ import annotations

@@ -26,17 +26,17 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def choose_device(device: str | torch.device | None = None) -> tuple[torch.device, torch.dtype]:
-    """The device asked for, else CUDA, else MPS, else the CPU; bfloat16 on CUDA, float32 elsewhere.
+    """Choose the device (default: CUDA, else MPS, else the CPU) and dtype: bfloat16 on CUDA, float32 elsewhere.
 
     Raises:
-        ConfigError: there is no such device here.
+        ConfigError: the device is not available.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         chosen = torch.device(device)
         torch.zeros(1, device=chosen).item()
-    except (RuntimeError, AssertionError) as error:  # torch says by the latter that it was built without CUDA
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch built without CUDA
         said = str(error).partition("\n")[0]
         raise ConfigError(f"device={str(device)!r} cannot be used here ({said}): choose cuda, mps or cpu") from error
     dtype = torch.bfloat16 if chosen.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
@@ -53,24 +53,24 @@ def load_decoder(
     attn_implementation: str | None = None,
     quantization_config: Any = None,
 ) -> tuple[Any, Any]:
-    """Load a causal LM and its tokenizer from a folder or the hub; safetensors or GGUF only, never pickle, and no code.
+    """Load a causal LM and its tokenizer from a folder or the hub: only safetensors or GGUF, never pickle or code.
 
     Args:
         name: a folder, a hub id or a GGUF file.
         revision: a hub revision.
         device: see `choose_device`.
-        dtype: of the weights, such as "bfloat16"; None takes what suits the device.
+        dtype: dtype of the weights, such as "bfloat16"; None chooses one for the device.
         device_map: where each part goes, as transformers takes it ("auto", or a dict), in place of `device`.
-        attn_implementation: as transformers calls it, such as "sdpa" or "eager"; None leaves it the choice.
-        quantization_config: any of transformers' (`BitsAndBytesConfig`, `TorchAoConfig`, ...).
+        attn_implementation: transformers' name, such as "sdpa" or "eager"; None lets transformers choose.
+        quantization_config: any of transformers' configs (`BitsAndBytesConfig`, `TorchAoConfig`, ...).
 
     Returns: the model in eval mode with frozen parameters, and the tokenizer, padding on the left.
 
     Raises:
-        ConfigError: there is no such device, the dtype is none that weights can have, or both `device` and
-            `device_map` are given.
-        BundleError: it cannot be loaded; the message names what was asked for.
-        MissingExtraError: it is a GGUF file, and a package that reads those is not installed.
+        ConfigError: the device is not available, weights cannot have the dtype, or both `device` and `device_map`
+            are given.
+        BundleError: the decoder cannot be loaded; the message names it.
+        MissingExtraError: the decoder is a GGUF file, and a package that reads those is not installed.
     """
     if device is not None and device_map is not None:
         raise ConfigError(f"device={str(device)!r} and device_map={device_map!r}: give one of them")
@@ -79,7 +79,7 @@ def load_decoder(
     placed = {"device_map": device_map, "quantization_config": quantization_config}
     placed = {key: value for key, value in placed.items() if value is not None}
     if quantization_config is not None:
-        placed.setdefault("device_map", {"": chosen})  # weights are packed where they are to stay
+        placed.setdefault("device_map", {"": chosen})  # weights are quantized on their final device
     try:
         if isinstance(name, GgufDecoder):
             model, tokenizer = load_gguf(gguf_file(name, revision))
@@ -125,7 +125,7 @@ def _from_folder(
     packed = Path(name) / INT8_FILE
     if packed.exists():
         return _placed(_from_int8(packed, dtype), placed), tokenizer
-    # Its annotations leave out what it returns beside the model.
+    # Its annotations omit the loading info, which it returns with the model.
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         name,
         revision=revision,
@@ -136,13 +136,13 @@ def _from_folder(
         **placed,
     )
     model, found = loaded
-    if missing := found["missing_keys"]:  # transformers makes them at random, with no more than a log line
-        raise ValueError(f"its config names {len(missing)} weights that its files do not hold, such as {min(missing)}")
+    if missing := found["missing_keys"]:  # transformers initialises them at random and only logs it
+        raise ValueError(f"its config names {len(missing)} weights that are not in its files, such as {min(missing)}")
     return model, tokenizer
 
 
 def _placed(model: Any, placed: Mapping[str, Any]) -> Any:
-    """A model from a file that transformers does not read, as `from_pretrained` would have placed and packed it."""
+    """Place and quantize a model that is already in memory, as `from_pretrained` would."""
     if not placed:
         return model
     state, settings = model.state_dict(), model.generation_config
@@ -152,7 +152,7 @@ def _placed(model: Any, placed: Mapping[str, Any]) -> Any:
 
 
 def _from_int8(file: Path, dtype: torch.dtype) -> Any:
-    """The causal LM of a folder whose weights are in 8 bits."""
+    """Load the causal LM of a folder with 8-bit weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
@@ -165,14 +165,14 @@ def _from_int8(file: Path, dtype: torch.dtype) -> Any:
 
 
 def _weights_as(model: Any, dtype: torch.dtype) -> Any:
-    """Weights alone in `dtype`: in bfloat16 the frequencies of rotary positions, which are buffers, would shift."""
+    """Convert weights, but no buffers, to `dtype`: bfloat16 would shift the frequencies of rotary positions."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
 class Backbone:
-    """A decoder and its adapters. One thread at a time runs it, under the adapter it asked for.
+    """A decoder and its adapters. One thread at a time runs it, with the adapter that the thread chose.
 
     Attributes:
         model: the transformers causal LM. Its own weights are frozen.
@@ -189,7 +189,7 @@ class Backbone:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The model's device."""
         return torch.device(self.model.device)
 
     @property
@@ -199,7 +199,7 @@ class Backbone:
 
     @property
     def window(self) -> int | None:
-        """Most positions of prompt and answer together; None where the model has no limit."""
+        """Most positions of prompt and answer together; None if the model has no limit."""
         window: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return window
 
@@ -209,9 +209,9 @@ class Backbone:
         return self.model.get_input_embeddings()
 
     def copy_model(self) -> Any:
-        """Another causal LM with the same weights and no adapters, frozen.
+        """Make a frozen copy of the causal LM, without adapters.
 
-        It shares the input embeddings with this one: a copy is trained without them.
+        The copy shares the input embeddings with the original, so they are not trained.
         """
         model = type(self.model)(self.model.config)
         model.load_state_dict(self.own_state(), strict=False)
@@ -246,7 +246,7 @@ class Backbone:
 
     @contextmanager
     def use(self, adapter: str | None) -> Iterator[Any]:
-        """The model with `adapter` active (None: its own weights alone), for this thread only."""
+        """Lock the model for this thread, with `adapter` active (None: no adapter)."""
         if adapter is not None and adapter not in self._adapters:
             raise ConfigError(f"no adapter {adapter!r}: there are {sorted(self._adapters)}")
         with self.lock:
@@ -259,7 +259,7 @@ class Backbone:
 
     @property
     def held(self) -> bool:
-        """Whether the calling thread is inside `use`; a worker it waits for would then never get the model."""
+        """Whether the calling thread is inside `use`: a worker that it waits for would then never get the model."""
         return self.lock.held
 
     def _activate(self, adapter: str | None) -> None:
@@ -283,9 +283,9 @@ class Backbone:
         return frozenset(self._adapters)
 
     def embedding_rms(self) -> float:
-        """Root mean square of the decoder's input embeddings, as its embedding layer gives them.
+        """Root mean square of the decoder's input embeddings, as its embedding layer returns them.
 
-        Taken from the layer, not its weight: Gemma's layers scale what they look up.
+        Taken from the layer's output, not its weight, because Gemma's embedding layers scale their output.
         """
         ids = torch.arange(min(self.embeddings.num_embeddings, 4096), device=self.device)
         with torch.no_grad():
@@ -293,14 +293,14 @@ class Backbone:
 
     @property
     def quantized(self) -> bool:
-        """Whether the decoder's weights are packed by a `quantization_config`."""
+        """Whether the decoder's weights are quantized by a `quantization_config`."""
         return getattr(self.model, "hf_quantizer", None) is not None
 
     def own_state(self) -> dict[str, Tensor]:
-        """The decoder's own weights under transformers' names, each once, adapters left out.
+        """The decoder's own weights by transformers' names, each once, without adapters.
 
         Raises:
-            ConfigError: they are quantized, and not what anyone else could load.
+            ConfigError: they are quantized, so that nothing else could load them.
         """
         if self.quantized:
             raise ConfigError("the decoder's weights are quantized: load the bundle without quantization_config")
@@ -311,22 +311,22 @@ class Backbone:
         return state
 
     def load_own_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `own_state` gave."""
+        """Load weights that `own_state` returned."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if "lora_" not in name:
                     parameter.copy_(state[name.replace(".base_layer.", ".")])
 
     def adapter_state(self, name: str) -> dict[str, Tensor]:
-        """Adapter `name`'s weights under the names that peft's own files use."""
+        """Adapter `name`'s weights by the names that peft's files use."""
         from peft import get_peft_model_state_dict
 
-        # Embeddings are never an adapter's here; left to itself, peft asks the hub whether they might be.
+        # Adapters never contain embeddings here; by default, peft would ask the hub whether they might.
         state = get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False)
         return {f"{_PEFT_PREFIX}{key}": value.detach().cpu().contiguous() for key, value in state.items()}
 
     def load_adapter_state(self, name: str, state: dict[str, Tensor]) -> None:
-        """Put back what `adapter_state` gave.
+        """Load weights that `adapter_state` returned.
 
         Raises:
             BundleError: keys are missing or unknown, or a shape differs.
@@ -336,7 +336,7 @@ class Backbone:
         expected = self.adapter_state(name)
         if state.keys() != expected.keys():
             odd = sorted(state.keys() ^ expected.keys())
-            raise BundleError(f"adapter {name!r} does not fit this decoder: {len(odd)} keys differ, first {odd[0]}")
+            raise BundleError(f"adapter {name!r} does not fit this decoder: {len(odd)} keys differ, such as {odd[0]}")
         for key, value in state.items():
             if value.shape != expected[key].shape:
                 raise BundleError(
@@ -347,10 +347,10 @@ class Backbone:
         set_peft_model_state_dict(self.model, plain, adapter_name=name)
 
     def copy_adapter(self, source: str, target: str) -> None:
-        """Give adapter `target` the weights of adapter `source`.
+        """Copy the weights of adapter `source` to adapter `target`.
 
         Raises:
-            ConfigError: they are not of one shape, or scale what they add differently.
+            ConfigError: their shapes or scales differ.
         """
         from peft.tuners.lora import LoraLayer
 
@@ -364,7 +364,7 @@ class Backbone:
         if shapes != wanted or any(one != other for one, other in scales):
             raise ConfigError(
                 f"adapter {target!r} cannot start from {source!r}: they differ in layers, modules, rank or alpha. "
-                "Give both the same"
+                "Make these the same"
             )
         self.load_adapter_state(target, state)
 
@@ -381,9 +381,9 @@ def decoder_layers(trunk: nn.Module, count: int) -> nn.ModuleList:
         count: how many layers it has.
 
     Raises:
-        ConfigError: it has no such list.
+        ConfigError: there is no such list.
     """
     for child in trunk.children():
         if isinstance(child, nn.ModuleList) and len(child) == count:
             return child
-    raise ConfigError(f"{type(trunk).__name__} holds no list of its {count} layers: they cannot be reached")
+    raise ConfigError(f"{type(trunk).__name__} has no list of its {count} layers: choose another decoder")

@@ -97,22 +97,21 @@ class Bundle(OfThisProcess):
 
         Args:
             name_or_path: a folder, a shipped name, or a hub id such as `someone/bundle`.
-            device: where to put it; None takes CUDA, MPS or the CPU, in that order.
-            revision: a revision on the hub; refused for a folder and a shipped name, which have none.
+            device: where to put it; None chooses CUDA, MPS or the CPU, in that order.
+            revision: a hub revision; refused for a folder or a shipped name, which have none.
             changes: settings to use in place of the stored config's, for a further stage of training;
                 the stored weights must fit them.
-            dtype: of the decoder's weights, such as "bfloat16"; None takes what suits the device. The fingerprint
-                stays the same.
+            dtype: dtype of the decoder's weights, such as "bfloat16"; None chooses one for the device. It does not
+                change the fingerprint.
             device_map: where each part of the decoder goes, as transformers takes it, in place of `device`.
-            attn_implementation: the decoder's attention, as transformers calls it ("sdpa", "eager", ...).
-            quantization_config: packs the decoder's weights as they are loaded: any of transformers'
-                (`BitsAndBytesConfig`, `TorchAoConfig`, ...). Such a decoder cannot be saved
-                or exported.
+            attn_implementation: the decoder's attention, by transformers' name ("sdpa", "eager", ...).
+            quantization_config: quantizes the decoder's weights during loading: any of transformers' configs
+                (`BitsAndBytesConfig`, `TorchAoConfig`, ...). Such a decoder cannot be saved or exported.
 
         Raises:
-            BundleError: it is not there, or damaged; the message names the file.
-            ConfigError: its config has unknown or impossible values, or the method needs a copy of the decoder and
-                its weights are to be packed.
+            BundleError: the bundle is missing or damaged; the message names the file.
+            ConfigError: its config has unknown or impossible values, or the decoder is to be quantized but the method
+                needs a copy of it.
         """
         folder = find_bundle(name_or_path, revision)
         config = read_config(folder / CONFIG_FILE)
@@ -144,24 +143,24 @@ class Bundle(OfThisProcess):
             int8 = (shipped / INT8_FILE).exists()
             stored[DECODER_FOLDER] = read_tensors(shipped / (INT8_FILE if int8 else WEIGHTS_FILE))
             bundle._decoder_digest = decoder_digest(shipped)
-        # From the files, not from memory: bfloat16 on a GPU would round them to other bits.
+        # From the files: weights in memory may be rounded to bfloat16, which would give another fingerprint.
         bundle._former = bundle._digest(stored)
         bundle.report = read_report(folder / REPORT_FILE)
         bundle._folder = folder
         if bundle.backbone.quantized:
             logger.warning(
-                "bundle %s is quantized: passages that it compresses differ a little from those of its own weights, "
-                "under the same fingerprint",
+                "bundle %s is quantized: its slots differ slightly from those of the unquantized bundle, which has the "
+                "same fingerprint",
                 config.name,
             )
         logger.info("bundle %s (%s), fingerprint %s", config.name, config.method.name, bundle.fingerprint[:12])
         return bundle
 
     def loaded_again(self, **options: Any) -> Bundle:
-        """The same bundle, loaded once more in another way; `options` are those of `from_pretrained`.
+        """Load the same bundle again with other `options` of `from_pretrained`.
 
         Raises:
-            ConfigError: it was made in this process and not loaded.
+            ConfigError: this bundle was made in this process, not loaded.
             BundleError: as `from_pretrained`.
         """
         if self._folder is None:
@@ -173,16 +172,16 @@ class Bundle(OfThisProcess):
 
     @classmethod
     def build(cls, config: BundleConfig, backbone: Backbone, teacher: Path | None = None) -> Bundle:
-        """A bundle with untrained weights for `backbone`; what training starts from.
+        """Make an untrained bundle for `backbone`, from which training starts.
 
         Args:
             config: the bundle's settings.
             backbone: the decoder.
-            teacher: a peft adapter folder that makes the decoder the full-text teacher; None where the
-                decoder as it is reads full text.
+            teacher: a peft adapter folder that makes the decoder the full-text teacher; None if the
+                decoder itself is the teacher.
 
         Raises:
-            BundleError: the teacher is no peft adapter folder, or does not fit the decoder.
+            BundleError: the teacher is not a peft adapter folder, or does not fit the decoder.
         """
         if isinstance(config.decoder, GgufDecoder):
             config = config.model_copy(update={"decoder": pinned(config.decoder, config.revision)})
@@ -194,10 +193,10 @@ class Bundle(OfThisProcess):
         return cls(config, backbone, compressor, reader)
 
     def reader_from_teacher(self) -> None:
-        """Start the reader's adapter as the teacher's.
+        """Initialise the reader's adapter with the teacher's weights.
 
         Raises:
-            ConfigError: one of the two has none, or they are not of one shape.
+            ConfigError: one of the two has no adapter, or their shapes or scales differ.
         """
         for name in (TEACHER, "reader"):
             if name not in self.backbone.adapters:
@@ -211,9 +210,10 @@ class Bundle(OfThisProcess):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over the config, the weights, and all of the decoder: 64 hex digits.
+        """SHA-256 of the config, the weights and the decoder: 64 hex digits.
 
-        Of a decoder on the hub its commit, of a GGUF file its SHA-256, of a folder all its files (`folder_digest`).
+        The decoder is identified by its commit on the hub, a GGUF file's SHA-256, or all files of its folder
+        (`folder_digest`).
         """
         if self._decoder_digest is None:
             name = self.config.decoder
@@ -226,7 +226,7 @@ class Bundle(OfThisProcess):
 
     @property
     def former_fingerprint(self) -> str:
-        """The fingerprint in its first form, which leaves out tokenizer, chat template and decoder config."""
+        """The fingerprint in its older form, without tokenizer, chat template and decoder config."""
         if self._former is None:
             states = {part: module.saved_state() for part, module in self._parts().items()}
             adapters = self.backbone.adapters & states.keys()
@@ -237,14 +237,14 @@ class Bundle(OfThisProcess):
         return self._former
 
     def made(self, fingerprint: str) -> bool:
-        """Whether what has this fingerprint was made with this bundle, in its present form or its former one."""
+        """Whether this is the bundle's fingerprint, in its current or older form."""
         return fingerprint in (self.fingerprint, self.former_fingerprint)
 
     def _digest(self, states: Mapping[str, Mapping[str, Tensor]]) -> str:
         digest = hashlib.sha256()
         settings = self.config.model_dump(mode="json", exclude={"name", "reads", "template", "answer_tokens"})
         if isinstance(self.config.decoder, GgufDecoder):
-            # The file's content is what counts, wherever it lies.
+            # Only the file's content counts, not where it is.
             settings |= {"decoder": self.config.decoder.sha256, "revision": None}
         digest.update(json.dumps(settings, sort_keys=True).encode())
         if self.config.decoder is not None:
@@ -262,16 +262,15 @@ class Bundle(OfThisProcess):
         """Write the bundle: config, safetensors weights in half precision, report and model card.
 
         The weights in memory are rounded to what is written, so this object and the saved one are the
-        same bundle with the same fingerprint. Adapters are written as ordinary peft adapters, the teacher's, too.
+        same bundle with the same fingerprint. All adapters, including the teacher's, are ordinary peft adapters.
 
         Args:
-            folder: where to; a bundle that is there is overwritten.
-            int8: write all matrices in 8 bits, those of the decoder, of copies of it and of adapters: half the size.
-                Only this library reads them; load such a bundle and save it without `int8` for others, such as
-                peft or vLLM.
+            folder: where to write; an existing bundle is overwritten.
+            int8: write all matrices (of the decoder, its copies and the adapters) in 8 bits: half the size. Only this
+                library reads them; for others, such as peft or vLLM, load the bundle and save it without `int8`.
 
         Raises:
-            ConfigError: the folder is a file, or has a README.md or config.json that is no bundle's.
+            ConfigError: the folder is a file, or has a README.md or config.json that is not a bundle's.
         """
         folder = Path(folder)
         check_free(folder)
@@ -290,10 +289,10 @@ class Bundle(OfThisProcess):
         self._save_report(folder)
 
     def save_report(self) -> None:
-        """Write `report` and the model card again where the bundle was loaded from; its weights stay as they are.
+        """Rewrite `report` and the model card in the folder that the bundle was loaded from, but not its weights.
 
         Raises:
-            ConfigError: it was made in this process and not loaded.
+            ConfigError: this bundle was made in this process, not loaded.
         """
         if self._folder is None:
             raise ConfigError(f"bundle {self.config.name!r} was made in this process: give save_pretrained a folder")
@@ -304,30 +303,29 @@ class Bundle(OfThisProcess):
         (folder / "README.md").write_text(model_card(self.config, self.report, self.fingerprint), encoding="utf-8")
 
     def _save_adapter(self, name: str, folder: Path, int8: bool) -> None:
-        """Write an adapter as a peft folder, or the same with its matrices in 8 bits."""
+        """Write an adapter as a peft folder, with its matrices in 8 bits if `int8`."""
         folder.mkdir(parents=True, exist_ok=True)
         pack = _lossless if name == TEACHER and not int8 else _packing(int8)
         packed = pack(self.backbone.adapter_state(name))
         self.backbone.load_adapter_state(name, from_int8(packed))
         save_file(packed, folder / (INT8_ADAPTER_FILE if int8 else ADAPTER_FILE))
-        (folder / (ADAPTER_FILE if int8 else INT8_ADAPTER_FILE)).unlink(
-            missing_ok=True
-        )  # it would be read in its place
+        # An older file of the other kind could be read instead.
+        (folder / (ADAPTER_FILE if int8 else INT8_ADAPTER_FILE)).unlink(missing_ok=True)
         self.backbone.save_adapter_config(name, folder)
 
     def _save_decoder(self, folder: Path, int8: bool) -> None:
-        """Write the decoder as a transformers folder, without the adapters that stand on it."""
+        """Write the decoder as a transformers folder, without adapters."""
         folder.mkdir(parents=True, exist_ok=True)
         write_decoder(self.backbone.model, self.tokenizer, folder)
         self._decoder_digest = decoder_digest(folder)
         packed = _packing(int8)(self.backbone.own_state())
         self.backbone.load_own_state(from_int8(packed))
         save_file(packed, folder / (INT8_FILE if int8 else WEIGHTS_FILE), metadata={"format": "pt"})
-        # Whichever was there before would be read in its place, or stay behind.
+        # An older file of the other kind could be read instead.
         (folder / (WEIGHTS_FILE if int8 else INT8_FILE)).unlink(missing_ok=True)
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
-        """Upload the bundle to the Hugging Face hub; returns the commit's address."""
+        """Upload the bundle to the Hugging Face hub; returns the commit's URL."""
         import tempfile
 
         from huggingface_hub import HfApi
@@ -339,12 +337,12 @@ class Bundle(OfThisProcess):
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
     def check_ratio(self, ratio: int) -> None:
-        """RatioError where the compressor cannot make this ratio."""
+        """Raise RatioError if the compressor cannot make this ratio."""
         check_window(ratio, self.config.max_tokens)
         if self.compressor.question_aware and ratio != self.config.base_ratio:
             raise RatioError(
-                f"ratio {ratio}: bundle {self.config.name!r} reads closely (ram) and stores one vector for each "
-                f"segment of {self.config.base_ratio} tokens: leave it out"
+                f"ratio {ratio}: bundle {self.config.name!r} (ram) always stores one vector for each segment of "
+                f"{self.config.base_ratio} tokens: leave out the ratio"
             )
 
     def compress(self, texts: Sequence[str], ratio: int | None = None, progress: bool = False) -> list[SoftContext]:
@@ -354,7 +352,7 @@ class Bundle(OfThisProcess):
 
         Args:
             texts: the passages.
-            ratio: source tokens per slot; None takes the base ratio, from which others can be merged.
+            ratio: source tokens per slot; None means the base ratio, from which coarser ones can be merged.
             progress: show a progress bar.
 
         Raises:
@@ -383,10 +381,10 @@ class Bundle(OfThisProcess):
         return Tokenized(text, ids)
 
     def at_ratio(self, soft: SoftContext, ratio: int) -> SoftContext:
-        """A stored soft context (at the base ratio) at a coarser ratio.
+        """Merge a stored soft context (at the base ratio) to a coarser ratio.
 
         Raises:
-            RatioError: the ratio is no multiple of the base ratio, or the method is not nestable.
+            RatioError: the ratio is not a multiple of the base ratio, or the method is not nestable.
         """
         nestable, method = self.compressor.nestable, self.config.method.name
         factor = merge_factor(whole("ratio", ratio), self.config.base_ratio, nestable=nestable, name=method)
@@ -394,21 +392,21 @@ class Bundle(OfThisProcess):
 
     @torch.inference_mode()
     def embed(self, soft: SoftContext) -> Tensor:
-        """A soft context as the decoder's input embeddings: (slots, decoder dim), on its device, in its precision."""
+        """A soft context as input embeddings on the decoder's device and in its precision: (slots, decoder dim)."""
         device = self.backbone.device
         embedded: Tensor = self.reader(soft.slots.to(device), soft.token_counts.to(device))
         return embedded.to(self.backbone.embeddings.weight.dtype)
 
     def soft_decoder(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
-        """The decoder as it reads soft contexts, held for this thread within the context.
+        """A context manager that locks the decoder for this thread, set up to read soft contexts.
 
         Args:
-            slot_mask: bool (batch, length), where the slots are in the prompts given to it.
+            slot_mask: bool (batch, length), True at the slots of the prompts that it will read.
         """
         return self.reader.decoder(slot_mask)
 
     def text_decoder(self) -> AbstractContextManager[Any]:
-        """The decoder as it reads plain text (the teacher), held for this thread within the context."""
+        """A context manager that locks the decoder for this thread, set up to read plain text (the teacher)."""
         return self.backbone.use(TEACHER if TEACHER in self.backbone.adapters else None)
 
 
@@ -416,12 +414,12 @@ def add_teacher(backbone: Backbone, folder: Path) -> None:
     """Add a peft adapter folder to a decoder as its full-text teacher.
 
     Raises:
-        BundleError: it is none, or does not fit the decoder.
+        BundleError: the folder is not a peft adapter, or does not fit the decoder.
     """
     from peft import LoraConfig
 
     if not (folder / "adapter_config.json").exists():
-        raise BundleError(f"the teacher {str(folder)!r} is no peft adapter folder: it has no adapter_config.json")
+        raise BundleError(f"the teacher {str(folder)!r} is not a peft adapter folder: it has no adapter_config.json")
     backbone.add_adapter(TEACHER, LoraConfig.from_pretrained(str(folder)))
     backbone.load_adapter_state(TEACHER, read_adapter(folder))
 
@@ -431,7 +429,7 @@ def _packing(int8: bool) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
 
 
 def _lossless(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In half precision where that changes nothing: a teacher is kept as it was given."""
+    """Convert to half precision only if that is exact: a teacher stays as it was given."""
     half = _half(state)
     return half if all(torch.equal(half[name].to(value.dtype), value) for name, value in state.items()) else dict(state)
 
@@ -441,7 +439,7 @@ def _half(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _hash_tensors(digest: Any, state: Mapping[str, Tensor]) -> None:
-    # Hashed in half precision, as they are stored: the device's precision does not change the fingerprint.
+    # Hashed in half precision, as stored, so that the device's precision does not change the fingerprint.
     for name in sorted(state):
         digest.update(name.encode())
         digest.update(state[name].detach().to("cpu", torch.float16).contiguous().numpy().tobytes())

@@ -1,4 +1,4 @@
-"""A bundle's folder: where it is, what its files are called, and how they are read."""
+"""A bundle's folder: how to find it, its file names, and how to read its files."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ INT8_ADAPTER_FILE = "adapter_model.int8.safetensors"
 
 
 def find_bundle(name_or_path: str | Path, revision: str | None) -> Path:
-    """The folder of a bundle: one given, a shipped one's, or one fetched from the hub.
+    """Find a bundle's folder: a local one, a shipped one, or one downloaded from the hub.
 
     Raises:
-        ConfigError: it is no name or path, or is not on the hub and a revision is given.
-        BundleError: there is none, or the hub cannot give it.
+        ConfigError: this is not a name or path, or a revision is given for a bundle that is not on the hub.
+        BundleError: there is no such bundle, or it cannot be downloaded.
     """
     shown = str(name_or_path) if isinstance(name_or_path, Path) else name_or_path
     none = f"no bundle {shown!r}: give a folder, one of {sorted(SHIPPED)}, or a hub id owner/name"
@@ -59,7 +59,7 @@ def find_bundle(name_or_path: str | Path, revision: str | None) -> Path:
 
 
 def check_free(folder: Path) -> None:
-    """Refuse to write over files that are not a bundle's.
+    """Refuse to overwrite files that are not a bundle's.
 
     Raises:
         ConfigError: the folder is a file, or has such files.
@@ -74,28 +74,28 @@ def check_free(folder: Path) -> None:
 
 
 def read_config(path: Path) -> BundleConfig:
-    """A bundle's settings; BundleError where there are none, ConfigError where they are impossible."""
+    """Read a bundle's settings; raises BundleError if there are none, ConfigError if they are impossible."""
     try:
         return BundleConfig.model_validate_json(path.read_bytes())
     except FileNotFoundError:
-        raise BundleError(f"{path.parent} is no bundle: it has no {path.name}") from None
+        raise BundleError(f"{path.parent} is not a bundle: it has no {path.name}") from None
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain(error)}") from None
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A bundle's training report, empty where there is none; BundleError where it is damaged."""
+    """Read a bundle's training report, empty if there is none; raises BundleError if it is damaged."""
     try:
         report = json.loads(path.read_bytes()) if path.exists() else {}
     except ValueError as error:
         raise BundleError(f"{path} is damaged ({error}): fetch or make the bundle again") from error
     if not isinstance(report, dict):
-        raise BundleError(f"{path} holds a {type(report).__name__}, no JSON object: fetch or make the bundle again")
+        raise BundleError(f"{path} holds a {type(report).__name__}, not a JSON object: fetch or make the bundle again")
     return report
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, unpacked; BundleError where it is missing or damaged."""
+    """Read a file's tensors, unpacked from 8 bits; raises BundleError if it is missing or damaged."""
     try:
         return from_int8(load_file(path))
     except FileNotFoundError:
@@ -105,6 +105,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """The tensors of an adapter's folder, in 8 bits or not; raises as `read_tensors`."""
+    """Read the tensors of an adapter's folder, in 8 bits or not; raises as `read_tensors`."""
     int8 = folder / INT8_ADAPTER_FILE
     return read_tensors(int8 if int8.exists() else folder / ADAPTER_FILE)

@@ -19,7 +19,7 @@ _SECONDS = TypeAdapter(Annotated[float, Field(ge=0)])
 
 
 class BundleConfig(Strict):
-    """What is in a bundle's config.json.
+    """The contents of a bundle's config.json.
 
     Attributes:
         format: version of the bundle format.
@@ -30,9 +30,9 @@ class BundleConfig(Strict):
         base_ratio: source tokens per slot in the store.
         ratios: the ratios it was trained for.
         max_tokens: the encoder's window; longer passages are compressed window by window.
-        reads: one line on what text it is meant for.
-        template: the prompt that it was trained to answer, see `text.prompts`; None where nobody recorded it.
-        answer_tokens: the longest answer that it was trained on; None where nobody recorded it.
+        reads: one line about the texts it is meant for.
+        template: the prompt template that it was trained with, see `text.prompts`; None if not recorded.
+        answer_tokens: tokens of the longest answer that it was trained on; None if not recorded.
     """
 
     left_out: ClassVar[frozenset[str]] = frozenset({"template", "answer_tokens"})
@@ -51,27 +51,27 @@ class BundleConfig(Strict):
 
     @property
     def asked_by(self) -> str:
-        """The template that questions are asked by, unless the caller has another."""
+        """The template for questions, unless the caller gives another."""
         return self.template or TEMPLATES[0]
 
     @property
     def decoder_name(self) -> str | None:
-        """What to call the decoder, None where the bundle ships it."""
+        """The decoder's name; None if the bundle ships it."""
         return None if self.decoder is None else str(self.decoder)
 
     @model_validator(mode="after")
     def _ratios_fit(self) -> BundleConfig:
         self.method.check_ratios(self.base_ratio, self.ratios)
         if self.max_tokens % self.base_ratio:
-            raise ValueError(f"max_tokens {self.max_tokens} is no multiple of base_ratio {self.base_ratio}")
+            raise ValueError(f"max_tokens {self.max_tokens} is not a multiple of base_ratio {self.base_ratio}")
         return self
 
 
 def checked(name: str, value: object, rule: TypeAdapter[T]) -> T:
-    """An argument by a rule of pydantic's, which takes 16, 16.0 and "16" for one number.
+    """Validate an argument by a pydantic rule, which reads 16, 16.0 and "16" as the same number.
 
     Raises:
-        ConfigError: it breaks the rule; the message begins with name and value.
+        ConfigError: the value breaks the rule; the message begins with the name and the value.
     """
     try:
         return rule.validate_python(value)
@@ -81,27 +81,27 @@ def checked(name: str, value: object, rule: TypeAdapter[T]) -> T:
 
 
 def whole(name: str, value: object) -> int:
-    """A whole number given as an argument.
+    """Validate an argument as a whole number.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not one.
     """
     if isinstance(value, bool):  # pydantic takes True for 1
-        raise ConfigError(f"{name}={value!r} is no number: give one")
+        raise ConfigError(f"{name}={value!r} is not a number: give one")
     return checked(name, value, _WHOLE)
 
 
 def seconds(name: str, value: object) -> float:
-    """A time in seconds given as an argument, 0 or more.
+    """Validate an argument as a time in seconds, 0 or more.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not one.
     """
     return checked(name, value, _SECONDS)
 
 
 def explain(error: ValidationError) -> str:
-    """All faults in a line: where, what, and the value given."""
+    """Describe all errors in one line: the field, the problem, and the value given."""
     return "; ".join(_explained(fault) for fault in error.errors())
 
 

@@ -1,7 +1,7 @@
-"""What a decoder is: its configuration, its tokenizer, its chat format and, where it lies in a folder, its weights.
+"""What identifies a decoder: config, tokenizer, chat template and, if it is in a folder, its weights.
 
 Read from files, not from the objects in memory: another version of transformers would fill in other
-defaults, and a store would no longer know its bundle.
+defaults, and a store would no longer recognise its bundle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ctx_compress_rag.errors import BundleError
 
 _SUFFIXES = {".json", ".jinja", ".txt", ".model"}
 _OF_WEIGHTS = ".index.json"
-# What says who wrote a file or how it was loaded, and changes no answer.
+# Keys that record who wrote a file or how it was loaded, and change no answer.
 _PASSING = {
     "transformers_version", "_name_or_path", "name_or_path", "architectures", "dtype", "torch_dtype", "use_cache",
     "tokenizer_class", "backend", "is_local", "local_files_only",
@@ -26,7 +26,7 @@ _PASSING = {
 
 
 def decoder_digest(folder: Path) -> str:
-    """SHA-256 over config, generation config, tokenizer and chat template in a decoder's folder: 64 hex digits.
+    """SHA-256 of config, generation config, tokenizer and chat template in a decoder's folder: 64 hex digits.
 
     Raises:
         BundleError: a file is damaged.
@@ -44,7 +44,7 @@ def decoder_digest(folder: Path) -> str:
 
 
 def folder_digest(folder: Path) -> str:
-    """`decoder_digest` with the SHA-256 of each file of weights: 64 hex digits.
+    """SHA-256 of `decoder_digest` and of the weight files: 64 hex digits.
 
     Raises:
         BundleError: a file is damaged.
@@ -55,14 +55,14 @@ def folder_digest(folder: Path) -> str:
 
 
 def digest_in_memory(model: Any, tokenizer: Any) -> str:
-    """`decoder_digest` of a decoder that is in no folder."""
+    """`decoder_digest` of a decoder in memory."""
     with TemporaryDirectory() as folder:
         write_decoder(model, tokenizer, Path(folder))
         return decoder_digest(Path(folder))
 
 
 def write_decoder(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write all of a decoder but its weights, as transformers reads it."""
+    """Write a decoder without its weights, as transformers reads it."""
     model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -78,7 +78,7 @@ def _canonical(path: Path, content: bytes) -> bytes:
 
 
 def sha256(file: Path) -> str:
-    """A file's SHA-256 in 64 hex digits, remembered as long as its size and time of change stay the same."""
+    """A file's SHA-256 in 64 hex digits, cached until its size or modification time changes."""
     status = file.stat()
     return _sha256(file.resolve(), status.st_size, status.st_mtime_ns)
 

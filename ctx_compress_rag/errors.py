@@ -1,8 +1,8 @@
-"""The library's errors. Each message names the value at fault and the remedy."""
+"""The library's errors. Each message names the wrong value and says what to do."""
 
 
 class CtxCompressError(Exception):
-    """Base of every error this library raises on purpose."""
+    """Base class of all errors that this library defines."""
 
 
 class ConfigError(CtxCompressError, ValueError):
@@ -14,7 +14,7 @@ class BundleError(CtxCompressError):
 
 
 class FingerprintMismatchError(CtxCompressError):
-    """Stored soft contexts were made by another bundle than the one in use."""
+    """The stored soft contexts were not made by the bundle in use."""
 
 
 class TimeUpError(CtxCompressError):
@@ -30,7 +30,7 @@ class StoreWriteError(StoreError):
 
 
 class StoreLockedError(StoreWriteError):
-    """Another process is writing to the same store path, for longer than this one waits."""
+    """Another process has been writing to the same store path for longer than this one waits."""
 
 
 class PayloadError(StoreError, ValueError):
@@ -38,18 +38,18 @@ class PayloadError(StoreError, ValueError):
 
 
 class MissingPassageError(CtxCompressError, KeyError):
-    """A passage that was asked for is not in the store."""
+    """A requested passage is not in the store."""
 
     def __str__(self) -> str:  # KeyError would show the repr of the message
         return str(self.args[0]) if self.args else ""
 
 
 class UnreadableMarkerError(CtxCompressError, ValueError):
-    """A text has a marker's form and cannot be read: of another key or scope, or changed since it was written."""
+    """Text in a marker's form cannot be read: it was written with another key or scope, or changed since."""
 
 
 class DecoderMemoryError(CtxCompressError, MemoryError):
-    """The decoder ran out of memory while it read a prompt or answered it."""
+    """The decoder ran out of memory while reading or answering a prompt."""
 
 
 class ServerError(CtxCompressError):
@@ -57,15 +57,15 @@ class ServerError(CtxCompressError):
 
 
 class JudgeError(CtxCompressError):
-    """The language model that judges answers failed. Answers that a command wrote are kept: run it again."""
+    """The language model that judges answers failed. Answers written so far are kept: run the command again."""
 
 
 class WorkerError(CtxCompressError):
-    """Workers of a Ray cluster did not give back all passages. What came back is stored: call again to resume."""
+    """Ray workers did not return all passages. The returned ones are stored: call again to resume."""
 
 
 class RatioError(ConfigError):
-    """The ratio asked for cannot be made from what is stored."""
+    """The requested ratio cannot be made from the stored slots."""
 
 
 class DataError(CtxCompressError, ValueError):

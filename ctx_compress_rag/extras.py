@@ -1,4 +1,4 @@
-"""Imports of optional packages: a missing one is named together with the extra that brings it."""
+"""Imports of optional packages: a missing one is named together with the extra that installs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ctx_compress_rag.errors import CtxCompressError
 
 
 class MissingExtraError(CtxCompressError, ImportError):
-    """An optional package is needed and not installed."""
+    """An optional package is needed but not installed."""
 
 
 @contextmanager

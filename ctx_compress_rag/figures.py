@@ -1,4 +1,4 @@
-"""Pictures, plotted without a display."""
+"""Figures, plotted without a display."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_LABELS = 64
 
 
 def check_plots() -> None:
-    """Say at once, before long work whose plot comes last, that plots cannot be made.
+    """Fail early if plots cannot be made, before long work that ends with one.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -37,14 +37,14 @@ def new_figure(width: float, height: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-    # Without pyplot, whose backend belongs to the notebook or program that plots.
+    # Without pyplot, whose backend belongs to the calling notebook or program.
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write the figure as a PNG; its folder is made."""
+    """Write the figure as a PNG, creating its folder."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
@@ -52,7 +52,7 @@ def save(figure: Figure, path: str | Path) -> Path:
 
 
 def heat_map(axes: Any, values: Tensor, tokens: Sequence[str], first: int) -> None:
-    """Tokens from left to right, and from top to bottom what is counted from `first`: (tokens, rows)."""
+    """Plot (tokens, rows): tokens from left to right, rows from top to bottom, counted from `first`."""
     places = (-0.5, len(tokens) - 0.5, first + values.shape[1] - 0.5, first - 0.5)
     image = axes.imshow(values.T.numpy(), aspect="auto", cmap="viridis", vmin=0, extent=places)
     axes.figure.colorbar(image, ax=axes)
@@ -60,13 +60,13 @@ def heat_map(axes: Any, values: Tensor, tokens: Sequence[str], first: int) -> No
     if len(tokens) > _MOST_LABELS:
         axes.set_xlabel("token")
         return
-    # matplotlib takes what is between dollars for mathematics.
+    # matplotlib reads text between dollar signs as mathematics.
     labels = [token.strip(" ").replace("$", r"\$").replace("\n", "\\n") for token in tokens]
     axes.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=7)
 
 
 def layer_bars(axes: Any, layers: Sequence[int], values: Tensor, ylabel: str, title: str) -> None:
-    """A bar for each layer: (layers,)."""
+    """Plot a bar for each layer: (layers,)."""
     axes.bar(layers, values.numpy(), color="#1f5fa8")
     axes.set(xlabel="layer", ylabel=ylabel, title=title)
     axes.spines[["top", "right"]].set_visible(False)

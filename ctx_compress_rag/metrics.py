@@ -1,10 +1,10 @@
-"""Scores of answers, and how sure one may be of them.
+"""Scores of answers, and their uncertainty.
 
 An answer is compared after SQuAD's normalisation (Rajpurkar et al., 2016): lower case, without ASCII
-punctuation and the articles a, an, the, spaces collapsed. Chinese and Japanese, which SQuAD has no rule for,
-lose their own punctuation, too, and each of their characters is a word: MLQA's mixed segmentation (Lewis et
-al., 2020), which has it for Chinese, here with kana. A question without accepted answers is one that the
-context does not answer: the right prediction is then the empty string (SQuAD 2.0).
+punctuation and the articles a, an, the, spaces collapsed. SQuAD has no rule for Chinese and Japanese: their
+punctuation is removed too, and each of their characters is a word, as in MLQA's mixed segmentation (Lewis et
+al., 2020) for Chinese, here extended to kana. If a question has no accepted answers, the context does not
+answer it, and the right prediction is the empty string (SQuAD 2.0).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from numpy.typing import NDArray
 from ctx_compress_rag.errors import DataError
 
 NO_ANSWER = "The text does not say."
-"""What a decoder is trained to answer where the passages do not."""
+"""What a decoder is trained to answer if the passages hold no answer."""
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _BLOCKS = [range(0x3000, 0x3100), range(0xFE30, 0xFE50), range(0xFF00, 0xFFF0)]
-"""Where punctuation of Chinese and Japanese is: with the kana, vertical forms, full and half width."""
+"""Blocks with Chinese and Japanese punctuation: CJK symbols and kana, vertical forms, full and half width."""
 _PUNCTUATION = [chr(c) for block in _BLOCKS for c in block if unicodedata.category(chr(c)).startswith("P")]
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation + "".join(_PUNCTUATION))
-# Marks of iteration and zero, kana, Han, kana of half width, rare Han.
+# Iteration marks and zero, kana, Han, half-width kana, rare Han.
 CHARACTER = re.compile(
     "([\u3005-\u3007\u3041-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff])"
 )
 
 
 def normalize_answer(text: str) -> str:
-    """SQuAD's normal form of an answer, without the punctuation of Chinese and Japanese, too.
+    """Normalise an answer as SQuAD does, and remove Chinese and Japanese punctuation.
 
     >>> normalize_answer("The  Eiffel Tower, (Paris).")
     'eiffel tower paris'
@@ -71,7 +71,7 @@ def contains_answer(prediction: str, answers: Sequence[str]) -> float:
 
     This is the substring accuracy of Simple Context Compression (section 5.1, table 10) and ArcAligner's non-strict
     match (section 4.2). A prediction that lists every candidate gets 1.0 (Simple Context Compression, footnote 5), and
-    "party" contains "art", so it goes beside exact match and F1, never in their place.
+    "party" contains "art", so report it beside exact match and F1, never instead of them.
     """
     text = normalize_answer(prediction)
     wanted = [normalize_answer(answer) for answer in answers or [""]]
@@ -79,9 +79,9 @@ def contains_answer(prediction: str, answers: Sequence[str]) -> float:
 
 
 def mentions_answer(text: str, answers: Sequence[str]) -> bool:
-    """Whether the words of one of the answers stand in a text, side by side: "art" does not stand in "party".
+    """Whether a text contains the words of one of the answers, side by side: "party" does not contain "art".
 
-    By this passages are chosen that do not answer a question. Scores are taken with `contains_answer`.
+    It selects passages that do not answer a question. Scores use `contains_answer`.
     """
     words = f" {' '.join(_words(text))} "
     return any(f" {' '.join(answer)} " in words for answer in map(_words, answers) if answer)
@@ -138,13 +138,13 @@ def teacher_normalized(
         compressed: score of each question with the compressed context.
         no_context: score of the same questions, in the same order, without context.
         full_text: score of the same questions, in the same order, with the full text.
-        confidence: probability the interval is to cover.
+        confidence: confidence level of the interval.
         resamples: number of bootstrap samples.
         seed: seed of the draws.
 
     Returns:
-        The share and its interval, or None where the full text is not surely better than no context (at the same
-        confidence): then there is no gain to take a share of.
+        The share and its interval; None if the full text is not significantly better than no context (at the same
+        confidence level), because there is then no gain to take a share of.
 
     Raises:
         DataError: the three have no scores, or different numbers of them.
@@ -181,12 +181,12 @@ def paired_difference(
     """How much better the first system is than the second: the difference of their means, with its interval.
 
     The interval is a percentile bootstrap that draws questions, so that the two scores of a question stay
-    together: what makes a question hard for both does not widen it.
+    together: questions that are hard for both systems do not widen it.
 
     Args:
         first: score of each question with the first system.
         second: score of the same questions, in the same order, with the second.
-        confidence: probability the interval is to cover.
+        confidence: confidence level of the interval.
         resamples: number of bootstrap samples.
         seed: seed of the draws.
 

@@ -8,12 +8,12 @@ from ctx_compress_rag.errors import ConfigError
 
 
 class OfThisProcess:
-    """Cannot be pickled, and a deep copy of what holds one shares it."""
+    """Base of objects that cannot be pickled, and that deep copies share."""
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled, and say what to do."""
-        raise ConfigError(f"a {type(self).__name__} belongs to this process: open it in the other one")
+        raise ConfigError(f"a {type(self).__name__} cannot be pickled: open it in the other process")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself."""
+        """Return the same object."""
         return self

@@ -1,4 +1,4 @@
-"""What a decoder reads: token ids, slots between them, and which of the tokens are answers."""
+"""Prompts as a decoder reads them: token ids, slots between them, and which tokens are answers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Message = Mapping[str, str]
 """A chat message: `role` ("system", "user" or "assistant") and `content`, which may hold markers."""
 
 PromptLike = str | Sequence[Message]
-"""A prompt as people write it: raw text, or a chat."""
+"""A prompt as users write it: raw text, or a chat."""
 
 Piece = Tensor
 """Either int64 token ids (L,) or float vectors (S, D), already in the decoder's embedding space."""
 
 
 class QuotedToken(NamedTuple):
-    """A token of a text, and how many more a quotation takes at least before it may end: 0 if it may end with this."""
+    """A token, and the fewest tokens that must follow before a quotation may end: 0 if it may end with this token."""
 
     id: int
     to_end: int
@@ -31,9 +31,9 @@ class Quotable:
     """Texts that an answer may quote; see `text.quoting`.
 
     Attributes:
-        tokens: of all texts; None stands where no quotation goes on, such as after each text.
-        starts: the quotations that begin with a token, by its id: their first tokens, which stand nowhere in
-            `tokens`, perhaps none, and the place in `tokens` where they go on.
+        tokens: the tokens of all texts; None where a quotation cannot continue, such as after each text.
+        starts: the quotations that begin with a token, by its id. Each is its first tokens that are not in `tokens`
+            (may be empty), and the place in `tokens` where it continues.
     """
 
     tokens: tuple[QuotedToken | None, ...]
@@ -42,14 +42,14 @@ class Quotable:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A prompt as the model is given it, perhaps with its answers.
+    """A prompt as the model reads it, optionally with its answers.
 
     Attributes:
         pieces: token ids and slots, in order.
         answers: True on the answers' tokens: bool (length,).
-        soft: whether the reader's decoder is to read it: True if it has passages, even ones without slots.
-        prefix: how many vectors that are no slots stand before all else.
-        quotable: what an extractive answer may quote; None if none is wanted.
+        soft: whether the reader's decoder reads it: True if it has passages, even ones without slots.
+        prefix: how many vectors at the start are not slots.
+        quotable: what an extractive answer may quote; None if the answer is not extractive.
     """
 
     pieces: tuple[Piece, ...]
@@ -60,13 +60,13 @@ class Prompt:
 
     @classmethod
     def of(cls, *pieces: Piece) -> Prompt:
-        """One that only asks; all its vectors are slots."""
+        """Make a prompt without answers; all its vectors are slots."""
         flags = torch.zeros(sum(len(piece) for piece in pieces), dtype=torch.bool)
         return cls(pieces, flags, soft=any(piece.is_floating_point() for piece in pieces))
 
     @property
     def length(self) -> int:
-        """Positions it takes."""
+        """Number of positions."""
         return len(self.answers)
 
     @property
@@ -80,20 +80,20 @@ class Prompt:
         return sum(len(piece) for piece in self.pieces if piece.is_floating_point()) - self.prefix
 
     def ids(self) -> Tensor:
-        """The token ids, 0 where vectors are: int64 (length,)."""
+        """The token ids, 0 at vectors: int64 (length,)."""
         return torch.cat([torch.zeros(len(p), dtype=torch.long) if p.is_floating_point() else p for p in self.pieces])
 
     def vector_mask(self) -> Tensor:
-        """True where vectors are: bool (length,)."""
+        """True at vectors: bool (length,)."""
         return torch.cat([torch.full((len(p),), p.is_floating_point()) for p in self.pieces])
 
     def then(self, answer: Tensor) -> Prompt:
-        """The same with an answer's token ids (L,) at its end."""
+        """The same prompt with an answer's token ids (L,) appended."""
         flags = torch.ones(len(answer), dtype=torch.bool)
         return replace(self, pieces=(*self.pieces, answer), answers=torch.cat((self.answers, flags)))
 
     def behind(self, prefix: Tensor) -> Prompt:
-        """The same behind vectors (P, D) that are no slots."""
+        """The same prompt after vectors (P, D) that are not slots."""
         flags = torch.zeros(len(prefix), dtype=torch.bool)
         return replace(
             self,
@@ -105,7 +105,7 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class HoledPrompt:
-    """A prompt, perhaps with its answers, whose passages are holes.
+    """A prompt, optionally with its answers, with holes for its passages.
 
     Attributes:
         ids: token ids of the text between the holes; hole i is between ids[i] and ids[i + 1].
@@ -117,7 +117,7 @@ class HoledPrompt:
 
     @classmethod
     def without_answers(cls, ids: Sequence[Tensor]) -> HoledPrompt:
-        """One that only asks."""
+        """Make a prompt without answers."""
         return cls(tuple(ids), tuple(torch.zeros(len(part), dtype=torch.bool) for part in ids))
 
     def filled(self, slots: Sequence[Tensor]) -> Prompt:

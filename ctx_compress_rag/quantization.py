@@ -1,4 +1,4 @@
-"""Weights in 8 bits: each row of a matrix as integers of -127 to 127 and one scale."""
+"""Weights in 8 bits: each row of a matrix as integers from -127 to 127 and one scale."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 _SCALE = ".int8_scale"
-_SMALLEST = 4096  # entries; of what is smaller little is gained
-_LARGEST_ERROR = 0.02  # of the whole matrix; normally distributed rows come to 0.007
+_SMALLEST = 4096  # entries; packing smaller tensors saves little
+_LARGEST_ERROR = 0.02  # relative, of the whole matrix; normally distributed rows have 0.007
 
 
 def to_int8(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Matrices in int8 with a float16 scale for each row, beside them; everything else in float16.
+    """Convert matrices to int8 with a float16 scale for each row, and everything else to float16.
 
     The largest entry of a row becomes 127 (or -127), and no entry moves by more than half a step of its row.
-    A matrix that moves by more than 2 % in all stays in float16: one near the identity, whose small entries are
-    less than a step.
+    A matrix that moves by more than 2 % in all stays in float16, such as one near the identity, whose small
+    entries are less than a step.
     """
     stored: dict[str, Tensor] = {}
     for name, value in state.items():
@@ -37,7 +37,7 @@ def to_int8(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_int8(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `to_int8` has stored, in float16; tensors that are in another form stay as they are."""
+    """Convert the result of `to_int8` to float16; tensors that are not packed stay as they are."""
     return {
         name: value if value.dtype != torch.int8 else (value.float() * stored[name + _SCALE].float()).to(torch.float16)
         for name, value in stored.items()

@@ -1,4 +1,4 @@
-"""The rule for a ratio (source tokens per slot) and for a reduction (how many times shorter a prompt's context is)."""
+"""Rules for a ratio (source tokens per slot) and a reduction (how many times shorter a prompt's context becomes)."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ def merge_factor(ratio: int, base: int, *, nestable: bool = True, name: str = "i
     """How many slots, stored at `base` source tokens each, become one at `ratio`.
 
     Args:
-        ratio: what is asked for.
-        base: what is stored.
+        ratio: the requested ratio.
+        base: the stored ratio.
         nestable: whether slots can be merged at all.
-        name: what stores them, for the error.
+        name: the method's or bundle's name, for the error message.
 
     Raises:
-        RatioError: the ratio is no multiple of the base, or another one while slots cannot be merged.
+        RatioError: the ratio is not a multiple of the base, or differs from it although slots cannot be merged.
     """
     if ratio < base or ratio % base:
         raise RatioError(f"ratio {ratio} cannot be made from slots stored at {base}: choose a multiple of {base}")
     if ratio != base and not nestable:
         raise RatioError(
-            f"{name} stores one ratio: use ratio={base}, or index again at {ratio} (slots cannot be merged, "
-            f"only {base} is stored)"
+            f"{name} stores one ratio, here {base}, and its slots cannot be merged: use ratio={base}, or index again "
+            f"at {ratio}"
         )
     return ratio // base
 
@@ -44,4 +44,4 @@ def check_reduction(reduction: int) -> None:
         RatioError: it is below 2.
     """
     if reduction < 2:
-        raise RatioError(f"reduction={reduction}: close reading makes the context shorter by 2 or more")
+        raise RatioError(f"reduction={reduction}: close reading needs a reduction of 2 or more")

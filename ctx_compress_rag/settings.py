@@ -1,4 +1,4 @@
-"""What settings are made of."""
+"""The base class of settings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 
 
 class Strict(BaseModel):
-    """Settings that never change, unknown keys refused by name.
+    """Immutable settings that refuse unknown keys by name.
 
     Attributes:
-        left_out: fields that are written only where they differ from their default. A field added after bundles
-            were made belongs here: those keep their config, and with it their fingerprint.
+        left_out: fields that are written only if they differ from their default. Put fields that are added later
+            here, so that existing bundles keep their config, and with it their fingerprint.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -31,6 +31,6 @@ class Strict(BaseModel):
 
 @cache
 def any_of(classes: tuple[type[Strict], ...], key: str) -> TypeAdapter[Any]:
-    """Reads settings of one of these classes, told apart by the field `key`, which is a literal in each."""
+    """An adapter that reads settings of any of these classes, told apart by their literal field `key`."""
     union: Any = Annotated[reduce(or_, classes), Field(discriminator=key)]
     return TypeAdapter(union)

@@ -41,7 +41,7 @@ class SoftContext:
 
     @property
     def n_tokens(self) -> int:
-        """Source tokens the whole context stands for."""
+        """Number of source tokens that the whole context stands for."""
         return int(self.token_counts.sum())
 
     def merge(self, factor: int) -> SoftContext:
@@ -53,7 +53,7 @@ class SoftContext:
         Shape: (S, D) -> (ceil(S / factor), D)
         """
         if factor < 1:
-            raise RatioError(f"cannot merge every {factor} slots: the factor must be 1 or more")
+            raise RatioError(f"factor={factor}: give 1 or more slots to merge into one")
         if factor == 1:
             return self
         pooled, counts = pool(self.slots, self.token_counts, factor)
@@ -63,8 +63,8 @@ class SoftContext:
 def pool(vectors: Tensor, weights: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """Weighted mean over consecutive, non-overlapping windows (Simple Context Compression, eq. 3-4).
 
-    Positions of weight 0 (padding) count for nothing; a window of only padding gives a zero vector
-    of weight 0. Sums are taken in float32 at least: in float16 those of 128 tokens overflow.
+    Positions of weight 0 (padding) do not count; a window of only padding gives a zero vector of
+    weight 0. Sums are at least float32: in float16, sums over 128 tokens overflow.
 
     Shape: vectors (..., L, D), weights (..., L) -> (..., ceil(L / window), D), (..., ceil(L / window))
     """

@@ -1,4 +1,4 @@
-"""A lock that threads get in the order in which they asked."""
+"""A lock that threads get in the order in which they asked for it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections import deque
 class Turns:
     """A fair reentrant lock.
 
-    A thread that takes an ordinary lock again and again, as a busy decoder does, gets it back before the threads that
-    wait. Here it comes after them, and it can ask whether any thread waits.
+    A thread that repeatedly takes an ordinary lock, as a busy decoder does, gets it back before waiting threads. Here
+    it comes after them, and it can ask whether any thread is waiting.
     """
 
     def __init__(self) -> None:
@@ -21,12 +21,12 @@ class Turns:
 
     @property
     def held(self) -> bool:
-        """Whether the calling thread has it."""
+        """Whether the calling thread has the lock."""
         return self._owner == threading.get_ident()
 
     @property
     def waiting(self) -> int:
-        """How many threads wait for it."""
+        """How many threads are waiting for the lock."""
         return len(self._waiting)
 
     def __enter__(self) -> None:
@@ -36,7 +36,7 @@ class Turns:
                 self._waiting.append(turn)
                 try:
                     self._changed.wait_for(lambda: self._owner is None and self._waiting[0] is turn)
-                finally:  # also where the wait is interrupted: the next in line must not wait for this one
+                finally:  # also if the wait is interrupted: the next in line must not wait for this thread
                     self._waiting.remove(turn)
                     self._changed.notify_all()
                 self._owner = threading.get_ident()

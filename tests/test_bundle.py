@@ -154,7 +154,7 @@ def test_missing_and_damaged_files_are_named(folder: Path, name: str, damage: st
 
 
 def test_an_empty_folder_is_no_bundle(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"is no bundle: it has no config\.json"):
+    with pytest.raises(BundleError, match=r"is not a bundle: it has no config\.json"):
         Bundle.from_pretrained(tmp_path)
 
 
@@ -186,7 +186,7 @@ def test_a_decoder_whose_files_lack_weights_is_refused(folder: Path, change: dic
     """transformers would make them at random."""
     path = folder / "decoder" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(BundleError, match=r"names \d+ weights that its files do not hold, such as model\.layers\."):
+    with pytest.raises(BundleError, match=r"names \d+ weights that are not in its files, such as model\.layers\."):
         load_decoder(folder / "decoder", device="cpu")
 
 
@@ -202,7 +202,7 @@ def test_a_decoder_whose_files_lack_weights_is_refused(folder: Path, change: dic
         ({"ratios": []}, "ratios: "),
         ({"ratios": [4, 6]}, "ratio 6 cannot be made from slots stored at 4"),
         ({"ratios": [2]}, "ratio 2 cannot be made from slots stored at 4"),
-        ({"max_tokens": 62}, "max_tokens 62 is no multiple of base_ratio 4"),
+        ({"max_tokens": 62}, "max_tokens 62 is not a multiple of base_ratio 4"),
         ({"format": 2}, r"format: .*got '2'"),
         ({"name": ""}, "name: "),
     ],
@@ -225,7 +225,7 @@ def test_a_config_that_is_no_json_object_is_refused(folder: Path, content: bytes
 @pytest.mark.parametrize("content", ["[]", "3", "null", '"steps"', "{"])
 def test_a_report_that_is_no_object_is_named(folder: Path, content: str) -> None:
     (folder / "training_report.json").write_text(content)
-    with pytest.raises(BundleError, match=r"training_report\.json (holds a \w+, no JSON object|is damaged)"):
+    with pytest.raises(BundleError, match=r"training_report\.json (holds a \w+, not a JSON object|is damaged)"):
         Bundle.from_pretrained(folder, device="cpu")
 
 

@@ -269,7 +269,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04 not a model"])
 def test_another_kind_of_file_is_refused(file: Path, content: bytes) -> None:
     file.write_bytes(content)
-    with pytest.raises(BundleError, match=r"tiny\.gguf is no GGUF file: it begins with"):
+    with pytest.raises(BundleError, match=r"tiny\.gguf is not a GGUF file: it begins with"):
         load_decoder(local(file))
 
 
@@ -286,7 +286,7 @@ def test_another_file_than_the_one_asked_for_is_refused(file: Path) -> None:
     assert load_decoder(local(file, sha256=expected), device="cpu")
     change(file)
     os.utime(file, ns=(1, 1))  # as if a coarse clock had not moved on
-    with pytest.raises(BundleError, match=rf"another decoder than the one asked for: .* not {expected}"):
+    with pytest.raises(BundleError, match=rf"is not the decoder asked for: .* not {expected}"):
         load_decoder(local(file, sha256=expected), device="cpu")
 
 
@@ -314,7 +314,7 @@ def test_a_bundle_remembers_which_file_it_was_made_for(written: tuple[Path, Any]
 def test_a_bundle_for_another_file_is_refused(written: tuple[Path, Any], file: Path, tmp_path: Path) -> None:
     build(local(file)).save_pretrained(tmp_path / "bundle")
     change(file)
-    with pytest.raises(BundleError, match="another decoder than the one asked for"):
+    with pytest.raises(BundleError, match="is not the decoder asked for"):
         Bundle.from_pretrained(tmp_path / "bundle", device="cpu")
 
 

@@ -1,4 +1,4 @@
-"""Prompts in batches, and the answers to one batch by transformers' own `generate`."""
+"""Batches of prompts, and the answers to one batch with transformers' own `generate`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 def in_batches(prompts: Sequence[Prompt], size: int, run: Callable[[list[int]], Iterable[T]]) -> list[T]:
-    """What `run` makes of each prompt, in their order.
+    """Call `run` on batches of prompts; returns its result for each prompt, in order.
 
     Args:
         prompts: the prompts.
-        size: most of them in a batch.
-        run: is given the numbers of a batch's prompts: all soft or none, and of like length, so that little is padding.
+        size: most prompts in a batch.
+        run: called with the indices of a batch: all soft or none, and of similar length, so that little is padding.
     """
     done: dict[int, T] = {}
     for soft in (False, True):
@@ -42,7 +42,7 @@ def generate(
     on_text: Callable[[str], object] | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> list[Generation]:
-    """Answers to a batch; none where cancelled.
+    """Answer a batch; returns no answers if cancelled.
 
     Args:
         model: a transformers causal LM.
@@ -50,20 +50,20 @@ def generate(
         prompts: the prompts.
         tokenizer: the model's.
         sampling: how tokens are chosen and when to end.
-        window: positions that the model can read; None: any number.
-        on_text: is given each new piece of the first prompt's answer.
-        cancelled: asked at every token; True ends all.
+        window: positions that the model can read; None means any number.
+        on_text: called with each new piece of the first prompt's answer.
+        cancelled: called at every token; True ends all answers.
     """
     limits = [sampling.room(prompt.length, window) for prompt in prompts]
     ends = end_ids(tokenizer, model.generation_config.eos_token_id, sampling.stop)
     watch = TextWatch(tokenizer, sampling.stop, ends, limits, on_text, cancelled)
     model.generate(
-        # It counts positions itself, from the mask: before transformers 5.2 those it is given do not advance.
+        # It counts positions from the mask: before transformers 5.2, given position ids would not advance.
         inputs_embeds=batch.inputs_embeds,
         attention_mask=batch.attention_mask,
         generation_config=GenerationConfig(
             max_new_tokens=max(limits),
-            do_sample=False,  # where it is to sample, the processors make the likeliest token a sample
+            do_sample=False,  # for sampling, the processors make the likeliest token a sample
             num_beams=1,
             eos_token_id=sorted(ends) or None,
             pad_token_id=tokenizer.pad_token_id,

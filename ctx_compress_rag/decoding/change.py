@@ -17,19 +17,19 @@ class Change:
 
     @property
     def of_model(self) -> object:
-        """Identifies a change of the model: prompts with different ones cannot share a pass. None: no change."""
+        """Identifies a change to the model, None if there is none: prompts with different changes share no pass."""
         return None
 
     def asked(self, prompt: PromptLike) -> PromptLike:
-        """What is asked in place of a prompt."""
+        """The prompt to ask instead of this one."""
         return prompt
 
     def read(self, prompt: Prompt) -> Prompt:
-        """What the model is given in its place."""
+        """The prompt that the model reads instead of this one."""
         return prompt
 
     def applied(self, model: Any) -> AbstractContextManager[None]:
-        """Change a transformers model, whose lock is held, within the context."""
+        """Change a transformers model within the context; the caller holds its lock."""
         return nullcontext()
 
 
@@ -38,13 +38,13 @@ UNCHANGED = Change()
 
 @contextmanager
 def opened(bundle: Bundle, soft: bool, slot_mask: Tensor, change: Change = UNCHANGED) -> Iterator[Any]:
-    """A bundle's transformers model with a change on it, held for this thread within the context.
+    """Lock a bundle's transformers model for this thread, with a change applied to it.
 
     Args:
         bundle: the bundle.
-        soft: whether it is to read prompts with slots, or plain text.
-        slot_mask: bool (batch, length), where the slots are.
-        change: what is changed of it.
+        soft: whether the model is to read prompts with slots, not plain text.
+        slot_mask: bool (batch, length), True at slots.
+        change: the change to apply.
     """
     with bundle.soft_decoder(slot_mask) if soft else bundle.text_decoder() as model, change.applied(model):
         yield model

@@ -1,4 +1,4 @@
-"""A decoder in this process, on transformers: prompts with markers in, text out."""
+"""A decoder in this process, run by transformers: prompts with markers in, text out."""
 
 from __future__ import annotations
 
@@ -44,37 +44,37 @@ __all__ = ["BATCH_SIZE", "Generation", "Message", "Sampling", "TransformersDecod
 logger = logging.getLogger(__name__)
 
 Put = Callable[[str | Generation | BaseException], object]
-"""Is given pieces of text, then the whole Generation, or the error that ended it."""
+"""Called with pieces of text, then with the whole Generation or the error that ended it."""
 
 _GREEDY = Sampling()
 BATCH_SIZE = 8
-"""Most prompts in a forward pass where nobody says."""
+"""Default for the most prompts in a forward pass."""
 
 
 class TransformersDecoder:
-    """Answers prompts with a bundle's decoder, reading stored slots where the prompt has markers.
+    """Answers prompts with a bundle's decoder, which reads stored slots in place of markers.
 
-    A prompt with markers is read by the decoder as the bundle's reader tuned it; one without by the
-    decoder for plain text. May be called from several threads: concurrent calls share forward passes.
+    A prompt with markers is read by the decoder as the bundle's reader tuned it; a prompt without markers, by
+    the decoder for plain text. Several threads may call it: concurrent calls share forward passes.
 
     Args:
         bundle: the bundle.
-        store: where markers' passages are; without one, markers are literal text.
-        on_missing: what to do where a marker's slots cannot be read: "error", or "text" for the
-            passage's own text. A passage that is not in the store at all has none: see `on_unreadable`.
-        on_unreadable: what to do with a marker that has neither slots nor text to be read: of another key or scope,
-            changed, or of a passage that is gone. Raise an "error", or read it as it stands there, with a warning
-            ("warn") or without one ("text"). With "warn" or "text" a record of which the slots alone are damaged is
-            read as its text, too.
+        store: the store of the markers' passages; without one, markers are literal text.
+        on_missing: what to do if a marker's slots cannot be read: "error" raises, "text" reads the passage's
+            text instead. For a passage that is not in the store, see `on_unreadable`.
+        on_unreadable: what to do if neither slots nor text can be read for a marker: its key or scope is another
+            one, it was changed, or its passage is gone. "error" raises; "warn" and "text" read the marker as
+            literal text, "warn" with a warning. With either of these, a record whose slots alone are damaged is
+            also read as its text.
         batch_size: most prompts in one forward pass.
-        max_prompt_tokens: longest prompt, in tokens and slots; None for what the decoder's window allows.
+        max_prompt_tokens: longest prompt, in tokens and slots; None allows what fits the decoder's window.
 
     Raises:
         FingerprintMismatchError: the store was made with another bundle.
         ConfigError: an argument has an impossible value.
 
     Attributes:
-        change: what is changed of the bundle's decoder; nothing, if not by an adaptation.
+        change: a change to the bundle's decoder, made by an adaptation; by default none.
     """
 
     change: Change = UNCHANGED
@@ -99,7 +99,7 @@ class TransformersDecoder:
             raise ConfigError(f"max_prompt_tokens={max_prompt_tokens}: give 1 or more")
         if store is not None and not bundle.made(store.fingerprint):
             raise FingerprintMismatchError(
-                f"the store holds slots of bundle {store.fingerprint[:12]}, this decoder is of bundle "
+                f"the store holds slots of bundle {store.fingerprint[:12]}, but this decoder belongs to bundle "
                 f"{bundle.fingerprint[:12]}: load the store's bundle, or index again with this one"
             )
         self.bundle = bundle
@@ -111,20 +111,20 @@ class TransformersDecoder:
         self._tokenizer = PromptTokenizer(bundle.tokenizer)
 
     def generate(self, prompts: Sequence[PromptLike], sampling: Sampling = _GREEDY) -> list[Generation]:
-        """Answer prompts, in order; ones with and without markers may be mixed.
+        """Answer prompts, in order; some may have markers and others not.
 
         Args:
             prompts: raw prompts (strings, used as they are) or chats (lists of messages, put through
-                the tokenizer's chat template). Control tokens in a chat's messages are text. In a raw prompt for a
-                decoder with a chat template they are what the caller wrote: put what others wrote into chats.
+                the tokenizer's chat template). Control tokens in a chat's messages are read as text. In a raw prompt
+                for a decoder with a chat template they keep their function: put text from others into chats.
             sampling: how tokens are chosen and when to end.
 
         Raises:
             ConfigError: a prompt is empty, malformed, or longer than the model's window.
-            UnreadableMarkerError: a marker is of another key or scope, and `on_unreadable` is "error".
+            UnreadableMarkerError: a marker has another key or scope, and `on_unreadable` is "error".
             MissingPassageError: a marker's passage is not in the store, and `on_unreadable` is "error".
-            PayloadError: a stored record is damaged (and `on_missing` is not "text").
-            DecoderMemoryError: the device has not enough memory; the decoder can be asked again.
+            PayloadError: a stored record is damaged, and the options allow no substitute for it.
+            DecoderMemoryError: the device does not have enough memory; the decoder can still be used.
         """
         if can_share(self.bundle.backbone.model) and not self.bundle.backbone.held:
             return self._shared(prompts, sampling)
@@ -132,21 +132,21 @@ class TransformersDecoder:
         return in_batches(prepared, self.batch_size, lambda batch: self.run([prepared[i] for i in batch], sampling))
 
     def generate_apart(self, prompt: PromptLike, sampling: Sampling = _GREEDY) -> Generation:
-        """Answer one prompt by transformers' own `generate`, in passes that nobody shares; raises as `generate`."""
+        """Answer one prompt with transformers' own `generate`, in unshared passes; raises as `generate`."""
         return self.run(self.prepare([prompt], extractive=sampling.extractive), sampling)[0]
 
     def stream(self, prompt: PromptLike, sampling: Sampling = _GREEDY) -> Iterator[str | Generation]:
-        """Answer one prompt piece by piece, then give the whole Generation.
+        """Yield the answer to one prompt piece by piece, then the whole Generation.
 
-        The pieces joined are the Generation's text. The prompt is checked and its passages are
-        fetched before this returns; the model runs once iteration begins, in a thread of its own, so
-        the iterator may be consumed by any thread at any speed. Closing it (or leaving the loop and
+        The joined pieces are the Generation's text. The prompt is checked and its passages are
+        fetched before this returns; the model runs once iteration begins, in its own thread, so
+        any thread may consume the iterator at any speed. Closing it (or leaving the loop and
         dropping it) ends the generation after the token in progress.
 
         Raises:
             ConfigError, MissingPassageError, PayloadError: as `generate`.
-            DecoderMemoryError: at iteration, as `generate`.
-            CtxCompressError: at iteration, when this thread holds the decoder itself.
+            DecoderMemoryError: during iteration, as `generate`.
+            CtxCompressError: during iteration, if this thread itself holds the decoder.
         """
         with Sharing.of(self.bundle.backbone).reading():
             [prepared] = self.prepare([prompt], extractive=sampling.extractive)
@@ -160,10 +160,10 @@ class TransformersDecoder:
         Args:
             prompt: as `stream` takes it.
             sampling: how tokens are chosen and when to end.
-            put: is given each piece of text, then the Generation, or the error that ended it; from another
-                thread, which it must not keep waiting.
+            put: called with each piece of text, then with the Generation or the error that ended it, from another
+                thread, which it must not block.
 
-        Returns: what ends the generation after the token in progress; nothing more is put then.
+        Returns: a function that ends the generation after the token in progress; `put` is then no longer called.
 
         Raises: as `stream` at the call.
         """
@@ -172,11 +172,11 @@ class TransformersDecoder:
             return self.begin(prepared, sampling, put)
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of `text`, no BOS added; a valid marker counts as its slots."""
+        """Number of tokens in `text`, without a BOS; a valid marker counts as its slots."""
         return len(self.token_ids(text))
 
     def token_ids(self, text: str) -> list[int]:
-        """Token ids of `text`, no BOS added; the padding token, which no text becomes, stands for each slot."""
+        """Token ids of `text`, without a BOS; each slot is a padding token, which no text encodes to."""
         texts, markers = _around_markers(self._split(text))
         first, *rest = (part.tolist() for part in self._tokenizer.encode([self._tokenizer.as_text(t) for t in texts]))
         ids: list[int] = first
@@ -185,7 +185,7 @@ class TransformersDecoder:
         return ids
 
     def count_chat_tokens(self, chat: Sequence[Message]) -> int:
-        """Positions that a chat takes: the chat template's tokens, its text and its slots."""
+        """Number of positions of a chat: the chat template's tokens, its text and its slots."""
         around = [_around_markers(self._split(message["content"])) for message in chat]
         ids = self._chat_ids(chat, [texts for texts, _ in around])
         return sum(map(len, ids)) + sum(marker.slots for _, markers in around for marker in markers)
@@ -195,12 +195,12 @@ class TransformersDecoder:
     def prepare(
         self, prompts: Sequence[PromptLike], changes: Sequence[Change] | None = None, *, extractive: bool = False
     ) -> list[Prompt]:
-        """What the model is given for prompts: they are checked, tokenised, and have their passages' slots.
+        """Check and tokenise prompts, and insert their passages' slots.
 
         Args:
             prompts: as `generate` takes them.
-            changes: what is changed for each; None: this decoder's own change.
-            extractive: whether answers are to be extractive (`Sampling`), which needs the passages' texts, too.
+            changes: the change for each prompt; None means this decoder's own change.
+            extractive: whether answers are extractive (`Sampling`), which also needs the passages' texts.
 
         Raises: as `generate`.
         """
@@ -214,13 +214,13 @@ class TransformersDecoder:
         contexts = self._contexts(list(dict.fromkeys(named)))
         embedded = {m: self.bundle.embed(c) for m, c in contexts.items() if isinstance(c, SoftContext)}
         texts_of = {m: c for m, c in contexts.items() if isinstance(c, str)}
-        # The control tokens of a raw prompt are the caller's; a passage in it is text all the same.
+        # Control tokens in a raw prompt come from the caller, but those in its passages are text.
         in_raw = {m: self._tokenizer.apart(c) for m, c in texts_of.items()}
         said = texts_of | self._texts(list(embedded)) if extractive else {}
         prepared = []
         for index, (prompt, messages, change) in enumerate(zip(prompts, split, changes, strict=True)):
             shown = in_raw if isinstance(prompt, str) else texts_of
-            # Before they are joined: a prompt may name one long passage many thousand times.
+            # Before joining: a prompt may contain the marker of a long passage thousands of times.
             written = sum(len(shown[p]) for parts in messages for p in parts if isinstance(p, Marker) and p in shown)
             check_characters(f"prompt {index}", written, self._window)
             around = [_around_markers(parts, shown) for parts in messages]
@@ -238,7 +238,7 @@ class TransformersDecoder:
         """A raw prompt, or the contents of a chat's messages.
 
         Raises:
-            ConfigError: the prompt is malformed, empty, or so long that it need not be tokenised to see it.
+            ConfigError: the prompt is malformed, empty, or too long, as its characters already show.
         """
         if isinstance(prompt, str):
             contents = [prompt]
@@ -249,13 +249,13 @@ class TransformersDecoder:
                 fields = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None,)
                 if not all(isinstance(field, str) for field in fields):
                     raise ConfigError(
-                        f"prompt {index}: a message needs a role and a content, two strings, got {message!r}"
+                        f"prompt {index}: a message needs a role and a content, both strings, got {message!r}"
                     )
             contents = [message["content"] for message in prompt]
         if not contents or not contents[-1].strip():
             raise ConfigError(f"prompt {index} is empty: its last message must ask something")
         check_characters(f"prompt {index}", sum(map(len, contents)), self._window)
-        if self._window is not None and len(contents) > self._window:  # each takes a token at least
+        if self._window is not None and len(contents) > self._window:  # each takes at least one token
             raise ConfigError(
                 f"prompt {index} has {len(contents)} messages, more than the model's window of {self._window} tokens: "
                 "leave old ones out"
@@ -263,10 +263,9 @@ class TransformersDecoder:
         return contents
 
     def _raw_ids(self, texts: Sequence[str]) -> list[Tensor]:
-        """Token ids of a raw prompt around its holes; `texts` are around them.
+        """Token ids of a raw prompt around its holes, from the `texts` around them.
 
-        Where the decoder has a chat format, the caller has written the prompt in it. Where it has none, all of it
-        is text.
+        If the decoder has a chat format, the caller wrote the prompt in that format; otherwise it is all text.
         """
         bos = self.bundle.tokenizer.bos_token or ""
         begun = bool(bos) and texts[0].startswith(bos)
@@ -277,7 +276,7 @@ class TransformersDecoder:
         return self._tokenizer.encode(texts, add_special_tokens=not begun)
 
     def _chat_ids(self, chat: Sequence[Message], texts: Sequence[Sequence[str]]) -> list[Tensor]:
-        """Token ids of a chat around its holes; `texts` are around the holes of each message."""
+        """Token ids of a chat around its holes, from the `texts` around the holes of each message."""
         hole = self._tokenizer.hole
         contents = [hole.join(map(self._tokenizer.as_text, parts)) for parts in texts]
         whole = [{"role": message["role"], "content": text} for message, text in zip(chat, contents, strict=True)]
@@ -285,30 +284,30 @@ class TransformersDecoder:
 
     def _split(self, text: str, on_unreadable: OnUnreadable = "warn") -> list[str | Marker]:
         if not isinstance(text, str):
-            raise ConfigError(f"a {type(text).__name__} is no text: give a string")
+            raise ConfigError(f"a {type(text).__name__} is not text: give a string")
         return [text] if self.store is None else self.store.split(text, None, on_unreadable)
 
     def _contexts(self, markers: Sequence[Marker]) -> dict[Marker, SoftContext | str]:
-        """What each marker stands for: one call to the store, unless something is missing."""
+        """The slots or text of each marker: one call to the store, unless something is missing."""
         if self.store is None or not markers:
             return {}
         try:
             return dict(zip(markers, self.store.fetch(markers), strict=True))
         except (MissingPassageError, PayloadError) as error:
-            self._forgive(error, "some slots cannot be read, texts are used where there are any")
+            self._forgive(error, "some slots cannot be read, so texts are used where possible")
         return {marker: self._context_or_text(self.store, marker) for marker in markers}
 
     def _quotable(self, index: int, messages: Sequence[Sequence[str | Marker]], said: Mapping[Marker, str]) -> Quotable:
         texts = dict.fromkeys(said.get(p, "") if isinstance(p, Marker) else p for parts in messages for p in parts)
         if (length := sum(map(len, texts))) > MAX_CHARACTERS:
             raise ConfigError(
-                f"prompt {index} and its passages have {length:,} characters, and an extractive answer quotes from "
+                f"prompt {index} and its passages have {length:,} characters, but an extractive answer quotes from "
                 f"{MAX_CHARACTERS:,} at most: use fewer passages"
             )
         return quotable(texts, self.bundle.tokenizer)
 
     def _texts(self, markers: Sequence[Marker]) -> dict[Marker, str]:
-        """The passages' texts; none of those that are damaged, unless that is an error."""
+        """The passages' texts; damaged ones are left out or raise, as the options say."""
         if self.store is None:
             return {}
         try:
@@ -322,7 +321,7 @@ class TransformersDecoder:
         return found
 
     def _forgive(self, error: Exception, instead: str) -> None:
-        """Raise an error of the store where it is one; elsewhere warn, if that is wanted."""
+        """Raise the store's error, or log it as a warning, or ignore it, as the options say."""
         if self.on_missing == self.on_unreadable == "error":
             raise error
         if self.on_unreadable != "text":
@@ -346,12 +345,12 @@ class TransformersDecoder:
     def _check_length(self, index: int, prompt: Prompt) -> None:
         if self.max_prompt_tokens is not None and prompt.length > self.max_prompt_tokens:
             raise ConfigError(
-                f"prompt {index} has {prompt.length} tokens ({prompt.slots} of them slots) and "
+                f"prompt {index} has {prompt.length} tokens ({prompt.slots} of them slots), but at most "
                 f"{self.max_prompt_tokens} are allowed here: use a coarser ratio, fewer passages or a shorter prompt"
             )
         if self._window is not None and prompt.length >= self._window:
             raise ConfigError(
-                f"prompt {index} has {prompt.length} tokens ({prompt.slots} of them slots) and the model's window of "
+                f"prompt {index} has {prompt.length} tokens ({prompt.slots} of them slots), but the model's window of "
                 f"{self._window} must hold an answer too: use a coarser ratio, fewer passages or a shorter prompt"
             )
 
@@ -365,16 +364,16 @@ class TransformersDecoder:
         on_text: Callable[[str], object] | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> list[Generation]:
-        """Answer one batch, all of it soft or none, in passes that nobody shares.
+        """Answer one batch, either all soft or all plain text, in unshared passes.
 
         Args:
-            prompts: what `prepare` made.
+            prompts: prompts from `prepare`.
             sampling: how tokens are chosen and when to end.
-            change: what is changed of the model; None: this decoder's own change.
-            on_text: is given each new piece of the first prompt's answer.
-            cancelled: asked at every token; True ends all.
+            change: the change to the model; None means this decoder's own change.
+            on_text: called with each new piece of the first prompt's answer.
+            cancelled: called at every token; True ends all answers.
 
-        Returns: an answer to each; none where cancelled.
+        Returns: an answer to each prompt; no answers if cancelled.
 
         Raises:
             DecoderMemoryError: as `generate`.
@@ -385,7 +384,7 @@ class TransformersDecoder:
             if not out_of_memory(error):
                 raise
             said = str(error)
-        # Raised out here: as its cause, the error would keep the frames and with them the memory they hold.
+        # Raised outside: as its cause, the original error would keep its frames, and with them their memory.
         raise memory_error(prompts, said)
 
     def _run(
@@ -409,7 +408,7 @@ class TransformersDecoder:
                 sharing.add(group, (self.bundle.reader, self.change.of_model, soft), self.batch_size)
 
     def _shared(self, prompts: Sequence[PromptLike], sampling: Sampling) -> list[Generation]:
-        """`generate` in the passes that all callers share."""
+        """`generate` in passes that concurrent callers share."""
         queue: SimpleQueue[tuple[int, str | Generation | BaseException]] = SimpleQueue()
         with Sharing.of(self.bundle.backbone).reading():
             rows = [
@@ -431,9 +430,9 @@ class TransformersDecoder:
         return [done[index] for index in range(len(rows))]
 
     def begin(self, prompt: Prompt, sampling: Sampling, put: Put) -> Callable[[], None]:
-        """As `start`, for what `prepare` made."""
-        # The lock belongs to the thread that takes it, and a consumer may pause for ever or come from
-        # another thread each time: so a worker runs the model, and never waits for the consumer.
+        """Like `start`, for a prompt from `prepare`."""
+        # The lock belongs to the thread that takes it, and a consumer may pause forever or come from
+        # a different thread each time: so a worker runs the model, and never waits for the consumer.
         row = Row(self.bundle, prompt, self.change, sampling, put, stream=True)
 
         def cancel() -> None:
@@ -456,7 +455,7 @@ class TransformersDecoder:
     def _pieces(self, prompt: Prompt, sampling: Sampling) -> Iterator[str | Generation]:
         if self.bundle.backbone.held:
             raise CtxCompressError(
-                "this thread holds the decoder, inside soft_decoder() or the like: stream outside it"
+                "this thread holds the decoder, for example in soft_decoder(): stream outside that context"
             )
         queue: SimpleQueue[str | Generation | BaseException] = SimpleQueue()
         cancel = self.begin(prompt, sampling, queue.put)
@@ -477,9 +476,9 @@ def _put_at(queue: SimpleQueue[Any], index: int, answer: str | Generation | Base
 def _around_markers(
     parts: Sequence[str | Marker], texts_of: Mapping[Marker, str] = MappingProxyType({})
 ) -> tuple[list[str], list[Marker]]:
-    """The texts before, between and after the markers (one more than those), and the markers.
+    """The texts before, between and after the markers (one more than the markers), and the markers.
 
-    A marker that has its passage's text in `texts_of` is that text.
+    A marker in `texts_of` is replaced by its passage's text there.
     """
     texts, markers = [""], []
     for part in parts:

@@ -1,4 +1,4 @@
-"""How text is drawn from a decoder: settings, seeded sampling, and where a text ends."""
+"""How a decoder generates text: settings, seeded sampling, and where a text ends."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from ctx_compress_rag.prompt import Prompt
 FinishReason = Literal["stop", "length"]
 
 _COLDEST = 1e-6
-"""Below this temperature the likeliest token is always taken: float32 logits that differ do so by more than that.
+"""Below this temperature the likeliest token is always taken: float32 logits that differ do so by more than this.
 
-Divided by much less, they would be infinite and all alike.
+Divided by a much smaller number, they would all become infinite.
 """
 
 OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "extractive")
-"""What the frameworks' LLM classes call the fields of `Sampling`, in a constructor and in a call."""
+"""The names of `Sampling`'s fields in the frameworks' LLM classes, in constructors and calls."""
 
 
 def given_options(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A constructor's fields as an LLM class takes them: an option that is None has its default, `stop` is a list."""
+    """An LLM class's constructor fields: options that are None are left to their defaults, and `stop` is a list."""
     given = {name: value for name, value in fields.items() if value is not None or name not in OPTIONS}
     return given | ({"stop": [given["stop"]]} if isinstance(given.get("stop"), str) else {})
 
@@ -47,7 +47,7 @@ def given_options(fields: Mapping[str, Any]) -> dict[str, Any]:
 class Sampling:
     """How tokens are chosen and when to end.
 
-    Numbers may be written as people do: 1 for 1.0, 16.0 or "16" for 16.
+    Numbers may have another form: 1 for 1.0, 16.0 or "16" for 16.
 
     Attributes:
         max_new_tokens: most tokens to generate.
@@ -55,9 +55,9 @@ class Sampling:
         top_p: sample from the likeliest tokens that together have this probability.
         top_k: sample from this many likeliest tokens; 0 is off.
         stop: strings before which the text ends; they are not part of it.
-        seed: makes sampling reproducible: each prompt's text, whatever else is in its batch.
-        extractive: the text is a quotation: whole words, side by side, of the prompt or of a passage that a marker in
-            it stands for.
+        seed: makes each prompt's text reproducible, whatever else is in its batch.
+        extractive: the text is a quotation: consecutive whole words of the prompt or of a passage that one of its
+            markers stands for.
         json_schema: the text is JSON of this schema (a dict, or JSON), if it ends before `max_new_tokens`.
 
     Raises:
@@ -77,16 +77,16 @@ class Sampling:
         for name, rule in _rules().items():
             object.__setattr__(self, name, checked(name, getattr(self, name), rule))
         if self.extractive and self.json_schema is not None:
-            raise ConfigError("an extractive answer quotes, and cannot be JSON of a schema: leave one of them out")
+            raise ConfigError("an extractive answer cannot be JSON of a schema: leave out extractive or json_schema")
 
     @classmethod
     def of(cls, llm: object, given: Mapping[str, Any]) -> Sampling:
-        """The sampling of one call.
+        """Make the sampling of one call.
 
         Args:
             llm: a framework's LLM, with `OPTIONS` as attributes.
-            given: options of the call; None leaves the LLM's own. Beside `OPTIONS`, `response_format` as OpenAI
-                has it: {"type": "json_schema", "json_schema": {"schema": ...}}.
+            given: options of the call; None means the LLM's own. Besides `OPTIONS`, OpenAI's `response_format`:
+                {"type": "json_schema", "json_schema": {"schema": ...}}.
 
         Raises:
             ConfigError: an option is unknown, or a value impossible.
@@ -108,7 +108,7 @@ class Sampling:
         )
 
     def room(self, prompt: int, window: int | None) -> int:
-        """Most new tokens after a prompt of so many, in a model's window."""
+        """Most new tokens after a prompt of this many tokens, in a model's window."""
         return self.max_new_tokens if window is None else min(self.max_new_tokens, window - prompt)
 
 
@@ -132,14 +132,14 @@ def _rules() -> dict[str, TypeAdapter[Any]]:
 
 @dataclass(frozen=True)
 class Generation:
-    """What a decoder made of a prompt.
+    """A decoder's answer to a prompt.
 
     Attributes:
         text: the text, cut before a stop string, without special tokens.
         prompt_tokens: length of the prompt, each slot counted as one token.
-        slots: how many of them were slots.
-        completion_tokens: tokens generated, the end token included.
-        finish_reason: "stop" after an end token or stop string, "length" where the budget or window ended.
+        slots: how many of the prompt's tokens were slots.
+        completion_tokens: tokens generated, including the end token.
+        finish_reason: "stop" after an end token or stop string, "length" if the token budget or window ran out.
     """
 
     text: str
@@ -150,7 +150,7 @@ class Generation:
 
 
 def end_ids(tokenizer: Any, model_ids: int | list[int] | None, stop: Sequence[str]) -> set[int]:
-    """Tokens that end an answer: the model's, the tokenizer's, and stop strings that are special, as no text has those.
+    """Tokens that end an answer: the model's, the tokenizer's, and special stop strings, which no decoded text has.
 
     Args:
         tokenizer: the decoder's.
@@ -165,7 +165,7 @@ def end_ids(tokenizer: Any, model_ids: int | list[int] | None, stop: Sequence[st
 def choosers(
     sampling: Sampling, tokenizer: Any, ends: Collection[int], prompts: Sequence[Prompt], limits: Sequence[int]
 ) -> LogitsProcessorList:
-    """Logits processors under which the likeliest token is the one to take; none where decoding is greedy.
+    """Make logits processors after which the likeliest token is the one to take, also when sampling.
 
     Args:
         sampling: how tokens are chosen.
@@ -196,9 +196,9 @@ def choosers(
 class _GumbelNoise(LogitsProcessor):
     """Adds Gumbel noise, so that argmax samples from softmax.
 
-    transformers samples with torch's global random state, which other threads use too (a stream runs
-    in one): neither would be reproducible. Here each row has a generator of its own, on the CPU, so
-    that a seed means the same on any device and in any batch.
+    transformers samples with torch's global random state, which other threads (such as a stream's) also
+    use, so that none is reproducible. Here each row has its own generator, on the CPU, so that a seed
+    gives the same result on any device and in any batch.
     """
 
     def __init__(self, seed: int | None, rows: int) -> None:
@@ -216,15 +216,15 @@ class _GumbelNoise(LogitsProcessor):
 
 
 class TextWatch(StoppingCriteria):
-    """Follows a batch while it is generated: ends rows, and hands out their text as it becomes certain.
+    """Follows a batch during generation: ends rows, and passes on the text of row 0 as soon as it is final.
 
     Args:
         tokenizer: the decoder's.
         stop: stop strings.
         end_ids: tokens that end a row.
         limits: most new tokens of each row.
-        on_text: is given each new piece of row 0; never part of a stop string or of a character.
-        cancelled: asked at every token; True ends all rows.
+        on_text: called with each new piece of row 0; never part of a stop string or of a character.
+        cancelled: called at every token; True ends all rows.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class TextWatch(StoppingCriteria):
         """Text, tokens and finish reason of each row that has ended."""
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        """Which rows end. `input_ids` (rows, new tokens) holds no prompt, as that came as embeddings."""
+        """Which rows end. `input_ids` (rows, new tokens) holds no prompt, because prompts come as embeddings."""
         generated: Tensor = input_ids
         if self._cancelled is not None and self._cancelled():
             return torch.ones(generated.shape[0], dtype=torch.bool, device=generated.device)
@@ -257,7 +257,7 @@ class TextWatch(StoppingCriteria):
         return torch.tensor([row is not None for row in self.done], device=generated.device)
 
     def look(self, row: int, ids: Sequence[int]) -> None:
-        """Follow one row, whose new tokens so far these are."""
+        """Follow one row by all its new tokens so far."""
         ended, full = ids[-1] in self._end_ids, len(ids) >= self._limits[row]
         if not (ended or full or self._stop or self._on_text):
             return
@@ -278,7 +278,7 @@ class TextWatch(StoppingCriteria):
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _certain(self, text: str) -> int:
-        """How much of `text` stays as it is, whatever comes next."""
+        """Length of the beginning of `text` that no later token can change."""
         text = text.rstrip("\ufffd")  # bytes of a character whose other bytes are still to come
         held = (n for stop in self._stop for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n]))
         return len(text) - max(held, default=0)

@@ -1,6 +1,6 @@
 """Extractive answers: tokens that would not quote the prompt or its passages are never chosen.
 
-Slots tell a decoder roughly what a passage says, and it misspells names and figures. The store has the text.
+Slots tell a decoder roughly what a passage says, so it misspells names and numbers. The store has the exact text.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _Run = tuple[tuple[QuotedToken, ...], int]
 
 
 class QuoteProcessor(LogitsProcessor):
-    """Leaves each row only the tokens with which its text is still the beginning of a quotation.
+    """Allows in each row only tokens that keep its text the beginning of a quotation.
 
     Args:
         quotables: what each row may quote.
         end_ids: tokens that end an answer.
-        limits: most new tokens of each row: a word that would be cut there is not begun.
+        limits: most new tokens of each row; a word that does not fit is not begun.
     """
 
     def __init__(self, quotables: Sequence[Quotable], end_ids: Collection[int], limits: Sequence[int]) -> None:
@@ -32,7 +32,7 @@ class QuoteProcessor(LogitsProcessor):
         self._limits = limits
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Masks scores (rows, vocabulary). `input_ids` (rows, new tokens) holds no prompt: that came as embeddings."""
+        """Mask scores (rows, vocabulary). `input_ids` (rows, new tokens) holds no prompt, which came as embeddings."""
         allowed = torch.zeros(scores.shape, dtype=torch.bool)
         each = zip(self._rows, self._limits, input_ids.tolist(), strict=True)
         for row, (quotation, limit, ids) in enumerate(each):
@@ -46,7 +46,7 @@ class QuoteProcessor(LogitsProcessor):
 
 
 class _Quotation:
-    """All places where an answer's tokens so far stand in what it may quote."""
+    """All places where an answer's tokens so far occur in what it may quote."""
 
     def __init__(self, quotable: Quotable) -> None:
         self._tokens, self._starts = quotable.tokens, quotable.starts
@@ -54,12 +54,12 @@ class _Quotation:
         self.may_end = False
 
     def following(self, left: int) -> set[int]:
-        """The tokens, but for an end, that may come next where as many as `left` may come after them."""
+        """The tokens, except end tokens, that may come next if at most `left` more tokens may follow."""
         runs = chain.from_iterable(self._starts.values()) if self._runs is None else self._runs
         return {token.id for token in map(self._next, runs) if token is not None and token.to_end <= left}
 
     def take(self, id: int) -> None:
-        """Go on by a token; after an end there is nothing left but ends."""
+        """Continue by one token; after an end token only end tokens can follow."""
         runs = self._starts.get(id, ()) if self._runs is None else self._runs
         taken = [(run, token) for run in runs if (token := self._next(run)) is not None and token.id == id]
         self._runs = [(first[1:], place) if first else ((), place + 1) for (first, place), _ in taken]

@@ -1,4 +1,4 @@
-"""Answers in the making: rows that share forward passes, join while others run, and leave when they end."""
+"""Unfinished answers: rows that share forward passes, join while others run, and leave when they end."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Row:
     """A prompt and its answer so far.
 
     Attributes:
-        bundle: whose decoder answers.
-        prompt: what it answers.
-        change: what is changed of the decoder.
+        bundle: the bundle whose decoder answers.
+        prompt: the prompt.
+        change: the change to the decoder.
         sampling: how tokens are chosen and when to end.
-        put: is given pieces of text, then the Generation or the error that ended it.
-        stream: whether pieces are wanted.
-        cancelled: whether nobody waits for it any more.
+        put: called with pieces of text, then with the Generation or the error that ended it.
+        stream: whether `put` gets pieces of text.
+        cancelled: whether the answer is no longer wanted.
         scope: the tenant or user of `stores.markers.scope` who asked; scopes take turns.
     """
 
@@ -53,7 +53,7 @@ class Row:
     _processors: LogitsProcessorList | None = None
 
     def prepare(self, model: Any) -> None:
-        """Make what chooses its tokens.
+        """Make the row's logits processors and its watch.
 
         Raises:
             ConfigError: its JSON schema cannot be enforced.
@@ -62,12 +62,12 @@ class Row:
         ends = end_ids(tokenizer, config.eos_token_id, self.sampling.stop)
         limit = self.sampling.room(self.prompt.length, self.bundle.backbone.window)
         self._processors = choosers(self.sampling, tokenizer, ends, [self.prompt], [limit])
-        if (config.repetition_penalty or 1.0) != 1.0:  # a decoder of the hub may ask for it, as Qwen2.5 does
+        if (config.repetition_penalty or 1.0) != 1.0:  # hub decoders may set it, as Qwen2.5 does
             self._processors.insert(0, RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
         self._watch = TextWatch(tokenizer, self.sampling.stop, ends, [limit], self.put if self.stream else None)
 
     def take(self, scores: Tensor, likeliest: int) -> Generation | None:
-        """Take the next token; the answer, if it has ended with it.
+        """Take the next token; returns the answer if the token ends it.
 
         Args:
             scores: (vocabulary,).
@@ -84,19 +84,19 @@ class Row:
         return None if done is None else Generation(done[0], self.prompt.length, self.prompt.slots, *done[1:])
 
     def give(self, answer: Generation | BaseException) -> None:
-        """Put how it ended. What the caller's own code raises there is logged, and stops nobody else."""
+        """Call `put` with the answer or error. Errors from the caller's `put` are logged and stop no other row."""
         try:
             self.put(answer)
         except Exception:
             logger.exception("a caller's `put` failed")
 
     def opened(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
-        """The transformers model as it reads this row, held for this thread."""
+        """A context manager that locks the transformers model for this thread, set up to read this row."""
         return opened(self.bundle, self.prompt.soft, slot_mask, self.change)
 
 
 def can_share(model: Any) -> bool:
-    """Whether a model's cache is keys and values by position, so that rows can come and go."""
+    """Whether a model's cache holds keys and values by position, so that rows can join and leave."""
     config = model.config.get_text_config()
     types = set(getattr(config, "layer_types", None) or ())
     shared = getattr(config, "num_kv_shared_layers", None)
@@ -104,7 +104,7 @@ def can_share(model: Any) -> bool:
 
 
 class Rows:
-    """Rows of one decoder, with one cache: every pass gives each of them a token."""
+    """Rows of one decoder that share a cache: every pass gives each row a token."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -113,17 +113,17 @@ class Rows:
         self._mask = torch.zeros(0, 0, dtype=torch.long)
 
     def join(self, new: Sequence[Row]) -> None:
-        """Read prompts and give each its first token; those that have not ended continue with the others.
+        """Read prompts and give each its first token; rows that have not ended continue with the others.
 
-        Raises: what the model raises; no row has joined then, and no `put` of `new` was called.
+        Raises: whatever the model raises; then no row has joined, and no `put` of `new` was called.
         """
         with torch.no_grad():
             batch = splice(new[0].bundle.backbone.embeddings, [row.prompt for row in new])
             with new[0].opened(batch.slot_mask) as model:
                 for row in new:
                     row.prepare(model)
-                # Without a config all layers keep all positions: those of a sliding window could not be merged.
-                # The mask leaves out what a window does not see.
+                # Without a config all layers keep all positions: layers cut to a sliding window could not be merged.
+                # The mask hides what is outside a window.
                 cache: Any = DynamicCache()
                 last = {"logits_to_keep": 1} if _keeps(model) else {}
                 out = model(**batch.model_inputs(), past_key_values=cache, use_cache=True, **last)
@@ -132,7 +132,7 @@ class Rows:
             self._take(out.logits[:, -1], len(self.rows) - len(new))
 
     def step(self, model: Any) -> None:
-        """One pass: a token for each row. Those that have ended, or that nobody waits for, leave."""
+        """Run one pass: a token for each row. Ended and cancelled rows leave."""
         self._keep([not row.cancelled for row in self.rows], 0)
         if not self.rows:
             return
@@ -151,7 +151,7 @@ class Rows:
             self._take(out.logits[:, -1], 0)
 
     def hand_out(self) -> None:
-        """Give those that have ended their answers, or what went wrong."""
+        """Give ended rows their answers or errors."""
         ended, self._ended = self._ended, []
         for row, answer in ended:
             row.give(answer)
@@ -162,7 +162,7 @@ class Rows:
             answer: Generation | Exception | None
             try:
                 answer = None if row.cancelled else row.take(own, likeliest)
-            except Exception as error:  # of this row alone: its schema, or its caller's own code
+            except Exception as error:  # from this row alone: its schema, or its caller's code
                 answer = error
             if answer is not None:
                 self._ended.append((row, answer))
@@ -170,7 +170,7 @@ class Rows:
         self._keep(going, first)
 
     def _keep(self, going: Sequence[bool], first: int) -> None:
-        """Keep these of the rows from `first` on, and all before."""
+        """Keep all rows before `first`, and of the rest those marked in `going`."""
         if all(going):
             return
         kept = [*range(first), *(first + place for place, stays in enumerate(going) if stays)]
@@ -180,7 +180,7 @@ class Rows:
             return
         rows = torch.tensor(kept, device=self._mask.device)
         mask = self._mask[rows]
-        unused = int(mask.argmax(1).min())  # padding that the longest of those who left had made necessary
+        unused = int(mask.argmax(1).min())  # padding that only the rows that left needed
         self._mask = mask[:, unused:]
         for layer in self._cache.layers:
             layer.keys, layer.values = layer.keys[rows, :, unused:], layer.values[rows, :, unused:]
@@ -198,7 +198,7 @@ class Rows:
                 values = torch.cat([_padded(mine.values, length, 2), _padded(new.values, length, 2)])
                 mine.keys, mine.values = keys, values
         except BaseException:
-            # Memory has ended half way: those who were here go on with what they had.
+            # Memory ran out half way: the rows that were here continue with what they had.
             for mine in self._cache.layers:
                 mine.keys, mine.values = mine.keys[:rows, :, -own:], mine.values[:rows, :, -own:]
             raise

@@ -1,4 +1,4 @@
-"""Concurrent calls share forward passes: one thread runs the model for all who wait for it."""
+"""Concurrent calls share forward passes: one thread runs the model for all waiting callers."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from ctx_compress_rag.decoding.rows import Row, Rows
 from ctx_compress_rag.errors import DecoderMemoryError
 from ctx_compress_rag.prompt import Prompt
 
-_TOGETHER_SECONDS = 0.05  # the longest that a first caller waits for others whose prompts are being read
-_STEPS = 8  # passes of one group before the next has its turn
-_PADDING = 1.5  # prompts are read together while that takes at most so many times their own positions
+_TOGETHER_SECONDS = 0.05  # the longest that the first caller waits for others whose prompts are being prepared
+_STEPS = 8  # passes of one group before the next group's turn
+_PADDING = 1.5  # a batch's positions, padding included, are at most this many times its prompts' own
 
 
 @dataclass
 class _Group:
-    """Rows that one model answers, and what comes next."""
+    """Rows that one model answers, and rows that wait for it."""
 
     rows: Rows = field(default_factory=Rows)
     waiting: deque[tuple[Row, int]] = field(default_factory=deque)
 
 
 class Sharing:
-    """The calls of one backbone, whichever decoder, framework or thread they come from.
+    """The calls of one backbone, from any decoder, framework or thread.
 
-    A thread runs the model while there is something to answer, and ends then. It takes in new prompts between two
-    passes, and gives the model to other threads that wait for it.
+    A thread runs the model while there is something to answer, and then ends. Between passes it takes in new
+    prompts and lets other threads that wait for the model have it.
     """
 
     def __init__(self) -> None:
@@ -47,13 +47,13 @@ class Sharing:
 
     @classmethod
     def of(cls, backbone: Backbone) -> Sharing:
-        """The one of a backbone."""
+        """The backbone's Sharing, made on first use."""
         with _MAKING:
             return _OF.setdefault(backbone, cls())
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """While prompts are being read, callers whose prompts are ready wait a moment, to start together."""
+        """Mark prompts as being prepared: callers whose prompts are ready wait a moment, to start together."""
         with self._changed:
             self._reading += 1
         try:
@@ -73,7 +73,7 @@ class Sharing:
         """
         with self._changed:
             group = self._groups.setdefault(key, _Group())
-            # Those whom nobody waits for any more would keep their prompts in memory until they have a turn.
+            # Drop cancelled rows: their prompts would stay in memory until their turn.
             group.waiting = deque(each for each in group.waiting if not each[0].cancelled)
             group.waiting.extend((row, most) for row in rows)
             if not self._running:
@@ -98,7 +98,7 @@ class Sharing:
                 try:
                     self._admit(group)
                     self._advance(group, alone=len(groups) == 1)
-                    # Only after the model is restored: the caller who gets the last answer may look at it.
+                    # Only after the model is restored: the caller who gets the last answer may inspect the model.
                     group.rows.hand_out()
                 except BaseException as error:
                     group.rows.hand_out()
@@ -120,7 +120,7 @@ class Sharing:
                     _tell(batch, error)
                     continue
                 del error
-                for row in batch:  # one of them is at fault, or together they need too much memory
+                for row in batch:  # one of them caused the error, or together they need too much memory
                     row.ids.clear()
                     try:
                         group.rows.join([row])
@@ -128,7 +128,7 @@ class Sharing:
                         _tell([row], own)
 
     def _advance(self, group: _Group, alone: bool) -> None:
-        """Passes until the group's rows have ended, or someone else wants the model."""
+        """Run passes until the group's rows have ended, or someone else wants the model."""
         if not group.rows.rows:
             return
         first = group.rows.rows[0]
@@ -144,7 +144,7 @@ class Sharing:
                     return
 
     def _others(self, group: _Group) -> bool:
-        """Whether someone has come who could be answered now."""
+        """Whether a waiting row could be answered now."""
         with self._changed:
             if group.waiting and len(group.rows.rows) < group.waiting[0][1]:
                 return True
@@ -159,7 +159,7 @@ _ENDING = threading.Event()
 
 @atexit.register
 def _end() -> None:
-    """Stop what is being answered when the program ends: a thread that Python ends within torch aborts the process."""
+    """Stop answering when the program ends: if Python ends a thread inside torch, the process aborts."""
     _ENDING.set()
     for thread in list(_THREADS):
         thread.join()
@@ -167,7 +167,7 @@ def _end() -> None:
 
 
 def _next(group: _Group, new: Sequence[Row]) -> Row:
-    """Takes who is next: of the scope with the fewest rows in the passes, the one that came first."""
+    """Take the next row: the first to arrive from the scope with the fewest running rows."""
     busy = Counter(row.scope for row in (*group.rows.rows, *new))
     place, (row, _) = min(enumerate(group.waiting), key=lambda each: busy[each[1][0].scope])
     del group.waiting[place]
@@ -175,7 +175,7 @@ def _next(group: _Group, new: Sequence[Row]) -> Row:
 
 
 def _alike(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Rows in batches of like length."""
+    """Yield rows in batches of similar length."""
     batch: list[Row] = []
     for row in sorted(rows, key=lambda row: row.prompt.length):
         length = row.prompt.length
@@ -194,7 +194,7 @@ def _tell(rows: Sequence[Row], error: BaseException) -> None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is not enough memory: torch's CPU allocator and MPS raise a RuntimeError."""
+    """Whether an error means too little memory: torch's CPU allocator and MPS raise a RuntimeError."""
     said = str(error)
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and ("allocate memory" in said or "out of memory" in said)
@@ -202,11 +202,11 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def memory_error(prompts: Sequence[Prompt], said: str) -> DecoderMemoryError:
-    """The error to show. As its cause, the other would keep the frames and with them the memory they hold.
+    """Make the error to show. The allocator's error is not its cause, as its frames would keep their memory.
 
     Args:
-        prompts: what was to be answered.
-        said: what the allocator said.
+        prompts: the prompts of the batch.
+        said: the allocator's message.
     """
     longest = max(prompt.length for prompt in prompts)
     return DecoderMemoryError(

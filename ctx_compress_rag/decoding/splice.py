@@ -23,7 +23,7 @@ class Spliced:
         inputs_embeds: (batch, length, dim).
         attention_mask: int64 (batch, length), 0 at padding.
         position_ids: int64 (batch, length), counted from each prompt's first position.
-        slot_mask: bool (batch, length), True where a position is a slot.
+        slot_mask: bool (batch, length), True at slots.
     """
 
     inputs_embeds: Tensor
@@ -48,7 +48,7 @@ def splice(embed: nn.Module, prompts: Sequence[Prompt]) -> Spliced:
         prompts: the prompts.
 
     Raises:
-        ConfigError: a prompt is empty, or slots are not of the decoder's width.
+        ConfigError: a prompt is empty, or its slots do not have the decoder's width.
     """
     embedded: list[Tensor] = []
     device = next(embed.parameters()).device
@@ -70,9 +70,9 @@ def splice(embed: nn.Module, prompts: Sequence[Prompt]) -> Spliced:
 
 
 def predict(model: Any, batch: Spliced, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
-    """Logits that predict the tokens of prompts' answers, and those tokens' ids, prompt after prompt.
+    """Logits that predict the tokens of the prompts' answers, and the ids of these tokens, prompt by prompt.
 
-    Logits are computed only for positions at which a prompt of the batch has an answer.
+    Logits are computed only at positions that predict an answer token in some prompt of the batch.
 
     Args:
         model: a transformers causal LM.
@@ -83,8 +83,8 @@ def predict(model: Any, batch: Spliced, prompts: Sequence[Prompt]) -> tuple[Tens
     """
     mask = _padded([prompt.answers for prompt in prompts]).to(batch.inputs_embeds.device)
     predicting = F.pad(mask[:, 1:], (0, 1))  # the logits at a position predict the token after it
-    # As places, not as a number of last positions: the slice would not be contiguous, and the product with the head
-    # would copy its weights for every row.
+    # As indices, not as a number of last positions: that slice would not be contiguous, and the product with the
+    # head would copy the head's weights for every row.
     places = predicting.any(0).nonzero().flatten()
     logits = model(**batch.model_inputs(), use_cache=False, logits_to_keep=places).logits
     ids = torch.cat([prompt.ids()[prompt.answers] for prompt in prompts]).to(logits.device)

@@ -1,4 +1,4 @@
-"""Answers that are JSON of a given schema: tokens that would break it are never chosen."""
+"""Answers that are JSON of a given schema: tokens that would violate it are never chosen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.extras import needs
 
 _NO_SPACE = {"add_prefix_space": False, "prepend_scheme": "never"}
-# A small decoder that may continue with white space writes nothing else.
+# A small decoder that may write extra white space writes nothing else.
 _FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -25,12 +25,12 @@ def schema_text(schema: object) -> object:
 
 
 def closed_schema(schema: str) -> Any:
-    """A schema, given as JSON, with no fields but those it names, unless it says that there may be others.
+    """A JSON schema that allows only the fields it names, unless it explicitly allows others.
 
-    A small decoder that may add fields that nobody asked for never stops adding them.
+    A small decoder that may add other fields never stops adding them.
 
     Raises:
-        ConfigError: it is no JSON, or nested too deep.
+        ConfigError: the schema is not JSON, or is nested too deep.
     """
     try:
         return _closed(json.loads(schema))
@@ -39,7 +39,7 @@ def closed_schema(schema: str) -> Any:
 
 
 class JsonProcessor(LogitsProcessor):
-    """Leaves each row only the tokens with which its text is still the beginning of JSON of the schema.
+    """Allows in each row only tokens that keep its text the beginning of JSON of the schema.
 
     Args:
         schema: the schema, as JSON.
@@ -49,7 +49,7 @@ class JsonProcessor(LogitsProcessor):
 
     Raises:
         MissingExtraError: the `structured` extra is not installed.
-        ConfigError: the schema is none, or asks for what cannot be enforced.
+        ConfigError: the schema is invalid, or cannot be enforced.
     """
 
     def __init__(self, schema: str, tokenizer: Any, end_ids: Collection[int], rows: int) -> None:
@@ -67,10 +67,10 @@ class JsonProcessor(LogitsProcessor):
         self._end_ids = sorted(end_ids)
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Masks scores (rows, vocabulary). `input_ids` (rows, new tokens) holds no prompt: that came as embeddings.
+        """Mask scores (rows, vocabulary). `input_ids` (rows, new tokens) holds no prompt, which came as embeddings.
 
         Raises:
-            ConfigError: following the schema takes more than the library's limits; the answer so far is no JSON.
+            ConfigError: the schema exceeds the limits of llguidance; the answer so far is not complete JSON.
         """
         allowed = np.zeros(scores.shape, dtype=bool)
         for row, (matcher, ids) in enumerate(zip(self._rows, input_ids.tolist(), strict=True)):
@@ -103,11 +103,11 @@ def _closed(schema: Any) -> Any:
 
 @lru_cache(maxsize=4)
 def _guide(tokenizer: Any, end_ids: tuple[int, ...]) -> Any:
-    """The tokenizer as the library reads it: about a second for a large vocabulary."""
+    """The tokenizer in llguidance's form: takes about a second for a large vocabulary."""
     from llguidance import LLTokenizer
 
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
-    # It tokenises pieces of an answer, which must not begin with a space of the tokenizer's own.
+    # It tokenises pieces of an answer, to which the tokenizer must not add a leading space.
     for part in _parts(settings.get("pre_tokenizer")):
         part |= {key: value for key, value in _NO_SPACE.items() if key in part}
     return LLTokenizer(json.dumps(settings | {"padding": None, "truncation": None}), eos_token=list(end_ids))

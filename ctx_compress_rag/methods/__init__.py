@@ -1,1 +1,1 @@
-"""Compression methods: one folder each, and the registry of them."""
+"""Compression methods: one folder each, and their registry."""

@@ -1,7 +1,7 @@
-"""The methods by name: this package's folders, which register themselves, and what others register.
+"""The methods by name: this package's folders, which register themselves, and methods of other packages.
 
-A package of methods names the module that registers them as an entry point of the group `ctx_compress_rag.methods`, so
-that recipes and bundles of its methods load without an import.
+Another package declares the module that registers its methods as an entry point of the group
+`ctx_compress_rag.methods`, so that their recipes and bundles load without an import.
 """
 
 from __future__ import annotations

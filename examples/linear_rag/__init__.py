@@ -1,1 +1,1 @@
-"""Linear RAG: a layer of linear self-attention as a step of gradient descent (In-Context Optimization, section 3)."""
+"""Linear RAG: a linear self-attention layer as a step of gradient descent (In-Context Optimization, section 3)."""

@@ -1,4 +1,4 @@
-"""An MLP and a layer, trained on a table, beside gradient descent (In-Context Optimization, figures 2 and 7)."""
+"""An MLP and a layer trained on a table, compared with gradient descent (In-Context Optimization, figures 2 and 7)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from linear_rag.tabular import split
 from linear_rag.training import train_layer
 
 TASKS = 1000
-"""Of the rate, and held out."""
+"""Number of tasks to fit the rate on, and of held-out tasks."""
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """How near a trained model is to a step of gradient descent, on held-out tasks.
+    """How close a trained model is to a step of gradient descent, on held-out tasks.
 
     Attributes:
-        features: compared with the step on what the model's own MLP makes of the inputs.
-        inputs: compared with the step on the inputs themselves, as in the linear regime.
-        shuffled_loss: the model's loss where each task has the examples' targets of another.
-        first_prediction: mean size of W2 x, from which the step on the inputs starts.
+        features: comparison with the step on the features that the model's own MLP makes from the inputs.
+        inputs: comparison with the step on the inputs themselves, as in the linear regime.
+        shuffled_loss: the model's loss if each task has the example targets of another task.
+        first_prediction: mean absolute value of W2 x, from which the step on the inputs starts.
     """
 
     features: PredictorComparison
@@ -46,13 +46,13 @@ def align(
 ) -> Alignment:
     """Train an MLP and a layer together, and compare them with one step at its best rate.
 
-    The paper does not say on which features gradient descent works once there is an MLP: hence both.
+    The paper does not say which features gradient descent uses if there is an MLP: hence both comparisons.
 
     Args:
         table: the data set.
-        normalization: of the inputs.
-        seed: of the split, W_z and M, the weights and the tasks.
-        steps: of the optimiser, with 128 tasks each.
+        normalization: normalisation of the inputs.
+        seed: seed of the split, W_z and M, the weights and the tasks.
+        steps: optimiser steps, with 128 tasks each.
         teachers: see `linear_rag.tabular.TabularTasks`.
     """
     training, held_out = split(table, normalization, seed=seed, teachers=teachers)

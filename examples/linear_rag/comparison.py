@@ -14,12 +14,12 @@ from linear_rag.tasks import LinearTasks, Predictor
 
 @dataclass(frozen=True)
 class PredictorComparison:
-    """Means over tasks of a predictor and a reference.
+    """A predictor compared with a reference: means over tasks.
 
     Attributes:
         loss, reference_loss: squared errors (eq. 21).
-        prediction_difference: distance of the predictions.
-        sensitivity_cosine, sensitivity_distance: of the predictions' gradients by the query's input.
+        prediction_difference: absolute difference of the predictions.
+        sensitivity_cosine, sensitivity_distance: between the predictions' gradients with respect to the query's input.
     """
 
     loss: float
@@ -41,7 +41,7 @@ def gradient_descent(rate: float, depth: int = 1) -> Predictor:
 
 
 def trained(layer: LinearAttention, depth: int = 1) -> Predictor:
-    """`depth` layers of the given weights, which see the documents where the interface puts them."""
+    """`depth` layers with the given weights, which see the documents where the interface puts them."""
 
     def predict(tasks: LinearTasks, x: Tensor) -> Tensor:
         queries = tasks.queries(x, x.new_zeros(len(x)))
@@ -53,9 +53,8 @@ def trained(layer: LinearAttention, depth: int = 1) -> Predictor:
 def interpolation(layer: LinearAttention, rate: float) -> Predictor:
     """One layer halfway between `layer` and gradient descent, by the two products of weights that matter.
 
-    W_K^T W_Q and P W_V may be scaled against each other without effect, so the trained layer is first given
-    the scale at which its keys meet the queries as the constructed layer's do, by least squares. It goes
-    without the injected row.
+    Scaling W_K^T W_Q up and P W_V down has no effect, so the trained layer is first rescaled such that its
+    scores of keys and queries match the constructed layer's, by least squares. The injected row is left out.
     """
 
     def predict(tasks: LinearTasks, x: Tensor) -> Tensor:
@@ -83,7 +82,7 @@ def loss(predictor: Predictor, tasks: LinearTasks) -> float:
 
 
 def compare(predictor: Predictor, reference: Predictor, tasks: LinearTasks) -> PredictorComparison:
-    """The quantities the paper reports, on the given tasks."""
+    """Compute the quantities that the paper reports, on the given tasks."""
     prediction, sensitivity = _with_sensitivity(predictor, tasks)
     expected, expected_sensitivity = _with_sensitivity(reference, tasks)
     return PredictorComparison(
@@ -96,9 +95,10 @@ def compare(predictor: Predictor, reference: Predictor, tasks: LinearTasks) -> P
 
 
 def learned_rates(layer: LinearAttention, inputs: int, examples: int) -> tuple[float, float]:
-    """What a single layer uses in place of eta for x1 and for x2 (eq. 10, read backwards).
+    """The rates that a single layer uses in place of eta for x1 and for x2 (eq. 10, solved for eta).
 
-    The mean of the diagonals of W_K^T W_Q, times what P W_V makes of y. Gradient descent has eta twice.
+    Each is the mean of its part of the diagonal of W_K^T W_Q, times the factor of P W_V on y, times N. For
+    gradient descent both are eta.
 
     Args:
         layer: weights for tokens (x1, x2, y) with scalar y.
@@ -113,10 +113,10 @@ def feature_rates(variances: Tensor, examples: int) -> Tensor:
     """The rates with which one gradient step from zero has the least expected loss, if each feature has its own.
 
     Not in the paper. For independent, centred, uniform features and a standard normal teacher the expected
-    loss is a parabola in each rate; its minimum holds E[x^2] and, where a feature meets itself, E[x^4].
+    loss is a parabola in each rate; its minimum contains E[x^2] and, for a feature times itself, E[x^4].
 
     Args:
-        variances: of x1 and x2 in a row, shape (d1 + d2,).
+        variances: variances of x1 and x2, concatenated, shape (d1 + d2,).
         examples: N.
 
     Returns:
@@ -126,7 +126,7 @@ def feature_rates(variances: Tensor, examples: int) -> Tensor:
 
 
 def one_step_rate(tasks: LinearTasks) -> float:
-    """`best_rate` of a single step, whatever its size: the loss is a parabola in the rate."""
+    """The exact `best_rate` of a single step, without an upper limit: the loss is a parabola in the rate."""
     start = tasks.first_prediction(tasks.x)
     move = gradient_descent(1.0)(tasks, tasks.x) - start
     return float((move * (tasks.target - start)).sum() / move.square().sum())
@@ -135,7 +135,7 @@ def one_step_rate(tasks: LinearTasks) -> float:
 def best_rate(tasks: LinearTasks, depth: int = 1, highest: float = 3.0) -> float:
     """The learning rate with which `gradient_descent` has the least loss on `tasks` (appendix C.1).
 
-    The best of twelve rates up to `highest`, then a golden-section search around it, to within 0.005.
+    Takes the best of twelve rates up to `highest`, then a golden-section search around it, to within 0.005.
     """
 
     def at(rate: float) -> float:
@@ -152,7 +152,7 @@ def best_rate(tasks: LinearTasks, depth: int = 1, highest: float = 3.0) -> float
 
 
 def _with_sensitivity(predictor: Predictor, tasks: LinearTasks) -> tuple[Tensor, Tensor]:
-    """Predictions, and the gradient of each by its own query's input."""
+    """Predictions, and the gradient of each with respect to its own query's input."""
     x = tasks.x.clone().requires_grad_()
     prediction = predictor(tasks, x)
     (sensitivity,) = torch.autograd.grad(prediction.sum(), x)

@@ -1,4 +1,4 @@
-"""One training run beside gradient descent, as in figures 1, 5, 6 and 8 (In-Context Optimization, appendices C, E)."""
+"""A training run compared with gradient descent: figures 1, 5, 6 and 8 (In-Context Optimization, appendices C, E)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from linear_rag.tasks import Interface, LinearTasks
 from linear_rag.training import Freedom, train_layer
 
 TASKS = 10_000
-"""Tasks of the line search, and held-out tasks (appendix C.1)."""
+"""Number of tasks for the line search, and of held-out tasks (appendix C.1)."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Run:
 
     Attributes:
         layer: the trained weights.
-        depth: how many times the layer is applied, and gradient steps.
-        rate: the line search's learning rate.
+        depth: how many times the layer is applied, and how many gradient steps are taken.
+        rate: the learning rate found by the line search.
         held_out: tasks that the layer was not trained on.
-        history: comparisons on them by training step, the first before training.
+        history: comparisons on the held-out tasks by training step, the first before training.
     """
 
     layer: LinearAttention
@@ -42,7 +42,7 @@ class Run:
 def run(
     interface: Interface, *, depth: int = 1, steps: int, every: int = 100, freedom: Freedom = "writes y", seed: int = 0
 ) -> Run:
-    """Train a layer and compare it, every so many steps, with as many steps of gradient descent as it has depth."""
+    """Train a layer and compare it, every `every` steps, with `depth` steps of gradient descent."""
     generator = Generator().manual_seed(seed)
     rate = best_rate(interface.sample(TASKS, generator), depth)
     held_out = interface.sample(TASKS, generator)

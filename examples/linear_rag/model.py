@@ -1,7 +1,7 @@
 """The linearised RAG predictor, its loss and a gradient step on it (In-Context Optimization, section 3, appendix B).
 
 A task is N examples of a query-side feature x1, a retrieval-derived feature x2 and a target y. Every
-function takes any number of leading batch dimensions, and any floating type.
+function takes any number of leading batch dimensions and any floating-point type.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def rag_loss(w1: Tensor, w2: Tensor, x1: Tensor, x2: Tensor, y: Tensor) -> Tenso
 def gradient_step(w1: Tensor, w2: Tensor, x1: Tensor, x2: Tensor, y: Tensor, rate: float) -> tuple[Tensor, Tensor]:
     """What one step of gradient descent adds to W1 and to W2 (eq. 4).
 
-    W2 is moved as a matrix of its own, whatever it was made from (W1 W_d, or W_z D M^T).
+    W2 is updated as an independent matrix, whatever it was made from (W1 W_d, or W_z D M^T).
 
     Shape: as `rag_loss` -> (..., dy, d1), (..., dy, d2)
     """
@@ -39,11 +39,11 @@ def gradient_step(w1: Tensor, w2: Tensor, x1: Tensor, x2: Tensor, y: Tensor, rat
 def projection_weight(w1: Tensor, w_d: Tensor) -> Tensor:
     """W2 = W1 W_d of the projection-based interface, whose features are x1 = x_q and x2 = D (section 3.2).
 
-    The prediction is then W1 (x_q + W_d D): W_d maps document embeddings to where queries are.
+    The prediction is then W1 (x_q + W_d D): W_d maps document embeddings into the space of queries.
 
     Args:
         w1: shape (..., dy, d_q).
-        w_d: shape (..., d_q, d_D), where d_D is the width of D; k documents of width d in a row have d_D = k d.
+        w_d: shape (..., d_q, d_D), where d_D is the width of D; k concatenated documents of width d have d_D = k d.
     """
     return w1 @ w_d
 

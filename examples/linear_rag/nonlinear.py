@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from linear_rag.tasks import LinearTasks, Predictor
 
 Embedding = Callable[[Tensor], Tensor]
-"""What tokens hold in place of an input: (..., n_I) -> (..., n_I)."""
+"""Maps an input to what tokens hold in its place: (..., n_I) -> (..., n_I)."""
 
 
 class MLP(nn.Module):
@@ -21,8 +21,8 @@ class MLP(nn.Module):
     Targets and documents do not go through it. The paper gives neither width nor depth.
 
     Args:
-        inputs: n_I, which is also the width of what comes out.
-        generator: draws the weights, of variance 1 / (width of what is read); biases start at zero.
+        inputs: n_I, which is also the width of the output.
+        generator: draws the weights, with variance 1 / (width of the map's input); biases start at zero.
         hidden: the width between the two maps.
     """
 
@@ -38,11 +38,11 @@ class MLP(nn.Module):
 
 
 def embed(tasks: LinearTasks, embedding: Embedding) -> LinearTasks:
-    """Tasks of the dot-product interface with inputs as `embedding` makes them: tokens (m(x), m(x), y)."""
+    """Embed the inputs of tasks of the dot-product interface: tokens (m(x), m(x), y)."""
     x, y = embedding(tasks.context[..., : tasks.x.shape[-1]]), tasks.context[..., -1:]
     return replace(tasks, context=torch.cat([x, x, y], dim=-1), x=embedding(tasks.x))
 
 
 def after(embedding: Embedding, predictor: Predictor) -> Predictor:
-    """`predictor` on embedded tasks; a function of the inputs before, so that sensitivities go through both."""
+    """`predictor` on embedded tasks, as a function of the raw inputs, so that sensitivities go through both."""
     return lambda tasks, x: predictor(embed(tasks, embedding), embedding(x))

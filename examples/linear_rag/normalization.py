@@ -8,23 +8,23 @@ import torch
 from torch import Tensor
 
 Normalizer = Callable[[Tensor], Tensor]
-"""Rows to normalised rows, each column by itself: (..., d) -> (..., d)."""
+"""Maps rows to normalised rows, each column separately: (..., d) -> (..., d)."""
 
 
 def z_score(rows: Tensor) -> Normalizer:
-    """(x - mean) / standard deviation of `rows`, shape (n, d). A column of one value becomes 0."""
+    """(x - mean) / standard deviation of `rows`, shape (n, d). A constant column becomes 0."""
     mean, deviation = rows.mean(dim=0), rows.std(dim=0, correction=0)
     return lambda x: (x - mean) / torch.where(deviation > 0, deviation, 1)
 
 
 def min_max(rows: Tensor) -> Normalizer:
-    """The range of `rows`, shape (n, d), becomes 0 to 1; other rows may leave it. A column of one value becomes 0."""
+    """Map the range of `rows`, shape (n, d), to 0 to 1; other rows may exceed it. A constant column becomes 0."""
     low, high = rows.amin(dim=0), rows.amax(dim=0)
     return lambda x: (x - low) / torch.where(high > low, high - low, 1)
 
 
 def rank(rows: Tensor) -> Normalizer:
-    """The share of `rows`, shape (n, d), that is smaller, 0 to 1; rows that are equal count half."""
+    """The share of `rows`, shape (n, d), with a smaller value, 0 to 1; equal values count half."""
     columns = rows.T.sort(dim=1).values.contiguous()
 
     def normalize(x: Tensor) -> Tensor:

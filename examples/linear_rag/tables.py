@@ -28,8 +28,8 @@ COLUMNS: dict[str, tuple[str, str]] = {
     ),
     "Calorie Expenditure": ("Calories", "Gender, Age, Height, Weight, Duration, Heart_Rate, Body_Temp"),
 }
-"""Target and features of the paper's sets, as their published files name them. Those of bikes and wine are UCI's
-hour.csv and winequality-white.csv, by the paper's numbers of rows. Of bikes, casual and registered sum to cnt."""
+"""Target and features of the paper's sets, as named in their published files. By the paper's row counts, the bike and
+wine files are UCI's hour.csv and winequality-white.csv. In the bike set, casual and registered sum to cnt."""
 
 
 @dataclass(frozen=True)
@@ -38,28 +38,28 @@ class Table:
 
     Attributes:
         features: shape (n, d).
-        target: what is predicted from them, shape (n,).
+        target: the values to predict from the features, shape (n,).
     """
 
     features: Tensor
     target: Tensor
 
     def skewness(self) -> float:
-        """Mean over the features of the size of their skewness: 0 where symmetric, 2 for an exponential."""
+        """Mean absolute skewness of the features: 0 if they are symmetric, 2 for an exponential distribution."""
         centred = self.features.double() - self.features.double().mean(dim=0)
         cubes = centred.pow(3).mean(dim=0) / centred.square().mean(dim=0).pow(1.5)
         return float(cubes.abs().mean())
 
 
 def from_csv(path: str | Path, target: str, features: str) -> Table:
-    """A file with a header, separated by commas or semicolons.
+    """Read a file with a header, separated by commas or semicolons.
 
-    A column in which some value is not a number holds names; they become 0, 1, 2 ... in alphabetical order.
+    If a column has a value that is not a number, its values are names and become 0, 1, 2 ... in alphabetical order.
 
     Args:
         path: the file.
-        target: the name of a column.
-        features: names of columns, with commas between them.
+        target: the target's column name.
+        features: column names, separated by a comma and a space.
 
     Raises:
         ValueError: a column is not in the header, or a row has no value for it.
@@ -80,21 +80,21 @@ def from_csv(path: str | Path, target: str, features: str) -> Table:
 
 
 def california_housing(folder: str | None = None) -> Table:
-    """California Housing as scikit-learn fetches it, once, from the internet.
+    """California Housing, which scikit-learn downloads once.
 
     Args:
-        folder: where it is kept; scikit-learn's own by default.
+        folder: where to keep it; by default scikit-learn's folder.
     """
     data = fetch_california_housing(data_home=folder)
     return _table(data.data, data.target)
 
 
 def stand_ins() -> dict[str, Table]:
-    """Four sets for a machine without internet. None is the paper's; two are even, two are skewed.
+    """Four sets for a machine without internet. None is from the paper; two are nearly symmetric, two are skewed.
 
     * "Friedman": 2,000 rows of scikit-learn's `make_friedman1`: ten uniform features, of which five matter.
-    * "Friedman, skewed": the same rows and targets; each feature u has become 1 / (1 - 0.95 u)^1.5, a cut-off Pareto
-      tail. Ranks are those of "Friedman".
+    * "Friedman, skewed": the same rows and targets, but each feature u becomes 1 / (1 - 0.95 u)^1.5, a truncated
+      Pareto tail. Ranks are the same as in "Friedman".
     * "diabetes": scikit-learn's 442 patients, ten measurements, the disease's progress.
     * "breast cancer": scikit-learn's 569 tumours, mean area from the nine other means.
     """

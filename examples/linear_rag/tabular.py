@@ -13,7 +13,7 @@ from linear_rag.tables import Table
 from linear_rag.tasks import LinearTasks, dot_product_tasks
 
 SIGMA = 0.1 * 12**-0.5
-"""Of W_z and M: documents have variance 1 here and 1/12 in section 4.1, so W2 is as large as with 0.1 there."""
+"""Standard deviation of W_z and M: W2 is as large as in section 4.1, whose documents have variance 1/12, not 1."""
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class TabularTasks:
     """Tasks whose examples, query and documents are rows of one table; all rows are drawn with replacement.
 
     Attributes:
-        rows, targets: what examples are drawn from, shapes (n, d), (n,).
-        queries, query_targets: what queries are drawn from, shapes (m, d), (m,).
-        corpus: what documents are drawn from, shape (n, d).
+        rows, targets: rows that examples are drawn from, shapes (n, d), (n,).
+        queries, query_targets: rows that queries are drawn from, shapes (m, d), (m,).
+        corpus: rows that documents are drawn from, shape (n, d).
         w_z, similarity: shapes (1, d), (d, d).
         documents: k.
         examples: N.
-        teachers: whether each task has targets of its own, from a linear teacher on the inputs as in section 4.1,
-            and not the table's.
+        teachers: whether each task's targets come from its own linear teacher on the inputs, as in section 4.1,
+            instead of the table.
     """
 
     rows: Tensor
@@ -64,10 +64,10 @@ def split(
     examples: int = 10,
     teachers: bool = False,
 ) -> tuple[TabularTasks, TabularTasks]:
-    """Tasks for training, and held-out ones: their queries are from the tenth of the rows that training never sees.
+    """Make tasks for training and held-out tasks, whose queries are from the tenth of the rows not used in training.
 
-    The corpus is the training rows by z-score, whatever `normalization` makes of the inputs; it, too, is fitted on
-    the training rows. Targets are z-scores, which the paper leaves open.
+    The corpus is always the training rows by z-score. `normalization`, for the inputs, is also fitted on the
+    training rows. Targets are z-scores; the paper leaves this open.
 
     Args:
         table: the data set.

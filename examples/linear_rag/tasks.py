@@ -28,10 +28,10 @@ class LinearTasks:
     Attributes:
         context: tokens (x1, x2, y), shape (B, N, d).
         x: the queries' inputs, shape (B, n_I).
-        retrieved: the queries' x2, shape (B, d2); None where it is x itself (dot-product interface).
+        retrieved: the queries' x2, shape (B, d2); None if it is x itself (dot-product interface).
         target: the queries' y, shape (B,).
-        w2: where gradient descent starts W2 (it starts W1 at zero), shape (1, d2) or (B, 1, d2).
-        injected: the documents' row under keys and values (eq. 22), shape (B, 1, d); None for projection.
+        w2: where gradient descent starts W2 (W1 starts at zero), shape (1, d2) or (B, 1, d2).
+        injected: the documents' row in keys and values (eq. 22), shape (B, 1, d); None for projection.
     """
 
     context: Tensor
@@ -42,7 +42,7 @@ class LinearTasks:
     injected: Tensor | None
 
     def queries(self, x: Tensor, first: Tensor) -> Tensor:
-        """Query tokens (x, x2, first), one a task.
+        """Query tokens (x, x2, first), one per task.
 
         Shape: (B, n_I), (B,) -> (B, 1, d)
         """
@@ -64,11 +64,11 @@ Predictor = Callable[[LinearTasks, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Projection:
-    """Tasks of the projection-based interface: x2 is the example's k documents in a row.
+    """Tasks of the projection-based interface: x2 is the example's k documents, concatenated.
 
     Attributes:
         documents: k.
-        width: of a document. The paper does not give it; with 2, training on 25 documents takes seconds.
+        width: width of a document. The paper does not give it; with 2, training on 25 documents takes seconds.
         inputs: n_I, the width of x1.
         examples: N.
     """
@@ -79,7 +79,7 @@ class Projection:
     examples: int = 10
 
     def variances(self) -> Tensor:
-        """Of x1 and x2 in a row, shape (n_I + k width,)."""
+        """Variances of x1 and x2, concatenated, shape (n_I + k width,)."""
         return torch.cat([torch.ones(self.inputs), DOCUMENT_RANGE**2 * torch.ones(self.documents * self.width)]) / 3
 
     def sample(self, count: int, generator: Generator, alpha: float = 1.0) -> LinearTasks:
@@ -100,7 +100,7 @@ class Projection:
 class DotProduct:
     """Tasks of the dot-product interface: x2 = x1, and the documents are in W2 = W_z (sum_i d_i d_i^T) M^T.
 
-    Each task has documents of its own; they have no part in its targets. The injected row h_d holds W2 where
+    Each task has its own documents, which do not affect its targets. The injected row h_d holds W2 where
     tokens hold x1, so that its product with a query x is W2 x. W_z and M are drawn once.
 
     Args:
@@ -127,7 +127,7 @@ class DotProduct:
 
 
 def dot_product_tasks(x: Tensor, y: Tensor, documents: Tensor, w_z: Tensor, similarity: Tensor) -> LinearTasks:
-    """Tasks of the dot-product interface, of which the last row is the query.
+    """Make tasks of the dot-product interface; the last row of each is its query.
 
     Args:
         x: shape (B, N + 1, n_I).

@@ -30,23 +30,23 @@ def train_layer(
     every: int = 100,
     embedding: nn.Module | None = None,
 ) -> LinearAttention:
-    """Train `depth` layers of shared weights, from small random ones, with Adam and a cosine schedule.
+    """Train `depth` layers with shared weights, from small random weights, with Adam and a cosine schedule.
 
-    Fewer than about six features need luck: for half of all seeds the layer then stays on a plateau.
+    With fewer than about six features, the layer stays on a plateau for half of all seeds.
 
     Args:
         interface: draws a fresh batch of tasks for each step.
         depth: how many times the layer is applied.
-        steps: of the optimiser.
-        batch: tasks a step.
-        learning_rate: at the start.
-        seed: of the weights and the tasks.
-        freedom: which weights are trained, the others staying zero. "all"; "writes y": P writes to y alone, as
-            lemma 1 says of the layer; "lemma": W_Q and W_K do not read y either, as in eq. 9. For a single
-            layer, of which only the query's y is read, the first two are the same.
-        watch: called with the step and the layer every `every` steps, first before any training.
+        steps: optimiser steps.
+        batch: tasks per step.
+        learning_rate: initial learning rate.
+        seed: seed of the weights and the tasks.
+        freedom: which weights are trained; the others stay zero. "all"; "writes y": P writes only to y, as in
+            lemma 1; "lemma": W_Q and W_K do not read y either, as in eq. 9. For a single layer, the first two
+            are the same, because only the query's y is read.
+        watch: called with the step and the layer every `every` steps, first before training.
         every: see `watch`.
-        embedding: trained with the layer, which then reads inputs as it makes them (dot-product interface).
+        embedding: trained with the layer, which then reads embedded inputs (dot-product interface).
     """
     generator = Generator().manual_seed(seed)
     width = interface.sample(1, generator).context.shape[-1]

@@ -1,6 +1,6 @@
 """The RAG app that the examples change: forty invented passages in Chroma, thirty questions, the demo bundle's decoder.
 
-The decoder reads plain text as plain text, so one model serves the chain before and the chain after.
+The decoder also reads plain text, so one model serves the chain before and after the change.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MiniLM(Embeddings):
 
 @dataclass(frozen=True)
 class App:
-    """What an app has: passages to retrieve, a model, and questions whose answers are known."""
+    """An app: passages to retrieve, a model, and questions with known answers."""
 
     vectors: Chroma
     bundle: Bundle
@@ -61,13 +61,13 @@ class App:
 
 @dataclass(frozen=True)
 class Measured:
-    """A chain on all questions.
+    """A chain's results on all questions.
 
     Attributes:
         f1: mean word F1 of the answers.
-        error: its standard error.
-        prompt_tokens: mean, a slot counted as one.
-        first_token_ms: median from the question to the answer's first piece, retrieval included.
+        error: standard error of the mean.
+        prompt_tokens: mean tokens of a prompt; a slot counts as one.
+        first_token_ms: median time from the question to the answer's first piece, including retrieval.
     """
 
     f1: float
@@ -77,7 +77,7 @@ class Measured:
 
 
 def make_app(worlds: int = WORLDS) -> App:
-    """The app, in memory, with its passages compressed."""
+    """Make the app, in memory, with its passages compressed."""
     made = [World("test", seed) for seed in range(worlds)]
     documents = [
         Document(id=entity.name, page_content=entity.passage, metadata={"source": entity.name})
@@ -98,7 +98,7 @@ def make_app(worlds: int = WORLDS) -> App:
 
 
 def answering(retriever: Runnable[str, list[Document]], llm: ChatCompressedContext) -> Runnable[str, Any]:
-    """The chain, which no example changes: retrieve, fill the prompt, answer."""
+    """The chain, the same in all examples: retrieve, fill the prompt, answer."""
     steps: dict[str, Any] = {"context": retriever | RunnableLambda(_joined), "input": RunnablePassthrough()}
     return steps | PROMPT | llm
 
@@ -108,7 +108,7 @@ def _joined(documents: list[Document]) -> str:
 
 
 def measure(app: App, chain: Runnable[str, Any]) -> Measured:
-    """Ask all questions, after one to warm up."""
+    """Ask all questions, after one as warm-up."""
     chain.invoke(next(iter(app.questions)))
     scores, tokens, times = [], [], []
     for question, answers in app.questions.items():
@@ -124,7 +124,7 @@ def measure(app: App, chain: Runnable[str, Any]) -> Measured:
 
 
 def compare(app: App, before: Callable[[App], Any], after: Callable[[App, int], Any]) -> str:
-    """The chain before and the one after, at each ratio, measured: a table in Markdown."""
+    """Measure the chain before the change, and after it at each ratio; returns a Markdown table."""
     measured = {"before": measure(app, before(app))}
     measured |= {f"after, {ratio}x": measure(app, after(app, ratio)) for ratio in RATIOS}
     rows = [

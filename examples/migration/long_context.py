@@ -1,6 +1,6 @@
 """From a prompt that holds everything as text to one that holds everything as soft contexts.
 
-`python -m migration.long_context` in the folder `examples` measures both, the second at three ratios.
+`python -m migration.long_context` in the folder `examples` measures both, the new one at three ratios.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def before(app: App) -> Any:
 
 
 def after(app: App, ratio: int) -> Any:
-    """One step more, after the retriever."""
+    """The chain with one more step, after the retriever."""
     return answering(app.retriever(K) | CompressedContextPostprocessor(store=app.store, ratio=ratio), app.llm)
 
 

@@ -1,6 +1,6 @@
-"""From a chain that keeps the best passage of a reranker to one that sends all that were retrieved, compressed.
+"""From a chain that keeps a reranker's best passage to one that sends all retrieved passages, compressed.
 
-`python -m migration.reranker` in the folder `examples` measures both, the second at three ratios.
+`python -m migration.reranker` in the folder `examples` measures both, the new one at three ratios.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ K, TOP_N = 4, 1
 
 
 class Reranker(BaseDocumentCompressor):
-    """Ranks passages by their sentence nearest to the question: stands for a cross-encoder.
+    """Ranks passages by their sentence nearest to the question, as a substitute for a cross-encoder.
 
     Attributes:
-        top_n: how many stay.
+        top_n: how many passages to keep.
     """
 
     top_n: int
@@ -45,7 +45,7 @@ def before(app: App) -> Any:
 
 
 def after(app: App, ratio: int) -> Any:
-    """The chain that reads all of them for fewer tokens."""
+    """The chain that reads all retrieved passages with fewer tokens."""
     compressor = CompressedContextPostprocessor(store=app.store, ratio=ratio)
     retriever = ContextualCompressionRetriever(base_compressor=compressor, base_retriever=app.retriever(K))
     return answering(retriever, app.llm)

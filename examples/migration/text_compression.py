@@ -1,6 +1,6 @@
 """From a chain that shortens retrieved text (LLMLingua and the like) to soft contexts.
 
-`python -m migration.text_compression` in the folder `examples` measures both, the second at three ratios.
+`python -m migration.text_compression` in the folder `examples` measures both, the new one at three ratios.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ K, RATE = 4, 0.25
 
 
 class TextCompressor(BaseDocumentCompressor):
-    """Keeps the sentences nearest to the question: stands for LLMLingua, whose own models are larger than the demo's.
+    """Keeps the sentences nearest to the question, in place of LLMLingua, whose models are larger than the demo's.
 
     Attributes:
-        tokenizer: what counts the tokens.
-        rate: share of the tokens that stay.
+        tokenizer: the tokenizer that counts tokens.
+        rate: share of the tokens to keep.
     """
 
     tokenizer: Any
@@ -34,7 +34,7 @@ class TextCompressor(BaseDocumentCompressor):
     def compress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
     ) -> list[Document]:
-        """The documents with less text; those of which nothing is left are dropped."""
+        """Shorten the documents, and drop those with no text left."""
         texts = [document.page_content for document in documents]
         budget = int(self.rate * sum(len(self.tokenizer.tokenize(text)) for text in texts))
         kept = extract(texts, query, self.tokenizer, budget, load_minilm())
@@ -49,7 +49,7 @@ def before(app: App) -> Any:
 
 
 def after(app: App, ratio: int) -> Any:
-    """The same place in the chain, another compressor."""
+    """The chain with another compressor in the same place."""
     compressor = CompressedContextPostprocessor(store=app.store, ratio=ratio)
     retriever = ContextualCompressionRetriever(base_compressor=compressor, base_retriever=app.retriever(K))
     return answering(retriever, app.llm)

@@ -167,5 +167,5 @@ def test_quoting_from_very_much_is_refused(
 
 
 def test_json_is_no_quotation() -> None:
-    with pytest.raises(ConfigError, match="an extractive answer quotes, and cannot be JSON"):
+    with pytest.raises(ConfigError, match="an extractive answer cannot be JSON"):
         Sampling(extractive=True, json_schema='{"type": "object"}')

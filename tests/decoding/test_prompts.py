@@ -64,7 +64,7 @@ def test_one_string_for_many_prompts_is_refused(decoder: TransformersDecoder) ->
         decoder.generate(QUESTION)
     with pytest.raises(ConfigError, match="prompts is one NoneType: give a list"):
         decoder.generate(None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="a NoneType is no text"):
+    with pytest.raises(ConfigError, match="a NoneType is not text"):
         decoder.count_tokens(None)  # type: ignore[arg-type]
 
 

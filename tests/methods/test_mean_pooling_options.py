@@ -184,5 +184,5 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], message: str)
 
 
 def test_more_layers_than_there_are_are_refused(make_tiny_bundle: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match="layers 3: the decoder has 2"):
+    with pytest.raises(ConfigError, match="layers=3: the decoder has only 2 layers"):
         make_tiny_bundle(layers=3)

@@ -168,6 +168,6 @@ def test_numbers_of_numpy_and_as_text_are_options(tmp_path: Path) -> None:
 
 
 def test_a_store_cannot_be_pickled_and_deep_copies_share_it(store: SoftContextStore) -> None:
-    with pytest.raises(ConfigError, match="SoftContextStore belongs to this process: open it"):
+    with pytest.raises(ConfigError, match="SoftContextStore cannot be pickled: open it"):
         pickle.dumps([store])
     assert copy.deepcopy({"store": store})["store"] is store

@@ -23,13 +23,13 @@ class ArcAlignerConfig(SentenceUnits):
 
     Attributes:
         lora: None is the paper's ablation without LoRA.
-        loops: most passes after the mandatory one (T of algorithm 1); 0 switches the gates off: stages I
-            and II, and the ablation without recursion. The tables' "max loops 3" is taken for T: algorithm 1 is the
-            method, and its T counts passes after the mandatory one, as section 3.4 does ("up to T additional").
-            Appendix E counts the mandatory pass too, by which it would be 2.
-        gated_layers: which of the decoder's layers have gates, from 0.
+        loops: most passes after the mandatory one (T of algorithm 1); 0 switches the gates off, for stages I
+            and II and the ablation without recursion. We read the tables' "max loops 3" as T: algorithm 1 defines
+            the method, and its T counts passes after the mandatory one, as does section 3.4 ("up to T additional").
+            Appendix E also counts the mandatory pass; T would then be 2.
+        gated_layers: which of the decoder's layers have gates, counted from 0.
         gate: "open" is the ablation without gate: every slot takes all loops.
-        gate_width: width of the gates' inner layer; the paper names none.
+        gate_width: width of the gates' inner layer; the paper does not give it.
     """
 
     name: Literal["arcaligner"] = "arcaligner"

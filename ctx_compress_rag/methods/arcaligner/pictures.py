@@ -1,4 +1,4 @@
-"""ArcAligner at work."""
+"""Pictures of ArcAligner: how often its gates refine each slot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Refined(NamedTuple):
-    """A text that was read: its slots' texts, their loops (slots, gated layers), and the operations it took."""
+    """A text that was read: its slots' texts, their loops (slots, gated layers), and the operations needed."""
 
     slots: list[str]
     loops: Tensor
@@ -32,12 +32,12 @@ class _Refined(NamedTuple):
 def refinement(bundle: Any, texts: Sequence[str], ratio: int) -> dict[str, Any]:
     """How many loops ArcAligner's gates give each slot at each layer (its paper's figures 5 and 8 to 10).
 
-    A slot is refined by what it sees, which is what stands before it in the prompt: the beginning of the first
-    template that the bundle was trained with, as its config has it. No question after the text could change
-    these numbers.
+    A slot's refinement depends on what precedes it in the prompt: here the beginning of the first template
+    that the bundle was trained with, from its config. A question after the text could not change these
+    numbers.
 
-    Returns: `loops.json`, with the operations of these passes and of the same ones without LoRA and loops, and
-        `loops.png`; of several texts the mean over all of their slots (figure 5).
+    Returns: `loops.json`, with the operations of these passes and of the same passes without LoRA and loops, and
+        `loops.png`; for several texts the mean over all of their slots (figure 5).
 
     Raises:
         ConfigError: the bundle's gates are off.
@@ -87,12 +87,12 @@ def _read(bundle: Any, text: str, ratio: int) -> _Refined:
 
 
 def _plot_mean(axes: Any, loops: Tensor, layers: Sequence[int]) -> None:
-    """The mean loops of each gated layer: (slots, gated layers)."""
+    """Plot the mean loops of each gated layer: (slots, gated layers)."""
     layer_bars(axes, layers, loops.float().mean(0), "mean loops", "Loops by layer, after the mandatory pass")
 
 
 def _loops_figure(loops: Tensor, layers: Sequence[int], slots: Sequence[str]) -> Figure:
-    """Mean loops of each gated layer, and below the loops of each slot: (slots, gated layers)."""
+    """Plot the mean loops of each gated layer, and below them the loops of each slot: (slots, gated layers)."""
     labels = [slot if len(slot) <= 24 else f"{slot[:21]}..." for slot in slots]
     figure = new_figure(width_of(labels), 5.0 + 0.12 * len(layers))
     mean, each = figure.subplots(2, 1, height_ratios=[1.8, 3.2 + 0.12 * len(layers)])

@@ -21,8 +21,8 @@ from ctx_compress_rag.methods.base.mapped_reader import MappedReader
 from ctx_compress_rag.methods.base.part import Borrowed
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 
-# The logit that new gates give: just below the threshold. An untrained gate changes nothing, so that
-# stage III starts as the model that stage II left, and a few steps are enough to open one.
+# The logit of new gates, just below the threshold. An untrained gate changes nothing, so that stage III
+# starts with the model that stage II left, and a few steps are enough to open a gate.
 _START = -0.01
 
 
@@ -40,25 +40,25 @@ class ArcAlignerReader(MappedReader):
     """Projected slots, read by the frozen decoder with selective LoRA and recursive gates.
 
     A pass over a prompt runs algorithm 1. Passes that continue from cached positions are the decoder's own:
-    they read text, which takes the frozen path (eq. 3), and cost nothing extra. They are right because
-    the cache holds what the algorithm would compute again. The keys and values that a text position of
-    layer l reads are those of the mandatory pass (eq. 4), made of H^(l,0); that pass writes them, once for
-    each position. The passes of eq. 6 are another matter: their keys and values are made of H^(l+1,t-1),
-    only their outputs at slots are kept (eq. 9), and attention is causal, so that a slot sees nothing
-    after itself. A later position changes none of them and reads none of them: they leave the cache alone.
+    they read text, which takes the frozen path (eq. 3), and cost nothing extra. They are correct because
+    the cache holds what the algorithm would compute again. A text position of layer l reads the keys and
+    values of the mandatory pass (eq. 4), computed from H^(l,0) and cached once for each position. The passes
+    of eq. 6 differ: their keys and values are computed from H^(l+1,t-1), only their outputs at slots are
+    kept (eq. 9), and attention is causal, so a slot sees nothing after itself. Later positions neither
+    change nor read these keys and values, so they are not cached.
 
-    Two things make a pass the one over the prompt: there is nothing in its cache, and it is at least as
-    long as the mask. Positions beyond the mask are text.
+    A pass counts as one over the prompt if its cache is empty; it must be at least as long as the mask.
+    Positions beyond the mask are text.
 
-    What the last layer makes of slots is read only by predictions at slots. Where text follows them, as in
-    every prompt that asks something, that layer's gate learns nothing and its loops change no answer;
+    The last layer's states at slots are read only by predictions at slots. If text follows the slots, as in
+    every prompt with a question, that layer's gate learns nothing and its loops change no answer;
     `gated_layers` may leave it out.
 
-    Training mode (dropout in the LoRA, eq. 7 in place of the hard gate) is that of the module, and only
-    where gradients are asked for.
+    Training mode (dropout in the LoRA, eq. 7 instead of the hard gate) applies if the module is in it and
+    gradients are enabled.
 
-    All of it, and the projector, computes in its own weights' precision, LoRA and gates in float32: autocast, under
-    which training runs, is off. Gates that saw other roundings in training than in use would decide otherwise.
+    All of this, and the projector, runs in its weights' precision, LoRA and gates in float32: autocast, which
+    training uses, is off. Gates that are rounded differently in training and in use would decide differently.
 
     Args:
         backbone: the decoder.
@@ -66,14 +66,14 @@ class ArcAlignerReader(MappedReader):
         config: the method's settings.
 
     Raises:
-        ConfigError: a gated layer is not there, or the decoder's layers cannot be adapted.
+        ConfigError: a gated layer does not exist, or the decoder's layers cannot be adapted.
     """
 
     def __init__(self, backbone: Backbone, slot_dim: int, config: ArcAlignerConfig) -> None:
         super().__init__(backbone, TwoLayerMap(slot_dim, backbone.dim), TuneConfig(mode="frozen"))
         self.config = config
-        # Everything is hooked to a twin, which no one else holds: readers of plain text, in this thread
-        # or another, inside `decoder` or outside, have a decoder that was never touched.
+        # All hooks are on a twin that nothing else holds: readers of plain text, in any thread, inside
+        # `decoder` or outside, have an unchanged decoder.
         model = twin(backbone.model)
         trunk = model.get_decoder()
         layers = decoder_layers(trunk, model.config.get_text_config().num_hidden_layers)
@@ -84,7 +84,7 @@ class ArcAlignerReader(MappedReader):
         if not set(gated) <= set(range(len(layers))):
             raise ConfigError(f"gated_layers {sorted(gated)}: the decoder has layers 0 to {len(layers) - 1}")
         self.lora = nn.ModuleList(SelectiveLora(layer, config.lora) for layer in layers if config.lora)
-        # Kept without loops too: stage II leaves them as they are, for stage III.
+        # Kept even without loops: stage II leaves them unchanged for stage III.
         self.gates = nn.ModuleDict({str(layer): Gate(backbone.dim, config.gate_width) for layer in sorted(gated)})
         for added in (self.lora, self.gates):
             added.to(backbone.device).requires_grad_(False)
@@ -93,7 +93,7 @@ class ArcAlignerReader(MappedReader):
         self._loops: dict[int, Tensor] | None = None
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Make what this reader trains trainable: projector and LoRA, and the gates where they decide (section 3.5)."""
+        """Make projector and LoRA trainable, and the gates if they are in use (section 3.5); returns them."""
         trained = super().trained_parameters() + list(self.lora.requires_grad_(True).parameters())
         if self.config.loops and self.config.gate == "learned":
             trained += self.gates.requires_grad_(True).parameters()
@@ -105,7 +105,7 @@ class ArcAlignerReader(MappedReader):
 
     @contextmanager
     def decoder(self, slot_mask: Tensor) -> Iterator[Any]:
-        """The decoder, which refines slots where `slot_mask` says that they are.
+        """Lock the decoder for this thread; it refines the slots at `slot_mask`.
 
         Raises:
             ConfigError: the model is given a prompt that is shorter than the mask, or of another batch.
@@ -119,13 +119,13 @@ class ArcAlignerReader(MappedReader):
 
     @contextmanager
     def record_loops(self) -> Iterator[dict[int, Tensor]]:
-        """Fill a dictionary with what the gates decided in the last prompt read within the context.
+        """Record the gates' decisions for the last prompt read within the context.
 
         Other threads wait for the decoder meanwhile.
 
         Yields:
-            for each gated layer, how many passes each slot was given after the mandatory one: int64
-            (batch, length), 0 to `loops`, and -1 where no slot is. (The paper's case studies count from 1,
+            for each gated layer, how many passes each slot got after the mandatory one: int64
+            (batch, length), 0 to `loops`, and -1 at other positions. (The paper's case studies count from 1,
             the mandatory pass.)
         """
         with self.backbone.use(None):
@@ -136,7 +136,7 @@ class ArcAlignerReader(MappedReader):
                 self._loops = outer
 
     def _forward(self, trunk: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What the twin's trunk does: its own `forward`, and algorithm 1 where a prompt has slots."""
+        """The twin's trunk: its own `forward`, with algorithm 1 if a prompt has slots."""
         inputs = named(trunk, args, kwargs)
         cache = inputs.get("past_key_values")
         if self._slot_mask is None or (cache is not None and cache.get_seq_length()):
@@ -159,14 +159,14 @@ class ArcAlignerReader(MappedReader):
             return forward(**inputs)
 
     def _places(self, inputs: Tensor) -> SlotPlaces | None:
-        """Where the slots of a prompt (batch, length, ...) are; None if it has none."""
+        """The places of the slots in a prompt (batch, length, ...); None if it has no slots."""
         mask = self._slot_mask
         if mask is None or not mask.any():
             return None
         batch, length = inputs.shape[:2]
         if mask.shape[0] != batch or mask.shape[1] > length:
             raise ConfigError(
-                f"slot_mask is for {mask.shape[0]} prompts of {mask.shape[1]} positions, the decoder was given "
+                f"slot_mask is for {mask.shape[0]} prompts of {mask.shape[1]} positions, but the decoder was given "
                 f"{batch} of {length}: give it the whole prompts that the mask was made for, in one pass"
             )
         return SlotPlaces(F.pad(mask.to(inputs.device), (0, length - mask.shape[1])))
@@ -181,16 +181,17 @@ class ArcAlignerReader(MappedReader):
         kwargs: dict[str, Any],
         made: Any,
     ) -> Any:
-        """Lines 4 to 15 of algorithm 1 for one layer, LoRA in place, after its mandatory pass.
+        """Run lines 4 to 15 of algorithm 1 for one layer, with LoRA on, after its mandatory pass.
 
-        That was called with `args`, H^(l,0), and `kwargs`, and returned `made`: H^(l+1,0), (batch, length, dim), or a
-        tuple that begins with it. Returns the same with H^(l+1,T), which the next layer takes for its H^(l+1,0).
+        The mandatory pass was called with `args`, which begin with H^(l,0), and `kwargs`. It returned `made`:
+        H^(l+1,0), (batch, length, dim), or a tuple that begins with it. Returns `made` with H^(l+1,T) in place of
+        H^(l+1,0), as the next layer's input.
         """
         state = states_of(made)
         training = self.training and torch.is_grad_enabled()
         lora = cast(SelectiveLora, self.lora[number]) if self.config.lora else None
         candidates = Recursion(layer, lora, slots, args, kwargs)
-        at = slots.mask  # which slots a pass is for: in training all, for the gates' gradients
+        at = slots.mask  # the slots that a pass refines: in training all, for the gates' gradients
         loops = at.long() - 1
         for _ in range(self.config.loops):
             current = state[at]
@@ -198,15 +199,15 @@ class ArcAlignerReader(MappedReader):
                 logits = torch.zeros(len(current), 1, device=current.device)
             else:
                 logits = gate(current.to(next(gate.parameters()).dtype))
-            hard = logits >= 0  # sigmoid(logits) >= 0.5, before it is rounded there
+            hard = logits >= 0  # sigmoid(logits) >= 0.5, without its rounding
             loops[at] += hard.squeeze(1).long()
             if training:
                 candidate, soft = candidates(state, at), logits.sigmoid()  # eq. 6, 5
                 g = hard.to(soft.dtype) + (soft - soft.detach())  # eq. 7: exactly 0 or 1, with the gradient of eq. 5
-                # Eq. 8. Written current + g (candidate - current), half precision would round the candidate.
+                # Eq. 8. As current + g (candidate - current), half precision would round the candidate.
                 updated = g * candidate + (1 - g) * current
             else:
-                # What a gate closes on does not change, so that it stays closed.
+                # A slot whose gate closes does not change, so the gate stays closed.
                 at = at.masked_scatter(at, hard)
                 if not at.any():
                     break

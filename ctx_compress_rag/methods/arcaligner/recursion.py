@@ -1,4 +1,4 @@
-"""One layer's recursive passes at the cost of the slots that they refine (ArcAligner, eq. 6)."""
+"""A layer's recursive passes, computed only at the slots that they refine (ArcAligner, eq. 6)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ctx_compress_rag.methods.arcaligner.selective_lora import SelectiveLora, Sl
 class Recursion:
     """The passes of one layer over one prompt after the mandatory one.
 
-    Equation 6 runs the layer on all of H^(l+1,t-1); equation 9 keeps what it makes of slots. So queries and the MLP are
-    computed at those slots alone. Keys and values are needed of whatever a slot sees: the first pass computes them
-    up to the last slot, each later one for the slots that the pass before it changed.
+    Equation 6 runs the layer on all of H^(l+1,t-1), but equation 9 keeps only its outputs at slots. So queries and the
+    MLP are computed only at slots. Keys and values are needed for everything a slot sees: the first pass computes them
+    up to the last slot, each later pass for the slots that the previous one changed.
 
-    The layer's own code does it, whatever the architecture: it is called with fewer positions, and meets this object
-    where it expects its cache. An attention that takes no mask of (queries, keys), as flash attention does, gets
-    all positions instead.
+    The layer's own code runs, whatever the architecture: it is called with fewer positions, and this object takes the
+    place of its cache. If its attention takes no mask of (queries, keys), as with flash attention, it gets all
+    positions instead.
 
     `args` and `kwargs` are those of the mandatory pass, its states first.
     """
@@ -40,7 +40,7 @@ class Recursion:
         self._layer, self._lora, self._slots = layer, lora, slots.mask
         given = named(layer, args, kwargs)
         del given[parameters(type(layer).forward)[0]]  # the states
-        # Whatever a layer calls its cache, the mandatory pass alone writes there.
+        # Only the mandatory pass writes to the layer's cache, whatever its argument is called.
         self._given = {
             name: value for name, value in given.items() if name != "use_cache" and not isinstance(value, Cache)
         }
@@ -53,14 +53,14 @@ class Recursion:
         self._keys = self._values = torch.empty(0)
 
     def __call__(self, state: Tensor, at: Tensor) -> Tensor:
-        """What the layer makes of these slots.
+        """Run the layer at these slots.
 
         Args:
-            state: H^(l+1,t-1): (batch, length, dim). Only what the last call was for has changed since.
-            at: which slots, some of the last call's: bool (batch, length).
+            state: H^(l+1,t-1): (batch, length, dim). Since the last call, only that call's slots have changed.
+            at: which slots, a subset of the last call's: bool (batch, length).
 
         Returns:
-            Their candidates, in the order of `state[at]`: (slots, dim).
+            The slots' candidates, in the order of `state[at]`: (slots, dim).
         """
         if not self._sparse:
             return states_of(self._layer.forward(state, **self._given))[at]
@@ -75,11 +75,11 @@ class Recursion:
         return self._run(state, places, self)[at.gather(1, places)]
 
     def update(self, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        """What a cache answers: keys and values of all that may be seen, those of the queries' own places too."""
+        """Act as the cache: return the keys and values of all visible positions, including the queries' own."""
         return self._keys, self._values
 
     def keep(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
-        """Put keys and values (batch, heads, positions, width) to their places (batch, positions)."""
+        """Store keys and values (batch, heads, positions, width) at their places (batch, positions)."""
         if self._stale is None:
             self._keys, self._values = keys, values
             return
@@ -88,7 +88,7 @@ class Recursion:
         self._values = self._values.scatter(2, index.expand_as(values), values)
 
     def _run(self, state: Tensor, places: Tensor, cache: Any) -> Tensor:
-        """The layer on the positions `places` (batch, positions) of `state`."""
+        """Run the layer on the positions `places` (batch, positions) of `state`."""
         batch, count = places.shape
 
         def chosen(value: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class Recursion:
 
     @contextmanager
     def _only_keys(self) -> Iterator[None]:
-        """Within the context queries cost nothing where a layer of their own makes them: they are never read."""
+        """Skip computing the queries, which are not read, in a layer with a separate `q_proj`."""
         linears = [m for name, m in self._layer.named_modules() if name.endswith("q_proj")]
         own = [vars(linear).get("forward") for linear in linears]  # accelerate's, where weights are offloaded
         for linear in linears:
@@ -134,11 +134,11 @@ class Recursion:
 
 
 class _Taken(Exception):
-    """The keys and values are there: the rest of the layer is not needed."""
+    """Raised once the keys and values are stored: the rest of the layer is not needed."""
 
 
 class _Taking:
-    """A cache that takes what it is given and ends the pass."""
+    """A cache that stores the keys and values it is given and ends the pass."""
 
     def __init__(self, recursion: Recursion, places: Tensor) -> None:
         self.recursion, self.places = recursion, places
@@ -150,21 +150,21 @@ class _Taking:
 
 @cache
 def parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of a method's arguments. Of a module, ask its class: hooks may replace the object's own `forward`."""
+    """The names of a method's arguments. Give a module class's `forward`: hooks may replace that of the object."""
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name: which of them are positional differs by architecture."""
+    """All arguments of a call by name: architectures differ in which are positional."""
     return dict(zip(parameters(type(module).forward), args, strict=False)) | dict(kwargs)
 
 
 def states_of(made: Any) -> Tensor:
-    """The states among what a decoder layer returns: some return a tuple that begins with them."""
+    """The states in a decoder layer's result: some layers return a tuple that begins with them."""
     states: Tensor = made[0] if isinstance(made, tuple) else made
     return states
 
 
 def _places(at: Tensor) -> Tensor:
-    """The places of a mask (batch, length) by row, in order; rows with fewer continue with places outside the mask."""
+    """The places where a mask (batch, length) is True, in order; shorter rows are filled with places outside it."""
     return at.int().argsort(dim=1, descending=True, stable=True)[:, : int(at.sum(1).max())]

@@ -1,4 +1,4 @@
-"""Selective LoRA: low-rank updates that act on slot positions only (ArcAligner, section 3.3)."""
+"""Selective LoRA: low-rank updates at slot positions only (ArcAligner, section 3.3)."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class SlotPlaces:
         """The states at slots: (batch, length, dim) -> (slots, dim).
 
         Raises:
-            ConfigError: `states` are not those of all positions, as where a router sends tokens to experts.
+            ConfigError: `states` are not those of all positions, for example because a router sends tokens to experts.
         """
         rows = states.flatten(0, -2)
         if len(rows) != self.mask.numel():
-            raise ConfigError(f"a layer got {len(rows)} of {self.mask.numel()} positions: which are slots is unknown")
+            raise ConfigError(f"a layer got only {len(rows)} of {self.mask.numel()} positions: choose another decoder")
         return rows[self.index]
 
 
@@ -66,14 +66,14 @@ class SlotUpdate(nn.Module):
 class SelectiveLora(nn.Module):
     """M * (B A x) beside every linear layer of one decoder layer.
 
-    Equation 3 writes the layer as F(H) + M * dF(H) and leaves open where the mask M enters. Taken at the
-    layer's output, it would need two runs, and two keys and values for each position: a text position on
-    the frozen path would have to see the slots' frozen keys, a slot the text's adapted ones. Here the
-    mask enters each linear layer, W x + M * B A x, as in the method that the paper cites for it (P-LoRA;
-    Dong et al., 2024): dF is all that these updates change. A text position then meets the frozen
-    weights alone, at every layer, and its keys and values are the frozen decoder's for the state it is
-    in. That state is the frozen model's as long as no slot stands before it; after one, it has read the
-    slot's adapted keys and values, which is what the update is for.
+    Equation 3 writes the layer as F(H) + M * dF(H) and leaves open where the mask M enters. At the layer's
+    output, it would need two runs, and two sets of keys and values for each position: a text position on the
+    frozen path would have to see the slots' frozen keys, and a slot the text's adapted keys. Here the mask
+    enters each linear layer, W x + M * B A x, as in the method that the paper cites for it (P-LoRA; Dong et
+    al., 2024): dF is everything that these updates change. A text position then uses only frozen weights, at
+    every layer, and its keys and values are the frozen decoder's for its state. That state is the frozen
+    model's as long as no slot precedes it; after a slot, it has read the slot's adapted keys and values, which
+    is the purpose of the update.
 
     Raises:
         ConfigError: the layer has no linear layers.
@@ -92,7 +92,7 @@ class SelectiveLora(nn.Module):
 
     @contextmanager
     def on(self, slots: SlotPlaces) -> Iterator[None]:
-        """Add the updates at slots within the context; a context inside it has slots of its own."""
+        """Add the updates at slots within the context; a nested context uses its own slots."""
         outer, self._slots = self._slots, slots
         with ExitStack() as hooks:
             if outer is None:
@@ -105,12 +105,12 @@ class SelectiveLora(nn.Module):
 
     def _add(self, update: nn.Module, linear: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
         assert self._slots is not None  # it is `on`
-        # In place, at slots alone: other positions keep their bits, and cost nothing.
+        # In place, at slots only: other positions stay bit-identical and cost nothing.
         change = update(self._slots.take(args[0])).to(output.dtype)
         output.view(-1, output.shape[-1]).index_add_(0, self._slots.index, change)
 
 
 def twin(model: nn.Module) -> Any:
-    """The same modules over the same tensors: what is hooked to one of the two leaves the other alone."""
+    """A copy of the modules that shares their tensors: hooks on one do not affect the other."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     return copy.deepcopy(model, shared)

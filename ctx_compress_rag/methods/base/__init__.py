@@ -1,1 +1,1 @@
-"""What methods are made of: a compressor, a reader, and the weights they share."""
+"""The parts of a method: a compressor, a reader, and the weights they share."""

@@ -1,4 +1,4 @@
-"""How a passage's tokens are shared out among its slots (ComprExIT, figures 3 and 4)."""
+"""How a passage's tokens are distributed over its slots (ComprExIT, figures 3 and 4)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class Allocation(NamedTuple):
-    """What the aggregation weights of a passage's slots have in common.
+    """How similar the aggregation weights of a passage's slots are.
 
     Attributes:
-        correlation: Pearson's, of each slot's weights with each other's (figure 3): (slots, slots).
+        correlation: Pearson correlation between the weights of each two slots (figure 3): (slots, slots).
         singular_values: of the matrix of weights, as shares of their sum, largest first (figure 4): (slots,).
-        effective_rank: e to the entropy of those shares (Roy and Vetterli, 2007): 1 to the number of slots.
-        overlap: mean absolute correlation of two different slots; None for one slot.
+        effective_rank: exponential of the entropy of these shares (Roy and Vetterli, 2007): 1 to the number of slots.
+        overlap: mean absolute correlation of two different slots; None if there is only one slot.
     """
 
     correlation: Tensor
@@ -30,7 +30,7 @@ class Allocation(NamedTuple):
     overlap: float | None
 
     def numbers(self) -> dict[str, object]:
-        """For a JSON file."""
+        """The values in JSON types."""
         return {name: each.tolist() if isinstance(each, Tensor) else each for name, each in self._asdict().items()}
 
 
@@ -38,13 +38,13 @@ def allocation(weights: Tensor) -> Allocation:
     """Compare the slots of one passage.
 
     Args:
-        weights: how much of a slot comes from each token, (tokens, slots); each slot's are normalised here.
+        weights: how much of each slot comes from each token: (tokens, slots). Each slot's are normalised here.
     """
     rows = (weights / weights.sum(0)).T.double()
     values = torch.linalg.svdvals(rows)
     shares = values / values.sum()
     count = len(rows)
-    correlation = torch.corrcoef(rows).view(count, count).nan_to_num()  # even weights correlate with nothing
+    correlation = torch.corrcoef(rows).view(count, count).nan_to_num()  # uniform weights correlate with nothing
     others = correlation.abs().sum() - correlation.diagonal().abs().sum()
     return Allocation(
         correlation.float(),
@@ -55,7 +55,7 @@ def allocation(weights: Tensor) -> Allocation:
 
 
 def allocation_figure(found: Allocation) -> Figure:
-    """Correlations on the left, the spectrum on the right."""
+    """Plot the correlations on the left and the spectrum on the right."""
     figure = new_figure(9.0, 3.6)
     left, right = figure.subplots(1, 2)
     image = left.imshow(found.correlation.numpy(), cmap="RdBu_r", vmin=-1, vmax=1)
@@ -69,7 +69,7 @@ def allocation_figure(found: Allocation) -> Figure:
 
 
 def allocation_means(found: Sequence[Allocation]) -> dict[str, float | None]:
-    """Means over passages: effective rank as a share of the slots, and the overlap where a passage has two slots."""
+    """Means over passages: effective rank as a share of the slots, and overlap over passages with two slots or more."""
     overlaps = [each.overlap for each in found if each.overlap is not None]
     return {
         "effective_rank_share": sum(each.effective_rank / len(each.singular_values) for each in found) / len(found),

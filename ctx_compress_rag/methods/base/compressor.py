@@ -1,4 +1,4 @@
-"""What every compressor does."""
+"""The base classes of compressors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SlotBatch(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[SoftContext]) -> SlotBatch:
-        """Compressed passages as one padded batch; gradients are kept."""
+        """Make one padded batch of compressed passages; gradients are kept."""
         slots = nn.utils.rnn.pad_sequence([row.slots for row in rows], batch_first=True)
         return cls(slots, nn.utils.rnn.pad_sequence([row.token_counts for row in rows], batch_first=True))
 
@@ -46,7 +46,7 @@ class SlotBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokenized:
-    """A passage's text and its token ids in the decoder's tokenizer, none of them special."""
+    """A passage's text and its token ids in the decoder's tokenizer, without special tokens."""
 
     text: str
     ids: list[int]
@@ -68,7 +68,7 @@ class PassageBatch:
 
     @classmethod
     def of(cls, passages: Sequence[Tokenized]) -> PassageBatch:
-        """Passages as one padded batch, on the CPU."""
+        """Make one padded batch of passages, on the CPU."""
         return cls([p.text for p in passages], *padded([p.ids for p in passages], torch.device("cpu")))
 
     def to(self, device: torch.device) -> PassageBatch:
@@ -77,7 +77,7 @@ class PassageBatch:
 
     @property
     def token_count(self) -> Tensor:
-        """Tokens that are no padding; on the batch's device, so that nothing waits for it."""
+        """Number of tokens without padding, on the batch's device: computing it does not wait for the device."""
         return self.attention_mask.sum()
 
 
@@ -93,9 +93,9 @@ class Compressor(Part):
     """Turns passages into slots.
 
     Attributes:
-        nestable: True where a coarser ratio is the weighted mean of neighbouring slots.
-        question_aware: True where what the decoder reads of a passage depends on the question, so that the slots
-            of a store are no context by themselves.
+        nestable: True if a coarser ratio is the weighted mean of neighbouring slots.
+        question_aware: True if the decoder reads a passage differently for each question, so that stored slots
+            alone are not a context.
         dim: width of a slot.
     """
 
@@ -123,8 +123,8 @@ class Compressor(Part):
 class TokenCompressor(Compressor):
     """A compressor that reads token ids, longer passages window by window.
 
-    Whatever is read stands behind a BOS where the decoder's tokenizer puts one, as the decoder was trained: many
-    decoders use the first position as an attention sink. The papers do not mention it. BOS itself goes into no slot.
+    If the decoder's tokenizer adds a BOS, each text is read after one, as in the decoder's training: many decoders
+    use the first position as an attention sink. The papers do not mention it. The BOS itself enters no slot.
     """
 
     def __init__(self, backbone: Backbone) -> None:
@@ -132,7 +132,7 @@ class TokenCompressor(Compressor):
         self._bos = bos_id(backbone.tokenizer)
 
     def behind_bos(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Right-padded texts behind their BOS, if there is one, with their mask, and how many positions it takes."""
+        """Put a BOS, if there is one, before right-padded texts; returns ids, mask and the BOS's length (0 or 1)."""
         if self._bos is None:
             return input_ids, attention_mask, 0
         return F.pad(input_ids, (1, 0), value=self._bos), F.pad(attention_mask, (1, 0), value=1), 1
@@ -177,7 +177,7 @@ class TokenCompressor(Compressor):
 
 
 def _windows(passages: Sequence[Sequence[int]], window: int) -> list[tuple[int, Sequence[int]]]:
-    """The pieces of at most `window` tokens that passages are encoded in, each with its passage's number."""
+    """Cut passages into pieces of at most `window` tokens, each with its passage's index."""
     return [
         (index, ids[start : start + window])
         for index, ids in enumerate(passages)
@@ -186,7 +186,7 @@ def _windows(passages: Sequence[Sequence[int]], window: int) -> list[tuple[int, 
 
 
 def _joined(passages: Sequence[int], pieces: Sequence[SoftContext]) -> list[SoftContext]:
-    """The pieces of each passage as one, given the number of the passage that each is of, in order."""
+    """Join consecutive pieces of the same passage; `passages` has the passage index of each piece."""
     return [
         SoftContext(torch.cat([piece.slots for _, piece in own]), torch.cat([piece.token_counts for _, piece in own]))
         for _, group in groupby(zip(passages, pieces, strict=True), key=itemgetter(0))
@@ -195,7 +195,7 @@ def _joined(passages: Sequence[int], pieces: Sequence[SoftContext]) -> list[Soft
 
 
 def _batches(pieces: Sequence[tuple[int, Sequence[int]]], batch_tokens: int) -> list[list[int]]:
-    """Indices of `pieces` in batches of like length, each within `batch_tokens` once padded."""
+    """Indices of `pieces` in batches of similar length, each with at most `batch_tokens` after padding."""
     batches: list[list[int]] = []
     for i in sorted(range(len(pieces)), key=lambda i: len(pieces[i][1])):
         # Sorted by length, so the newest piece is the batch's longest.

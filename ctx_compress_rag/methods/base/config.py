@@ -1,4 +1,4 @@
-"""What methods' configurations are made of."""
+"""The base classes of methods' configurations."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ctx_compress_rag.settings import Strict
 class TuneConfig(Strict):
     """How a copy of the decoder's weights is trained.
 
-    `lora` adds low-rank adapters to weights shared in memory (Simple Context Compression, table 6 for the defaults);
-    `full` trains a copy of all weights, for small decoders, except for the input embeddings, which all share, and
-    with them the head of a decoder that ties it to them; `frozen` trains nothing.
+    `lora` adds low-rank adapters to weights shared in memory (defaults from Simple Context Compression, table 6).
+    `full`, for small decoders, trains a copy of all weights except the input embeddings, and the head if it is tied
+    to them, which all copies share. `frozen` trains nothing.
     """
 
     mode: Literal["lora", "full", "frozen"] = "lora"
@@ -38,15 +38,15 @@ def lora_config(tune: TuneConfig) -> Any:
 
 
 class MethodConfig(Strict):
-    """What every method's configuration has: a literal `name`, by which its class is found."""
+    """Base of every method's configuration: it has a literal `name`, by which its class is found."""
 
     name: str
 
     def check_ratios(self, base_ratio: int, ratios: Sequence[int]) -> None:
-        """Refuse ratios that the method cannot serve from what is stored at `base_ratio`.
+        """Refuse ratios that the method cannot make from slots stored at `base_ratio`.
 
         Raises:
-            ValueError: naming the first of them; a RatioError where nothing else is wrong.
+            ValueError: a ratio is impossible; the message names the first. A RatioError if only the ratio is wrong.
         """
         for ratio in ratios:
             merge_factor(ratio, base_ratio)

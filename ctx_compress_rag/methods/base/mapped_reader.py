@@ -1,4 +1,4 @@
-"""A map on slots and a decoder that is adapted to read them, or frozen."""
+"""A reader with a map for slots, and a decoder that is adapted to read them or frozen."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ctx_compress_rag.methods.base.reader import Reader
 
 
 class MappedReader(Reader):
-    """Slots through a map, read by the decoder with LoRA, by a full copy of its weights, or as it is.
+    """Maps slots, which are then read by the decoder with LoRA, by a full copy of it, or by the frozen decoder.
 
     Args:
         backbone: the decoder.
-        projection: the map; None where slots are embeddings already (Simple Context Compression's ablation).
+        projection: the map; None if slots are embeddings already (Simple Context Compression's ablation).
         tune: how the decoder is adapted.
     """
 
@@ -38,12 +38,12 @@ class MappedReader(Reader):
         self.requires_grad_(False)
 
     def initialise(self, slot_rms: float) -> None:
-        """Start the map so that slots of this root mean square become embeddings of the decoder's own size."""
+        """Initialise the map so that slots of this root mean square get that of the decoder's embeddings."""
         if self.projection is not None:
             self.projection.initialise(slot_rms, self.backbone.embedding_rms())
 
     def fit(self, slots: Tensor, embeddings: Tensor) -> None:
-        """Start the map, which must have two layers, as the least-squares map from slots to these embeddings."""
+        """Initialise the map, which must have two layers, as the least-squares map from slots to embeddings."""
         if not isinstance(self.projection, TwoLayerMap):
             raise ConfigError("fit_passages is for methods whose reader has a map of two layers: leave it out")
         self.projection.fit(slots, embeddings)
@@ -67,6 +67,6 @@ class MappedReader(Reader):
 
     @contextmanager
     def decoder(self, slot_mask: Tensor) -> Iterator[Any]:
-        """The decoder with this reader's adapter, or this reader's own copy of it; `slot_mask` is not used."""
+        """Lock the decoder with this reader's adapter, or this reader's copy of it; `slot_mask` is not used."""
         with self.backbone.use(self.side if self.tune.mode == "lora" else None) as model:
             yield model if self.own is None else self.own

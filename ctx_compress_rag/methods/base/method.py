@@ -1,4 +1,4 @@
-"""What a method is, and the table that methods enter themselves in."""
+"""The description of a method, and the table in which methods register themselves."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Method:
         config: the class of its settings, whose literal `name` is the method's.
         compressor: makes the text side from the decoder and the settings.
         reader: makes the decoder side from the decoder, the settings and the compressor.
-        paper: the title of the paper that it comes from.
-        pictures: shows what a bundle does with a text, or with several on average: (bundle, texts, ratio) -> by file
-            name, numbers for a JSON file or a matplotlib figure for a PNG. None where there is nothing to plot.
+        paper: the title of its paper.
+        pictures: shows what a bundle does with a text, or on average with several: (bundle, texts, ratio) -> a mapping
+            from file names to numbers (for JSON) or a matplotlib figure (for PNG). None if there is nothing to plot.
     """
 
     config: type[MethodConfig]
@@ -37,5 +37,5 @@ METHODS: dict[str, Method] = {}
 
 
 def register(method: Method) -> None:
-    """Make a method known by its config's name, to bundles and recipes alike."""
+    """Make a method known to bundles and recipes, by its config's name."""
     METHODS[method.config.model_fields["name"].default] = method

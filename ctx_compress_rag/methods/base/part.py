@@ -18,17 +18,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Borrowed(Generic[T]):
-    """Modules of another: nn.Module does not look in here, so that their weights are not counted as the holder's."""
+    """Another module's modules: nn.Module does not look in here, so their weights do not count as the holder's."""
 
     value: T
 
 
 class Part(nn.Module, ABC):
-    """One side of a method: trained for a decoder, and saved apart from it.
+    """One side of a method: trained for a decoder, and saved separately from it.
 
     Attributes:
-        side: which of the two it is; its folder in a bundle and its adapter have this name.
-        backbone: the decoder it was made for. It is no module, so that its weights are not this module's.
+        side: "compressor" or "reader"; also the name of its folder in a bundle and of its adapter.
+        backbone: the decoder it was made for. It is not a module, so its weights are not this module's.
     """
 
     side: ClassVar[str]
@@ -39,7 +39,7 @@ class Part(nn.Module, ABC):
 
     @abstractmethod
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Make what this part trains trainable and return it."""
+        """Make the parameters that this part trains trainable, and return them."""
 
     def saved_parameters(self) -> dict[str, nn.Parameter]:
         """What a bundle stores of this part, by name: its own weights, not adapters or the decoder's embeddings."""
@@ -51,7 +51,7 @@ class Part(nn.Module, ABC):
         return {name: p.detach().cpu().contiguous() for name, p in self.saved_parameters().items()}
 
     def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `saved_state` gave.
+        """Load tensors that `saved_state` returned.
 
         Raises:
             BundleError: names or shapes differ from this part's.
@@ -70,19 +70,19 @@ class Part(nn.Module, ABC):
 
 
 def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers of a decoder or of some of its layers, by name; those of ordinary adapters are left out."""
+    """The linear layers of a decoder or of some of its layers, by name, without those of ordinary adapters."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear) and "lora_" not in name:
             yield name.removesuffix(".base_layer"), layer
 
 
 def train_copy(model: nn.Module) -> list[nn.Parameter]:
-    """Make a decoder's copy trainable, except for the embeddings that it shares; returns what is trained.
+    """Make a decoder's copy trainable, except for the shared embeddings; returns the trainable parameters.
 
-    Where the decoder's head is tied to its embeddings, the head is shared and frozen with them.
+    If the decoder's head is tied to its embeddings, the head is shared and frozen with them.
 
-    What is trained becomes float32: in bfloat16 the steps of a usual learning rate round away. The embeddings
-    stay as they are, so on a GPU the copy needs autocast.
+    Trainable parameters become float32: in bfloat16 the steps of a usual learning rate round away. The
+    embeddings keep their precision, so on a GPU the copy needs autocast.
     """
     model.train().requires_grad_(True)
     model.get_input_embeddings().weight.requires_grad_(False)  # type: ignore[operator]

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 # E[GELU(x)^2] for standard normal x.
 _GELU_POWER = 0.42522
 
-# GELU(x) is x / 2 + 0.4 x^2 and less: among inputs of this standard deviation it is a line, except for a tenth.
+# GELU(x) is x / 2 + 0.4 x^2 and smaller terms: for inputs of this standard deviation it is nine tenths linear.
 _NEARLY_LINEAR = 0.3
 
-# Of the inputs' mean variance, added to each direction's: some are hardly there in a few passages.
+# Share of the inputs' mean variance, added to each direction's: a few passages hardly vary in some directions.
 _RIDGE = 1e-3
 
 
@@ -23,10 +23,10 @@ class LinearMap(nn.Linear):
         super().__init__(slot_dim, dim, bias=False)
 
     def initialise(self, slot_rms: float, embedding_rms: float) -> None:
-        """Start as a multiple of the identity that gives slots the root mean square of token embeddings.
+        """Initialise as a multiple of the identity that gives slots the root mean square of token embeddings.
 
-        Hidden states and embeddings differ in size by up to two orders of magnitude; a decoder that
-        meets inputs of a strange size learns to ignore them.
+        Hidden states and embeddings differ in size by up to two orders of magnitude; a decoder learns to
+        ignore inputs of an unusual size.
         """
         with torch.no_grad():
             nn.init.eye_(self.weight)
@@ -43,10 +43,10 @@ class LinearMap(nn.Linear):
 class TwoLayerMap(nn.Module):
     """W_2 GELU(W_1 z + b_1) + b_2 for each slot z.
 
-    It is the MLP of ComprExIT, eq. 13, and W_psi of ArcAligner, eq. 1, which says only "lightweight projector": this
-    is xRAG's. A sentence encoder's space is not a rotation of the decoder's, so one linear map is too
-    little, and its vectors come ready-made, so there is nothing before the projector that could learn the
-    rest. The papers name neither the activation nor the width between, here the decoder's.
+    It is the MLP of ComprExIT, eq. 13, and W_psi of ArcAligner, eq. 1. ArcAligner says only "lightweight
+    projector"; this one is xRAG's. A sentence encoder's space is not a rotation of the decoder's, so one linear map
+    is too little, and its vectors are frozen, so nothing before the projector could learn the rest. The papers name
+    neither the activation nor the inner width, here the decoder's.
     """
 
     def __init__(self, slot_dim: int, dim: int) -> None:
@@ -55,19 +55,19 @@ class TwoLayerMap(nn.Module):
         self.outer = nn.Linear(dim, dim)
 
     def initialise(self, slot_rms: float, embedding_rms: float) -> None:
-        """Draw weights that keep slots apart and give them the root mean square of token embeddings; no biases."""
+        """Draw weights that keep slots distinct and give them the root mean square of embeddings; biases are zero."""
         with torch.no_grad():
             for layer in (self.inner, self.outer):
                 layer.bias.zero_()
-            # The inner layer's outputs are then of unit variance, as GELU wants them.
+            # The inner layer's outputs then have unit variance, which suits GELU.
             self.inner.weight.normal_(std=1 / (max(slot_rms, 1e-6) * self.inner.in_features**0.5))
             self.outer.weight.normal_(std=embedding_rms / (_GELU_POWER * self.outer.in_features) ** 0.5)
 
     def fit(self, slots: Tensor, embeddings: Tensor) -> None:
-        """Start as the least-squares map from slots to embeddings: first as a line, then through GELU.
+        """Initialise as the least-squares map from slots to embeddings: first a linear map, then through GELU.
 
-        Not in the papers, which do not say how their maps start. A decoder that is frozen reads nothing but
-        what looks like its embeddings, and from a random map distillation hardly finds the way there.
+        Not in the papers, which do not say how their maps are initialised. A frozen decoder can only read inputs
+        that look like its embeddings, and distillation hardly gets there from a random map.
 
         Shape: (slots, slot_dim), (slots, dim)
         """
@@ -92,7 +92,7 @@ class TwoLayerMap(nn.Module):
 
 
 def _least_squares(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the affine map with the least squared error, with a little ridge.
+    """Weight and bias of the affine map with the least squared error, with slight ridge regularisation.
 
     Shape: (rows, in), (rows, out) -> (out, in), (out,), in float64
     """

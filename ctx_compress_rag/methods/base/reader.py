@@ -1,4 +1,4 @@
-"""What every reader does."""
+"""The base class of readers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Reader(Part):
 
     @abstractmethod
     def initialise(self, slot_rms: float) -> None:
-        """Prepare an untrained reader for slots of this root mean square."""
+        """Initialise an untrained reader for slots of this root mean square."""
 
     @abstractmethod
     def fit(self, slots: Tensor, embeddings: Tensor) -> None:
-        """Start an untrained reader so that slots are read as near as can be to these embeddings.
+        """Initialise an untrained reader so that it maps slots as closely as possible to these embeddings.
 
         Shape: (slots, dim), (slots, decoder dim)
 
         Raises:
-            ConfigError: it has nothing to fit.
+            ConfigError: the reader has nothing to fit.
         """
 
     @abstractmethod
@@ -39,8 +39,8 @@ class Reader(Part):
 
     @abstractmethod
     def decoder(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
-        """The transformers model that reads slots, held for this thread within the context.
+        """A context manager that locks the transformers model that reads slots for this thread.
 
         Args:
-            slot_mask: bool (batch, length), where the slots are in the prompts given to it.
+            slot_mask: bool (batch, length), True at the slots of the prompts that the model will read.
         """

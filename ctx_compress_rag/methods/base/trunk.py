@@ -17,15 +17,15 @@ from ctx_compress_rag.methods.base.part import Borrowed, linear_layers, train_co
 
 
 class TrunkCompressor(TokenCompressor):
-    """A compressor whose encoder is the decoder without its head: with LoRA, as a copy of its own, or frozen.
+    """A compressor whose encoder is the decoder without its head: with LoRA, as a separate copy, or frozen.
 
     Args:
         backbone: the decoder.
-        tune: how the encoder is adapted (Simple Context Compression, section 5.1: LoRA apart from the decoder's).
-        layers: of how many of the decoder's layers, from the first, the encoder is made; None is all of them.
+        tune: how the encoder is adapted (Simple Context Compression, section 5.1: LoRA separate from the decoder's).
+        layers: how many of the decoder's first layers the encoder has; None means all layers.
 
     Raises:
-        ConfigError: the decoder has not so many layers.
+        ConfigError: the decoder does not have so many layers.
     """
 
     def __init__(self, backbone: Backbone, tune: TuneConfig, layers: int | None = None) -> None:
@@ -47,7 +47,7 @@ class TrunkCompressor(TokenCompressor):
 
     @contextmanager
     def trunk(self) -> Iterator[Any]:
-        """The encoder, a transformers model without a head, held for this thread within the context."""
+        """Lock the encoder, a transformers model without a head, for this thread within the context."""
         with self.backbone.use(self.side if self.tune.mode == "lora" else None):
             yield self._trunk.value
 
@@ -56,7 +56,7 @@ def _layers(trunk: nn.Module, config: Any, count: int) -> nn.ModuleList:
     """The first layers of a decoder."""
     layers = decoder_layers(trunk, config.get_text_config().num_hidden_layers)
     if count > len(layers):
-        raise ConfigError(f"layers {count}: the decoder has {len(layers)}")
+        raise ConfigError(f"layers={count}: the decoder has only {len(layers)} layers")
     return layers[:count]
 
 
@@ -71,9 +71,9 @@ def _with_layers(trunk: nn.Module, layers: nn.ModuleList) -> nn.Module:
 
 
 def _lora_of_layers(tune: TuneConfig, layers: nn.ModuleList) -> Any:
-    """The peft configuration for `tune` in the first layers of a decoder, these ones, alone."""
+    """The peft configuration for `tune` in only these layers, the first of a decoder."""
     config = lora_config(tune)
-    if config.target_modules == "all-linear":  # peft does not combine it with a choice of layers
+    if config.target_modules == "all-linear":  # peft cannot combine it with a choice of layers
         config.target_modules = {name.rpartition(".")[2] for name, _ in linear_layers(layers)}
     config.layers_to_transform = list(range(len(layers)))
     return config

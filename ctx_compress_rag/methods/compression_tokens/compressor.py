@@ -19,12 +19,12 @@ class CompressionTokensCompressor(TrunkCompressor):
     """One learned token, appended ceil(L/r) times to the text; their final hidden states are the slots.
 
     The text is encoded once for all ratios, as the decoder reads it, and never sees compression tokens.
-    Those of a ratio see the whole text and, of their own, the earlier ones ("causal") or all
-    ("bidirectional"). Causally a coarser ratio's slots are therefore the first of a finer one's, which
-    the paper calls Matryoshka-style; still no slot is the mean of others, so this is not nestable.
+    A ratio's compression tokens see the whole text and, among themselves, the earlier ones ("causal") or
+    all ("bidirectional"). With causal attention, a coarser ratio's slots are therefore the first of a finer
+    ratio's, which the paper calls Matryoshka-style; but no slot is the mean of others: this is not nestable.
 
-    The paper does not say how the token starts: here as random as a token embedding, of the same size.
-    It is trained even where the encoder is frozen.
+    The paper does not say how the token is initialised: here at random, with the size of a token embedding.
+    It is trained even if the encoder is frozen.
     """
 
     nestable = False
@@ -36,13 +36,13 @@ class CompressionTokensCompressor(TrunkCompressor):
         self.token = nn.Parameter(token.to(backbone.device), requires_grad=False)
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Make the token and what the encoder trains trainable and return it."""
+        """Make the token and the encoder's trained parameters trainable, and return them."""
         return [self.token.requires_grad_(True), *super().trained_parameters()]  # type: ignore[list-item]
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
         """Encode text and the compression tokens of every ratio in one pass (section 5.1: shared computation)."""
         counts = {ratio: token_counts(attention_mask, ratio) for ratio in ratios}
-        # Causally the finest ratio's tokens hold every other ratio's.
+        # With causal attention, the finest ratio's tokens include every other ratio's.
         encoded = list(counts) if self.bidirectional else [min(counts)]
         states = dict(zip(encoded, self.hidden_states(input_ids, attention_mask, encoded), strict=True))
         finest = states[min(counts)]
@@ -52,7 +52,7 @@ class CompressionTokensCompressor(TrunkCompressor):
         }
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> list[Tensor]:
-        """Final hidden states of each ratio's compression tokens; what is at padding has no meaning.
+        """Final hidden states of each ratio's compression tokens; those at padding have no meaning.
 
         Shape: (batch, length), (batch, length) -> (batch, ceil(length / ratio), dim) for each ratio
         """
@@ -62,10 +62,10 @@ class CompressionTokensCompressor(TrunkCompressor):
         return list(hidden.split(sizes, dim=1)[1:])
 
     def attention(self, ids: Sequence[int], ratio: int) -> Tensor:
-        """How a passage's compression tokens attend to its tokens, mean of all layers and heads; on the CPU.
+        """How a passage's compression tokens attend to its tokens, averaged over layers and heads; on the CPU.
 
-        Each one's weights are normalised over the passage: what it gives to a BOS and to other compression tokens is
-        left out.
+        Each compression token's weights are normalised over the passage; attention to a BOS and to other
+        compression tokens is left out.
 
         Shape: (tokens,) -> (tokens, slots)
         """
@@ -86,7 +86,7 @@ class CompressionTokensCompressor(TrunkCompressor):
         device = input_ids.device
         real = [attention_mask.bool(), *tokens_of]
         sizes = [part.shape[1] for part in real]
-        # Each ratio's tokens follow on the text's own last position, whatever the padding.
+        # Each ratio's positions continue from the text's last real token, whatever the padding.
         ends = attention_mask.sum(1, keepdim=True)
         positions = [torch.arange(length, device=device).expand(batch, -1)]
         positions += [ends + torch.arange(size, device=device) for size in sizes[1:]]
@@ -103,7 +103,7 @@ class CompressionTokensCompressor(TrunkCompressor):
 
 @contextmanager
 def _eager(trunk: Any) -> Iterator[None]:
-    """Attention written out, the one kind that returns its weights."""
+    """Use eager attention, the only kind that returns its weights."""
     before = trunk.config._attn_implementation
     trunk.set_attn_implementation("eager")
     try:
@@ -113,11 +113,11 @@ def _eager(trunk: Any) -> Iterator[None]:
 
 
 def token_counts(attention_mask: Tensor, ratio: int) -> Tensor:
-    """Source tokens for each compression token: `ratio`, and for the last of a passage what is left.
+    """Source tokens per compression token: `ratio`, or fewer for the last of a passage.
 
-    Each of them sees the whole text, so this is bookkeeping: the counts of a passage sum to its length.
+    Each compression token sees the whole text; the counts only have to sum to the passage's length.
 
-    Shape: (batch, length) -> (batch, ceil(length / ratio)), 0 where a shorter passage has no token
+    Shape: (batch, length) -> (batch, ceil(length / ratio)), 0 if a shorter passage has no such token
     """
     starts = torch.arange(0, attention_mask.shape[1], ratio, device=attention_mask.device)
     return (attention_mask.sum(1, keepdim=True) - starts).clamp(0, ratio)
@@ -126,15 +126,15 @@ def token_counts(attention_mask: Tensor, ratio: int) -> Tensor:
 def compression_mask(real: Sequence[Tensor], bidirectional: bool, dtype: torch.dtype) -> Tensor:
     """An additive mask: causal over the text; compression tokens see the text and others of their ratio.
 
-    transformers uses a 4-D mask as it is, in place of the architecture's own, so sliding windows hide
-    no part of the text either.
+    transformers uses a 4-D mask unchanged, in place of the architecture's own mask, so that sliding windows
+    hide no part of the text either.
 
     Args:
         real: bool, False at padding: the text's (batch, length), then each ratio's (batch, tokens).
         bidirectional: whether compression tokens see later ones of their ratio, not only earlier ones.
-        dtype: the mask's.
+        dtype: dtype of the mask.
 
-    Shape: -> (batch, 1, total, total), total over text and all compression tokens
+    Shape: -> (batch, 1, total, total), total = text and all compression tokens
     """
     device = real[0].device
     part = torch.cat([torch.full((each.shape[1],), i, device=device) for i, each in enumerate(real)])

@@ -10,8 +10,8 @@ from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 class CompressionTokensConfig(MethodConfig):
     """Compression tokens (Simple Context Compression, section 5.1): one learned token, repeated once for each slot.
 
-    `attention` is how they see each other and the text: "causal" as the decoder does, or
-    "bidirectional" among compression tokens, causal over the text.
+    `attention` is how compression tokens see each other: "causal", as in the decoder, or "bidirectional". The text
+    is always read causally.
     """
 
     name: Literal["compression_tokens"] = "compression_tokens"

@@ -1,4 +1,4 @@
-"""Compression tokens at work: how their attention shares out a passage."""
+"""Pictures of compression tokens: how their attention is distributed over a passage."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ctx_compress_rag.text.tokenising import text_ids
 
 
 def attention(bundle: Any, texts: Sequence[str], ratio: int) -> dict[str, Any]:
-    """How far the compression tokens of a passage attend to the same of its tokens (ComprExIT, figures 3 and 4).
+    """How much a passage's compression tokens attend to the same tokens (ComprExIT, figures 3 and 4).
 
-    Returns: of one text `allocation.json` and `allocation.png`; of several their means in `allocation.json`.
+    Returns: for one text `allocation.json` and `allocation.png`; for several, their means in `allocation.json`.
     """
     compressor = cast(CompressionTokensCompressor, bundle.compressor)
     ids = [text_ids(bundle.tokenizer, text)[: bundle.config.max_tokens] for text in texts]

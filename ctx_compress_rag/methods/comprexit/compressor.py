@@ -17,13 +17,13 @@ from ctx_compress_rag.soft_context import pool
 
 
 class Transmission(NamedTuple):
-    """Where the information of a passage goes.
+    """How a passage's information flows into its slots.
 
     Attributes:
         gates: how much of each layer goes into each token's anchor (alpha, eq. 6): (tokens, layers); None
             without layer aggregation.
-        plan: how much of each token goes into each slot (Pi, eq. 11), each segment's part summing to 1:
-            (tokens, slots).
+        plan: how much of each token goes into each slot (Pi, eq. 11): (tokens, slots). Each segment's part
+            sums to 1.
     """
 
     gates: Tensor | None
@@ -34,9 +34,9 @@ class _Segments(NamedTuple):
     """The segments of a batch that hold tokens, one after the other.
 
     Attributes:
-        real: bool (batch, segments of a row), which these are.
+        real: bool (batch, segments per row), True at segments that hold tokens.
         anchors: (segments, tokens, slot dim).
-        counts: (segments, slots): tokens of each slot's local field.
+        counts: (segments, slots), tokens of each slot's local field.
         plan: (segments, tokens, slots).
     """
 
@@ -52,7 +52,7 @@ class DepthGates(nn.Module):
     Args:
         layers: number of layers.
         dim: width of a hidden state.
-        gate_dim: width in which states are compared with their context.
+        gate_dim: width of the space in which states are compared with their context.
         temperature: of the softmax over layers.
     """
 
@@ -77,23 +77,23 @@ class DepthGates(nn.Module):
         return (torch.stack(scores, dim=-1) / self.temperature).softmax(-1)
 
     def forward(self, states: Sequence[Tensor]) -> Tensor:
-        """The states' mixture under the gates: (batch, length, dim)."""
+        """Mix the states by their gates: (batch, length, dim)."""
         return _mix(states, self.gates(states).unsqueeze(-2))
 
 
 class ComprexitCompressor(TokenCompressor):
     """Slots from the frozen decoder's hidden states: mixed over layers, then transported from tokens to slots.
 
-    The layers 1..L of the paper are the outputs of the decoder's L blocks, the last after the decoder's
-    final norm, as transformers gives it; the embeddings are none of them. The text is read as the decoder
-    always reads it: causally.
+    The paper's layers 1..L are the outputs of the decoder's L blocks, the last one after the final norm, as
+    transformers returns it; the embeddings are not among them. The text is read causally, as the decoder
+    always reads it.
 
     A segment holds as many whole local fields of `ratio` tokens as fit into `segment_tokens`, at least one,
     so that a passage has ceil(tokens / ratio) slots at any ratio. Only its last field may be shorter.
 
-    Slots are eq. 12 times the number of the segment's slots K, that is over the receivers' capacity 1/K: then a
-    slot is a weighted mean of the W_g h, of one size in whole and in short segments and at any ratio. Between
-    the paper's segments, all of 32 slots, that is a constant which W_g absorbs.
+    Slots are eq. 12 times K, the number of the segment's slots, that is, divided by the receivers' capacity 1/K.
+    A slot is then a weighted mean of the W_g h and has the same size in whole and short segments and at any ratio.
+    The paper's segments all have 32 slots, so there K is a constant that W_g absorbs.
     """
 
     nestable = False
@@ -117,14 +117,14 @@ class ComprexitCompressor(TokenCompressor):
         self.requires_grad_(False)
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Make everything here trainable and return it; the decoder is frozen."""
+        """Make all parameters here trainable and return them; the decoder is frozen."""
         return list(self.requires_grad_(True).parameters())
 
     @torch.no_grad()
     def hidden_states(self, input_ids: Tensor) -> list[Tensor]:
-        """The layers' hidden states: as many as layers, (batch, length, decoder dim) each.
+        """The hidden states of each layer: (batch, length, decoder dim) each.
 
-        There is no mask: under causal attention nothing sees the padding on its right.
+        There is no mask: with causal attention no token sees the padding on its right.
         """
         input_ids, _, first = self.behind_bos(input_ids, torch.ones_like(input_ids))
         with self.backbone.use(None) as model:
@@ -135,16 +135,16 @@ class ComprexitCompressor(TokenCompressor):
         return states
 
     def anchors(self, states: Sequence[Tensor]) -> Tensor:
-        """Token anchors (eq. 7); those of the last layer without layer aggregation.
+        """Token anchors (eq. 7); without layer aggregation, from the last layer alone.
 
         Shape: layers times (batch, length, decoder dim) -> (batch, length, slot dim)
         """
-        # W_a is linear, so that it may follow the sum over layers.
+        # W_a is linear, so it can follow the sum over layers.
         anchors: Tensor = self.anchor(states[-1] if self.depth is None else self.depth(states))
         return anchors
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
-        """Hidden states and anchors once, then a plan and slots for each ratio (eq. 8-12)."""
+        """Compute hidden states and anchors once, then a plan and slots for each ratio (eq. 8-12)."""
         anchors = self.anchors(self.hidden_states(input_ids))
         return {ratio: self._slots(self._transport(anchors, attention_mask, ratio), ratio) for ratio in ratios}
 
@@ -155,7 +155,7 @@ class ComprexitCompressor(TokenCompressor):
         mask = F.pad(attention_mask, (0, padding)).unflatten(1, (blocks, size))
         real = mask.any(-1)
         mask = mask[real]
-        # Sinkhorn divides by epsilon and exponentiates: bfloat16 would not do.
+        # Sinkhorn divides by epsilon and exponentiates: bfloat16 is too coarse.
         with torch.autocast(anchors.device.type, enabled=False):
             anchors = F.pad(anchors.to(self.anchor.weight.dtype), (0, 0, 0, padding)).unflatten(1, (blocks, size))
             anchors = anchors[real]
@@ -185,7 +185,7 @@ class ComprexitCompressor(TokenCompressor):
 
 
 def _mix(states: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """Sum of the states, each times its weight: layers times (..., dim), (..., layers) -> (..., dim)."""
+    """Weighted sum of the states: layers times (..., dim), (..., layers) -> (..., dim)."""
     mixed = states[0] * weights[..., 0]
     for number, state in enumerate(states[1:], 1):
         mixed = mixed + state * weights[..., number]

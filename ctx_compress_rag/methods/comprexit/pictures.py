@@ -1,4 +1,4 @@
-"""ComprExIT at work."""
+"""Pictures of ComprExIT: its gates and its transmission plan."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def transmission(bundle: Any, texts: Sequence[str], ratio: int) -> dict[str, Any]:
     """ComprExIT's gates over layers and its transmission plan (its paper's figures 3, 4, 5 and 7b).
 
-    Returns: of one text `transmission.json`, `plan.png`, `allocation.png`, and `gates.png` unless the bundle reads the
-        last layer alone; of several the means in `transmission.json`, and `gates.png` of those.
+    Returns: for one text `transmission.json`, `plan.png`, `allocation.png`, and `gates.png` unless the bundle reads
+        only the last layer; for several, their means in `transmission.json` and, with the same exception, `gates.png`.
     """
     compressor = cast(ComprexitCompressor, bundle.compressor)
     passages = [text_ids(bundle.tokenizer, text)[: bundle.config.max_tokens] for text in texts]
@@ -46,7 +46,7 @@ def transmission(bundle: Any, texts: Sequence[str], ratio: int) -> dict[str, Any
 
 
 def _means(gates: Sequence[Tensor], found: Sequence[Allocation], ratio: int) -> dict[str, Any]:
-    """Over passages: the gates of all their tokens, and how their slots share tokens out."""
+    """Means over passages: the gates of all their tokens, and how tokens are distributed over slots."""
     numbers = {"ratio": ratio, "passages": len(found), **allocation_means(found)}
     if not gates:
         return {"transmission.json": {**numbers, "mean_gates": None}}
@@ -57,7 +57,7 @@ def _means(gates: Sequence[Tensor], found: Sequence[Allocation], ratio: int) -> 
 
 
 def _gates_figure(gates: Tensor, tokens: Sequence[str]) -> Figure:
-    """Mean gate of each layer, and below the gates of each token: (tokens, layers)."""
+    """Plot the mean gate of each layer, and below it the gates of each token: (tokens, layers)."""
     count = gates.shape[1]
     figure = new_figure(width_of(tokens), 4.0 + 0.12 * count)
     mean, each = figure.subplots(2, 1, height_ratios=[1.8, 2.2 + 0.12 * count])
@@ -68,15 +68,15 @@ def _gates_figure(gates: Tensor, tokens: Sequence[str]) -> Figure:
 
 
 def _plot_mean(axes: Any, gates: Tensor) -> None:
-    """The mean gate of each layer: (layers,)."""
+    """Plot the mean gate of each layer: (layers,)."""
     layer_bars(axes, range(1, len(gates) + 1), gates, "mean gate", "Gates by layer; dotted: even")
     axes.axhline(1 / len(gates), color="#555555", linestyle=":", linewidth=1.0)
 
 
 def _plan_figure(plan: Tensor, tokens: Sequence[str]) -> Figure:
-    """The plan as a heat map, slots from top to bottom: (tokens, slots).
+    """Plot the plan as a heat map, slots from top to bottom: (tokens, slots).
 
-    Shown as shares of a slot: slots of a short last segment carry more of its plan, and would outshine all others.
+    Values are shares of a slot: slots of a short last segment have more of its plan, and would outshine all others.
     """
     figure = new_figure(width_of(tokens), min(12.0, max(3.0, 1.5 + 0.12 * plan.shape[1])))
     axes = figure.subplots()

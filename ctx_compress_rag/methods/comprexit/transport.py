@@ -8,11 +8,11 @@ from torch.nn import functional as F
 
 
 class TransportPlan(nn.Module):
-    """The plan that all tokens and slots of a segment agree on: entropic optimal transport (eq. 9-11).
+    """The joint plan for all tokens and slots of a segment: entropic optimal transport (eq. 9-11).
 
     Args:
         dim: width of an anchor.
-        transport_dim: width in which anchors and receivers are compared.
+        transport_dim: width of the space in which anchors and receivers are compared.
         epsilon: weight of the entropy.
         iterations: Sinkhorn iterations.
     """
@@ -30,8 +30,8 @@ class TransportPlan(nn.Module):
         Args:
             anchors: token anchors, padded on the right.
             mask: bool, False at padding; no segment is all padding.
-            receivers: means of the anchors of each local field (eq. 8).
-            counts: tokens of each field, 0 where a segment has fewer fields than others.
+            receivers: mean of the anchors of each local field (eq. 8).
+            counts: tokens of each field; 0 for fields that a shorter segment lacks.
 
         Shape: (segments, tokens, dim), (segments, tokens), (segments, slots, dim), (segments, slots)
             -> (segments, tokens, slots)
@@ -43,11 +43,11 @@ class TransportPlan(nn.Module):
 
 
 class WindowAttention(nn.Module):
-    """The ablation without coordinated allocation (section 4.3): each slot attends to its own field alone.
+    """The ablation without coordinated allocation (section 4.3): each slot attends only to its own field.
 
     The paper says only that it is a window attention that keeps locality. Here a slot's query is its
-    receiver, its keys are the anchors of its local field, and each slot's weights are normalised without
-    regard to the others'. Arguments and result of `forward` are those of `TransportPlan`.
+    receiver, its keys are the anchors of its local field, and each slot's weights are normalised
+    separately. Arguments and result of `forward` are those of `TransportPlan`.
     """
 
     def __init__(self, dim: int, transport_dim: int) -> None:
@@ -61,7 +61,7 @@ class WindowAttention(nn.Module):
         ends = counts.cumsum(-1).unsqueeze(-2)
         places = torch.arange(anchors.shape[1], device=anchors.device).unsqueeze(-1)
         own = (places < ends) & (places >= ends - counts.unsqueeze(-2))
-        # A slot that a segment lacks has no field: a finite minimum keeps its softmax from being NaN.
+        # A slot that a segment lacks has no field: with a finite minimum its softmax is not NaN.
         weights = scores.masked_fill(~own, torch.finfo(scores.dtype).min).softmax(-2) * own
         plan: Tensor = weights * log_shares(counts, scores.dtype).exp().unsqueeze(-2)
         return plan
@@ -80,15 +80,15 @@ def log_shares(counts: Tensor, dtype: torch.dtype) -> Tensor:
 def sinkhorn(cost: Tensor, log_rows: Tensor, log_columns: Tensor, epsilon: float, iterations: int) -> Tensor:
     """Entropy-regularised optimal transport (eq. 11; Cuturi, 2013), in the log domain.
 
-    Each iteration fits the rows and then the columns, so that the columns' marginals hold to rounding and
-    the rows' as far as the iterations have come. Rows and columns of mass 0 take no part.
+    Each iteration fits the rows and then the columns, so the columns' marginals are exact up to rounding, and
+    the rows' up to convergence. Rows and columns of mass 0 take no part.
 
     Args:
-        cost: of moving a unit from row to column.
+        cost: cost of moving a unit from row to column.
         log_rows: log of each row's mass, minus infinity at padding.
         log_columns: log of each column's mass, minus infinity at padding.
         epsilon: weight of the entropy; the smaller, the sparser the plan and the slower its convergence.
-        iterations: how many.
+        iterations: number of iterations.
 
     Shape: (..., rows, columns), (..., rows), (..., columns) -> (..., rows, columns)
     """

@@ -20,8 +20,8 @@ _ENCODER = "encoder."
 class MeanPoolingCompressor(TrunkCompressor):
     """Hidden states of the decoder's own trunk with full attention, averaged over r tokens (eq. 3-4).
 
-    The linear map of the paper comes after pooling and belongs to the reader, so what is stored
-    stays nestable: pooling at 4r is the weighted mean of four neighbours pooled at r.
+    The paper's linear map comes after pooling and belongs to the reader, so stored slots stay
+    nestable: pooling at 4r is the weighted mean of four neighbours pooled at r.
     """
 
     nestable = True
@@ -40,7 +40,7 @@ class MeanPoolingCompressor(TrunkCompressor):
             self.positions = nn.Parameter(zeros, requires_grad=False)
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """What is pooled: final hidden states under full attention, with the settings' additions.
+        """The vectors to pool: final hidden states under full attention, with the additions that the settings ask for.
 
         Shape: (batch, length), (batch, length) -> (batch, length, dim)
         """
@@ -50,7 +50,7 @@ class MeanPoolingCompressor(TrunkCompressor):
         )
 
     def token_vectors(self, input_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        """What is pooled, under any attention mask: for rows that hold several passages.
+        """The vectors to pool, under any attention mask, for rows that hold several passages.
 
         Args:
             input_ids: token ids.
@@ -71,7 +71,7 @@ class MeanPoolingCompressor(TrunkCompressor):
             ).last_hidden_state
         if not self.embedding_skip:
             return hidden
-        # Hidden states are many times larger than embeddings, which would drown in the sum.
+        # Hidden states are many times larger than embeddings, which would hardly count in the sum.
         hidden = F.rms_norm(hidden.float(), hidden.shape[-1:])
         if self.hidden_map is not None:
             hidden = self.hidden_map(hidden)
@@ -79,14 +79,14 @@ class MeanPoolingCompressor(TrunkCompressor):
         return summed
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """The encoder's part, the map and the positions."""
+        """Make the encoder's trained parameters, the map and the positions trainable, and return them."""
         own = [p for name, p in self.named_parameters() if not name.startswith(_ENCODER)]
         for parameter in own:
             parameter.requires_grad_(True)
         return super().trained_parameters() + own
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
-        """Encode once, pool at every ratio (section 4.2: the encoder's work is shared by the ratios)."""
+        """Encode once, pool at every ratio (section 4.2: ratios share the encoder's work)."""
         ids, mask, first = self.behind_bos(input_ids, attention_mask)
         hidden = self.hidden_states(ids, mask)[:, first:]
         return {ratio: SlotBatch(*pool(hidden, attention_mask, ratio)) for ratio in ratios}
@@ -97,10 +97,9 @@ class MeanPoolingCompressor(TrunkCompressor):
 
 
 def full_attention_mask(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """An additive mask under which every token attends to every real token.
+    """An additive mask with which every token attends to every real token.
 
-    transformers uses a 4-D mask as it is, in place of the causal and sliding-window masks of the
-    architecture.
+    transformers uses a 4-D mask unchanged, in place of the architecture's causal and sliding-window masks.
 
     Shape: (batch, length) -> (batch, 1, length, length)
     """

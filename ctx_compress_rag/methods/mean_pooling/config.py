@@ -13,21 +13,20 @@ class MeanPoolingConfig(MethodConfig):
     """Mean pooling (Simple Context Compression, section 4.1).
 
     `embedding_skip` adds each token's embedding to its hidden state, scaled to the embeddings' size,
-    before pooling. It is not in the paper (the default is off); small decoders learn to read slots
-    sooner with it.
+    before pooling. It is not in the paper (the default is off), but with it small decoders learn to read
+    slots sooner.
 
-    Nor are these in the paper; they are ours, for a decoder that was pretrained and few hours to train in:
+    These settings are not in the paper either; they help to train a pretrained decoder in a few hours:
 
     Attributes:
-        layers: the encoder is the decoder's first layers alone, and its final norm; None is all layers. Fewer
-            of them encode and train faster. 0 is the paper's ablation without an encoder (table 3): what is pooled are
-            token embeddings.
-        hidden_map: with `embedding_skip`, hidden states go through a linear map that starts at zero, so that an
-            untrained slot is the mean of its tokens' embeddings, which the decoder can nearly read. Hidden states
-            as they are destroy that reading in a few steps.
-        positions: to each embedding that the encoder reads, add a learned vector for its position modulo this
-            number, zero at the start. A mean forgets the order of its tokens; this is a hint of where in its slot
-            each one stands.
+        layers: how many of the decoder's first layers, before its final norm, the encoder has; None means all. Fewer
+            layers encode and train faster. 0 is the paper's ablation without an encoder (table 3), which pools token
+            embeddings.
+        hidden_map: with `embedding_skip`, pass hidden states through a linear map that starts at zero, so that an
+            untrained slot is the mean of its tokens' embeddings, which the decoder can nearly read. Unmapped hidden
+            states destroy this ability in a few steps.
+        positions: add to each embedding that the encoder reads a learned vector for its position modulo this number,
+            initially zero. A mean loses the order of its tokens; this hints at each token's place in its slot.
     """
 
     left_out: ClassVar[frozenset[str]] = frozenset({"layers", "hidden_map", "positions"})
@@ -45,7 +44,7 @@ class MeanPoolingConfig(MethodConfig):
     def _fits_together(self) -> MeanPoolingConfig:
         if self.hidden_map and not self.embedding_skip:
             raise ValueError(
-                "hidden_map: true starts at zero and needs embedding_skip: true, or slots would be nothing"
+                "hidden_map: true starts at zero and needs embedding_skip: true, or all slots would be zero"
             )
         if self.layers == 0 and (self.encoder.mode != "frozen" or self.embedding_skip or self.positions is not None):
             raise ValueError(

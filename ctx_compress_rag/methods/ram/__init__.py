@@ -10,7 +10,7 @@ register(
     Method(
         config=RamConfig,
         compressor=RamCompressor,
-        # W_align of eq. 5 is the reader's map; without skimming there is nothing for it to map.
+        # W_align of eq. 5 is the reader's map; without skimming it has nothing to map.
         reader=lambda backbone, config, compressor: MappedReader(
             backbone,
             None if config.skimming == "none" else LinearMap(compressor.dim, backbone.dim),

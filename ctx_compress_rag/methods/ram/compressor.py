@@ -16,11 +16,11 @@ from ctx_compress_rag.methods.ram.config import RamConfig
 
 
 class RamCompressor(TrunkCompressor):
-    """One encoder reads each segment, and the question, on its own (section 3.1), as causally as the decoder.
+    """One encoder reads each segment, and the question, separately (section 3.1), causally like the decoder.
 
-    What is stored of a passage is one slot for each segment, its representation r_i (eq. 1), which no
-    question is needed for. A question costs its own encoding; segments are chosen by the stored r_i, the
-    chosen ones are text, and only the others are read again, to be pooled under the question's guidance.
+    For each segment of a passage the store holds one slot, its representation r_i (eq. 1), which needs no
+    question. A question costs its own encoding: segments are chosen by the stored r_i, the chosen ones
+    stay text, and only the others are read again, to be pooled under the question's guidance.
     """
 
     nestable = False
@@ -31,7 +31,7 @@ class RamCompressor(TrunkCompressor):
         self.config = config
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
-        """What is stored: r_i of each segment of right-padded passages. The only ratio is `segment_tokens`.
+        """The slots to store: r_i of each segment of right-padded passages. The only ratio is `segment_tokens`.
 
         Raises:
             RatioError: another ratio is asked for.
@@ -39,8 +39,8 @@ class RamCompressor(TrunkCompressor):
         size = self.config.segment_tokens
         if list(ratios) != [size]:
             raise RatioError(
-                f"ram stores one vector for each segment of {size} tokens, not ratios {list(ratios)}: leave the store "
-                "its ratio and give a reduction with each question; train with stage: ram"
+                f"ram stores one vector for each segment of {size} tokens, not ratios {list(ratios)}: leave out the "
+                "ratio, and give a reduction with each question; train with stage: ram"
             )
         padding = (0, -input_ids.shape[1] % size)
         ids = F.pad(input_ids, padding).unflatten(1, (-1, size))
@@ -52,7 +52,7 @@ class RamCompressor(TrunkCompressor):
         return {size: SlotBatch(nn.utils.rnn.pad_sequence(list(rows), batch_first=True), counts)}
 
     def read(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Last hidden states of right-padded texts, each read on its own.
+        """Last hidden states of right-padded texts, each read separately.
 
         Shape: (texts, length), (texts, length) -> (texts, length, dim)
         """
@@ -67,14 +67,14 @@ class RamCompressor(TrunkCompressor):
         return hidden[:, first:].float()
 
     def choose(self, question: Tensor, segments: Tensor, counts: Tensor, reduction: int) -> list[bool]:
-        """Which segments stay text: the nearest to the question, k by eq. 3; of equals the earlier.
+        """Which segments stay text: the k (eq. 3) nearest to the question; of equals the earlier.
 
-        The paper writes the softmax of eq. 2 over dot products and says cosine; eq. 8, which trains the
-        choice, has cosine, and so has this. A softmax keeps the order, so none is taken.
+        The paper writes eq. 2 as a softmax over dot products but calls it cosine; eq. 8, which trains the
+        choice, uses cosine, and so does this. A softmax keeps the order, so none is applied.
 
-        Its k segments are k * `segment_tokens` tokens, for they are cut from one input, whose last one alone is
-        shorter. Here every passage has a last one: the nearest stay that have so many tokens together. For one
-        passage these are its k nearest; short passages, each a segment of its own, are kept in fair number.
+        The paper cuts segments from one input, so k segments have k * `segment_tokens` tokens; only the last is
+        shorter. Here every passage may end in a short segment, so the nearest segments that together have at most
+        so many tokens are kept. For one passage these are its k nearest; of short passages, more than k stay.
 
         Args:
             question: r_q (dim,).
@@ -91,7 +91,7 @@ class RamCompressor(TrunkCompressor):
         return chosen
 
     def condense(self, hidden: Tensor, attention_mask: Tensor, question: Tensor) -> Tensor:
-        """Skimmed segments as vectors: c_i (eq. 4), or what the ablations of section 4.5 put in its place.
+        """Vectors of skimmed segments: c_i (eq. 4), or what the ablations of section 4.5 use instead.
 
         Shape: (segments, length, dim), (segments, length), (dim,) -> (segments, dim), (0, dim) without skimming
         """
@@ -109,7 +109,7 @@ class RamCompressor(TrunkCompressor):
 
     @torch.inference_mode()
     def skim(self, segments: Sequence[Sequence[int]], question: Tensor, batch_tokens: int) -> Tensor:
-        """Token ids of segments as `condense` makes them for a question asked now, r_q (dim,); on the CPU."""
+        """Read the token ids of segments and `condense` them for a question r_q (dim,); on the CPU."""
         done = [torch.zeros(0, self.dim)]
         rows = max(1, batch_tokens // self.config.segment_tokens)
         for start in range(0, len(segments) if self.config.skimming != "none" else 0, rows):
@@ -119,7 +119,7 @@ class RamCompressor(TrunkCompressor):
 
 
 def segment_means(hidden: Tensor, attention_mask: Tensor) -> Tensor:
-    """Mean of each text's hidden states, padding left out (eq. 1).
+    """Mean of each text's hidden states, without padding (eq. 1).
 
     Shape: (texts, length, dim), (texts, length) -> (texts, dim)
     """

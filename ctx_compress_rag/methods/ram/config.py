@@ -14,9 +14,9 @@ from ctx_compress_rag.ratios import check_reduction
 class RamConfig(MethodConfig):
     """RAM (Read As Human): close reading of the segments a question needs, skimming of the rest.
 
-    The paper trains encoder and decoder fully. `close_reading: false` skims every segment; `skimming`
-    pools a skimmed segment as the question asks, by its plain "average", or drops it ("none"): the
-    ablations of section 4.5.
+    The paper trains encoder and decoder fully. `close_reading: false` skims every segment. `skimming`
+    pools a skimmed segment with weights from the question ("query"), as a plain "average", or drops it
+    ("none"). These switches are the ablations of section 4.5.
     """
 
     name: Literal["ram"] = "ram"
@@ -33,7 +33,7 @@ class RamConfig(MethodConfig):
         return self
 
     def check_ratios(self, base_ratio: int, ratios: Sequence[int]) -> None:
-        """A vector is stored for each segment; ratios are how much shorter a whole prompt's context becomes."""
+        """Each segment is stored as one vector; ratios say how many times shorter a prompt's context becomes."""
         if base_ratio != self.segment_tokens:
             raise ValueError(f"base_ratio {base_ratio} must be ram's segment_tokens, {self.segment_tokens}")
         check_reduction(min(ratios))

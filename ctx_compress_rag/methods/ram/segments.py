@@ -23,7 +23,7 @@ _SPACED_LETTER = rf"[^\W{_UNSPACED}]"
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring segments that share a fate: `start` to `end` (exclusive), `kept` as text or skimmed."""
+    """Neighbouring segments, `start` to `end` (exclusive), that are all `kept` as text or all skimmed."""
 
     kept: bool
     start: int
@@ -32,7 +32,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Segments:
-    """A passage in segments of equally many tokens, the last perhaps shorter; none spans two passages.
+    """A passage in segments of equal length in tokens, except perhaps the last; none spans two passages.
 
     Attributes:
         text: the passage.
@@ -46,10 +46,10 @@ class Segments:
 
     @classmethod
     def of(cls, tokenizer: Any, text: str, size: int) -> Segments:
-        """A passage in segments of `size` tokens.
+        """Cut a passage into segments of `size` tokens.
 
-        The same cut wherever it is made: from the first of the passage's own token ids, as they are stored. The
-        decoder's tokenizer must be a fast one, which gives offsets.
+        The cuts are always the same, counted from the passage's first token, as when it is stored. The decoder's
+        tokenizer must be a fast one, because offsets are needed.
         """
         tokens = text_tokens(tokenizer, text)
         ids = tokens.ids
@@ -70,7 +70,7 @@ class Segments:
         return [len(ids) for ids in self.ids]
 
     def span(self, run: Run) -> tuple[int, int]:
-        """Where the run's text begins and ends."""
+        """The start and end of the run's text."""
         return self.bounds[run.start], self.bounds[run.end]
 
     def text_of(self, run: Run) -> str:
@@ -78,14 +78,14 @@ class Segments:
         return self.text[slice(*self.span(run))]
 
     def holding(self, answers: Sequence[str]) -> list[bool]:
-        """Which segments hold an answer or a part of it: whole words of the text, in upper or lower case.
+        """Which segments hold an answer or a part of it, matched as whole words in upper or lower case.
 
-        In scripts without spaces between words, such as Chinese and Japanese, any place counts.
+        In scripts without spaces between words, such as Chinese and Japanese, a match may be anywhere.
         """
         return self._matching(_whole_words(answer.strip()) for answer in answers if answer.strip())
 
     def quoted(self, parts: Sequence[str]) -> list[bool]:
-        """Which segments hold one of these parts of a text, or some of it, to the letter."""
+        """Which segments hold one of these quotations or a part of it, matched exactly."""
         return self._matching(re.escape(part) for part in parts)
 
     def _matching(self, patterns: Iterable[str]) -> list[bool]:
@@ -94,7 +94,7 @@ class Segments:
 
 
 def layout(passages: Sequence[Segments], kept: Sequence[bool]) -> list[list[Run]]:
-    """For each passage of a prompt its runs, in order (eq. 6); `kept` says of all their segments which stay text."""
+    """The runs of each passage of a prompt, in order (eq. 6); `kept` says which of all their segments stay text."""
     done: list[list[Run]] = []
     start = 0
     for passage in passages:
@@ -106,7 +106,7 @@ def layout(passages: Sequence[Segments], kept: Sequence[bool]) -> list[list[Run]
 
 
 def slots_of_runs(vectors: Tensor, counts: Tensor, layouts: Sequence[Sequence[Run]]) -> list[SoftContext]:
-    """Each skimmed run's slots, in order; none in any where skimmed segments are dropped.
+    """Each skimmed run's slots, in order; all are empty if skimmed segments are dropped.
 
     Shape: (skimmed segments, dim) or (0, dim), source tokens of each (skimmed segments,)
     """
@@ -116,7 +116,7 @@ def slots_of_runs(vectors: Tensor, counts: Tensor, layouts: Sequence[Sequence[Ru
 
 
 def shown(passages: Sequence[Segments], layouts: Sequence[Sequence[Run]], holes: Iterator[str]) -> list[str]:
-    """What a prompt shows of each passage: kept runs as text, the next of `holes` for each skimmed one."""
+    """Each passage as a prompt shows it: kept runs as text, and the next of `holes` for each skimmed run."""
     return [
         "".join(passage.text_of(run) if run.kept else next(holes) for run in runs)
         for passage, runs in zip(passages, layouts, strict=True)

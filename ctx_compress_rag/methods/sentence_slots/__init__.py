@@ -1,4 +1,4 @@
-"""Sentence slots, and xRAG with one slot for a passage."""
+"""Sentence slots, and xRAG with one slot per passage."""
 
 from ctx_compress_rag.methods.base.mapped_reader import MappedReader
 from ctx_compress_rag.methods.base.method import Method, register

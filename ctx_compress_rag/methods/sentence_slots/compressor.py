@@ -1,4 +1,4 @@
-"""One vector of a frozen sentence encoder for each sentence or passage (ArcAligner, sections 3.1-3.2; xRAG)."""
+"""One vector from a frozen sentence encoder per sentence or passage (ArcAligner, sections 3.1-3.2; xRAG)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ _DIGEST = "encoder_digest"
 class SentenceSlotsCompressor(Compressor):
     """The compressed context embeddings E of section 3.1; the reader projects them (eq. 1).
 
-    What a slot stands for is `config.unit`:
+    `config.unit` says what a slot stands for:
 
     - "sentence": a sentence. The ratio is then nominal: it changes nothing.
-    - "passage": the whole passage, as xRAG has it. The ratio is nominal, too.
+    - "passage": the whole passage, as in xRAG. The ratio is nominal too.
     - "tokens": sentences merged or cut to at most `ratio` decoder tokens (section 4.10).
 
     A store's window is the most tokens that a unit of any kind may have: a longer passage or sentence
-    becomes several. Text beyond the encoder's own longest input is cut off by the encoder, so choose a
-    window that fits it.
+    becomes several. The encoder cuts off text beyond its own longest input, so choose a window that fits.
 
-    A vector of merged sentences is not the mean of theirs: a coarser ratio needs the text again.
+    The vector of merged sentences is not the mean of their vectors: a coarser ratio needs the text again.
     """
 
     nestable = False
@@ -43,7 +42,7 @@ class SentenceSlotsCompressor(Compressor):
         self.encoder = SentenceEncoder(config.encoder, config.encoder_revision, config.encoder_dim, backbone.device)
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Nothing: the encoder is frozen and not this module's."""
+        """Return nothing: the encoder is frozen, and its weights are not this module's."""
         return []
 
     def units(self, text: str, ratio: int, window: int | None = None) -> list[Unit]:
@@ -51,7 +50,7 @@ class SentenceSlotsCompressor(Compressor):
 
         Args:
             text: the passage.
-            ratio: most tokens of a unit where `unit` is "tokens"; without effect otherwise.
+            ratio: most tokens of a unit if `unit` is "tokens"; otherwise without effect.
             window: most tokens of any unit; None sets no limit.
         """
         unit = self.config.unit
@@ -59,7 +58,7 @@ class SentenceSlotsCompressor(Compressor):
         return split(text, self.backbone.tokenizer, limit, merge=unit != "sentence", language=self.config.language)
 
     def forward(self, passages: PassageBatch, ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
-        """A training batch at each ratio. Nothing here is trained, so slots carry no gradients."""
+        """Compress a training batch at each ratio. Nothing here is trained, so slots carry no gradients."""
         device = passages.input_ids.device
         done: dict[int, SlotBatch] = {}
         for ratio in ratios:
@@ -80,9 +79,9 @@ class SentenceSlotsCompressor(Compressor):
         ]
 
     def saved_state(self) -> dict[str, Tensor]:
-        """The SHA-256 of the encoder's weights, a byte an entry: its identity, in place of the weights.
+        """The SHA-256 of the encoder's weights, one byte per entry, to identify the encoder without storing it.
 
-        Floats, because a bundle keeps all it has in half precision, which is exact for bytes.
+        As floats, because a bundle stores everything in half precision, which is exact for bytes.
         """
         return {_DIGEST: torch.tensor(list(self.encoder.digest), dtype=torch.float32)}
 
@@ -90,7 +89,7 @@ class SentenceSlotsCompressor(Compressor):
         """From now on, accept only the encoder that `saved_state` identifies.
 
         Raises:
-            BundleError: the state is not of this method, or another encoder is loaded.
+            BundleError: the state belongs to another method, or another encoder is loaded.
         """
         if state.keys() != {_DIGEST} or state[_DIGEST].shape != (32,):
             raise BundleError(

@@ -1,4 +1,4 @@
-"""Settings of sentence slots, and what becomes a slot."""
+"""Settings of sentence slots, and of what becomes a slot."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 
 
 class SentenceUnits(MethodConfig):
-    """What becomes a vector of a sentence encoder (ArcAligner, sections 3.1 and 4.1).
+    """The sentence encoder, and the units of text that become its vectors (ArcAligner, sections 3.1 and 4.1).
 
     Attributes:
         encoder: a sentence-transformers model: a hub id, a folder, or "minilm" for the packaged one.
         encoder_revision: a hub revision.
         encoder_dim: the width of its vectors; given here so that reading stored slots needs no encoder.
-        unit: what a slot stands for: a "sentence"; a "passage", which is xRAG; or as many neighbouring
-            sentences, or as much of one, as fit into `ratio` "tokens". Ratios are nominal for the first two.
+        unit: what a slot stands for: a "sentence"; a "passage" (xRAG); or, with "tokens", as many neighbouring
+            sentences, or as much of one, as fit into `ratio` tokens. The ratio has no effect on the first two.
         language: ISO 639-1 code for the sentence splitter.
     """
 
@@ -29,9 +29,9 @@ class SentenceUnits(MethodConfig):
 
 
 class SentenceSlotsConfig(SentenceUnits):
-    """Sentence vectors as slots (ArcAligner, sections 3.1-3.2); xRAG with one slot for each passage.
+    """Sentence vectors as slots (ArcAligner, sections 3.1-3.2); xRAG with one slot per passage.
 
-    The decoder is frozen, as xRAG's: only the projector is trained.
+    The decoder is frozen, as in xRAG: only the projector is trained.
     """
 
     name: Literal["sentence_slots"] = "sentence_slots"

@@ -1,4 +1,4 @@
-"""A frozen sentence-transformers model: loaded when it is first needed, and known by its weights."""
+"""A frozen sentence-transformers model, loaded on first use and identified by its weights."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _CACHED_VECTORS = 16_384
 
 
 class SentenceEncoder:
-    """Texts -> vectors; the arguments are those of `SentenceUnits`.
+    """Turns texts into vectors; the arguments are those of `SentenceUnits`.
 
-    No nn.Module: its weights belong to no bundle and are not saved with one.
+    It is not an nn.Module, so that its weights are not saved with a bundle.
     """
 
     def __init__(self, name: str, revision: str | None, dim: int, device: torch.device) -> None:
@@ -39,14 +39,14 @@ class SentenceEncoder:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of the encoder's weights; taken from the bundle where one was loaded, else from the model."""
+        """SHA-256 of the encoder's weights, from the bundle if one was loaded, else from the model."""
         with self._lock:
             if self._digest is None:
                 self._digest = _weights_digest(self.model)
             return self._digest
 
     def expect(self, digest: bytes) -> None:
-        """Accept from now on only an encoder with these weights.
+        """From now on, accept only an encoder with these weights.
 
         Raises:
             BundleError: another one is loaded.
@@ -58,11 +58,11 @@ class SentenceEncoder:
 
     @property
     def model(self) -> SentenceTransformer:
-        """The sentence-transformers model, loaded by the first call.
+        """The sentence-transformers model, loaded on first use.
 
         Raises:
             MissingExtraError: the `sentences` extra is not installed.
-            BundleError: there is no such model, or its weights are not those that the bundle was made with.
+            BundleError: there is no such model, or the bundle was made with other weights.
         """
         with self._lock:
             if self._model is None:
@@ -84,7 +84,7 @@ class SentenceEncoder:
                 trust_remote_code=False,
                 model_kwargs={"use_safetensors": True},  # never pickle
             )
-        except Exception as error:  # as many kinds as transformers raises
+        except Exception as error:  # it raises as many kinds as transformers
             raise BundleError(f"cannot load the sentence encoder {self.name!r}: {error}") from error
 
     def _check(self, model: SentenceTransformer) -> None:
@@ -94,13 +94,13 @@ class SentenceEncoder:
         found = _weights_digest(model)
         if found != self._digest:
             raise BundleError(
-                f"the bundle was made with another sentence encoder than what is at {self.name!r}, revision "
-                f"{self.revision or 'latest'}: its weights are {found.hex()[:12]}, not {self._digest.hex()[:12]}; "
-                "put the encoder of the bundle there, or train a bundle with this one"
+                f"the bundle was made with another sentence encoder than {self.name!r}, revision "
+                f"{self.revision or 'latest'}, whose weights are {found.hex()[:12]}, not {self._digest.hex()[:12]}: "
+                "put the bundle's encoder there, or train a bundle with this one"
             )
 
     def encode(self, texts: Sequence[str], batch_size: int = 32) -> Tensor:
-        """Vectors of texts, each distinct text encoded once; the latest ones are kept for the next call.
+        """Encode texts, each distinct text once; the latest vectors are cached.
 
         Shape: -> (texts, dim), float32, on the CPU
 
@@ -110,7 +110,7 @@ class SentenceEncoder:
         with self._lock:
             new = [text for text in dict.fromkeys(texts) if text not in self._vectors]
             if new:
-                # Not in a training step's lower precision: a store has the encoder's own.
+                # Not in a training step's lower precision: a store holds vectors in the encoder's own precision.
                 with torch.autocast(self.device.type, enabled=False):
                     made = self.model.encode_document(new, batch_size=batch_size, show_progress_bar=False)
                 vectors = torch.from_numpy(made).float()
