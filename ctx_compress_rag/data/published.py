@@ -239,7 +239,7 @@ def _news_file(path: Path) -> Iterator[Row]:
     """
     beside = path.with_name(path.name.replace(".src", ".tgt"))
     if beside == path:
-        raise DataError(f"{path} does not hold documents: give the .src file, with the .tgt file of summaries beside it")
+        raise DataError(f"{path} holds no documents: give the .src file, with the .tgt file of summaries beside it")
     before = beside.with_name(beside.name.replace(".tgt.cleaned", ".tgt"))
     with _open(path) as documents, _open(beside if beside.exists() else before) as summaries:
         for document, summary in zip(documents, summaries, strict=True):
