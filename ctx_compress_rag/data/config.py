@@ -13,7 +13,7 @@ class TextData(Strict):
     """Plain text: a .txt or .txt.xz file, or the contexts of a .jsonl or .jsonl.gz file.
 
     Attributes:
-        weight: how many times its rows are repeated in the data.
+        weight: how many times its rows are in the data.
         words: minimum number of words in a row; the last row of a document may be shorter.
     """
 
@@ -30,8 +30,8 @@ class MixData(Strict):
         shortest, longest: passages of fewer words than `shortest` are padded with other short passages, to a length
             drawn from this range.
         passages: the numbers of passages to draw from for a prompt; passages of other examples (distractors) are added.
-        near: share of distractors from the example's file; the file of the others is drawn at random. Those from the
-            example's file are at most 30 passages away, where subjects are similar.
+        near: share of distractors from the example's file; the file of the others is drawn at random. All that come
+            from the example's file are within 30 passages of its own, where subjects are similar.
         unanswerable: share of examples whose own passages are removed; their answer is `NO_ANSWER`.
     """
 

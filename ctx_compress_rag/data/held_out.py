@@ -1,10 +1,10 @@
-"""Hashes of the questions and passages that English bundles are scored with, and may not be trained on.
+"""Hashes of the questions and passages that English bundles are scored with, and must not train on.
 
 The sets are XQuAD's English part, half of SQuAD 2.0's development set, and parts of HotpotQA's and MuSiQue's. Their
 hashes come with the package, so the check needs none of those files. It only runs if a recipe asks for it.
 
-A passage counts as held out if it is a held-out passage, or shares two or more sampled runs of 13 words with the
-held-out passages: about three copied sentences. A question counts if its words are those of a held-out question.
+A passage counts as held out if it is one of these, or shares two or more of their sampled runs of 13 words: about
+three copied sentences, whatever is around them. A question counts if its words are those of a held-out question.
 """
 
 from __future__ import annotations

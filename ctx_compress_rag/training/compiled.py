@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_fast(model: Any, optim: OptimConfig, dynamic: bool = False, saved: bool = False) -> None:
-    """Make a decoder's adapters train as fast as the recipe allows; call it once it is set which weights are trained.
+    """Make a decoder's adapters train as fast as the recipe allows; call it once the trained weights are chosen.
 
     Args:
         model: the decoder.

@@ -50,7 +50,7 @@ def load_examples(recipe: Recipe) -> list[Example]:
 
 
 def _allowed(examples: list[Example], data: DataConfig, held_out: list[Example]) -> list[Example]:
-    """The examples of a file without those that are too long and, if they are to be left out, those held out."""
+    """The examples of a file without those that are too long or, with `leave_out_held_out`, held out."""
     examples = without_long(examples, data.most_words)
     if data.guard != "leave out":
         return examples

@@ -90,7 +90,7 @@ def at_hand(model: nn.Module) -> Iterator[None]:
 
 
 def _for_main(part: DTensor) -> Tensor:
-    """The whole tensor on the CPU in the main process; in the others a tensor without memory."""
+    """The whole tensor on the CPU in the main process; in the others a meta tensor, which takes no memory."""
     tensor = part.full_tensor()
     return tensor.cpu() if get_rank() == 0 else torch.empty_like(tensor, device="meta")
 

@@ -50,7 +50,7 @@ class Pointers:
 
 
 def find(ids: Sequence[int], part: Sequence[int], start: int, stop: int) -> list[int]:
-    """Where `part` begins in ids[start:stop]."""
+    """The positions in `ids` at which `part` starts, within ids[start:stop]."""
     n = len(part)
     return [i for i in range(start, stop - n + 1) if list(ids[i : i + n]) == list(part)]
 
