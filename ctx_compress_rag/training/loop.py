@@ -70,7 +70,7 @@ class Job:
         probe: called every `probe_every` steps and after the last; the report has its scores and the tokens so far.
         probe_every: steps between two probes.
         layers: the decoder layers that the model runs, for `checkpoint_layers` and `shard` of the optimisation.
-        micro_batch_size: how many examples `collate` must be given; None: as set in the optimisation.
+        micro_batch_size: the most examples that `collate` takes at once; None: as set in the optimisation.
     """
 
     model: nn.Module
