@@ -1,4 +1,4 @@
-"""Parts of recipes: texts, how questions are mixed into prompts, probes, and where data comes from."""
+"""Parts of recipes: texts, mixing of questions into prompts, probes, and data sources."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class TextData(Strict):
     """Plain text: a .txt or .txt.xz file, or the contexts of a .jsonl or .jsonl.gz file.
 
     Attributes:
-        weight: how many times it is read for each time that a text of weight 1 is.
-        words: how long a row of it is, at least, in stages whose rows are passages.
+        weight: how many times its rows are in the data.
+        words: minimum number of words in a row; the last row of a document may be shorter.
     """
 
     file: Path
@@ -23,15 +23,16 @@ class TextData(Strict):
 
 
 class MixData(Strict):
-    """How question-answering examples become realistic prompts.
+    """How to turn question-answering examples into realistic prompts.
 
     Attributes:
-        rounds: how many times each example is used, each time with other company.
-        shortest, longest: passages of fewer words than `shortest` are padded with other short ones, to a length
+        rounds: how many times to use each example, each time with other distractors.
+        shortest, longest: passages of fewer words than `shortest` are padded with other short passages, to a length
             drawn from this range.
-        passages: how many a prompt holds, drawn from these; what is missing are passages of other examples.
-        near: share of those that come from the same part of the same file, where subjects are alike.
-        unanswerable: share of examples whose passage is taken away; their answer is `NO_ANSWER`.
+        passages: the numbers of passages to draw from for a prompt; passages of other examples (distractors) are added.
+        near: share of distractors from the example's file; the file of the others is drawn at random. All that come
+            from the example's file are within 30 passages of its own, where subjects are similar.
+        unanswerable: share of examples whose own passages are removed; their answer is `NO_ANSWER`.
     """
 
     rounds: int = Field(default=1, gt=0)
@@ -44,19 +45,19 @@ class MixData(Strict):
     @model_validator(mode="after")
     def _possible(self) -> MixData:
         if min(self.passages) < 1:
-            raise ValueError(f"passages holds {min(self.passages)}: a prompt has at least one")
+            raise ValueError(f"passages contains {min(self.passages)}: give numbers of at least 1")
         if self.shortest > self.longest:
-            raise ValueError(f"shortest {self.shortest} is more than longest {self.longest}")
+            raise ValueError(f"shortest {self.shortest} must not exceed longest {self.longest}")
         return self
 
 
 class PartData(Strict):
-    """Some of the examples, in their order: what one stage of a comparison reads, wherever the one before it ended.
+    """Consecutive examples for one stage of a comparison, which may start where the previous stage stopped.
 
     Attributes:
-        start: how many examples come before; past the last one the first follows.
-        examples: how many it has.
-        seed: of the order and of how examples are mixed, in place of the recipe's.
+        start: how many examples to skip; after the last example, the first follows.
+        examples: how many to use.
+        seed: for the order and the mixing of examples, instead of the recipe's.
     """
 
     start: int = Field(ge=0)
@@ -65,13 +66,13 @@ class PartData(Strict):
 
 
 class ProbeConfig(Strict):
-    """Questions answered as training goes, for a curve of score against training tokens; never trained on.
+    """Questions to answer during training, for a curve of score against training tokens; never trained on.
 
     Attributes:
         file: a JSONL file of questions.
-        questions: how many of them, evenly spread.
-        every: steps between two probes; the last step is probed, too.
-        ratios: of soft contexts, in stages that train a compressor.
+        questions: how many to take, evenly spread over the file.
+        every: steps between two probes; there is also a probe after the last step.
+        ratios: ratios of the soft contexts, in stages that train a compressor.
     """
 
     file: Path

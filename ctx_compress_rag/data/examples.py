@@ -13,15 +13,15 @@ from typing import Any
 from ctx_compress_rag.errors import DataError
 
 SUMMARY_REQUEST = "Summarize the documents."
-"""The question where the answer is a summary. All of them have it: one that is held out gives nothing away."""
+"""The question of every example whose answer is a summary. Sharing it with held-out data reveals nothing."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and its accepted answers, the first of which is trained on; none where the passages do not say.
+    """A question and its accepted answers: the first is trained on; none if the passages do not contain the answer.
 
-    `subject` is the name that the question is about, and `evidence` the parts of the passages that answer it, to
-    the letter, where the data says so.
+    If the data gives them, `subject` is the name that the question is about, and `evidence` holds verbatim parts of
+    the passages that answer it.
     """
 
     question: str
@@ -41,19 +41,19 @@ class Example:
 def read_jsonl(path: str | Path, max_turns: int = 1, unanswerable: bool = False) -> list[Example]:
     """Read rows `{"question": str, "answers": [str, ...], "context": str or [str, ...]}`.
 
-    In place of `context`, `passages` may hold objects `{"title": str, "text": str}`: the title becomes a
-    passage's first line. `"evidence": [str, ...]` may hold the parts of the passages that answer the question, to the
-    letter: the annotated positions that stage ram learns from (Read As Human, eq. 8).
+    Instead of `context`, `passages` may hold objects `{"title": str, "text": str}`: the title becomes a
+    passage's first line. `"evidence": [str, ...]` may hold the verbatim parts of the passages that answer the
+    question: the annotated positions that stage ram learns from (Read As Human, eq. 8).
 
     Consecutive rows with the same context become one example of up to `max_turns` questions.
 
     Args:
         path: a .jsonl or .jsonl.gz file.
-        max_turns: most questions per example.
-        unanswerable: allow rows without answers, whose passages do not say.
+        max_turns: maximum number of questions per example.
+        unanswerable: allow rows without answers, whose passages do not answer the question.
 
     Raises:
-        DataError: a row is not of that form; the message names file and line.
+        DataError: the file cannot be read or has no rows, or a row has another form; the message names file and line.
     """
     examples: list[Example] = []
     for passages, turn in _rows(Path(path), unanswerable):
@@ -63,7 +63,7 @@ def read_jsonl(path: str | Path, max_turns: int = 1, unanswerable: bool = False)
         else:
             examples.append(Example(passages, (turn,)))
     if not examples:
-        raise DataError(f"{path} holds no examples: give rows of question, answers and context")
+        raise DataError(f"{path} contains no examples: give rows with question, answers and context")
     return examples
 
 
@@ -75,7 +75,7 @@ def _rows(path: Path, unanswerable: bool) -> Iterator[tuple[tuple[str, ...], Tur
                 if line.strip():
                     yield _row(line, f"{path}:{number}", unanswerable)
     except FileNotFoundError:
-        raise DataError(f"no data file at {path}: give JSONL, gzipped or not") from None
+        raise DataError(f"no data file at {path}: give a JSONL file, gzipped or not") from None
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise DataError(f"cannot read {path} ({error}): give a file of JSONL in UTF-8, gzipped or not") from error
 
@@ -83,7 +83,7 @@ def _rows(path: Path, unanswerable: bool) -> Iterator[tuple[tuple[str, ...], Tur
 def _row(line: str, place: str, unanswerable: bool) -> tuple[tuple[str, ...], Turn]:
     try:
         row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()  # "\\ud83d" alone is JSON, and no character that can be tokenised
+        json.dumps(row, ensure_ascii=False).encode()  # "\\ud83d" alone is valid JSON, but cannot be tokenised
         question, answers = row["question"], row["answers"]
         context = [f"{p['title']}\n{p['text']}" for p in row["passages"]] if "passages" in row else row["context"]
     except (ValueError, KeyError, TypeError) as error:
@@ -104,20 +104,20 @@ def _row(line: str, place: str, unanswerable: bool) -> tuple[tuple[str, ...], Tu
 
 def _evidence(given: Any, passages: Sequence[str], place: str) -> tuple[str, ...]:
     if not isinstance(given, list) or not all(isinstance(part, str) and part.strip() for part in given):
-        raise DataError(f"{place}: evidence must be a list of strings that are not blank, got {str(given)[:80]!r}")
+        raise DataError(f"{place}: evidence must be a list of strings, none of them blank, got {str(given)[:80]!r}")
     for part in given:
         if not any(part in passage for passage in passages):
-            raise DataError(f"{place}: none of the passages holds the evidence {part[:80]!r} to the letter")
+            raise DataError(f"{place}: no passage contains the evidence {part[:80]!r}: copy it exactly from a passage")
     return tuple(given)
 
 
 def without_long(examples: Sequence[Example], most_words: int | None) -> list[Example]:
-    """The examples without a passage of more words; None sets no limit."""
+    """The examples whose passages all have at most `most_words` words; None sets no limit."""
     return [e for e in examples if most_words is None or all(len(p.split()) <= most_words for p in e.passages)]
 
 
 def write_jsonl(path: str | Path, examples: Iterable[Example]) -> int:
-    """Write examples in the form that `read_jsonl` reads, one row per question; returns the rows written."""
+    """Write examples in the form that `read_jsonl` reads, one row per question; return the number of rows."""
     rows = 0
     with open(path, "w", encoding="utf-8") as out:
         for example in examples:
@@ -137,19 +137,19 @@ def _plain(text: str) -> str:
 def check_held_out(training: Sequence[Example], held_out: Sequence[Example], passages: bool = True) -> None:
     """Refuse training data that shares a passage or a question with held-out data.
 
-    Capitals and spaces do not matter. Strict on purpose: a question that is asked of other passages, too, is refused
-    all the same. Rows of passages alone, whose question is blank, share none, nor do requests for a summary. With
-    `passages=False` passages may be shared: both are retrieved from one corpus.
+    Ignores case and whitespace. Strict on purpose: a shared question is refused even if it is asked about other
+    passages. Blank questions (of rows that hold only passages) and requests for a summary may be shared. With
+    `passages=False`, so may passages: both sides are then retrieved from one corpus.
 
     Raises:
-        DataError: naming the first shared passage or question.
+        DataError: a passage or question is shared; the message names the first.
     """
     test_passages = {_plain(p) for e in held_out for p in e.passages if passages}
     test_questions = {_plain(t.question) for e in held_out for t in e.turns} - {"", _plain(SUMMARY_REQUEST)}
     for number, example in enumerate(training):
         for passage in example.passages:
             if _plain(passage) in test_passages:
-                raise DataError(f"training example {number} holds a held-out passage: {passage[:80]!r}")
+                raise DataError(f"training example {number} contains a held-out passage: {passage[:80]!r}; remove it")
         for turn in example.turns:
             if _plain(turn.question) in test_questions:
-                raise DataError(f"training example {number} holds a held-out question: {turn.question!r}")
+                raise DataError(f"training example {number} contains a held-out question: {turn.question!r}; remove it")

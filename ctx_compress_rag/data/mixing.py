@@ -1,4 +1,4 @@
-"""Question-answering examples made into realistic prompts: longer passages, distractors, questions without answer."""
+"""Turn question-answering examples into realistic prompts: longer passages, distractors, unanswerable questions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _DRAWS = 20
 def mix(files: Sequence[Sequence[Example]], config: MixData, seed: int, block: int) -> list[Example]:
     """Mix the examples of several files; the same seed gives the same prompts.
 
-    Examples of a block of like number are of like length, so that little of a batch is padding.
+    The result consists of blocks of examples of similar length, so that a batch needs little padding.
 
     Args:
-        files: the examples of each file, in its order, where neighbours have like subjects.
-        config: what is done to them.
-        seed: of all draws.
-        block: examples that are neighbours in the result and of like length; a batch.
+        files: the examples of each file in the file's order, in which neighbours have similar subjects.
+        config: how to mix them.
+        seed: for all random draws.
+        block: examples per block: the batch size.
     """
     mixer = _Mixer(files, config, random.Random(f"mix:{seed}"))
     mixed = [
@@ -37,16 +37,16 @@ def mix(files: Sequence[Sequence[Example]], config: MixData, seed: int, block: i
 
 
 def accompanied(examples: Sequence[Example], passages: int) -> list[Example]:
-    """Each example's passages in random order among others of the set, half of them near its own; `passages` in all.
+    """Add distractors from nearby in the set to each example, up to `passages` passages, in random order.
 
-    Always the same ones. An example that has as many or more keeps its own, in their order.
+    The draws are the same at every call. An example that has enough passages is left as it is.
     """
     mixer = _Mixer([examples], MixData(passages=[passages]), random.Random("accompanied:0"))
     return [e if len(e.passages) >= passages else mixer.prompt(e, 0) for e in examples]
 
 
 def _by_length(examples: Sequence[Example], block: int, rng: random.Random) -> list[Example]:
-    """Examples in blocks of like length, the blocks in random order, within stretches of 32 blocks."""
+    """Sort examples into blocks of similar length, and shuffle the blocks, within each stretch of 32 blocks."""
     ordered: list[Example] = []
     for start in range(0, len(examples), 32 * block):
         stretch = sorted(examples[start : start + 32 * block], key=lambda e: sum(map(len, e.passages)))
@@ -65,7 +65,7 @@ class _Mixer:
         self.short = [[p for p in passages if self._is_short(p)] for passages in self.passages]
 
     def prompt(self, example: Example, file: int) -> Example:
-        """The example with company, padded, perhaps without what answers it."""
+        """The example with distractors and padding, perhaps without its own passages."""
         own = example.passages
         taken_away = self.rng.random() < self.config.unanswerable
         kept = [] if taken_away else list(own)
@@ -80,7 +80,7 @@ class _Mixer:
         return Example(tuple(self._padded(p, f, own, ()) for p, f in together), example.turns)
 
     def _company(self, own: Sequence[str], file: int, wanted: int, barred: Sequence[str]) -> list[tuple[str, int]]:
-        """Other passages with their files; fewer than wanted where there are too few that do."""
+        """Distractors with their files; fewer than wanted if too few are suitable."""
         company: dict[str, int] = {}
         for _ in range(_DRAWS * wanted):
             if len(company) == wanted:
@@ -100,7 +100,7 @@ class _Mixer:
         return len(passage.split()) < self.config.shortest
 
     def _padded(self, passage: str, file: int, own: Sequence[str], barred: Sequence[str]) -> str:
-        """A short passage somewhere among other short ones of its file, none of them the example's own."""
+        """Put a short passage among other short ones of its file, none of them the example's own."""
         others = self.short[file]
         if not self._is_short(passage) or len(others) < 2:
             return passage

@@ -1,4 +1,4 @@
-"""The papers' data sets, from their published files or the hub, as the JSONL that training and evaluation read."""
+"""Convert the papers' data sets, from their published files or the hub, to JSONL for training and evaluation."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Published:
     """A data set.
 
     Attributes:
-        hub: its name on the hub, and the configuration there; None where the hub has no passages for it.
-        read: rows of a local file.
-        convert: a row's examples; none where it has no answer.
-        download: fetches a split's file in its published form, where the hub has it so alone.
-        splits: the file's own names for its splits, by the hub's, where one file holds all of them.
+        hub: its name and configuration on the hub; None if the hub has no passages for it.
+        read: reads the rows of a local file.
+        convert: makes examples from a row.
+        download: fetches a split's published file, if the hub has the set only in that form.
+        splits: maps the hub's split names to the file's, if one file holds all splits.
     """
 
     hub: tuple[str, str | None] | None
@@ -51,22 +51,22 @@ def convert(
 ) -> int:
     """Write a published data set as rows of question, answers, context and evidence.
 
-    Evidence are sentences, paragraphs and passages that a set marks. Sets that only give answers have none: stage ram
-    finds those, word by word, itself.
+    Evidence is the sentences, paragraphs or passages that a set marks. Sets that only give answers have none: stage ram
+    then searches the passages for the answers, word by word.
 
     Args:
         name: one of `SETS`.
         source: its published file; None fetches it from the hub.
         output: the JSONL file to write.
-        split: of the hub's set, and of a file that holds all of them (NarrativeQA).
-        limit: most questions.
+        split: the split to take from the hub, or from a file that holds all splits (NarrativeQA).
+        limit: maximum number of questions.
 
-    Returns: the questions written.
+    Returns: the number of questions written.
 
     Raises:
-        DataError: no such set, no such file or split, a file of another form or a damaged one, no passages, or the hub
-            does not give the set.
-        MissingExtraError: the hub is asked and `datasets` is not installed.
+        DataError: the set, file or split does not exist, the file is damaged or has another form, there are no
+            passages, or the hub cannot provide the set.
+        MissingExtraError: the hub is needed and `datasets` is not installed.
     """
     if name not in SETS:
         raise DataError(f"no data set {name!r}: choose from {', '.join(SETS)}")
@@ -95,16 +95,16 @@ def convert(
     except (EOFError, zlib.error) as error:
         raise DataError(f"cannot read {source or name} ({error}): download it again") from None
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, csv.Error, gzip.BadGzipFile) as error:
-        raise DataError(f"{source or name} is not in the form of {name} ({error!r})") from None
+        raise DataError(f"{source or name} is not in the form of {name} ({error!r}): give the published file") from None
     finally:
         unfinished.unlink(missing_ok=True)
 
 
 def _checked(one: Callable[[Row], Iterable[Example]], rows: Iterable[Row], left_out: Counter[str]) -> Iterator[Example]:
-    """Examples with passages and answers; evidence that stands in a passage to the letter.
+    """Yield the examples that have passages and answers, with the evidence that a passage contains verbatim.
 
-    Questions without passages are counted in `left_out`. Retrieved passages ("ctxs") take the place of a set's own.
-    MuSiQue marks rows that its paragraphs do not answer.
+    Counts questions without passages in `left_out`. Retrieved passages ("ctxs") replace a set's own. Skips rows that
+    MuSiQue marks as not answered by their paragraphs.
     """
     for row in rows:
         if not row.get("answerable", True):
@@ -130,7 +130,7 @@ _NO_EVIDENCE = (
     "the rows have questions and no passages: unpack the pages of triviaqa in evidence/ beside qa/, as published"
 )
 _PARQUET = "refs/convert/parquet"
-"""The hub's own conversion to Parquet, of sets that have a loading script, which datasets 4 does not run."""
+"""The hub's Parquet conversion of sets that have a loading script, which datasets 4 does not run."""
 
 
 def _from_hub(name: str, published: Published, split: str) -> Iterable[Row]:
@@ -145,18 +145,18 @@ def _from_hub(name: str, published: Published, split: str) -> Iterable[Row]:
         try:
             rows: Iterable[Row] = load_dataset(hub, config, split=split, streaming=True)
         except RuntimeError:
-            # Of the conversion a configuration is a folder.
+            # In the Parquet conversion a configuration is a folder.
             rows = load_dataset(hub, data_dir=config, revision=_PARQUET, split=split, streaming=True)
     except (RuntimeError, ValueError, OSError) as error:
         raise DataError(
-            f"the hub does not give the split {split!r} of {hub} ({error}): download its published file and give it, "
+            f"cannot get the split {split!r} of {hub} from the hub ({error}): download its published file and run "
             f"ctx-compress data {name} FILE"
         ) from None
     return rows
 
 
 def _news_download(split: str) -> Path:
-    """MultiNews lies on the hub as its published files, behind a loading script."""
+    """Fetch MultiNews, which the hub has as its published files, behind a loading script."""
     from huggingface_hub import hf_hub_download
 
     stem = {"validation": "val"}.get(split, split)
@@ -167,7 +167,7 @@ def _news_download(split: str) -> Path:
     return Path(source)
 
 
-# How files are read
+# Readers of files
 
 
 def _open(path: Path) -> Any:
@@ -175,7 +175,7 @@ def _open(path: Path) -> Any:
 
 
 def _lines(path: Path) -> Iterator[Row]:
-    """JSON lines, MRQA's header left out; or one JSON list."""
+    """Rows of JSON lines, without MRQA's header, or of one JSON list."""
     with _open(path) as file:
         first = file.read(1)
         file.seek(0)
@@ -203,7 +203,7 @@ def _squad_file(path: Path) -> Iterator[Row]:
 
 
 def _trivia_file(path: Path) -> Iterator[Row]:
-    """Questions of `qa/`, with the pages that lie in `evidence/` beside it."""
+    """Questions of a file in `qa/`, with their pages from `evidence/` beside it."""
     evidence = path.parent.parent / "evidence"
     with _open(path) as file:
         for row in json.load(file)["Data"]:
@@ -235,18 +235,18 @@ def _narrative_file(path: Path) -> Iterator[Row]:
 def _news_file(path: Path) -> Iterator[Row]:
     """A file of documents, such as test.src, with the summaries of test.tgt beside it, line by line.
 
-    Of the corrected documents, test.src.cleaned, the summaries are those of before: test.tgt.
+    If the corrected documents, test.src.cleaned, have no test.tgt.cleaned, their summaries are in test.tgt.
     """
     beside = path.with_name(path.name.replace(".src", ".tgt"))
     if beside == path:
-        raise DataError(f"{path} is no file of documents: give the .src file, beside which the summaries are, .tgt")
+        raise DataError(f"{path} holds no documents: give the .src file, with the .tgt file of summaries beside it")
     before = beside.with_name(beside.name.replace(".tgt.cleaned", ".tgt"))
     with _open(path) as documents, _open(beside if beside.exists() else before) as summaries:
         for document, summary in zip(documents, summaries, strict=True):
             yield {"document": document.replace("NEWLINE_CHAR", "\n"), "summary": summary}
 
 
-# How rows become examples
+# Conversion of rows to examples
 
 
 def _example(question: str, answers: Iterable[str], passages: Iterable[str], evidence: Iterable[str] = ()) -> Example:
@@ -260,11 +260,11 @@ def _squad(row: Row) -> Iterator[Example]:
 
 
 def _hotpot(row: Row, gold: bool = False) -> Iterator[Example]:
-    """HotpotQA and 2WikiMultihopQA; evidence are the supporting sentences. `gold`: the supporting paragraphs alone."""
+    """HotpotQA and 2WikiMultihopQA; evidence is the supporting sentences. `gold` keeps only supporting paragraphs."""
     pages = _pairs(row["context"], "title", "sentences")
     sentences = {title: list(own) for title, own in pages}
     facts = _pairs(row["supporting_facts"], "title", "sent_id")
-    # A few of the published facts name a sentence that is not there.
+    # A few of the published facts name a sentence that does not exist.
     evidence = [sentences[t][n].strip() for t, n in facts if t in sentences and n < len(sentences[t])]
     supporting = {title for title, _ in facts}
     passages = [f"{title}\n{_joined(own)}" for title, own in pages if not gold or title in supporting]
@@ -272,7 +272,7 @@ def _hotpot(row: Row, gold: bool = False) -> Iterator[Example]:
 
 
 def _joined(sentences: Iterable[str]) -> str:
-    """Sentences as one text; HotpotQA's begin with the space before them, 2WikiMultihopQA's do not."""
+    """Join sentences; HotpotQA's start with a space, 2WikiMultihopQA's do not."""
     text = ""
     for sentence in sentences:
         text += sentence if not text or text[-1].isspace() or sentence[:1].isspace() else f" {sentence}"
@@ -280,7 +280,7 @@ def _joined(sentences: Iterable[str]) -> str:
 
 
 def _pairs(given: Any, first: str, second: str) -> list[tuple[Any, Any]]:
-    """Pairs as a file has them, [[a, b], ...], or as the hub does, {"a": [...], "b": [...]}; some as JSON text."""
+    """Pairs in the form of a file, [[a, b], ...], or the hub, {"a": [...], "b": [...]}; some are JSON text."""
     given = json.loads(given) if isinstance(given, str) else given
     if isinstance(given, Mapping):
         return list(zip(given[first], given[second], strict=True))
@@ -288,7 +288,7 @@ def _pairs(given: Any, first: str, second: str) -> list[tuple[Any, Any]]:
 
 
 def _musique(row: Row) -> Iterator[Example]:
-    """Evidence are the supporting paragraphs."""
+    """MuSiQue; evidence is the supporting paragraphs."""
     texts = [(p["title"], p["paragraph_text"], p.get("is_supporting")) for p in row["paragraphs"]]
     yield _example(
         row["question"],
@@ -299,7 +299,7 @@ def _musique(row: Row) -> Iterator[Example]:
 
 
 def _open_domain(row: Row, passages: int = 20) -> Iterator[Example]:
-    """Questions with retrieved passages ("ctxs", or DPR's "positive_ctxs"); evidence are those marked `isgold`."""
+    """Questions with retrieved passages ("ctxs", or DPR's "positive_ctxs"); evidence is those marked `isgold`."""
     answers = row.get("answers", row.get("answer", row.get("possible_answers")))
     if isinstance(answers, str):  # PopQA's are JSON text
         answers = json.loads(answers) if answers.startswith("[") else [answers, *row.get("answer_aliases", [])]
@@ -316,7 +316,7 @@ def _open_domain(row: Row, passages: int = 20) -> Iterator[Example]:
 
 
 def _narrative(row: Row) -> Iterator[Example]:
-    """Questions on a story's summary. The papers read whole stories, of 16,000 tokens in the mean."""
+    """Questions about a story's summary. The papers read whole stories, 16,000 tokens on average."""
     answers = [answer["text"] for answer in row["answers"]]
     yield _example(row["question"]["text"], answers, [row["document"]["summary"]["text"]])
 
@@ -332,7 +332,7 @@ def _news(row: Row) -> Iterator[Example]:
 
 
 _BETWEEN_NEWS = re.compile(r"\|\|\|\|\||story_separator_special_tag")
-"""What is between documents, and what is in the preprocessed files."""
+"""The separator between documents, as published and in the preprocessed files."""
 
 SETS: dict[str, Published] = {
     "squad": Published(("rajpurkar/squad", None), _squad_file, _squad),
@@ -351,4 +351,4 @@ SETS: dict[str, Published] = {
     "mrqa": Published(("mrqa-workshop/mrqa", None), _lines, _mrqa),
     "multinews": Published(("alexfabbri/multi_news", None), _news_file, _news, download=_news_download),
 }
-"""By name; `triviaqa` reads a file of `qa/`, `narrativeqa` `qaps.csv`, `multinews` a `.src` or `.src.cleaned` file."""
+"""By name; `triviaqa` reads a file in `qa/`, `narrativeqa` `qaps.csv`, `multinews` a `.src` or `.src.cleaned` file."""

@@ -68,7 +68,7 @@ class World:
 
     Args:
         split: which names may appear.
-        seed: of everything drawn.
+        seed: for all random draws.
         named: share of sentences that name the passage's entity; the rest say "this town" and the like.
         kinds: of the entities, in order.
     """
@@ -90,7 +90,7 @@ class World:
             self._write(entity)
 
     def _link(self, kind: Kind) -> str:
-        """A name of `kind`: mostly one of this world's own, else one that has no passage."""
+        """A name of `kind`: mostly an entity of this world, otherwise a name without a passage."""
         own = [e.name for e in self.entities if e.kind == kind]
         return self._rng.choice(own) if self._rng.random() < 0.75 and own else _name(self._rng, kind, self.split)
 
@@ -125,8 +125,8 @@ class World:
 
         Those that need two passages have no `subject`.
 
-        An attribute is asked of one entity of a kind alone: were it asked of all, a decoder could learn to
-        answer with the value that was not an answer yet, and never to match names.
+        Each attribute is asked about only one entity of a kind. Otherwise a decoder could learn to answer with the
+        value that has not been an answer yet, without ever matching names.
         """
         rng = self._rng
         by_name = {e.name: e for e in entities}
@@ -173,15 +173,15 @@ def world_examples(
     named: float | None = None,
     alike: float = 0.0,
 ) -> list[Example]:
-    """`count` examples; consecutive ones share a world, so their passages need encoding once.
+    """Make `count` examples; consecutive ones share a world, so their passages need encoding only once.
 
     Args:
         split: which names may appear.
-        seed: first world's seed.
+        seed: the first world's seed.
         count: number of examples.
-        max_turns: most questions per example.
-        passages: numbers of passages per prompt, one of which is drawn for sixteen examples in a row:
-            batches of like prompts need little padding.
+        max_turns: maximum number of questions per example.
+        passages: numbers of passages per prompt, of which one is drawn for each sixteen consecutive examples:
+            batches of similar prompts need little padding.
         named: share of sentences that name the passage's entity; None is 0.95.
         alike: share of worlds whose passages are all about one kind of thing, as retrieved ones often are: then
             only names tell them apart.
@@ -204,10 +204,10 @@ def world_examples(
 
 
 def tokenizer_texts(count: int = 3000) -> Iterator[str]:
-    """Texts to train a tokenizer on, in which compound names stand in their two parts.
+    """Texts to train a tokenizer on, in which compound names are split into their two parts.
 
-    Left whole, names of the training split would become single tokens and unseen names would not:
-    the test split would then be another language than the training split.
+    Otherwise names of the training split would become single tokens, and unseen names would not:
+    the test split would look like another language.
     """
     for heads, tails in wording.COMPOUNDS:
         for _ in range(300):
@@ -218,7 +218,7 @@ def tokenizer_texts(count: int = 3000) -> Iterator[str]:
     roots = {head + tail for heads, tails in wording.COMPOUNDS for head in heads for tail in tails}
     for example in world_examples("train", 0, count):
         for text in (*example.passages, *(f"{t.question} {t.answers[0]}" for t in example.turns)):
-            # Words are given one by one with their leading space, so that a compound can be left out.
+            # Yield each word by itself, with its leading space, so that compounds can be left out.
             first, *rest = text.split(" ")
             yield "\n\n" + first
             for word in rest:

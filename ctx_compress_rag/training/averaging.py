@@ -1,4 +1,4 @@
-"""The average of the weights along a training, in place of the last ones (Polyak and Juditsky 1992)."""
+"""The average of the weights over the training steps, instead of the last weights (Polyak and Juditsky 1992)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ctx_compress_rag.training.trained import load_trained_state, trained
 
 
 class WeightAverage:
-    """An exponential moving average of what is trained, in float32.
+    """An exponential moving average of the trained parameters, in float32.
 
-    It is the plain mean of all steps' weights until they are 1 / (1 - decay): the first ones do not linger.
+    For the first 1 / (1 - decay) steps it is the plain mean of all steps' weights, so that the first do not linger.
 
     Args:
-        model: whose parameters that require gradients are averaged.
+        model: its parameters that require gradients are averaged.
         decay: the share of the average that a step keeps.
     """
 
@@ -27,18 +27,18 @@ class WeightAverage:
         self._averages = {name: p.detach().float().clone() for name, p in trained(model).items()}
 
     def add(self, step: int) -> None:
-        """Take in the weights after a step, which are counted from 1."""
+        """Add the weights after a step; steps count from 1."""
         kept = min(self._decay, (step - 1) / step)
         weights = [p.detach().float() for p in trained(self._model).values()]
         torch._foreach_lerp_(list(self._averages.values()), weights, 1 - kept)
 
     def put_in(self) -> None:
-        """Give the model the averages."""
+        """Copy the averages into the model."""
         load_trained_state(self._model, self._averages)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model with the averages, within the context."""
+        """Within the context, the model has the averages."""
         own = {name: p.detach().clone() for name, p in trained(self._model).items()}
         self.put_in()
         try:
@@ -51,6 +51,6 @@ class WeightAverage:
         return {name: value.cpu().contiguous() for name, value in self._averages.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `state` gave."""
+        """Restore what `state` returned."""
         for name, value in self._averages.items():
             value.copy_(state[name])

@@ -1,7 +1,7 @@
-"""Gradient checkpointing: a decoder layer keeps its input alone, and is run again when the backward pass comes to it.
+"""Gradient checkpointing: a decoder layer keeps only its input, and runs again when the backward pass reaches it.
 
-By then another adapter is active and hooks are gone: one decoder serves compressor and reader, each under its own LoRA,
-and ArcAligner hooks its updates to the layers for one prompt. So a layer is run again as it was.
+By then another adapter is active and hooks are gone: one decoder serves compressor and reader, each with its own LoRA,
+and ArcAligner hooks its updates to the layers for one prompt. So a layer's earlier state is restored to run it again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ctx_compress_rag.bundle import Bundle
 
-# What decides what a module does, beside its weights: hooks, the active adapters of peft, dropout.
+# Besides its weights, these determine what a module computes: hooks, peft's active adapters, dropout.
 _STATE = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -34,20 +34,20 @@ _STATE = (
 
 
 def layers_of(bundle: Bundle) -> list[nn.Module]:
-    """Every layer of a bundle's decoder and of copies of it."""
+    """Every layer of a bundle's decoder and of its copies."""
     mask = torch.zeros(1, 1, dtype=torch.bool)
     with bundle.reader.decoder(mask) as reader:
         return layers_in([bundle.backbone.model, bundle.compressor, bundle.reader, reader])
 
 
 def layers_in(models: Iterable[nn.Module]) -> list[nn.Module]:
-    """The layers of transformers models, each once, wherever in these modules they are."""
+    """The layers of transformers models anywhere in these modules, each once."""
     modules = dict.fromkeys(module for model in models for module in model.modules())
     return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
 
 
 def checkpoint_layers(layers: Sequence[nn.Module], model: nn.Module) -> None:
-    """Checkpoint a decoder's layers from now on; what of `model` hooks updates to them is restored with them."""
+    """Checkpoint a decoder's layers from now on; `model`'s modules that hook updates to them are restored, too."""
     hooking = [module for module in model.modules() if "_slots" in vars(module)]
     for layer in layers:
         layer.forward = partial(_forward, [*layer.modules(), *hooking], layer.forward)
@@ -56,8 +56,8 @@ def checkpoint_layers(layers: Sequence[nn.Module], model: nn.Module) -> None:
 def _forward(modules: list[nn.Module], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     cache = kwargs.get("past_key_values")
     if not torch.is_grad_enabled() or not (cache is None or isinstance(cache, Cache)):
-        return plain(*args, **kwargs)  # ArcAligner's passes at a few slots keep little, and are no layer's whole pass
-    # A cache would be added to twice.
+        return plain(*args, **kwargs)  # ArcAligner's passes over a few slots keep little, and do not run whole layers
+    # The two runs would both append to a cache.
     kwargs = kwargs | {name: None for name in ("past_key_values", "use_cache") if name in kwargs}
     now = _state(modules)
     again: Any = checkpoint(
@@ -67,7 +67,7 @@ def _forward(modules: list[nn.Module], plain: Callable[..., Any], *args: Any, **
 
 
 def _state(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Each module's state; hooks and lists of adapters change in place, so these are copied."""
+    """Each module's state; hooks and lists of adapters are copied, since they change in place."""
     found = []
     for module in modules:
         values = {name: vars(module)[name] for name in _STATE if name in vars(module)}

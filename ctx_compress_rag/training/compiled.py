@@ -1,4 +1,4 @@
-"""A frozen decoder made fast to train adapters on: layers compiled, LoRA merged, weights in bfloat16."""
+"""Faster training of adapters on a frozen decoder: compiled layers, merged LoRA, weights in bfloat16."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 def make_fast(model: Any, optim: OptimConfig, dynamic: bool = False, saved: bool = False) -> None:
-    """Train a decoder's adapters as fast as the recipe allows, once it is known which of its weights are trained.
+    """Make a decoder's adapters train as fast as the recipe allows; call it once the trained weights are chosen.
 
     Args:
         model: the decoder.
-        optim: the recipe's.
+        optim: the recipe's optimisation.
         dynamic: whether batches differ in shape.
-        saved: whether frozen weights are saved, as they are in memory: then they are not rounded.
+        saved: whether the frozen weights in memory will be saved; if so, they are not rounded.
     """
     if optim.bf16 and not saved and bfloat16_pays():
         round_frozen(model)
@@ -30,14 +30,14 @@ def make_fast(model: Any, optim: OptimConfig, dynamic: bool = False, saved: bool
 
 
 def compile_layers(model: Any, dynamic: bool = False) -> None:
-    """Compile each decoder layer, for every shape it meets or once for all; all layers are the same code.
+    """Compile each decoder layer, for every shape it meets or, if `dynamic`, for all shapes; all layers share the code.
 
-    On a CPU attention is written out, so that it is fused with what is around it: for rows of a few hundred tokens
+    On a CPU attention is eager, so that it is fused with the operations around it: for rows of a few hundred tokens
     the backward pass of transformers' fused attention is slower there.
     """
-    # A machine without a compiler trains all the same, more slowly.
+    # A machine without a compiler still trains, but more slowly.
     torch._dynamo.config.suppress_errors = True
-    # The same code is compiled for each adapter, with gradients and without, and for what masks there are.
+    # The same code is compiled for each adapter, with and without gradients, and for each kind of mask.
     torch._dynamo.config.recompile_limit = 64
     merge_lora(model)
     if model.device.type == "cpu":
@@ -47,14 +47,14 @@ def compile_layers(model: Any, dynamic: bool = False) -> None:
 
 
 def round_frozen(model: Any) -> None:
-    """Bring weights that are not trained to bfloat16, once, in place of a cast at every use."""
+    """Convert weights that are not trained to bfloat16 once, instead of casting them at every use."""
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.bfloat16()
 
 
 def bfloat16_pays() -> bool:
-    """Whether the device that trains multiplies bfloat16 itself; a CPU that does not is up to ten times slower at it.
+    """Whether the training device has bfloat16 instructions; a CPU without them is up to ten times slower in bfloat16.
 
     Measured on an AVX2 machine: a product of 1920 x 576 x 1536 takes 357 ms in bfloat16, 38 to 75 ms in float32.
     """

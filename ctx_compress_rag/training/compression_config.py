@@ -18,10 +18,10 @@ from ctx_compress_rag.training.config import PackingConfig, Recipe, check_packed
 
 
 class RatioStep(Strict):
-    """From `step` on, train these ratios: all of them, or `sample` drawn anew for each step, or for each example.
+    """From `step` on, train all of these ratios, or draw `sample` of them for each step or for each example.
 
-    One for each example is the ablation of "Simple Context Compression" (table 3). RAM draws for each question anyway,
-    and its recipes say `reductions`.
+    One for each example is the ablation of "Simple Context Compression" (table 3). RAM always draws for each question;
+    its recipes call the ratios `reductions`.
     """
 
     step: int = Field(ge=0)
@@ -31,25 +31,25 @@ class RatioStep(Strict):
 
 
 class CompressionRecipe(Recipe):
-    """Train a compressor and its reader: what every such stage has.
+    """Train a compressor and its reader: the settings that all such stages share.
 
     Starts from untrained weights for `decoder`, or from the `bundle` that an earlier stage made. A
-    `method` given beside a bundle replaces that bundle's settings, whose weights it must fit.
+    `method` given with a bundle replaces the bundle's settings, and must fit its weights.
 
-    `fit_passages` fits an untrained reader first, by least squares on so many of the data's passages: a slot
-    for one token is to be read as that token's embedding. It is ours, for readers with a map of two layers before
-    a frozen decoder, which reads nothing that does not look like its embeddings.
+    `fit_passages` first fits an untrained reader by least squares on that many of the data's passages, so that it
+    maps a slot of one token to that token's embedding. It is ours, not a paper's, for readers with a map of two layers
+    before a frozen decoder, which can only read vectors that look like its embeddings.
 
-    `copy_decoder: false` makes the bundle name a decoder's folder, where `decoder` is one, in place of holding a copy.
-    `reader_from_teacher` starts the reader's LoRA as the teacher's, which reads text already: ours, too.
+    `copy_decoder: false` makes the bundle name the folder given as `decoder`, instead of holding a copy of it.
+    `reader_from_teacher` initialises the reader's LoRA with the teacher's, which can already read text: also ours.
     `int8` saves the bundle's matrices in 8 bits; `sources`, `decoder_licence` and `limits` go into its model card.
 
-    Every step trains all of its ratios. A curriculum is ours: decoders as small as the demo's do not
-    learn to read slots when they start at coarse ratios.
+    Without a `curriculum` every step trains all `ratios`. A curriculum is ours: decoders as small as the demo's do not
+    learn to read slots if they start at coarse ratios.
     """
 
     recites: ClassVar[bool] = False
-    """Whether it takes passages alone, each once, and leaves the questions out."""
+    """Whether the stage trains on passages only, each once, and ignores the questions."""
 
     name: str
     reads: str = "general text"
@@ -75,22 +75,22 @@ class CompressionRecipe(Recipe):
         if (self.bundle is None) == (self.decoder is None):
             raise ValueError("give either decoder (a folder, hub id or GGUF file) or bundle (made by an earlier stage)")
         if self.decoder and self.method is None:
-            raise ValueError("a new bundle needs a method")
+            raise ValueError("a new bundle needs a method: give one")
         if self.bundle and self.fit_passages:
-            raise ValueError("fit_passages is for an untrained reader, and a bundle's is trained: leave it out")
+            raise ValueError("fit_passages is for an untrained reader, but a bundle's is trained: leave it out")
         if self.reader_from_teacher and self.teacher is None:
-            raise ValueError("reader_from_teacher needs a teacher, for an untrained reader to start from")
+            raise ValueError("reader_from_teacher needs a teacher that the reader can start from: give teacher")
         if self.bundle and (self.revision or self.teacher):
-            raise ValueError("revision and teacher are the bundle's own: leave them out")
-        if self.method is not None:  # else a bundle's own, which is not there before an earlier stage has run
+            raise ValueError("a bundle has its own revision and teacher: leave them out")
+        if self.method is not None:  # otherwise it is the bundle's, which may not exist until an earlier stage has run
             self.method.check_ratios(self.base_ratio, self.ratios)
-        # Training pools a passage's windows apart; a store merges slots across them.
+        # Training pools each of a passage's windows separately; a store merges slots across windows.
         for ratio in self._slot_ratios():
             check_window(ratio, self.window)
         if self.optim.shard and any(part.each == "example" for part in self.curriculum):
             raise ValueError(
-                "shard gathers weights for a pass that all processes make, and with `each: example` one of them may "
-                "draw no example for a ratio: leave one of the two out"
+                "shard needs all processes to make the same passes, but with `each: example` one of them may have no "
+                "example for a ratio: leave out shard or `each: example`"
             )
         return self
 
@@ -99,7 +99,7 @@ class CompressionRecipe(Recipe):
         return [self.base_ratio, *self.ratios, *(ratio for part in self.curriculum for ratio in part.ratios)]
 
     def curriculum_at(self, step: int) -> RatioStep:
-        """The part of the curriculum that an optimiser step is in."""
+        """The part of the curriculum that applies at an optimiser step."""
         begun = [part for part in sorted(self.curriculum, key=lambda part: part.step) if part.step <= step]
         return begun[-1] if begun else RatioStep(step=0, ratios=self.ratios)
 
@@ -119,14 +119,14 @@ class RepeatStep(Strict):
 
 
 class RepeatAndAnswerRecipe(CompressionRecipe):
-    """Answers and repeated passages read from slots, in packed rows; see `training.objectives.packed`.
+    """Train on answers and repeated passages, read from slots, in packed rows; see `training.objectives.packed`.
 
-    `data.files` hold the questions; their passages and those of `data.texts` are repeated. Each sequence draws a
-    ratio of the step's, in which one that stands twice is drawn twice as often.
+    `data.files` hold the questions; their passages and those of `data.texts` are repeated. Each sequence draws one
+    of the step's ratios; a ratio that is listed twice is drawn twice as often.
 
     Attributes:
         packing: the rows.
-        repeat: how many of a batch's sequences repeat a passage, as training proceeds.
+        repeat: the share of a batch's sequences that repeat a passage, for each part of the training.
     """
 
     repeats_texts = True
@@ -150,11 +150,11 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
 
 
 class TaughtRecipe(CompressionRecipe):
-    """What stages have that learn from the decoder's reading of the full text.
+    """Settings of stages that learn from a teacher: the decoder that reads the full text.
 
-    `teacher_top` has it read each example once: of its distribution at each token of an answer so many likeliest tokens
-    are kept in a folder of `output`, and the probability of all others together, which the student is to match in
-    place of the whole; None is the paper's, the whole distribution computed at every step.
+    With `teacher_top` the teacher reads each example once. For each answer token, that many of its most likely tokens
+    are kept in a folder of `output`, with the total probability of all others; the student learns to match these.
+    None is the paper's way: the student matches the whole distribution, computed at every step.
     """
 
     teacher_top: int | None = Field(default=None, gt=0)
@@ -163,8 +163,8 @@ class TaughtRecipe(CompressionRecipe):
     def _same_passes(self) -> TaughtRecipe:
         if self.teacher_top and self.optim.shard:
             raise ValueError(
-                "shard gathers weights for a pass that all processes make, and with teacher_top one of them may need "
-                "none of the teacher: leave one of the two out"
+                "shard needs all processes to make the same passes, but with teacher_top one of them may not need the "
+                "teacher: leave out shard or teacher_top"
             )
         return self
 
@@ -180,7 +180,7 @@ class DistillationRecipe(TaughtRecipe):
 class NextTokenRecipe(CompressionRecipe):
     """The likelihood of the text that follows a compressed beginning (ComprExIT, section 3.3).
 
-    `data.max_context_tokens` are compressed and `data.max_answer_tokens` predicted; questions are not used.
+    Compresses `data.max_context_tokens` and predicts `data.max_answer_tokens`; questions are ignored.
     """
 
     asks = False
@@ -190,11 +190,11 @@ class NextTokenRecipe(CompressionRecipe):
 class ReconstructionRecipe(CompressionRecipe):
     """The likelihood of passages reconstructed from their slots (ArcAligner, stage I, eq. 10).
 
-    Each distinct passage of the data is a row of its own; questions are left out. A passage is cut to
-    `data.max_context_tokens`, which bounds the answer, too.
+    Each distinct passage of the data is a row of its own; questions are ignored. Passages, and so the answers, are
+    truncated to `data.max_context_tokens`.
 
     Attributes:
-        paraphrases: prompts with a {context} for the slots, one drawn for each passage (table 7).
+        paraphrases: prompts with {context} in place of the slots; one is drawn for each passage (table 7).
     """
 
     asks = False
@@ -206,7 +206,7 @@ class ReconstructionRecipe(CompressionRecipe):
     def _slots_have_a_place(self) -> ReconstructionRecipe:
         for template in self.paraphrases:
             if template.count("{context}") != 1:
-                raise ValueError(f"a paraphrase needs one {{context}}: {template!r}")
+                raise ValueError(f"a paraphrase needs exactly one {{context}}: {template!r}")
         return self
 
 
@@ -222,20 +222,20 @@ class AnswerRecipe(TaughtRecipe):
     @model_validator(mode="after")
     def _has_a_teacher(self) -> AnswerRecipe:
         if self.teacher_top and not self.self_distillation:
-            raise ValueError("teacher_top needs self_distillation: without it nothing is learnt from a teacher")
+            raise ValueError("teacher_top needs self_distillation: without it no teacher is used")
         return self
 
 
 class RamRecipe(CompressionRecipe):
-    """Answers read from kept and skimmed segments, and which to keep (Read As Human, eq. 7-9).
+    """Learn to answer from kept and skimmed segments, and which segments to keep (Read As Human, eq. 7-9).
 
-    One training for all reductions: each question draws one of the step's.
+    One run trains all reductions: each question draws one of the step's.
 
     Attributes:
         base_ratio: the method's `segment_tokens`.
         ratios: `reductions` in a recipe: the paper's alpha, how many times shorter a prompt's context becomes.
         temperature: tau of eq. 8.
-        contrastive: false is the paper's ablation without contrastive loss.
+        contrastive: false is the paper's ablation without the contrastive loss.
     """
 
     stage: Literal["ram"]
@@ -246,4 +246,4 @@ class RamRecipe(CompressionRecipe):
     contrastive: bool = True
 
     def _slot_ratios(self) -> list[int]:
-        return [self.base_ratio]  # the others are of prompts
+        return [self.base_ratio]  # the others apply to prompts

@@ -1,4 +1,4 @@
-"""What recipes hold. YAML, checked here, unknown keys refused by name."""
+"""The settings in recipes: YAML, validated here; unknown keys are refused by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ctx_compress_rag.text.prompts import TEMPLATES
 
 
 class WorldData(Strict):
-    """Examples of the invented world instead of files; see `data.world.world_examples` for the numbers."""
+    """Examples of the invented world instead of files; see `data.world.world_examples` for the fields."""
 
     split: Literal["train", "dev", "test"] = "train"
     seed: int = 0
@@ -28,15 +28,15 @@ Guard: TypeAlias = Literal["refuse", "leave out"] | None
 
 
 class DataConfig(Strict):
-    """Where examples come from: files (of questions, or plain texts), or the invented world's parts, in order.
+    """Where examples come from: files (of questions or plain text), or parts of the invented world, in order.
 
     Attributes:
-        leave_out_held_out: for bundles that are scored with XQuAD and the other sets of `data.held_out`: train without
-            the examples of `files` that share a question or passage with those, or with `held_out`, and refuse texts
-            that do.
-        refuse_held_out: refuse such examples, too.
-        most_words: leave out the examples of `files` with a passage of more words.
-        part: read only these of the files' examples.
+        leave_out_held_out: for bundles that are scored with XQuAD and the other sets of `data.held_out`: leave out
+            examples of `files` that share a question or passage with those sets or with `held_out`, and refuse such
+            texts.
+        refuse_held_out: refuse such examples instead of leaving them out.
+        most_words: leave out the examples of `files` that have a passage with more words.
+        part: use only this part of the examples.
     """
 
     files: list[Path] = []
@@ -55,7 +55,7 @@ class DataConfig(Strict):
 
     @property
     def guard(self) -> Guard:
-        """What to do with data that English bundles are scored with."""
+        """What to do with examples of the sets that English bundles are scored with."""
         return "refuse" if self.refuse_held_out else "leave out" if self.leave_out_held_out else None
 
     @field_validator("world", mode="before")
@@ -69,7 +69,7 @@ class DataConfig(Strict):
             raise ValueError("give either files or world (texts count as files)")
         for key in ("mix", "most_words", "part"):
             if getattr(self, key) is not None and not self.files:
-                raise ValueError(f"{key} is for files of questions")
+                raise ValueError(f"{key} is for files of questions: give files, or leave it out")
         for template in self.templates:
             if "{question}" not in template or "{context}" not in template:
                 raise ValueError(f"template lacks {{context}} or {{question}}: {template!r}")
@@ -77,22 +77,22 @@ class DataConfig(Strict):
 
 
 class OptimConfig(Strict):
-    """Optimisation; the defaults are Simple Context Compression, table 6.
+    """Optimisation; the defaults are those of Simple Context Compression, table 6.
 
-    After the warmup the learning rate falls from `learning_rate` to `final_learning_rate` by `schedule`.
-    Where `muon_learning_rate` is given, Muon trains the matrices at that rate and AdamW the rest: decoders as
-    small as the demo's learn to answer in a fraction of the steps.
-    `compile` is for batches that all have one shape: the whole model; or its "layers", each the same code, for batches
-    of any shape;
-    `workers` are processes that make batches ahead; `bf16` is left out on a CPU without bfloat16 instructions.
-    `checkpoint_layers` keeps of each decoder layer its input alone, and runs the layer again in the backward pass:
-    memory for time.
-    `average` is the decay of an exponential moving average of the weights, which is what is saved and probed; 0.99 is
-    about the last 100 steps'. A single step's weights are noisier, the more so the smaller the batches and the higher
-    the learning rate.
-    `shard` shares weights out to all processes of a torchrun (`training.sharding`): "frozen" those of decoder layers
-    that are not trained, where a bundle is trained; "all" these and what is trained, with gradients and optimiser
-    states, in every stage. `shard_frozen: true` is its earlier name.
+    After the warm-up the learning rate falls from `learning_rate` to `final_learning_rate` by `schedule`.
+    If `muon_learning_rate` is given, Muon trains the matrices at that rate and AdamW the rest: decoders as
+    small as the demo's then learn to answer in a fraction of the steps.
+    `compile: true` compiles the whole model, for batches that all have one shape; `compile: layers` compiles the
+    decoder layers, which share their code, for batches of any shape.
+    `workers` is the number of processes that prepare batches; `bf16` is ignored on a CPU without bfloat16 instructions.
+    `checkpoint_layers` keeps only the input of each decoder layer, and runs the layer again in the backward pass, which
+    saves memory and costs time.
+    `average` is the decay of an exponential moving average of the weights, which is then saved and probed instead of
+    the last weights; 0.99 averages about the last 100 steps. The weights of a single step are noisier, especially with
+    small batches and high learning rates.
+    `shard` divides weights among all processes of torchrun (`training.sharding`): "frozen" divides the frozen weights
+    of decoder layers, in stages that train a bundle; "all" also divides the trained weights, with their gradients and
+    optimiser states, in every stage. `shard_frozen: true` is the old name of `shard: frozen`.
     """
 
     steps: int = Field(default=48_000, gt=0)
@@ -127,20 +127,20 @@ class OptimConfig(Strict):
     @model_validator(mode="after")
     def _fits_together(self) -> OptimConfig:
         if self.shard and self.compile is True:
-            raise ValueError("shard gathers weights layer by layer: take compile: layers, not compile: true")
+            raise ValueError("shard gathers weights layer by layer: use compile: layers, not compile: true")
         if self.shard == "all" and self.muon_learning_rate is not None:
-            raise ValueError("shard: all is for AdamW, and Muon needs whole matrices: leave muon_learning_rate out")
+            raise ValueError("shard: all is for AdamW, since Muon needs whole matrices: leave muon_learning_rate out")
         if self.shard == "all" and self.average is not None:
             raise ValueError("average needs whole weights, which no process has with shard: all: leave one of them out")
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             raise ValueError(f"batch_size {self.batch_size} is no multiple of micro_batch_size {self.micro_batch_size}")
         if self.schedule == "linear" and self.final_learning_rate >= self.learning_rate:
-            raise ValueError(f"final_learning_rate {self.final_learning_rate} is not below {self.learning_rate}")
+            raise ValueError(f"final_learning_rate {self.final_learning_rate} must be below {self.learning_rate}")
         return self
 
     @property
     def items(self) -> int:
-        """How many items of data all steps take together."""
+        """Total number of data items in all steps."""
         return self.steps * self.batch_size
 
 
@@ -150,10 +150,10 @@ class PackingConfig(Strict):
     A step takes `optim.batch_size` such sets, one at a time.
 
     Attributes:
-        rows: of prompts.
-        passage_rows: of passages to encode; a teacher has none.
-        length: tokens of a row; longer passages and prompts are left out.
-        examples: of the data, that a set takes.
+        rows: number of rows of prompts.
+        passage_rows: number of rows of passages to encode; a teacher has none.
+        length: tokens per row; longer passages and prompts are left out.
+        examples: number of examples that a set takes.
     """
 
     rows: int = Field(default=5, gt=0)
@@ -163,16 +163,16 @@ class PackingConfig(Strict):
 
 
 def check_packed(optim: OptimConfig) -> None:
-    """Refuse micro-batches beside packed rows, which are one each."""
+    """Refuse a micro-batch size other than 1: each set of packed rows is a micro-batch."""
     if optim.micro_batch_size not in (None, 1):
         raise ValueError(
-            f"micro_batch_size {optim.micro_batch_size}: packed rows are a micro-batch as they are; leave it out, and "
-            "choose packing.rows"
+            f"micro_batch_size {optim.micro_batch_size}: each set of packed rows is already a micro-batch; leave it "
+            "out, and set packing.rows"
         )
 
 
 class BaseRecipe(Strict):
-    """What every recipe has: a literal `stage`, by which its class is found, where it writes, and optimisation."""
+    """What every recipe has: a literal `stage`, which selects its class, an output folder, and optimisation."""
 
     stage: str
     output: Path
@@ -181,12 +181,12 @@ class BaseRecipe(Strict):
 
 
 class Recipe(BaseRecipe):
-    """What every stage of training on examples has."""
+    """What every recipe that trains on examples has."""
 
     asks: ClassVar[bool] = True
     """Whether the stage needs questions."""
     repeats_texts: ClassVar[bool] = False
-    """Whether texts without questions may stand beside them."""
+    """Whether the stage takes texts besides its questions."""
 
     data: DataConfig
     probe: ProbeConfig | None = None

@@ -23,9 +23,9 @@ class DecoderRecipe(Recipe):
     """Train a decoder, not a bundle.
 
     Attributes:
-        scratch: the decoder made from scratch; or
-        decoder: a folder, hub id or GGUF file to continue from, at
-        revision: of the hub.
+        scratch: a decoder to make from scratch.
+        decoder: a folder, hub id or GGUF file to continue from, instead of `scratch`.
+        revision: the decoder's revision on the hub.
     """
 
     scratch: ScratchDecoder | None = None
@@ -35,7 +35,7 @@ class DecoderRecipe(Recipe):
     @model_validator(mode="after")
     def _shares_all(self) -> DecoderRecipe:
         if self.optim.shard == "frozen":
-            raise ValueError(f"shard: frozen is for stages that train a bundle: for stage {self.stage} take shard: all")
+            raise ValueError(f"shard: frozen is for stages that train a bundle: for stage {self.stage} use shard: all")
         return self
 
 
@@ -56,10 +56,10 @@ class PointingConfig(Strict):
 class TeacherRecipe(DecoderRecipe):
     """Fine-tune (or train from scratch) the decoder on question answering with full text.
 
-    `decoder` may be the folder of a LoRA teacher that an earlier stage made: its adapter, as it is, is trained on.
+    `decoder` may be the folder of a LoRA teacher that an earlier stage made: its adapter is then trained further.
 
     Attributes:
-        packing: pack prompts into rows; what has no room in its batch is left out. For `tune.mode: lora`.
+        packing: pack prompts into rows; prompts without room in their batch are left out. For `tune.mode: lora`.
     """
 
     stage: Literal["teacher"]
@@ -71,7 +71,7 @@ class TeacherRecipe(DecoderRecipe):
     @model_validator(mode="after")
     def _fits_together(self) -> TeacherRecipe:
         if self.packing and (self.tune.mode != "lora" or self.context_loss_weight):
-            raise ValueError("packing is for tune.mode: lora and answers alone: leave out context_loss_weight")
+            raise ValueError("packing needs tune.mode: lora and trains on answers only: leave out context_loss_weight")
         if self.packing:
             check_packed(self.optim)
         if self.pointing and (self.data.files or self.tune.mode != "full"):

@@ -43,18 +43,18 @@ def load_examples(recipe: Recipe) -> list[Example]:
             random.Random(seed).shuffle(examples)  # files are mixed, as the paper mixes its datasets
     check_held_out(examples, held_out)
     if not examples:
-        raise DataError("the recipe's data holds no examples")
+        raise DataError("the recipe's data holds no examples: give more data, or leave out fewer examples")
     if data.part:
         return [examples[(data.part.start + number) % len(examples)] for number in range(data.part.examples)]
     return examples
 
 
 def _allowed(examples: list[Example], data: DataConfig, held_out: list[Example]) -> list[Example]:
-    """The examples of a file that are not too long, and not held out where such ones are to be left out."""
+    """The examples of a file without those that are too long or, with `leave_out_held_out`, held out."""
     examples = without_long(examples, data.most_words)
     if data.guard != "leave out":
         return examples
     guards = [never_train_on(), *([HeldOut.of(held_out)] if held_out else [])]
     kept = [example for example in examples if not any(guard.shares(example) for guard in guards)]
-    logger.info("%d of %d examples left out: they share with held-out data", len(examples) - len(kept), len(examples))
+    logger.info("%d of %d examples left out: they overlap held-out data", len(examples) - len(kept), len(examples))
     return kept

@@ -45,11 +45,11 @@ _COUNTED_STEPS = 8
 StepHook = Callable[[int], None]
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
 Probe = Callable[[], dict[str, Any]]
-"""Scores of what is being trained, by name."""
+"""Returns scores of the model in training, by name."""
 
 
 class Examples(Protocol):
-    """A sequence, or a dataset that makes each example when it is asked for."""
+    """A sequence, or a dataset that makes each example on request."""
 
     def __len__(self) -> int: ...
 
@@ -58,19 +58,19 @@ class Examples(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, the data that feeds it, and how the result is saved.
+    """What to train, on which data, and how to save the result.
 
     Attributes:
-        model: takes a collated batch and returns `{"loss": ...}`; parameters that require no gradient stay as they are.
-        examples: in the order they are to be seen, over and over.
-        collate: makes a batch of some of them.
-        save: writes the result; it is given the report.
-        about: what else the report is to say.
-        on_step: called with the number of each step before it is made.
-        probe: called every `probe_every` steps and after the last; its scores go to the report, with the tokens.
+        model: takes a collated batch and returns `{"loss": ...}`; parameters that require no gradient do not change.
+        examples: the examples in training order, repeated as needed.
+        collate: makes a batch from some of the examples.
+        save: writes the result; called with the report.
+        about: further entries of the report.
+        on_step: called before each step with the step's number.
+        probe: called every `probe_every` steps and after the last; the report has its scores and the tokens so far.
         probe_every: steps between two probes.
-        layers: the decoder layers that it runs: what `checkpoint_layers` and `shard` of the optimisation are for.
-        micro_batch_size: where `collate` takes no more than so many; None: as the optimisation says.
+        layers: the decoder layers that the model runs, for `checkpoint_layers` and `shard` of the optimisation.
+        micro_batch_size: the most examples that `collate` takes at once; None: as set in the optimisation.
     """
 
     model: nn.Module
@@ -87,9 +87,9 @@ class Job:
 
 @dataclass(eq=False)
 class ExampleDataset(Dataset[Any]):
-    """All items that the steps take: the examples over and over, so that every batch is full.
+    """The items of all steps: the examples, repeated so that every batch is full.
 
-    A batch cut short where the examples end would be filled up by several processes, and not by one.
+    Several processes would fill up a short batch at the end of the examples; a single process would not.
     """
 
     examples: Examples
@@ -104,23 +104,23 @@ class ExampleDataset(Dataset[Any]):
 
 @dataclass
 class _StopAt(TrainerCallback):
-    """Ends training at a time, a checkpoint saved. `deadline` is in seconds of `time.monotonic`."""
+    """Saves a checkpoint and stops training at `deadline`, in seconds of `time.monotonic`."""
 
     deadline: float
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         over = torch.tensor(int(time.monotonic() >= self.deadline), device=args.device)
         if args.world_size > 1:
-            torch.distributed.broadcast(over, 0)  # a process that continued alone would wait for the others for ever
+            torch.distributed.broadcast(over, 0)  # a process that continued alone would wait for the others
         if over:
             control.should_save = control.should_log = control.should_training_stop = True
 
 
 @dataclass
 class _Hooks(TrainerCallback):
-    """Calls a job's `on_step` before each step, after a resume too, and its probe every so many, and after the last.
+    """Calls a job's `on_step` before each step, also after resuming, and its probe when that is due.
 
-    Before the probe it averages the weights.
+    Updates the average of the weights after each step, before the probe.
     """
 
     trainer: _Trainer
@@ -137,7 +137,7 @@ class _Hooks(TrainerCallback):
         if self.job.probe and due:
             model = cast(nn.Module, self.trainer.model)
             model.eval()
-            # Prompts have lengths of their own, and compiled layers would be compiled for each.
+            # Prompts differ in length: compiled layers would be compiled again for each.
             eager = torch.compiler.set_stance("force_eager")
             averaged = self.trainer.average.in_place() if self.trainer.average else nullcontext()
             with torch.no_grad(), eager, at_hand(model), averaged, self.trainer.compute_loss_context_manager():
@@ -145,13 +145,13 @@ class _Hooks(TrainerCallback):
             model.train()
             loss_is_due = control.should_log
             self.trainer.log({"probe": scores})
-            control.should_log = loss_is_due  # which logging has cleared
+            control.should_log = loss_is_due  # logging cleared it
 
 
 class _Trainer(Trainer):
-    """Keeps the examples' order (neighbours share passages), saves only what is trained, counts tokens and time.
+    """Keeps the examples' order (neighbours share passages), saves only trained parameters, counts tokens and time.
 
-    Each log row holds the tokens and seconds of the whole training, resumed or not.
+    Each log row has the tokens and seconds of the whole training, including those before a resume.
     """
 
     optim: OptimConfig
@@ -175,13 +175,13 @@ class _Trainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if isinstance(self.model, WholeBatchMean):
-            # Of all micro-batches and processes; the Trainer undoes the mean that DDP takes over processes.
+            # Summed over all micro-batches and processes; the Trainer undoes DDP's mean over processes.
             first, *rest = (self.model.items(**batch) for batch in batches)
             items = self.accelerator.reduce(sum(rest, start=first).to(device), reduction="sum")
         return batches, items
 
     def progress(self) -> dict[str, Any]:
-        """Tokens of all processes, and seconds."""
+        """Tokens of all processes, and seconds, since training started."""
         return {
             "tokens": self.before.get("tokens", 0) + int(self.meter.tokens) * self.args.world_size,
             "seconds": round(self.before.get("seconds", 0.0) + time.monotonic() - self.began, 2),
@@ -206,7 +206,7 @@ class _Trainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         if not self.args.should_save:
-            return  # the main process writes, and all processes come here
+            return  # all processes call this, only the main one writes
         folder = Path(output_dir or self.args.output_dir)  # type: ignore[arg-type]
         folder.mkdir(parents=True, exist_ok=True)
         if not is_shared_out(self.model):
@@ -233,9 +233,9 @@ class _Trainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
         if (folder / FOLDER).exists():
-            return  # what is trained comes with the optimiser's states
+            return  # trained parameters are loaded with the optimiser's states
         if is_shared_out(self.model):
-            raise ConfigError(f"{folder} is of a training without `shard: all`: resume it without, or remove it")
+            raise ConfigError(f"{folder} was saved without `shard: all`: resume without it, or remove the checkpoint")
         load_trained_state(cast(nn.Module, model or self.model), load_file(folder / _TRAINED_FILE))
         if self.average:
             self.average.load_state(load_file(folder / _AVERAGE_FILE))
@@ -252,12 +252,12 @@ class _Trainer(Trainer):
 
 
 def training_device() -> str:
-    """Where training runs: not on an Apple GPU, which the loop does not use."""
+    """The device to train on; the loop does not use Apple GPUs."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def is_main_process() -> bool:
-    """Whether this process writes what all processes of a torchrun have made."""
+    """Whether this is the process of torchrun that writes the files of all."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -266,14 +266,14 @@ def train(
 ) -> dict[str, Any]:
     """Train a job's model.
 
-    Checkpoints go to `output/checkpoints`; a run that was cut off resumes from the last one with the
-    same data order, learning rate and random state. Writes `loss.json` and `loss.png`. `deadline` is in seconds of
-    `time.monotonic`.
+    Checkpoints go to `output/checkpoints`; an interrupted run resumes from the last one with the same data order,
+    learning rate and random state. Writes `loss.json` and `loss.png`. `deadline` is in seconds of `time.monotonic`.
 
     Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, scores of the probes, and
-        what the job has to say.
+        the job's `about`.
 
     Raises:
+        ConfigError: the batch size cannot be divided among the processes, or the checkpoint does not fit.
         TimeUpError: the deadline came before the last step; a checkpoint is saved.
     """
     model = job.model
@@ -282,7 +282,7 @@ def train(
     micro = min(wanted, optim.batch_size // processes)
     if micro == 0 or optim.batch_size % (micro * processes):
         raise ConfigError(
-            f"batch_size {optim.batch_size} cannot be shared by {processes} processes in micro-batches of {micro}: "
+            f"batch_size {optim.batch_size} cannot be divided among {processes} processes in micro-batches of {micro}: "
             "choose numbers that divide it"
         )
     if optim.checkpoint_layers:
@@ -299,7 +299,7 @@ def train(
         adam_beta2=optim.betas[1],
         weight_decay=optim.weight_decay,
         max_grad_norm=optim.clip_norm,
-        # A copy trained in float32 beside embeddings in bfloat16 (a decoder on a GPU) needs autocast.
+        # A copy trained in float32 with embeddings in bfloat16 (a decoder on a GPU) needs autocast.
         bf16=(optim.bf16 and bfloat16_pays()) or any(p.dtype == torch.bfloat16 for p in model.parameters()),
         torch_compile=optim.compile is True,
         dataloader_num_workers=optim.workers,
@@ -320,7 +320,7 @@ def train(
     # `torchrun` gives each GPU a process of its own.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     if optim.compile:
-        # A machine without a compiler trains all the same, more slowly.
+        # A machine without a compiler still trains, but more slowly.
         torch._dynamo.config.suppress_errors = True
     trainer = _Trainer(
         model=model,
@@ -341,7 +341,7 @@ def train(
     trainer.began = time.monotonic()
     shard = optim.shard if processes > 1 else None
     if shard == "all":
-        # Accelerate's word for autocast without DDP, which parts of weights do not need.
+        # In accelerate this means autocast without DDP, which sharded weights do not need.
         prepare = partial(trainer.accelerator.prepare_model, evaluation_mode=True)
         trainer.accelerator.prepare_model = prepare
     with sharded(model, job.layers, shard, arguments.device.type) if shard else nullcontext():

@@ -1,4 +1,4 @@
-"""LoRA layers trained as one matrix product each, in place of peft's three and a sum."""
+"""LoRA layers trained as one matrix product each, instead of peft's three products and a sum."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 
 class _MergedProduct(torch.autograd.Function):
-    """x (W + s B A)^T for a frozen W, with gradients of x, A and B alone.
+    """x (W + s B A)^T for a frozen W, with gradients only for x, A and B.
 
-    The sum of weights costs a product over the rank once a batch, not once a token. The gradients go through the
-    thin matrices, as peft's do: a gradient of the whole matrix is never made.
+    Summing the weights costs one product over the rank per batch, not per token. The gradients go through the
+    thin matrices, as peft's do: a gradient of the whole matrix is never computed.
     """
 
     @staticmethod
@@ -35,14 +35,14 @@ class _MergedProduct(torch.autograd.Function):
 
 
 def merge_lora(model: nn.Module) -> None:
-    """Make every LoRA layer over a frozen linear layer one product; others, and with dropout, stay as they are.
+    """Compute every LoRA layer over a frozen linear layer as one product, except those with dropout.
 
-    With weights in bfloat16 the sum is rounded as the weights are.
+    With weights in bfloat16 the sum is rounded to bfloat16.
     """
     for module in model.modules():
         base = getattr(module, "base_layer", None)
         if type(module) is Linear and isinstance(base, nn.Linear) and not base.weight.requires_grad:
-            # Another class, not another `forward` of the object's own: layers of one class share their compiled code.
+            # Replace the class, not the object's `forward`: layers of one class share their compiled code.
             module.__class__ = _MergedLinear
 
 
@@ -58,7 +58,7 @@ class _MergedLinear(Linear):
         base: Any = self.base_layer
         a: Any = self.lora_A[name]
         b: Any = self.lora_B[name]
-        # Autocast does not look into a function of one's own.
+        # Autocast does not apply inside a custom autograd function.
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else base.weight.dtype
         with torch.autocast(device, enabled=False):

@@ -17,10 +17,10 @@ class MuonAdamW(Optimizer):
     Embeddings and the output head are AdamW's, as Muon's authors advise.
 
     Args:
-        model: whose parameters that require gradients are trained.
-        muon_learning_rate: of the matrices; updates are scaled to AdamW's size, so rates compare.
-        learning_rate, betas: AdamW's.
-        weight_decay: of both.
+        model: its parameters that require gradients are trained.
+        muon_learning_rate: for the matrices; updates are scaled to the size of AdamW's, so that rates are comparable.
+        learning_rate, betas: for AdamW.
+        weight_decay: for both.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class MuonAdamW(Optimizer):
             self._parts.append(muon)
         if rest:
             self._parts.append(AdamW(rest, lr=learning_rate, betas=betas, weight_decay=weight_decay, fused=True))
-        # The groups are the parts' own, so that a scheduler that sets a rate here sets it there. Schedulers
-        # look into the defaults for the rate that a lowest rate is a share of.
+        # The groups are the parts' own objects, so that a rate that a scheduler sets here is also set there.
+        # Schedulers express the lowest rate as a share of the rate in the defaults.
         super().__init__([group for part in self._parts for group in part.param_groups], {"lr": learning_rate})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step of both."""
+        """Make a step with both."""
         loss = closure() if closure is not None else None
         for part in self._parts:
             part.step()
@@ -60,7 +60,7 @@ class MuonAdamW(Optimizer):
         return {"parts": [part.state_dict() for part in self._parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         for part, state in zip(self._parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self.param_groups = [group for part in self._parts for group in part.param_groups]

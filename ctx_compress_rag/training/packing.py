@@ -1,6 +1,6 @@
-"""Packing: sequences of many lengths side by side in rows of one length, so that little of a batch is padding.
+"""Packing: sequences of different lengths in rows of one length, so that a batch needs little padding.
 
-Rows of one shape are also what compiled layers want: a new shape is compiled anew.
+Rows of one shape also suit compiled layers, which are compiled again for each new shape.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class PackedRows:
 
     Attributes:
         input_ids: token ids; 0 at padding and where slots go: (rows, length).
-        segments: number of the sequence that a position belongs to, `PADDING` where none: (rows, length).
-        positions: places in the sequence, from 0: (rows, length).
+        segments: number of the sequence that a position belongs to, `PADDING` if none: (rows, length).
+        positions: positions in the sequence, from 0: (rows, length).
         targets: True on tokens to be predicted: (rows, length).
-        kinds: which of the loss's kinds a target belongs to: (rows, length).
+        kinds: kind of each target, for the loss: (rows, length).
     """
 
     input_ids: Tensor
@@ -32,7 +32,7 @@ class PackedRows:
     kinds: Tensor
 
     def mask(self, causal: bool, dtype: torch.dtype) -> Tensor:
-        """An additive mask under which a position attends to its own sequence alone, and to padding from padding.
+        """An additive mask: positions attend only to their own sequence, padding only to padding.
 
         Shape: (rows, 1, length, length)
         """
@@ -49,20 +49,20 @@ class PackedRows:
 
     @property
     def token_count(self) -> int:
-        """Positions that are no padding."""
+        """Number of positions that are not padding."""
         return int((self.segments != PADDING).sum())
 
 
 @dataclass(frozen=True)
 class PackedSlots:
-    """A batch of passages, and of prompts with places for their slots.
+    """A batch of passages, and of prompts with positions for their slots.
 
     Attributes:
         passages: each passage once.
-        prompts: the prompts; at the places of slots ids are 0.
-        sources: places of tokens in `passages`, rows laid end to end, slot after slot: (tokens,).
+        prompts: the prompts; ids are 0 at the positions of slots.
+        sources: positions in the concatenated rows of `passages` of the slots' tokens, slot after slot: (tokens,).
         slots: the slot that each of these tokens belongs to: (tokens,).
-        places: places of the slots in `prompts`, rows laid end to end: (slots,).
+        places: positions of the slots in the concatenated rows of `prompts`: (slots,).
     """
 
     passages: PackedRows
@@ -77,7 +77,7 @@ class PackedSlots:
 
     @property
     def token_count(self) -> int:
-        """Tokens and slots, of passages and prompts together."""
+        """Number of tokens and slots in passages and prompts together."""
         return self.passages.token_count + self.prompts.token_count
 
 
@@ -110,15 +110,15 @@ class Packer:
         return True
 
     def add(self, ids: Tensor, targets: Tensor | None = None, kind: int = 0) -> int:
-        """Place a sequence that fits; returns its first position, counted over the rows laid end to end.
+        """Place a sequence, and return its first position in the concatenated rows.
 
         Args:
             ids: token ids: (L,).
-            targets: True on tokens to be predicted: (L,); None where there are none.
-            kind: of the targets.
+            targets: True on tokens to be predicted: (L,); None if there are none.
+            kind: the targets' kind.
 
         Raises:
-            ValueError: it has no room.
+            ValueError: there is no room for it.
         """
         length = len(ids)
         row = self._row(length, self._used)

@@ -1,6 +1,6 @@
-"""Checkpoints of a training that is shared out: each process writes its parts; any number of processes reads them.
+"""Checkpoints of sharded training: each process writes its parts; any number of processes can read them.
 
-By torch's distributed checkpoints, in safetensors.
+They are torch's distributed checkpoints, in safetensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FOLDER = "parts"
 
 
 def save_parts(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
-    """Write what is trained and the optimiser's states; every process must call this."""
+    """Write the trained parameters and the optimiser's states; every process must call this."""
     state = {name: p.detach() for name, p in trained(model).items()}
     for name, p in trained(model).items():
         state |= {f"{name}/{key}": value for key, value in optimizer.state[p].items()}
@@ -29,7 +29,7 @@ def save_parts(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None
 
 
 def load_parts(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
-    """Put back what `save_parts` wrote, into parameters that are shared out in another way, or whole."""
+    """Restore what `save_parts` wrote, into parameters that may be sharded in another way, or not at all."""
     reader = HuggingFaceStorageReader(str(checkpoint / FOLDER))
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     state: dict[str, Tensor] = {}

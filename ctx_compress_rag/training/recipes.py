@@ -1,4 +1,4 @@
-"""Recipes: what `ctx-compress train` reads, found and checked."""
+"""Find, read and validate the recipes of `ctx-compress train`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ctx_compress_rag.training.stage import STAGES
 
 SHIPPED = Path(__file__).parent / "recipes"
 
-# Every room of this package may ship recipes, in `recipes`, and have stages, which `stages` registers.
+# Every subpackage may ship recipes, in `recipes`, and have stages, which its `stages` registers.
 _PACKAGE = Path(__file__).parents[1]
 FOLDERS = sorted(_PACKAGE.glob("*/recipes"), reverse=True)
 
 
 def find(name: str) -> Path | None:
-    """A shipped file or folder of recipes; None where there is none of this name."""
+    """A shipped recipe file or folder of recipes; None if there is none of this name."""
     return next((folder / name for folder in FOLDERS if (folder / name).exists()), None)
 
 
 def _load_stages(wanted: Any) -> None:
-    """Import the rooms that have stages, training's first, until the wanted one is known."""
+    """Import the subpackages that have stages, `training` first, until the wanted stage is registered."""
     for folder in FOLDERS:
         import_module(f"{_PACKAGE.name}.{folder.parent.name}.stages")
         if wanted in list(STAGES):
@@ -39,7 +39,7 @@ def load_recipe(path: str | Path) -> BaseRecipe:
     """Read a recipe from a YAML file, or a shipped one by name (`demo/teacher`).
 
     Raises:
-        ConfigError: no such recipe, or a key or value it may not have.
+        ConfigError: there is no such recipe, or a key or value is invalid.
     """
     file = Path(path) if Path(path).is_file() else find(str(path)) or find(f"{path}.yaml")
     if file is None or not file.is_file():
@@ -53,22 +53,22 @@ def load_recipe(path: str | Path) -> BaseRecipe:
 
 
 def recipe_names(name: str) -> list[str]:
-    """The recipes that a name stands for: itself, or those of a folder (a shipped one, too), in order of file name."""
+    """The recipes that a name stands for: itself, or those in a folder (also a shipped one), ordered by file name."""
     folder = Path(name) if Path(name).is_dir() else find(name)
     return sorted(str(file) for file in folder.glob("*.yaml")) if folder and folder.is_dir() else [name]
 
 
 def parse_recipe(settings: Any, where: str) -> BaseRecipe:
-    """A recipe from its keys and values; `where` is named in the error.
+    """Make a recipe from its keys and values; errors name `where`.
 
     Raises:
-        ConfigError: a key or value it may not have.
+        ConfigError: a key or value is invalid.
     """
     stage = settings.get("stage") if isinstance(settings, dict) else None
     _load_stages(stage)
     if stage is None:
         stages = ", ".join(sorted(STAGES))
-        raise ConfigError(f"{where} has no stage, so that what it trains is unknown: give stage: one of {stages}")
+        raise ConfigError(f"{where} has no stage, which says what to train: set stage to one of {stages}")
     try:
         recipe: BaseRecipe = any_of(tuple(stage.recipe for stage in STAGES.values()), "stage").validate_python(settings)
     except ValidationError as error:

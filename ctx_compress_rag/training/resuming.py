@@ -1,4 +1,4 @@
-"""What an interrupted training continues from: its last whole checkpoint, and no other recipe's."""
+"""Resuming an interrupted training from its last complete checkpoint, but never from another recipe's."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FOLDER = "checkpoints"
 FILES_KEY = "files_sha256"
 _RECIPE_FILE = "recipe.json"
 _PROGRESS_FILE = "progress.json"
-_WRITTEN = ("output", "folder")  # keys of what a training writes: solved contexts are kept in a folder
+_WRITTEN = ("output", "folder")  # keys of paths that a training writes: solved contexts are kept in `folder`
 
-# How a step is computed, and where it is kept, not what it makes; and a training may be prolonged.
+# These set how a step is computed and where results are kept, not the results; more `steps` prolong a training.
 _MAY_CHANGE = {
     "output",
     "optim.steps",
@@ -42,7 +42,7 @@ def refuse_another(recipe: BaseRecipe) -> None:
     """Refuse to continue another recipe's checkpoints.
 
     Raises:
-        ConfigError: the checkpoints are of a recipe with other settings.
+        ConfigError: the checkpoints are from a recipe with other settings.
     """
     folder = recipe.output / FOLDER
     file = folder / _RECIPE_FILE
@@ -50,13 +50,13 @@ def refuse_another(recipe: BaseRecipe) -> None:
         return
     if changed := list(_changed(recipe, json.loads(file.read_text(encoding="utf-8")))):
         raise ConfigError(
-            f"{folder} holds a training with other settings ({'; '.join(changed)}): give back those, choose "
-            "another output, or train anew with --no-resume"
+            f"{folder} holds a training with other settings ({'; '.join(changed)}): restore those settings, choose "
+            "another output, or start again with --no-resume"
         )
 
 
 def begin(recipe: BaseRecipe, resume: bool) -> None:
-    """Keep the recipe beside its checkpoints; where they are not to be continued, they are removed."""
+    """Save the recipe beside its checkpoints; without `resume` earlier checkpoints are removed."""
     folder = recipe.output / FOLDER
     if not resume:
         shutil.rmtree(folder, ignore_errors=True)
@@ -65,7 +65,7 @@ def begin(recipe: BaseRecipe, resume: bool) -> None:
 
 
 def inputs(recipe: BaseRecipe) -> Iterator[Path]:
-    """The files and folders that a recipe reads, but for decoders, which may be names on the hub."""
+    """The files and folders that a recipe reads, except decoders, which may be names on the hub."""
     return _paths(recipe.model_dump())
 
 
@@ -79,20 +79,20 @@ def _paths(settings: Any) -> Iterator[Path]:
 
 
 def file_digests(recipe: BaseRecipe) -> dict[str, str]:
-    """SHA-256 of the files that a recipe reads and that are there, by path."""
+    """SHA-256 of the existing files that a recipe reads, by path."""
     return {str(path): sha256(path) for path in inputs(recipe) if path.is_file()}
 
 
 def changed_files(recipe: BaseRecipe, before: Mapping[str, str]) -> list[str]:
-    """The files of a recipe with other contents than before. One that is gone or newly named has not changed."""
+    """The files of a recipe whose contents have changed. A file that is missing or newly named does not count."""
     return [path for path, digest in file_digests(recipe).items() if before.get(path, digest) != digest]
 
 
 def _changed(recipe: BaseRecipe, before: Any) -> Iterator[str]:
-    """The keys that a checkpoint's recipe has otherwise, with both values, and the files that have changed."""
+    """The keys that differ from the checkpoint's recipe, with both values, and the files that have changed."""
     files = before.pop(FILES_KEY, {})
     try:
-        # A key that is newer than the checkpoint has its default there.
+        # A key that is newer than the checkpoint gets its default.
         before = type(recipe).model_validate(before).model_dump(mode="json")
     except ValidationError:
         yield f"stage {before.get('stage')!r} there, {recipe.stage!r} in the recipe"
@@ -114,27 +114,27 @@ def _flat(settings: dict[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def last_checkpoint(output: Path, steps: int, main: bool) -> Path | None:
-    """The last checkpoint that was written to its end; `main` removes those that were not.
+    """The last complete checkpoint; the `main` process removes incomplete ones.
 
     Raises:
-        ConfigError: it is of a later step than the recipe's last.
+        ConfigError: its step is beyond the recipe's last.
     """
     whole = _whole(output)
     for half in set(_all(output)) - set(whole) if main else ():
-        logger.warning("%s was not written to its end, and is removed", half)
+        logger.warning("%s is incomplete: removing it", half)
         shutil.rmtree(half, ignore_errors=True)
     if not whole:
         return None
     if _step(whole[-1]) > steps:
         raise ConfigError(
-            f"{whole[-1]} is beyond the recipe's {steps} steps: give it as many, choose another output, or train anew "
-            "with --no-resume"
+            f"{whole[-1]} is beyond the recipe's {steps} steps: give it more steps, choose another output, or start "
+            "again with --no-resume"
         )
     return whole[-1]
 
 
 def _all(output: Path) -> list[Path]:
-    """Checkpoints, the last one last."""
+    """All checkpoints, in the order of their steps."""
     return sorted((output / FOLDER).glob("checkpoint-*"), key=_step)
 
 
@@ -147,10 +147,10 @@ def _step(checkpoint: Path) -> int:
 
 
 def finish_checkpoint(checkpoint: Path, progress: dict[str, Any]) -> None:
-    """Mark a checkpoint as whole, once all of it is written; it then says what the training has taken so far."""
+    """Mark a checkpoint as complete, once all of it is written, by saving the training's tokens and seconds so far."""
     write_json(checkpoint / _PROGRESS_FILE, progress)
 
 
 def progress_of(checkpoint: Path) -> dict[str, Any]:
-    """What `finish_checkpoint` was given."""
+    """The progress that `finish_checkpoint` saved."""
     return dict(json.loads((checkpoint / _PROGRESS_FILE).read_text(encoding="utf-8")))

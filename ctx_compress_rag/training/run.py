@@ -1,4 +1,4 @@
-"""Run a recipe: what `ctx-compress train` calls."""
+"""Run a recipe, for `ctx-compress train`."""
 
 from __future__ import annotations
 
@@ -26,46 +26,46 @@ logger = logging.getLogger(__name__)
 
 
 def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = None) -> Path:
-    """Run one recipe to its end and return its output folder; one that has been is not run again.
+    """Run a recipe to its end and return its output folder.
 
-    Under torchrun each process trains its share of every batch.
+    Under torchrun each process trains on its share of every batch.
 
     Args:
         path: a YAML file, or a shipped recipe's name.
-        resume: resume from the last checkpoint, or skip a recipe that is finished; otherwise start again.
+        resume: resume from the last checkpoint, and skip a finished recipe; otherwise start again.
         deadline: when to stop, in seconds of `time.monotonic`.
 
     Raises:
         ConfigError: its output holds checkpoints of a recipe with other settings.
-        TimeUpError: the deadline came first; a checkpoint is saved.
+        TimeUpError: the deadline came first; the same call resumes there.
     """
     recipe = load_recipe(path)
     if resume and is_finished(recipe):
         return recipe.output
     if deadline is not None and time.monotonic() >= deadline:
-        raise TimeUpError(f"{path}: not begun; the same command resumes there")
+        raise TimeUpError(f"{path}: not started; the same command resumes there")
     if resume:
         refuse_another(recipe)
     _prepare(recipe)
     logger.info("%s: %d steps, seed %d, into %s", path, recipe.optim.steps, recipe.seed, recipe.output)
     job = STAGES[recipe.stage].start(recipe, resume)
     if is_main_process():
-        begin(recipe, resume)  # after the start: a fault in the recipe leaves what is there
+        begin(recipe, resume)  # only now: an error in the recipe must not remove earlier checkpoints
     report = train(job, recipe.optim, recipe.output, recipe.seed, resume, deadline)
     if is_main_process():
         report |= {"recipe": recipe.model_dump(mode="json"), FILES_KEY: file_digests(recipe)}
         job.save(report)
         write_json(recipe.output / REPORT_FILE, report)
     if torch.distributed.is_initialized():
-        torch.distributed.barrier()  # the next recipe may need what this one's first process has written
+        torch.distributed.barrier()  # the next recipe may need what the main process has written
     return recipe.output
 
 
 def check_inputs(recipes: Sequence[BaseRecipe]) -> None:
-    """Check that all that recipes read is there, or will be, before the first of them is run.
+    """Check that all files and folders that recipes read exist, or are written by an earlier recipe.
 
     Raises:
-        ConfigError: a file or folder that one names is missing, and none before it writes it.
+        ConfigError: a file or folder is missing, and no earlier recipe writes it.
     """
     written: list[Path] = []
     for recipe in recipes:
@@ -73,7 +73,7 @@ def check_inputs(recipes: Sequence[BaseRecipe]) -> None:
             if not path.exists() and not any(path.absolute().is_relative_to(folder) for folder in written):
                 raise ConfigError(
                     f"{str(path)!r}, which the recipe with output {str(recipe.output)!r} reads, does not exist, and no "
-                    "recipe given before it writes it: mend the path, or train what writes it first"
+                    "recipe given before it writes it: correct the path, or first train the recipe that writes it"
                 )
         written.append(recipe.output.absolute())
 
@@ -84,13 +84,13 @@ def _prepare(recipe: BaseRecipe) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     torch.manual_seed(recipe.seed)
     # Softmax tails and Adam's moments reach subnormal numbers, on which a CPU is slow. Threads inherit
-    # this when they start, so it comes before any work.
+    # this setting when they start, so set it before any work.
     torch.set_flush_denormal(True)
     recipe.output.mkdir(parents=True, exist_ok=True)
 
 
 def is_finished(recipe: BaseRecipe) -> bool:
-    """Whether this very recipe has been run to its end, on files with the contents that they have now."""
+    """Whether exactly this recipe has been run to its end, on files with their current contents."""
     file = recipe.output / REPORT_FILE
     if not file.exists():
         return False
@@ -99,7 +99,7 @@ def is_finished(recipe: BaseRecipe) -> bool:
 
 
 def made_by(recipe: BaseRecipe, reported: Any) -> bool:
-    """Whether a report's recipe is this one. A key that is newer than the report has its default there."""
+    """Whether a report's recipe is this one. A key that is newer than the report gets its default."""
     try:
         return type(recipe).model_validate(reported) == recipe
     except ValidationError:

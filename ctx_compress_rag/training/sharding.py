@@ -1,8 +1,8 @@
-"""Weights shared out to all processes of a torchrun: each keeps its part, and gathers a layer's to run it.
+"""Weights divided among all processes of torchrun: each keeps its part, and gathers a layer's weights to run it.
 
-By torch's `fully_shard` (FSDP2; Zhao et al., 2023), one decoder layer at a time. With `shard: frozen` what is trained
-stays whole on each process, where DDP adds up its gradients. With `shard: all` it is shared out, too, and with it
-gradients and optimiser states; what lies outside of the layers is gathered once for a step.
+Uses torch's `fully_shard` (FSDP2; Zhao et al., 2023), one decoder layer at a time. With `shard: frozen` trained weights
+stay whole on each process, and DDP combines their gradients. With `shard: all` they are divided, too, with their
+gradients and optimiser states; trained weights outside the layers are gathered once per step.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Shard = Literal["frozen", "all"]
 
 @contextmanager
 def sharded(model: nn.Module, layers: Sequence[nn.Module], what: Shard, device: str) -> Iterator[None]:
-    """Within the context, weights are shared out to all processes.
+    """Within the context, weights are divided among all processes.
 
-    After it they are whole again in the main process, on the CPU, to be saved. All processes must run the same layers
-    equally often and in one order: each run gathers what all of them hold.
+    Afterwards they are whole again in the main process, on the CPU, to be saved. All processes must run the same layers
+    equally often and in the same order: each run gathers parts from all of them.
 
     Args:
-        model: what is trained.
+        model: the model to train.
         layers: decoder layers that it runs, whether they are modules of it or not.
-        what: weights of the layers that are frozen; or those and all that is trained.
+        what: "frozen": the frozen weights of the layers; "all": these and all trained weights.
         device: "cpu" or "cuda".
     """
     modules = dict.fromkeys(chain(*(layer.modules() for layer in layers), model.modules()))
@@ -53,7 +53,7 @@ def sharded(model: nn.Module, layers: Sequence[nn.Module], what: Shard, device: 
 
 
 def _share_out(model: nn.Module, layers: Sequence[nn.Module], what: Shard, mesh: DeviceMesh) -> None:
-    """Share out the weights. No reference to a whole weight may outlive the call: it would keep it in memory."""
+    """Divide the weights. No reference to a whole weight may outlive the call, or the weight would stay in memory."""
     whole = [(module, name, p) for layer in layers for module in layer.modules() for name, p in _own(module)]
     for layer in layers:
         kept = {p for p in layer.parameters() if p.requires_grad} if what == "frozen" else set()
@@ -62,7 +62,7 @@ def _share_out(model: nn.Module, layers: Sequence[nn.Module], what: Shard, mesh:
         parts = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, parts)
         return
-    # The adapters of a decoder that is no module of the model are listed in it, too.
+    # The model also lists the adapters of a decoder that is not one of its modules.
     new = {p: module.get_parameter(name) for module, name, p in whole}
     for module in model.modules():
         for name, p in _own(module):
@@ -72,13 +72,13 @@ def _share_out(model: nn.Module, layers: Sequence[nn.Module], what: Shard, mesh:
 
 
 def is_shared_out(model: Any) -> bool:
-    """Whether each process holds a part of what is trained."""
+    """Whether each process holds only a part of the trained weights."""
     return isinstance(model, FSDPModule)
 
 
 @contextmanager
 def at_hand(model: nn.Module) -> Iterator[None]:
-    """Within the context, what lies outside of the layers is whole, as it is while the model is trained."""
+    """Within the context, weights outside the layers are whole, as they are during a training step."""
     if not isinstance(model, FSDPModule):
         yield
         return
@@ -90,7 +90,7 @@ def at_hand(model: nn.Module) -> Iterator[None]:
 
 
 def _for_main(part: DTensor) -> Tensor:
-    """The whole tensor on the CPU of the main process; no memory in the others."""
+    """The whole tensor on the CPU in the main process; in the others a meta tensor, which takes no memory."""
     tensor = part.full_tensor()
     return tensor.cpu() if get_rank() == 0 else torch.empty_like(tensor, device="meta")
 

@@ -1,4 +1,4 @@
-"""Stages of training: what each makes of a recipe, and the table that they enter themselves in."""
+"""Stages of training, and the table in which they register."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Stage:
 
     Attributes:
         recipe: the class of its recipes, whose literal `stage` is the stage's name.
-        start: makes what is trained, what feeds it and what saves it, from a recipe and whether to resume.
+        start: makes the job from a recipe and whether to resume.
     """
 
     recipe: type[BaseRecipe]
@@ -28,7 +28,7 @@ STAGES: dict[str, Stage] = {}
 
 
 def register(stage: Stage) -> str:
-    """Make a stage known by its recipe's literal `stage`; returns that name."""
+    """Register a stage under its recipe's literal `stage`, and return that name."""
     [name] = get_args(stage.recipe.model_fields["stage"].annotation)
     STAGES[name] = stage
     return str(name)

@@ -1,4 +1,4 @@
-"""How fast training is: tokens and operations per second."""
+"""Training speed: tokens and operations per second."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def tokens_of(batch: Mapping[str, Any]) -> Tensor | int:
-    """Tokens of a collated batch, padding left out: of passages and of prompts, each once, whatever is made of them.
+    """Number of tokens in a collated batch, without padding: of passages and prompts, each once, however often used.
 
-    Counts tensors named as transformers names them, and what has a `token_count`, alone or in lists.
+    Counts tensors with transformers' names, and values that have a `token_count`, alone or in lists.
     """
     total: Tensor | int = 0
     if "input_ids" in batch:
@@ -32,11 +32,11 @@ def _count(value: Any) -> Tensor | int:
 
 
 class Meter:
-    """Counts tokens of all micro-batches, and operations of some: a compiled model cannot count its own.
+    """Counts the tokens of all micro-batches, and the operations of a few: those run uncompiled, to be counted.
 
     Attributes:
-        tokens: seen so far; on the device, so that counting waits for nothing.
-        sampled_at: the last step of which a sample was taken.
+        tokens: tokens so far; on the device, so that counting does not wait for it.
+        sampled_at: the last step that was sampled.
     """
 
     def __init__(self) -> None:
@@ -50,12 +50,12 @@ class Meter:
         self.tokens = self.tokens + tokens_of(batch)
 
     def count(self, batch: Mapping[str, Any], operations: int) -> None:
-        """Take a micro-batch, forward and backward, as a sample of how many operations a token needs."""
+        """Add a micro-batch's forward and backward pass to the sample of operations per token."""
         self._counted_tokens = self._counted_tokens + tokens_of(batch)
         self._counted_operations += operations
 
     def report(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Tokens, tokens per second, operations per second; "unknown" where they are.
+        """Device, tokens, tokens per second, and operations per second; "unknown" if there are no data.
 
         Args:
             history: log rows with running `tokens` and `seconds`; the median over their intervals leaves out compiling.

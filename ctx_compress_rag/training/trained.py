@@ -1,4 +1,4 @@
-"""What a training changes: the parameters that require gradients, by name."""
+"""The trained parameters of a model, those that require gradients, by name."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor, nn
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters themselves."""
+    """The trained parameters."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """Their values, on the CPU."""
+    """Values of the trained parameters, on the CPU."""
     return {name: p.detach().cpu().contiguous() for name, p in trained(model).items()}
 
 
 def load_trained_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy values into them.
+    """Copy values into the trained parameters.
 
     Raises:
-        ValueError: the values are another model's.
+        ValueError: the values are from another model.
     """
     parameters = trained(model)
     if odd := parameters.keys() ^ state.keys():

@@ -1,4 +1,4 @@
-"""Losses that are means over a whole batch, however it is cut into micro-batches and shared by processes."""
+"""Losses that are means over a whole batch, however it is divided into micro-batches and among processes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 class WholeBatchMean(ABC):
-    """A loss whose `forward` takes `num_items_in_batch`, what it divides its sums by; None is its own batch's.
+    """A loss whose `forward` divides its sums by `num_items_in_batch`; None: by the number of its own batch's items.
 
-    The mean over a micro-batch would make a short answer's tokens count for more than a long one's, and the more so,
-    the smaller the micro-batches.
+    With means over micro-batches, tokens of short answers would count more than those of long ones, especially in
+    small micro-batches.
 
-    List it after the module among the bases of a loss: torch's `fully_shard` replaces a module's class, which Python
-    allows only in this order.
+    Among a loss's base classes, list this one after the module: torch's `fully_shard` replaces a module's class, which
+    Python allows only in this order.
     """
 
     accepts_loss_kwargs: ClassVar[bool] = True

@@ -94,7 +94,7 @@ def test_a_time_limit_saves_a_checkpoint_and_the_same_command_goes_on(
     assert main(["train", whole]) == 0
     capsys.readouterr()
     assert main(["train", cut, "--minutes", "0"]) == 0
-    assert "not begun" in capsys.readouterr().out
+    assert "not started" in capsys.readouterr().out
     with monkeypatch.context() as patched:  # the limit comes during the first step
         patched.setattr(loop._StopAt, "__init__", lambda self, deadline: setattr(self, "deadline", time.monotonic()))
         assert main(["train", cut, "--minutes", "9"]) == 0

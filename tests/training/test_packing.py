@@ -176,7 +176,7 @@ def test_a_step_takes_several_sets_of_rows(decoder: Path, tmp_path: Path, stage:
 
     one, other = curve(2, 1)
     assert curve(1, 2) == pytest.approx([(one + other) / 2], rel=1e-4)
-    with pytest.raises(ConfigError, match="micro_batch_size 2: packed rows are a micro-batch as they are"):
+    with pytest.raises(ConfigError, match="micro_batch_size 2: each set of packed rows is already a micro-batch"):
         curve(1, 2, micro_batch_size=2)
 
 

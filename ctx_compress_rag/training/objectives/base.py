@@ -33,32 +33,32 @@ class PromptBatch:
     passages: list[list[int]]
 
     def only(self, numbers: Sequence[int]) -> PromptBatch:
-        """The prompts of these numbers."""
+        """The prompts with these indices."""
         return PromptBatch([self.prompts[i] for i in numbers], [self.passages[i] for i in numbers])
 
     @property
     def token_count(self) -> int:
-        """Tokens of the prompts; slots are not counted."""
+        """Number of tokens in the prompts, without slots."""
         return sum(len(ids) for prompt in self.prompts for ids in prompt.ids)
 
     def answer_lengths(self) -> list[int]:
-        """How many tokens of answers each prompt has."""
+        """Number of answer tokens in each prompt."""
         return [sum(int(mask.sum()) for mask in prompt.answers) for prompt in self.prompts]
 
     def answer_tokens(self) -> Tensor:
-        """How many tokens the answers have: float (1,)."""
+        """Number of answer tokens in all prompts: float (1,)."""
         return torch.tensor([sum(self.answer_lengths())], dtype=torch.float32)
 
 
 @dataclass
 class PassageTable:
-    """The passages of a batch, each once: passages that examples share are encoded once."""
+    """The passages of a batch, each once, so that passages that examples share are encoded once."""
 
     places: dict[str, int] = field(default_factory=dict)
     passages: list[Tokenized] = field(default_factory=list)
 
     def place(self, text: str, ids: Tensor) -> int:
-        """The passage's place in the batch."""
+        """The passage's index in the batch; a new passage is added."""
         if text not in self.places:
             self.places[text] = len(self.passages)
             self.passages.append(Tokenized(text, ids.tolist()))
@@ -67,13 +67,13 @@ class PassageTable:
 
 @dataclass
 class ExampleCollator:
-    """What makes prompts of examples, and of these the arguments of an objective.
+    """Makes prompts from examples, and an objective's arguments from prompts.
 
     Args:
         builder: renders prompts.
         templates: prompt templates, one drawn for each example.
-        max_context_tokens: longest context of an example, shared by its passages (see `prompts.shares`).
-        seed: of the draws.
+        max_context_tokens: longest context of an example, divided among its passages (see `prompts.shares`).
+        seed: for the draws.
     """
 
     builder: PromptBuilder
@@ -83,16 +83,16 @@ class ExampleCollator:
 
 
 class SlotObjective(nn.Module, ABC):
-    """A loss over what the decoder makes of slots.
+    """A loss on the decoder's predictions from slots.
 
     Args:
-        bundle: what is trained; its trained parameters become this module's.
+        bundle: the bundle to train; its trained parameters become this module's.
 
     Attributes:
         ratios: the ratios of the current step.
-        sample: how many of them each example draws; None: all examples train all.
-        kept: where the teacher's distributions are kept; None: it reads every prompt at every step.
-        seed, step: of the draws. These depend on nothing else but the example, so that micro-batches and processes
+        sample: how many of the ratios each example draws; None: every example trains all.
+        kept: where the teacher's distributions are kept; None: the teacher reads every prompt at every step.
+        seed, step: for the draws, which otherwise depend only on the example, so that micro-batches and processes
             change nothing.
     """
 
@@ -120,11 +120,11 @@ class SlotObjective(nn.Module, ABC):
         return dict(self.compressor(on_device, list(ratios), self.bundle.config.max_tokens))
 
     def draw(self, example: object, count: int) -> list[int]:
-        """So many of the step's ratios, for an example."""
+        """Draw `count` of the step's ratios for an example."""
         return random.Random(f"{self.seed}:{self.step}:{example}").sample(list(self.ratios), count)
 
     def drawn(self, prompts: Sequence[HoledPrompt]) -> dict[int, list[int]]:
-        """For each of the step's ratios, which of the prompts train it; ratios that none trains are left out."""
+        """For each of the step's ratios, the indices of the prompts that train it; ratios without any are left out."""
         if self.sample is None or self.sample >= len(self.ratios):
             return {ratio: list(range(len(prompts))) for ratio in self.ratios}
         draws = [self.draw([part.tolist() for part in prompt.ids], self.sample) for prompt in prompts]
@@ -132,12 +132,12 @@ class SlotObjective(nn.Module, ABC):
         return {ratio: own for ratio, own in chosen.items() if own}
 
     def answer_logits(self, batch: PromptBatch, slots: SlotBatch) -> tuple[Tensor, Tensor]:
-        """Logits that predict the answers' tokens from slots, and those tokens' ids.
+        """Logits that predict the answer tokens from slots, and the ids of these tokens.
 
         Shape: (answer tokens, vocabulary), (answer tokens,), prompt after prompt
         """
         contexts = slots.rows()
-        # In the decoder's precision: the projection keeps float32, and would draw the whole row with it.
+        # In the decoder's precision: the projection returns float32, which would make the whole row float32.
         dtype = self.bundle.backbone.embeddings.weight.dtype
         embedded = {
             p: self.reader(contexts[p].slots, contexts[p].token_counts).to(dtype) for own in batch.passages for p in own
@@ -150,7 +150,7 @@ class SlotObjective(nn.Module, ABC):
             return predict(model, spliced, prompts)
 
     def divergence(self, logits: Tensor, targets: Sequence[Target], rows: Sequence[int]) -> Tensor:
-        """KL(teacher || decoder with slots), summed over these rows' answers; `targets` are of `targets`."""
+        """KL(teacher || decoder with slots), summed over these rows' answers; `targets` come from `self.targets`."""
         wanted = torch.cat([targets[row].log_probs for row in rows]).to(logits.device)
         found = F.log_softmax(logits, dim=-1)
         tokens = [chosen for row in rows if (chosen := targets[row].tokens) is not None]
@@ -159,14 +159,14 @@ class SlotObjective(nn.Module, ABC):
         return F.kl_div(found, wanted, reduction="sum", log_target=True)
 
     def targets(self, prompts: Sequence[Prompt]) -> list[Target]:
-        """What the teacher predicts at each prompt's answers: read now, or, where it is kept, before."""
+        """The teacher's predictions for each prompt's answers: computed now, or loaded if they are kept."""
         if self.kept is None:
             return [Target(log_probs) for log_probs in self.teacher_log_probs(prompts)]
         return self.kept.of(prompts, self.teacher_log_probs)
 
     @torch.no_grad()
     def teacher_log_probs(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """Each prompt's log-probabilities at its answers' tokens, read with the text: (answer tokens, vocabulary)."""
+        """Each prompt's log-probabilities for its answer tokens, given the full text: (answer tokens, vocabulary)."""
         with self.bundle.text_decoder() as model:
             logits, _ = predict(model, splice(self.bundle.backbone.embeddings, prompts), prompts)
         return list(F.log_softmax(logits, dim=-1).split([int(prompt.answers.sum()) for prompt in prompts]))

@@ -26,9 +26,9 @@ class DistillationLoss(SlotObjective, WholeBatchMean):
     """Sum over ratios of KL(teacher || student) on the answers' tokens (eq. 5-6), mean over the batch's examples.
 
     Args:
-        bundle: what is trained. Its decoder as it reads plain text is the teacher.
+        bundle: the bundle to train. Its decoder, reading plain text, is the teacher.
         reconstruction_weight: weight of the next-token loss of passages repeated from their slots;
-            not in the paper, 0 leaves it out.
+            not in the paper; 0 leaves it out.
     """
 
     def __init__(self, bundle: Bundle, reconstruction_weight: float = 0.0) -> None:
@@ -36,7 +36,7 @@ class DistillationLoss(SlotObjective, WholeBatchMean):
         self.reconstruction_weight = reconstruction_weight
 
     def items(self, text_prompts: list[Prompt], repeats: PromptBatch, **_: Any) -> Tensor:  # type: ignore[override]
-        """The examples, and the tokens of repeated passages: (2,)."""
+        """Numbers of examples and of tokens of repeated passages: (2,)."""
         return torch.cat((torch.tensor([float(len(text_prompts))]), repeats.answer_tokens()))
 
     def forward(  # type: ignore[override]
@@ -54,7 +54,7 @@ class DistillationLoss(SlotObjective, WholeBatchMean):
             text_prompts: each example with its passages as text, for the teacher.
             prompts: each example with holes for its passages.
             repeats: prompts whose answer is a passage's own text.
-            num_items_in_batch: examples, and tokens of repeated passages, of the whole batch; None: of this one.
+            num_items_in_batch: what `items` returns, for the whole batch; None: for this one.
         """
         if num_items_in_batch is None:
             num_items_in_batch = self.items(text_prompts, repeats)
@@ -75,21 +75,21 @@ class DistillationLoss(SlotObjective, WholeBatchMean):
 
 @dataclass(frozen=True)
 class RepeatingExample(Example):
-    """An example beside which some of its passages are repeated from their slots."""
+    """An example of which some passages are also repeated from their slots."""
 
     repeated: tuple[str, ...] = ()
 
 
 def with_repeats(examples: Sequence[Example], batch_size: int, repeat: int, seed: int) -> list[RepeatingExample]:
-    """Examples with what is repeated of each batch's passages, each beside the first example of the batch that has it.
+    """Draw passages of each batch to repeat, and add each to the batch's first example that has it.
 
-    It is drawn here, for whole batches: how they are cut into micro-batches and shared by processes changes nothing.
+    They are drawn for whole batches, so that micro-batches and processes change nothing.
 
     Args:
-        examples: in the order they are trained on.
-        batch_size: of an optimiser step.
-        repeat: how many passages of a batch are repeated; all, where it has fewer.
-        seed: of the draws.
+        examples: the examples in training order.
+        batch_size: number of examples in an optimiser step.
+        repeat: how many passages of a batch to repeat; all, if it has fewer.
+        seed: for the draws.
     """
     made = []
     for start in range(0, len(examples), batch_size):
@@ -108,10 +108,10 @@ def with_repeats(examples: Sequence[Example], batch_size: int, repeat: int, seed
 
 @dataclass
 class DistillationCollator(AnswerCollator):
-    """Examples -> the arguments of `DistillationLoss`; a `RepeatingExample` says what is repeated.
+    """Examples -> the arguments of `DistillationLoss`; a `RepeatingExample` says what to repeat.
 
-    `same_passes` has a micro-batch that repeats nothing read a passage all the same, which counts for nothing:
-    processes that share weights out must make the same passes.
+    With `same_passes` a micro-batch that repeats nothing still reads a passage, which does not count: processes that
+    divide weights among them must make the same passes.
     """
 
     with_text: bool = True

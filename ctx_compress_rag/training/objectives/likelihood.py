@@ -22,11 +22,11 @@ from ctx_compress_rag.training.whole_batch import WholeBatchMean
 class LikelihoodLoss(SlotObjective, WholeBatchMean):
     """Cross-entropy of the answers' tokens given the slots, mean over the batch's tokens, summed over its ratios.
 
-    What the answers are, the collator decides: answers to questions, the passages' own text
+    The collator decides what the answers are: answers to questions, the passages' own text
     (reconstruction), or the text that follows them (next token).
 
     Args:
-        bundle: what is trained.
+        bundle: the bundle to train.
         self_distillation: weight of KL(decoder with text || decoder with slots) on the same tokens, mean over them
             (xRAG, Cheng et al., 2024, where it is 2).
     """
@@ -36,7 +36,7 @@ class LikelihoodLoss(SlotObjective, WholeBatchMean):
         self.self_distillation = self_distillation
 
     def items(self, prompts: PromptBatch, **_: Any) -> Tensor:  # type: ignore[override]
-        """The answers' tokens: (1,)."""
+        """Number of answer tokens: (1,)."""
         return prompts.answer_tokens()
 
     def forward(  # type: ignore[override]
@@ -46,7 +46,7 @@ class LikelihoodLoss(SlotObjective, WholeBatchMean):
         text_prompts: Sequence[Prompt] = (),
         num_items_in_batch: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """The loss of a batch: its passages, prompts with holes for them, and for self-distillation with their text."""
+        """The loss of a batch: passages, prompts with holes for them, and full-text prompts for self-distillation."""
         targets = self.targets(text_prompts) if self.self_distillation else []
         loss = torch.zeros((), device=self.bundle.backbone.device)
         drawn = self.drawn(prompts.prompts)
@@ -63,7 +63,7 @@ class LikelihoodLoss(SlotObjective, WholeBatchMean):
 class AnswerCollator(ExampleCollator):
     """Examples -> the arguments of `LikelihoodLoss`: questions answered from slots.
 
-    `with_text` makes the prompts with their passages' text, too, for self-distillation.
+    `with_text` also makes full-text prompts, for the teacher.
     """
 
     with_text: bool = False
@@ -88,5 +88,5 @@ class AnswerCollator(ExampleCollator):
         }
 
     def asked(self, example: Example, texts: Sequence[str]) -> Example:
-        """What is asked of an example, whose passages became `texts`: its own questions."""
+        """The example whose questions are asked about `texts`, its shortened passages."""
         return example

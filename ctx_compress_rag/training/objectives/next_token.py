@@ -1,4 +1,4 @@
-"""Next-token prediction from slots: what `LikelihoodLoss` takes in its first phase (ComprExIT, section 3.3)."""
+"""Next-token prediction from slots: prompts for `LikelihoodLoss` in ComprExIT's first phase (section 3.3)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from ctx_compress_rag.training.objectives.base import PassageTable, PromptBatch
 class NextTokenCollator:
     """Examples -> the arguments of `LikelihoodLoss`: text that continues after its compressed beginning.
 
-    An example's passages are joined to one text; its questions are not used. The beginning of the text is
-    compressed, what follows it is predicted, after the decoder's BOS and the slots (ComprExIT, appendix A.4:
-    512 and 128 tokens). A text shorter than both together is cut in the same proportion, a longer one is
-    left at their end.
+    An example's passages are joined into one text; its questions are ignored. The beginning of the text is
+    compressed, and the rest is predicted after the decoder's BOS and the slots (ComprExIT, appendix A.4:
+    512 and 128 tokens). A text shorter than both together is divided in the same proportion; a longer one is
+    truncated.
 
     Args:
         tokenizer: the decoder's.
-        context_tokens: longest beginning.
-        continuation_tokens: longest continuation.
+        context_tokens: maximum length of the beginning.
+        continuation_tokens: maximum length of the continuation.
     """
 
     tokenizer: Any
@@ -51,7 +51,7 @@ class NextTokenCollator:
         return {"passages": PassageBatch.of(table.passages), "prompts": PromptBatch(prompts, places)}
 
     def _cut(self, text: str) -> tuple[Tensor, Tensor]:
-        """Token ids of the text's beginning and of what follows it."""
+        """Token ids of the text's beginning and of its continuation."""
         ids = torch.tensor(text_ids(self.tokenizer, text), dtype=torch.long)
         if len(ids) < 2:
             raise DataError(f"nothing follows the first token of {text[:40]!r}: leave the example out")

@@ -1,7 +1,7 @@
 """Answers and repeated passages read from slots, in packed rows: training that is feasible on two CPU cores.
 
-Not from a paper. A decoder that has never seen slots learns to read them many times sooner when it also repeats
-passages from them: each token of a passage is then a target, in place of the few of an answer.
+Not from a paper. A decoder that has never seen slots learns to read them many times faster if it also repeats
+passages from them: every token of a passage is then a target, not only the few tokens of an answer.
 """
 
 from __future__ import annotations
@@ -35,24 +35,28 @@ REPEAT_TEMPLATES = (
     "{context}\n\nWrite the text above again.",
 )
 
-_MISSES = 10  # sequences that find no room before a batch counts as full
+_MISSES = 10  # sequences without room before a batch counts as full
 SHORTEST = 24  # tokens of a passage to repeat
 LONGEST = 192
-_AGAIN = 0.6  # share of repeated passages that are encoded for a question anyway
+_AGAIN = 0.6  # share of repeated passages that are taken from those already encoded for a question
 
 
 class PackedSlotLoss(SlotObjective):
-    """Cross-entropy of answers and of repeated passages, each kind's mean with half of the weight.
+    """Cross-entropy of answers and of repeated passages; the mean of each kind has half of the weight.
 
-    Each sequence has a ratio of its own, drawn by the data.
+    Each sequence has its own ratio, drawn by the data.
     """
 
     def __init__(self, bundle: Bundle) -> None:
         super().__init__(bundle)
         if not isinstance(bundle.compressor, MeanPoolingCompressor):
-            raise ConfigError(f"stage repeat_and_answer is for mean_pooling, not for {bundle.config.method.name}")
+            raise ConfigError(
+                f"stage repeat_and_answer is for mean_pooling, not for {bundle.config.method.name}: use another stage"
+            )
         if bos_id(bundle.tokenizer) is not None:
-            raise ConfigError("stage repeat_and_answer packs passages without a BOS, and this decoder's have one")
+            raise ConfigError(
+                "stage repeat_and_answer packs passages without a BOS, but this decoder's have one: use another stage"
+            )
         self.pooling = bundle.compressor
 
     def forward(self, batch: PackedSlots) -> dict[str, Tensor]:  # type: ignore[override]
@@ -83,9 +87,10 @@ def _means(vectors: Tensor, slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class PackedSlotData(Dataset[PackedSlots]):
-    """The batches of a training, each made when it is asked for; the same number gives the same batch.
+    """The batches of a training, each made on request; the same number gives the same batch.
 
-    The examples are asked in their order, over and over; `texts` are passages to repeat, beside the questions' own.
+    Each batch takes the next examples, over and over; `texts` are passages to repeat, besides those already encoded
+    for its questions.
     """
 
     builder: PromptBuilder
@@ -159,14 +164,14 @@ class _Filling:
         return self._place(prompt, [ids], ratio, REPEAT, None if start is None else start + cut)
 
     def _prompt(self, example: Example, template: str, passages: Sequence[Tensor], ratio: int) -> Prompt:
-        """The prompt with places for its slots, which the loss makes."""
+        """The prompt with positions for its slots, which the loss makes."""
         slots = [torch.empty(-(-len(ids) // ratio), 0) for ids in passages]
         return self.data.builder.holed_prompt(example, template).filled(slots)
 
     def _place(
         self, prompt: Prompt, passages: Sequence[Tensor], ratio: int, kind: int, encoded_at: int | None = None
     ) -> bool:
-        """Place a prompt and its passages (or the one encoded already); False where they have no room."""
+        """Place a prompt and its passages (unless one is already encoded); False if there is no room."""
         room = encoded_at is not None or self.passages.fits(*map(len, passages))
         if not room or not self.prompts.fits(prompt.length):
             return False
@@ -184,6 +189,6 @@ class _Filling:
 
 
 def collate_packed(items: Sequence[Any]) -> dict[str, Any]:
-    """A batch is made whole by the data: micro-batches hold one."""
+    """The single item as the batch: the data makes whole batches, so micro-batches hold one item."""
     (batch,) = items
     return {"batch": batch}

@@ -21,7 +21,7 @@ class PackedTextLoss(nn.Module):
     """Mean cross-entropy of the answers' tokens.
 
     Args:
-        decoder: a causal LM whose head is frozen, with an adapter to be trained.
+        decoder: a causal LM whose head is frozen, with an adapter to train.
     """
 
     def __init__(self, decoder: Any) -> None:
@@ -36,9 +36,9 @@ class PackedTextLoss(nn.Module):
 
 @dataclass
 class PackedTextData(Dataset[PackedRows]):
-    """The batches of a training, each made when it is asked for; the same number gives the same batch.
+    """The batches of a training, each made on request; the same number gives the same batch.
 
-    The examples are asked in their order, over and over.
+    Each batch takes the next examples, over and over, and leaves out those without room.
     """
 
     builder: PromptBuilder

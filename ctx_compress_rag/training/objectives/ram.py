@@ -1,4 +1,4 @@
-"""What RAM learns: answers from a context half kept, half skimmed; which segments to keep (Read As Human, eq. 7-9)."""
+"""RAM's objective: answers from kept and skimmed segments, and which segments to keep (Read As Human, eq. 7-9)."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class RamRow:
 
     Attributes:
         example: its passages, question and answers.
-        template: of its prompt.
+        template: its prompt's template.
         passages: which of the batch's passages the prompt has, in order.
         question: the question's token ids.
-        positives: for each segment of these passages, whether it is one that the question needs.
+        positives: for each segment of these passages, whether the question needs it.
     """
 
     example: Example
@@ -43,29 +43,29 @@ class RamRow:
 
     @property
     def token_count(self) -> int:
-        """Tokens of the question; which of its passages' tokens follow, the model decides."""
+        """Number of tokens in the question; the model decides which tokens of its passages follow."""
         return len(self.question)
 
 
 class RamLoss(SlotObjective, WholeBatchMean):
     """L_nll + L_con (eq. 9), mean over the batch's questions.
 
-    The reduction is drawn for each question from the step's (section 4.1). Prompts are put together as
-    `marking.close_reading.close_read` and the decoder do it: kept segments are text, and tokenised with the prompt.
-    The choice of segments passes no gradient: representations learn from L_con, skimmed vectors and with
-    them the encoder and the alignment matrix from L_nll.
+    Each question draws one of the step's reductions (section 4.1). Prompts are built as
+    `marking.close_reading.close_read` and the decoder build them: kept segments are text, tokenised with the prompt.
+    The choice of segments passes no gradient: L_con trains the representations, and L_nll the skimmed vectors, with
+    them the encoder and the alignment matrix.
 
-    `temperature` is tau of eq. 8; without `contrastive` it is the paper's ablation without L_con.
+    `temperature` is tau of eq. 8; `contrastive=False` is the paper's ablation without L_con.
 
     Raises:
-        ConfigError: the bundle is of another method.
+        ConfigError: the bundle has another method.
     """
 
     def __init__(
         self, bundle: Bundle, builder: PromptBuilder, temperature: float = 0.1, contrastive: bool = True
     ) -> None:
         if not isinstance(bundle.compressor, RamCompressor):
-            raise ConfigError(f"stage ram trains method ram, not {bundle.config.method.name}: choose one of the two")
+            raise ConfigError(f"stage ram trains method ram, not {bundle.config.method.name}: change stage or method")
         super().__init__(bundle)
         self.ram = bundle.compressor
         self.builder = builder
@@ -73,7 +73,7 @@ class RamLoss(SlotObjective, WholeBatchMean):
         self.contrastive = contrastive
 
     def items(self, rows: list[RamRow], **_: Any) -> Tensor:  # type: ignore[override]
-        """The questions: (1,)."""
+        """Number of questions: (1,)."""
         return torch.tensor([float(len(rows))])
 
     def forward(  # type: ignore[override]
@@ -108,7 +108,7 @@ class RamLoss(SlotObjective, WholeBatchMean):
         return {"loss": loss / count}
 
     def _contrast(self, question: Tensor, segments: Tensor, positives: Sequence[bool]) -> Tensor:
-        """L_con of a question (eq. 8); 0 where no segment is positive."""
+        """L_con of a question (eq. 8); 0 if no segment is positive."""
         log_p = (relevance(question, segments) / self.temperature).log_softmax(0)
         positive = torch.tensor(positives, device=log_p.device)
         return -log_p[positive].sum() / max(1, int(positive.sum()))
@@ -123,14 +123,14 @@ class RamLoss(SlotObjective, WholeBatchMean):
 
 @dataclass
 class RamCollator(ExampleCollator):
-    """Examples -> the arguments of `RamLoss`: each question a prompt of its own, for its context depends on it.
+    """Examples -> the arguments of `RamLoss`: one prompt for each question, since its context depends on it.
 
-    Positives are the segments that hold a part of the question's `evidence`: the positions that a dataset marks,
-    or a large model, as in the paper. Of a question without it they are those that hold an accepted answer, word
-    by word; one whose answer is nowhere in the text has none, and no contrastive term. Neither has one whose
-    answer is yes or no: the words are found, the answer is not. A context that is cut may lose its evidence.
+    Positives are the segments that contain a part of the question's `evidence`: the positions that a dataset marks,
+    or a large model, as in the paper. Without evidence they are the segments that contain an accepted answer, word
+    by word. A question has no positives, and no contrastive term, if its answer is nowhere in the text, or is yes or
+    no: finding these words does not mean finding the answer. A truncated context may lose its evidence.
 
-    `segment_tokens` are those of a segment; a template is drawn for each question.
+    `segment_tokens` is the length of a segment; a template is drawn for each question.
     """
 
     segment_tokens: int
@@ -159,7 +159,7 @@ class RamCollator(ExampleCollator):
     def _question_ids(self, question: str) -> list[int]:
         ids: list[int] = self.builder.passage_ids(question).tolist()
         if not ids:
-            raise DataError(f"the question {question!r} has no tokens: ram chooses by the question, leave it out")
+            raise DataError(f"the question {question!r} has no tokens, and ram chooses segments by it: leave it out")
         return ids
 
 

@@ -1,6 +1,6 @@
 """Passages reconstructed from their slots (ArcAligner, section 3.5, stage I; xRAG's paraphrase pretraining).
 
-The loss is `LikelihoodLoss`: here the answers are the passages' own text (eq. 10).
+The loss is `LikelihoodLoss`; the answers are the passages' own text (eq. 10).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ def recited(passage: str) -> Example:
 
 
 def passages_of(examples: Sequence[Example]) -> list[Example]:
-    """The distinct passages of examples, each an example of its own, in order; the questions are left out."""
+    """The distinct passages of examples, each as an example of its own, in order; questions are left out."""
     return [recited(passage) for passage in dict.fromkeys(p for e in examples for p in e.passages)]
 
 
 class ReconstructionCollator(AnswerCollator):
     """Examples of one passage each -> the arguments of `LikelihoodLoss`: the passage itself is the answer.
 
-    The builder's longest answer bounds what is said of a passage; a prompt is drawn for each.
+    The builder limits the answer's length; a prompt is drawn for each passage.
     """
 
     def asked(self, example: Example, texts: Sequence[str]) -> Example:

@@ -1,8 +1,8 @@
 """The teacher's distributions kept on disk, so that it reads an example once, not in every epoch.
 
-Of each distribution the likeliest tokens are kept, and all others together as one more outcome. The divergence of two
-distributions that are grouped so is a lower bound of theirs, and equals it where every token is kept (the log-sum
-inequality; Cover and Thomas, 2006, theorem 2.7.1).
+Each distribution keeps its most likely tokens, and groups all others into one more outcome. The divergence between two
+distributions grouped in this way is a lower bound of the divergence between the whole ones, and equals it if every
+token is kept (the log-sum inequality; Cover and Thomas, 2006, theorem 2.7.1).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ FOLDER = "teacher_targets"
 
 
 class Target(NamedTuple):
-    """What a student is to predict at the tokens of a prompt's answers.
+    """The distributions that a student should predict for the tokens of a prompt's answers.
 
     Attributes:
-        log_probs: of the vocabulary, (answer tokens, vocabulary); or of `tokens` and of the rest, as `grouped` has it.
-        tokens: int64 (answer tokens, top); None: all, in their order.
+        log_probs: of the vocabulary, (answer tokens, vocabulary); or of `tokens` and the rest, as `grouped` returns.
+        tokens: int64 (answer tokens, top); None: the whole vocabulary, in its order.
     """
 
     log_probs: Tensor
@@ -42,14 +42,14 @@ class Target(NamedTuple):
 
 
 def grouped(log_probs: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probabilities of some tokens in each row, and of all others together, unless there are none.
+    """Log-probabilities of some tokens in each row, and of all others together, if there are any.
 
-    Shape: (rows, vocabulary), int64 (rows, top) -> (rows, top + 1), or (rows, top) where top is the vocabulary
+    Shape: (rows, vocabulary), int64 (rows, top) -> (rows, top + 1), or (rows, top) if top is the vocabulary
     """
     top = log_probs.gather(1, tokens)
     if tokens.shape[1] == log_probs.shape[1]:
         return top
-    # The others' sum itself: what the likeliest leave of 1 would be lost in rounding where they leave little.
+    # Sum the others themselves: 1 minus the top tokens' sum would be lost in rounding if it is small.
     rest = log_probs.scatter(1, tokens, -torch.inf).logsumexp(1, keepdim=True)
     return torch.cat((top, rest), 1)
 
@@ -58,13 +58,13 @@ def grouped(log_probs: Tensor, tokens: Tensor) -> Tensor:
 class KeptTargets:
     """Targets in a folder, a file for each prompt.
 
-    No database: a file appears under its name when it is whole, no process waits for another, and several machines
-    may share the folder, over which SQLite's write-ahead log could not be used.
+    No database: a file gets its name only when it is complete, no process waits for another, and several machines
+    may share the folder, on which SQLite's write-ahead log would not work.
 
     Attributes:
         folder: where the files are.
-        top: tokens kept of each distribution.
-        teacher: what distinguishes this teacher from all others; see `teacher_digest`.
+        top: how many tokens of each distribution to keep.
+        teacher: digest that identifies this teacher; see `teacher_digest`.
     """
 
     folder: Path
@@ -72,7 +72,7 @@ class KeptTargets:
     teacher: str
 
     def of(self, prompts: Sequence[Prompt], read: Callable[[Sequence[Prompt]], list[Tensor]]) -> list[Target]:
-        """The prompts' targets; `read` gives the teacher's log-probabilities for those that are not kept yet.
+        """The prompts' targets; `read` computes the teacher's log-probabilities for prompts that have none yet.
 
         Raises:
             OSError: a file cannot be written.
@@ -84,7 +84,7 @@ class KeptTargets:
             for file, log_probs in zip(missing, read(list(missing.values())), strict=True):
                 found[file] = self._kept(log_probs)
                 _save(found[file], file)
-        # What was just made is rounded as what is read back: a loss does not depend on whether it was kept.
+        # New targets are rounded like loaded ones, so that the loss does not depend on whether they were kept.
         return [
             Target(F.log_softmax(kept["log_probs"].float(), dim=1), kept["tokens"].long())
             for kept in map(found.__getitem__, files)
@@ -93,12 +93,12 @@ class KeptTargets:
     def _kept(self, log_probs: Tensor) -> dict[str, Tensor]:
         tokens = log_probs.topk(min(self.top, log_probs.shape[1]), dim=1).indices
         kept = grouped(log_probs, tokens)
-        # Beside the likeliest's: rounded in 2 bytes, what is likely has the smallest error.
+        # Relative to the most likely outcome: rounded to 2 bytes, likely outcomes then have the smallest error.
         kept = kept - kept.amax(1, keepdim=True)
         return {"tokens": tokens.int().cpu(), "log_probs": kept.half().cpu()}
 
     def _file(self, prompt: Prompt) -> Path:
-        """Named by all that the distributions depend on: the teacher and the very tokens that it reads."""
+        """The prompt's file, named by everything that its targets depend on: the teacher, `top` and the tokens."""
         digest = hashlib.sha256(f"{self.teacher} {self.top} ".encode())
         digest.update(prompt.ids().numpy().tobytes() + prompt.answers.numpy().tobytes())
         name = digest.hexdigest()
@@ -106,7 +106,7 @@ class KeptTargets:
 
 
 def _load(file: Path) -> dict[str, Tensor] | None:
-    """A file's tensors; None where there is none, or one that a power cut has damaged."""
+    """A file's tensors; None if it does not exist, or was damaged by a power cut."""
     try:
         return load_file(file)
     except (FileNotFoundError, SafetensorError):
@@ -121,9 +121,9 @@ def _save(kept: dict[str, Tensor], file: Path) -> None:
 
 
 def teacher_digest(bundle: Bundle) -> str:
-    """SHA-256 over the decoder as it reads plain text: config, weights, and the teacher's adapter if it has one.
+    """SHA-256 of the decoder that reads plain text: config, weights, and the teacher's adapter if it has one.
 
-    Of weights as they are before training rounds or shares them out: 64 hex digits.
+    Call it before training rounds or divides the weights. Returns 64 hex digits.
     """
     model = bundle.backbone.model
     digest = hashlib.sha256(digest_in_memory(model, bundle.tokenizer).encode())

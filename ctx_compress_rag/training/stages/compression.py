@@ -1,4 +1,4 @@
-"""Training a compressor and its reader: where it starts, what the stages minimise, and what is saved."""
+"""Stages that train a compressor and its reader: where they start, what they minimise, and what they save."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ from ctx_compress_rag.training.probe import soft_probe
 from ctx_compress_rag.training.stage import Stage, register
 
 Objective = Callable[[Any, Bundle], tuple[SlotObjective, Collate]]
-"""From a recipe and what it trains to the loss and what feeds it."""
+"""Makes the loss and the collator from a recipe and the bundle to train."""
 
 Arrange = Callable[[Any, list[Example]], Examples]
-"""From a recipe and its examples to what is collated, as many and in the same order."""
+"""Prepares a recipe's examples for the collator: as many, in the same order."""
 
 OBJECTIVES: dict[str, Objective] = {}
-"""What each stage minimises."""
+"""The objectives by stage."""
 
 
 def register_objective(recipe: type[CompressionRecipe], objective: Objective, arrange: Arrange | None = None) -> None:
-    """Make a stage that trains a bundle known by its recipe's literal `stage`.
+    """Register a stage that trains a bundle under its recipe's literal `stage`.
 
     Args:
         recipe: the class of its recipes.
         objective: what it minimises.
-        arrange: what is to be known of examples before they are cut into micro-batches; None: nothing.
+        arrange: prepares the examples before they are divided into micro-batches; None: not needed.
     """
     OBJECTIVES[register(Stage(recipe, partial(start, arrange=arrange)))] = objective
 
 
 def start(recipe: CompressionRecipe, resume: bool, arrange: Arrange | None = None) -> Job:
-    """A bundle to train on the recipe's examples."""
+    """Make the job that trains a bundle on the recipe's examples."""
     examples = load_examples(recipe)
     if recipe.recites:
         examples = passages_of(examples)
@@ -89,7 +89,7 @@ def bundle_job(
     collate: Collate,
     on_step: StepHook | None = None,
 ) -> Job:
-    """A job that trains a bundle and saves it; its report keeps those of the stages before."""
+    """Make a job that trains a bundle and saves it; its report includes those of earlier stages."""
     earlier = {"earlier": bundle.report} if bundle.report else {}
 
     def save(report: dict[str, Any]) -> None:
@@ -143,9 +143,9 @@ def start_bundle(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
 
 
 def _fit_reader(bundle: Bundle, examples: list[Example], passages: int) -> None:
-    """Start the reader so that it reads a slot for one token as that token's embedding.
+    """Fit the reader to map a slot of one token to that token's embedding.
 
-    Where a method makes no slots so small, the target is the mean embedding of a slot's tokens.
+    If the method's slots are larger, the target is the mean embedding of a slot's tokens.
     """
     texts = [text for e in passages_of(examples)[:passages] for text in e.passages]
     softs = bundle.compress(texts, ratio=1)

@@ -19,7 +19,7 @@ from ctx_compress_rag.training.stages.compression import bundle_job, start_bundl
 
 
 def start(recipe: RepeatAndAnswerRecipe, resume: bool) -> Job:
-    """A bundle to train on the recipe's questions, on their passages and on its texts."""
+    """Make the job that trains a bundle on the recipe's questions, their passages and its texts."""
     questions = recipe.data.model_copy(update={"texts": []})
     examples = load_examples(recipe.model_copy(update={"data": questions}))
     texts = _texts(recipe, examples)
@@ -32,7 +32,7 @@ def start(recipe: RepeatAndAnswerRecipe, resume: bool) -> Job:
 
 
 def _texts(recipe: RepeatAndAnswerRecipe, examples: list[Example]) -> list[str]:
-    """What may be repeated: the questions' passages and the rows of the texts, none of them held out."""
+    """The passages to repeat: those of the questions and the rows of the texts, checked for held-out ones."""
     passages = list(dict.fromkeys(passage for example in examples for passage in example.passages))
     for text in recipe.data.texts:
         rows = text_examples(text.file, text.words)

@@ -1,9 +1,9 @@
 """Supervised attention: which earlier tokens two heads of a small decoder should look at when it answers.
 
-A small decoder learns within minutes to find an attribute in a passage, and not in hours to tell two
-passages by the name they are about: an answer needs three steps of attention, and none of them lowers the
-loss alone. Where the data says what a question is about, one head is shown the name that belongs to each
-token of a fact and of an answer, and one head of the next layer the token to copy. (Supervised attention:
+A small decoder learns within minutes to find an attribute in a passage, but not within hours to distinguish
+two passages by the name they are about: an answer needs three steps of attention, none of which lowers the
+loss by itself. If the data says what a question is about, one head is shown the name that belongs to each
+token of a fact and of an answer, and one head of a later layer the token to copy. (Supervised attention:
 Mi, Wang and Ittycheriah 2016; Liu et al. 2016.)
 """
 
@@ -26,10 +26,10 @@ _NAME = "ctx_compress_pointing"
 
 @dataclass(frozen=True)
 class Pointers:
-    """Positions in a batch that should attend to others, P of them.
+    """P positions in a batch that should attend to others.
 
     Attributes:
-        rows: which row of the batch each is in: (P,).
+        rows: the row of the batch that each position is in: (P,).
         positions: the position that attends: (P,).
         first, last: the positions to attend to, both included: (P,).
     """
@@ -50,7 +50,7 @@ class Pointers:
 
 
 def find(ids: Sequence[int], part: Sequence[int], start: int, stop: int) -> list[int]:
-    """Where `part` begins in ids[start:stop]."""
+    """The positions in `ids` at which `part` starts, within ids[start:stop]."""
     n = len(part)
     return [i for i in range(start, stop - n + 1) if list(ids[i : i + n]) == list(part)]
 
@@ -58,18 +58,18 @@ def find(ids: Sequence[int], part: Sequence[int], start: int, stop: int) -> list
 def pointers_of(
     builder: PromptBuilder, example: Example, template: str
 ) -> tuple[Prompt, list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-    """A full-text prompt with what its tokens should attend to, as (position, first, last).
+    """Make a full-text prompt, with pointers from its tokens to what they should attend to.
 
-    Returns: the prompt; pointers to names, of each token of a fact that is asked for and of each position that
-        predicts an answer's token; pointers of the latter to the token to copy. Turns whose subject is not
-        known, or not found, have none.
+    Returns: the prompt; pointers to names, from each token of a requested fact and from each position that predicts
+        an answer token; pointers from these positions to the token to copy. A pointer is (position, first, last).
+        Turns whose subject is unknown or not found have none.
     """
     prompt = builder.text_prompt(example, template)
     ids: list[int] = prompt.ids().tolist()
     runs = _runs(prompt.answers.tolist())
     spans: list[tuple[int, int]] = []
     for passage in example.passages:
-        # Its first word and last token may be other tokens inside the prompt.
+        # A passage's first word and last token may be tokenised differently inside the prompt.
         first_word, _, rest = passage.partition(" ")
         inside = builder.passage_ids(f" {rest or first_word}").tolist()[:-1]
         begin = find(ids, inside, spans[-1][1] if spans else 0, runs[0][0])[0]
@@ -100,7 +100,7 @@ def pointers_of(
 
 
 def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
-    """Beginning and end (excluded) of each run of True."""
+    """Start and end (exclusive) of each run of True."""
     edges = [i for i in range(len(flags) + 1) if (i < len(flags) and flags[i]) != (i > 0 and flags[i - 1])]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
@@ -121,7 +121,7 @@ class PointingHeads:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, the decoder's forward passes are watched."""
+        """Within the context, the decoder's forward passes are recorded."""
         base = getattr(self.decoder, "base_model", self.decoder)
         before = base.config._attn_implementation
         base.config._attn_implementation = _NAME
@@ -134,12 +134,12 @@ class PointingHeads:
             self._seen.clear()
 
     def see(self, layer: int, query: Tensor, key: Tensor, scaling: float) -> None:
-        """Keep the first head's queries and keys, (batch, heads, length, head dim) both."""
+        """Keep the first head's part of `query` and `key`, both (batch, heads, length, head dim)."""
         if layer in self.layers:
             self._seen[layer] = (query[:, 0], key[:, 0], scaling)
 
     def loss(self, which: int, pointers: Pointers) -> Tensor:
-        """Mean of -log of the attention that falls where it should, for the layer `which` (0 or 1)."""
+        """Mean of -log of the attention on the positions to attend to, for the layer `which` (0 or 1)."""
         query, key, scaling = self._seen[self.layers[which]]
         if not len(pointers.rows):
             return query.sum() * 0.0
@@ -152,7 +152,7 @@ class PointingHeads:
 
 
 def _register() -> None:
-    """Tell transformers of an attention that shows its queries and keys to who watches."""
+    """Register an attention with transformers that passes its queries and keys to `PointingHeads`."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS

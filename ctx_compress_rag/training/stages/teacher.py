@@ -34,12 +34,12 @@ from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 
 class AnswerLoss(nn.Module, WholeBatchMean):
-    """Next-token loss on answer tokens, and with a small weight on the rest: a weighted mean over the batch.
+    """Next-token loss on answer tokens and, with a small weight, on the rest: a weighted mean over the batch.
 
     Args:
         decoder: a causal LM.
-        context_weight: weight of a token that is not of an answer; 0 trains on answers alone.
-        pointing: heads whose attention is trained, too, and the weight of that.
+        context_weight: weight of a token that is not in an answer; 0 trains on answers only.
+        pointing: heads whose attention is trained, too, and the weight of that loss.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class AnswerLoss(nn.Module, WholeBatchMean):
     def items(  # type: ignore[override]
         self, attention_mask: Tensor, answers: Tensor, pointers: tuple[Pointers, Pointers] | None = None, **_: Any
     ) -> Tensor:
-        """The tokens' weights, and how many pointers there are to names and to copies: (3,)."""
+        """The sum of the tokens' weights, and the numbers of pointers to names and to copies: (3,)."""
         pointing = [len(each.rows) for each in pointers] if pointers else [0, 0]
         weights = self._weights(attention_mask, answers).sum()
         return torch.stack((weights, *torch.tensor(pointing, dtype=weights.dtype, device=weights.device)))
@@ -100,7 +100,7 @@ class AnswerLoss(nn.Module, WholeBatchMean):
 class TextCollator(ExampleCollator):
     """Examples -> a right-padded batch of full-text prompts, each with a template drawn for it.
 
-    With `pointing` the batch says what tokens should attend to; passages must then fit uncut.
+    With `pointing` the batch says what tokens should attend to; passages are then not truncated.
     """
 
     pointing: bool = False
@@ -117,7 +117,7 @@ class TextCollator(ExampleCollator):
                 names += [(number, *pointer) for pointer in to_names]
                 copies += [(number, *pointer) for pointer in to_copies]
                 continue
-            # Passages are cut, never the prompt: its end is the answer.
+            # Truncate passages, never the prompt, which ends with the answer.
             texts = [text for text, _ in self.builder.shortened(example.passages, self.max_context_tokens)]
             prompts.append(self.builder.text_prompt(example, template, texts))
         ids, mask = padded([prompt.ids().tolist() for prompt in prompts], torch.device("cpu"))
@@ -150,7 +150,7 @@ def save_decoder(decoder: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def _started(recipe: TeacherRecipe) -> tuple[Any, Any]:
-    """The decoder to train, and its tokenizer; with LoRA a new adapter, or the one that an earlier stage trained."""
+    """The decoder to train and its tokenizer; with LoRA a new adapter, or the one that an earlier stage trained."""
     from peft import PeftConfig, PeftModel, get_peft_model
 
     name, revision, device = recipe.decoder or "", recipe.revision, training_device()
@@ -160,8 +160,8 @@ def _started(recipe: TeacherRecipe) -> tuple[Any, Any]:
         adapter = PeftConfig.from_pretrained(name)
         if not adapter.base_model_name_or_path:  # made on a GGUF file
             raise ConfigError(
-                f"{name}/adapter_config.json does not name the adapter's decoder: write a transformers folder of that "
-                "decoder, and its path there as base_model_name_or_path"
+                f"{name}/adapter_config.json does not name the adapter's decoder: save that decoder as a transformers "
+                "folder, and set base_model_name_or_path to its path"
             )
         base, tokenizer = load_decoder(adapter.base_model_name_or_path, revision or adapter.revision, device)
         return PeftModel.from_pretrained(base, name, is_trainable=True), tokenizer
@@ -169,12 +169,12 @@ def _started(recipe: TeacherRecipe) -> tuple[Any, Any]:
     if recipe.tune.mode == "lora":
         return get_peft_model(decoder, lora_config(recipe.tune), revision=revision), tokenizer
     if recipe.tune.mode == "full":
-        return decoder.float().requires_grad_(True), tokenizer  # on a GPU it came in bfloat16, which loses small steps
+        return decoder.float().requires_grad_(True), tokenizer  # on a GPU it is in bfloat16, which loses small steps
     return decoder, tokenizer
 
 
 def start(recipe: TeacherRecipe, resume: bool) -> Job:
-    """A decoder to train on the recipe's questions."""
+    """Make the job that trains a decoder on the recipe's questions."""
     examples: Any = load_examples(recipe)
     if recipe.scratch:
         tokenizer = train_tokenizer(_texts(recipe, examples), recipe.scratch.vocab_size, recipe.data.max_context_tokens)
@@ -197,8 +197,8 @@ def start(recipe: TeacherRecipe, resume: bool) -> Job:
 
     def save(report: dict[str, Any]) -> None:
         if recipe.tune.mode == "lora":
-            # A peft adapter folder: the `teacher` of a distillation recipe. Left to itself, peft would ask the hub
-            # whether the embeddings were changed, too.
+            # A peft adapter folder: the `teacher` of a distillation recipe. By default peft would also ask the hub
+            # whether the embeddings were changed.
             decoder.save_pretrained(recipe.output, save_embedding_layers=False)
         else:
             save_decoder(decoder, tokenizer, recipe.output)
@@ -221,7 +221,7 @@ def start(recipe: TeacherRecipe, resume: bool) -> Job:
 
 
 def _texts(recipe: TeacherRecipe, examples: Sequence[Example]) -> Iterator[str]:
-    """What a new tokenizer is made from."""
+    """The texts to train a new tokenizer on."""
     if recipe.data.world:
         yield from tokenizer_texts()
     else:
