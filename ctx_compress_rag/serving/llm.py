@@ -53,7 +53,7 @@ class DecoderLLM:
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: the model and the store belong to this process."""
-        raise ConfigError(f"{type(self).__name__} holds a model of this process: create it in the other one")
+        raise ConfigError(f"{type(self).__name__} holds a model of this process: create it in the other process")
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """A copy with options of its own; the model and the store are shared."""
