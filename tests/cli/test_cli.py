@@ -227,7 +227,7 @@ def test_errors_are_one_line_and_code_2(run: Any, store: Path, docs: Path, bundl
     index = ["index", docs, "--bundle", bundle_folder, "--store"]
     for command, message in (
         (["index", tmp_path / "none", "--store", new], "no .txt, .md"),
-        (["index", tmp_path / "missing", "--store", new], "is no folder"),
+        (["index", tmp_path / "missing", "--store", new], "is not a folder"),
         (["index", docs, "--store", new, "--bundle", "nowhere"], "no bundle 'nowhere'"),
         ([*index, new, "--codec", "int3"], "int3"),
         ([*index, store, "--codec", "fp16"], "codec 'int8'"),
