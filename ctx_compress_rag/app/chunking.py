@@ -18,8 +18,8 @@ _COUNTED_TOGETHER = 64
 def chunk(text: str, tokenizer: Any, max_tokens: int, *, markdown: bool = False) -> Iterator[str]:
     """Cut a text into passages, lazily and in order; only white space between passages is dropped.
 
-    Paragraphs are packed together as long as they fit. A paragraph that alone is too long is cut at
-    sentences, a sentence at spaces, a word anywhere.
+    Paragraphs are packed together as long as they fit. A paragraph that is too long by itself is
+    cut at sentences, a sentence at spaces, a word anywhere.
 
     Args:
         text: the text.

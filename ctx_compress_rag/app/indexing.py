@@ -37,8 +37,8 @@ class IndexReport:
         added: compressed now.
         unchanged: stored before.
         replaced: removed because their file's text changed.
-        pruned: removed because their file is gone.
-        vanished: kept although their file is gone, since `prune` was not set.
+        pruned: removed because their file was deleted.
+        vanished: kept although their file was deleted, since `prune` was not set.
     """
 
     files: int
@@ -99,7 +99,7 @@ def update_index(
         index: the index.
         given: what to index, from `open_input`.
         chunk_tokens: maximum decoder tokens of a passage; None takes 256, or the bundle's window if that is less.
-        prune: remove the passages of files that are gone.
+        prune: remove the passages of deleted files.
         progress: show a progress bar, in bytes of the input.
         ray_workers: number of Ray workers that embed and compress; None does it in this process.
 
