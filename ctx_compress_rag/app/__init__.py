@@ -1,1 +1,1 @@
-"""What the command line keeps in a folder: an index, its passages, answers and the demo."""
+"""What the commands run: indexing, asking, serving, upkeep and the demo."""

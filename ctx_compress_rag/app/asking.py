@@ -1,4 +1,4 @@
-"""From a question and retrieved passages to the decoder's prompt: what `ctx-compress ask` sends."""
+"""Make the decoder's prompt from a question and retrieved passages, as `ctx-compress ask` sends it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def question_prompt(
     Args:
         store: the soft contexts of the passages.
         question: the question.
-        hits: the passages; none asks without context.
-        ratio: source tokens per slot, or the reduction of close reading; by default the least there is.
-        template: the prompt, see `text.prompts`; a bundle says by which it was trained (`config.asked_by`).
-        as_text: put the passages in as text.
+        hits: the passages; an empty list asks without context.
+        ratio: source tokens per slot, or the reduction of close reading; by default the smallest.
+        template: the prompt, see `text.prompts`; a bundle's own is `config.asked_by`.
+        as_text: give the passages as text.
 
     Raises:
         RatioError: the ratio cannot be made from what is stored.

@@ -1,4 +1,4 @@
-"""Text into passages of at most so many tokens, at paragraphs and sentences where it can be."""
+"""Cut text into passages of limited length, at paragraphs and sentences if possible."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _COUNTED_TOGETHER = 64
 
 
 def chunk(text: str, tokenizer: Any, max_tokens: int, *, markdown: bool = False) -> Iterator[str]:
-    """Cut a text into passages, in order, as they are asked for; all of it but the space between passages is kept.
+    """Cut a text into passages, lazily and in order; only white space between passages is dropped.
 
-    Paragraphs are packed together as long as they fit. A paragraph that alone is too long is cut at
-    sentences, a sentence at spaces, a word anywhere.
+    Paragraphs are packed together as long as they fit. A paragraph that is too long by itself is
+    cut at sentences, a sentence at spaces, a word anywhere.
 
     Args:
         text: the text.
         tokenizer: the decoder's transformers tokenizer.
-        max_tokens: most tokens of a passage, counted without special tokens; at least 8.
+        max_tokens: maximum tokens of a passage, counted without special tokens; at least 8.
         markdown: start a new passage at each heading.
     """
-    held: list[tuple[str, int]] = []  # pieces of the next passage, and their tokens
+    held: list[tuple[str, int]] = []  # pieces of the next passage, and their token counts
     for piece in _pieces(text, tokenizer, max_tokens):
         while held and (sum(n for _, n in held) + piece[1] > max_tokens or (markdown and _closes(held, piece[0]))):
             passage, held = _packed(held, tokenizer, max_tokens)
@@ -41,7 +41,7 @@ def chunk(text: str, tokenizer: Any, max_tokens: int, *, markdown: bool = False)
 
 
 def _pieces(text: str, tokenizer: Any, max_tokens: int) -> Iterator[tuple[str, int]]:
-    """Paragraphs or parts of them that fit, with their tokens; a big text is not tokenised before it is needed."""
+    """Paragraphs or parts of them that fit, with their token counts; a big text is tokenised only as needed."""
     pieces = (
         piece for paragraph in _split(text, _PARAGRAPH_END) for piece in _fitting(paragraph, tokenizer, max_tokens)
     )
@@ -50,7 +50,7 @@ def _pieces(text: str, tokenizer: Any, max_tokens: int) -> Iterator[tuple[str, i
 
 
 def _packed(held: list[tuple[str, int]], tokenizer: Any, max_tokens: int) -> tuple[str, list[tuple[str, int]]]:
-    """A passage of the pieces, and those that did not fit after all."""
+    """A passage made of the pieces, and the pieces that did not fit."""
     end = len(held)
     passage = "".join(piece for piece, _ in held).strip()
     # Joined pieces may have more tokens than the pieces counted one by one: count the joined text.

@@ -1,7 +1,7 @@
-"""What the command line takes where nothing is said: the shipped bundles' names, and where an index is kept."""
+"""Defaults of the command line: the shipped bundles' names, and the folder of an index."""
 
 ENGLISH = "smollm2-135m"
 INVENTED = "demo"
-"""Reads the invented world alone, which examples and tests are made of."""
+"""Reads only the invented world, which examples and tests use."""
 
 STORE = "chroma"

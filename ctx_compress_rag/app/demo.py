@@ -31,7 +31,7 @@ _TIMED_QUESTIONS = 3
 
 @dataclass(frozen=True)
 class DemoSystem:
-    """A way to give the decoder its context, and what came of it.
+    """A way to give the decoder its context, and its results.
 
     Attributes:
         label: its name.
@@ -39,7 +39,7 @@ class DemoSystem:
         answers: one per question.
         scores: token F1 of each answer.
         prompt_tokens: mean length of the prompts, a slot counted as a token.
-        stored_bytes: what is kept of the whole corpus to make these prompts from.
+        stored_bytes: size of what is stored of the whole corpus for these prompts.
         first_token_ms: median time from retrieved passages to the first token, reading the store included.
     """
 
@@ -64,12 +64,12 @@ class DemoReport:
     Attributes:
         stored: how many passages were compressed now, and how many before.
         questions: the questions.
-        retrieved: for how many of them retrieval found every passage that they need.
+        retrieved: for how many of them retrieval found every passage needed.
         systems: full text, soft context from the finest ratio to the coarsest, no context.
         sources: for each question, where the passages in its prompt are from, the nearest first.
         shown: the ratio whose answers are shown.
         licence: of the passages.
-        picture: the PNG of score against ratio.
+        picture: the plot of score against ratio, a PNG.
     """
 
     stored: Added
@@ -108,11 +108,11 @@ def run_demo(
 ) -> DemoReport:
     """Index the demo's corpus in a Chroma folder, and ask its questions with each kind of context.
 
-    The picture is put beside the folder, under its name and `.png`. A second run compresses nothing.
+    The plot is saved beside the folder, under its name with `.png`. A second run compresses nothing.
 
     Args:
-        folder: the Chroma folder; made if it is not there.
-        bundle: another bundle than the folder's own, or than the corpus's where it has none.
+        folder: the Chroma folder; created if missing.
+        bundle: a bundle in place of the folder's own, or of the corpus's if the folder has none.
         invented: index passages about an invented world in place of paragraphs of Wikipedia.
         progress: show progress bars.
     """

@@ -37,10 +37,10 @@ class Corpus:
     Attributes:
         passages: to index.
         questions: to ask.
-        retrieved: how many passages a prompt is to hold.
+        retrieved: passages per prompt.
         shown: the ratio whose answers are shown.
         about: what the passages are.
-        licence: of the passages, and whose they are.
+        licence: authors and licence of the passages.
     """
 
     passages: tuple[Passage, ...]
@@ -104,9 +104,9 @@ def _worlds() -> list[World]:
 
 
 def _pair_question(world: World, kind: Kind) -> tuple[list[Entity], Turn]:
-    """A question that names two entities of a kind; one retrieval step cannot follow a link that it does not name."""
+    """A question that names two entities of a kind; one retrieval step cannot find others."""
     pairs = list(permutations([entity for entity in world.entities if entity.kind == kind], 2))
-    while True:  # a world asks about a pair now and then, drawn again each time
+    while True:  # `turns` draws again each time, and asks about a pair only sometimes
         for pair in pairs:
             for turn in world.turns(list(pair)):
                 if all(entity.name in turn.question for entity in pair):

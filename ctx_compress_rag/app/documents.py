@@ -15,7 +15,7 @@ from ctx_compress_rag.extras import needs
 TEXTS = (".txt", ".md")
 DOCUMENTS = (".pdf", ".docx", ".html", ".htm")
 _MOST_GROWN = 64 << 20
-"""Bytes by which a Word file, a zip, may grow when it is unpacked; images hardly do, and no book has so much text."""
+"""Bytes by which a Word file (a zip) may grow when unpacked; images hardly grow, and no book has so much text."""
 
 
 def readable() -> tuple[str, ...]:
@@ -44,15 +44,15 @@ def read_file(path: Path) -> str:
         ) from error
     except OSError as error:
         raise DataError(f"it cannot be read ({error.strerror})") from error
-    except Exception as error:  # as many kinds as there are formats and parsers
-        raise DataError(f"it is no {path.suffix} file that markitdown can read ({type(error).__name__})") from error
+    except Exception as error:  # each parser has its own
+        raise DataError(f"markitdown cannot read it as {path.suffix} ({type(error).__name__})") from error
 
 
 def _check_growth(path: Path) -> None:
-    with ZipFile(path) as packed:  # it reads no more of a part than the part's header says
+    with ZipFile(path) as packed:  # ZipFile reads no more of a part than its header says
         grown = sum(part.file_size - part.compress_size for part in packed.infolist())
     if grown > _MOST_GROWN:
-        raise DataError(f"unpacked it has {grown:,} bytes more, and {_MOST_GROWN:,} are allowed: cut it in two")
+        raise DataError(f"unpacking adds {grown:,} bytes, and {_MOST_GROWN:,} are allowed: split the file")
 
 
 @cache

@@ -30,15 +30,15 @@ _MIN_CHUNK_TOKENS = 16
 
 @dataclass(frozen=True)
 class IndexReport:
-    """What `update_index` did, in passages unless it says files.
+    """What `update_index` did: numbers of passages, except `files`.
 
     Attributes:
         files: files or rows with text.
         added: compressed now.
-        unchanged: stored before, not touched.
+        unchanged: stored before.
         replaced: removed because their file's text changed.
-        pruned: removed because their file is gone.
-        vanished: kept though their file is gone, since pruning was not asked for.
+        pruned: removed because their file was deleted.
+        vanished: kept although their file was deleted, since `prune` was not set.
     """
 
     files: int
@@ -50,13 +50,13 @@ class IndexReport:
 
 
 class _Cut:
-    """The passages of an input, as they are asked for, and what went by: ids and names, no texts."""
+    """Iterates lazily over the passages of an input, and keeps their ids and sources, but no texts."""
 
     def __init__(self, given: Input, index: PassageIndex, chunk_tokens: int) -> None:
         self.root = str(given.path.resolve())
         self.stored = index.sources(self.root)
         self.ids: set[str] = set()
-        self.sources: set[str] = set()  # those of stored passages
+        self.sources: set[str] = set()  # only those of stored passages
         self.files = 0
         self.bytes = 0
         self._known = set(self.stored.values())
@@ -88,20 +88,20 @@ def update_index(
 ) -> IndexReport:
     """Bring an index up to date with a folder or file; only new and changed passages are compressed.
 
-    Texts are cut, embedded, compressed and written batch by batch: at any time no more than one file's text and some
-    hundred passages are in memory, beside the ids. After an interruption the same call resumes with what is missing.
+    Texts are cut, embedded, compressed and written batch by batch, so memory holds at most one file's text and some
+    hundred passages, besides the ids. After an interruption, the same call resumes with what is missing.
 
-    Passages of a file whose text changed are always replaced, once the new ones are stored. Passages of a file that is
-    gone are removed with `prune` alone, and only if they came from this folder; those of a file that is there but
-    cannot be read stay. A row of JSONL or Parquet counts as a file.
+    The old passages of a changed file are always removed, after the new ones are stored. The passages of a deleted file
+    are removed only with `prune`, and only if they came from this folder; those of a file that exists but cannot be
+    read stay. A row of JSONL or Parquet counts as a file.
 
     Args:
         index: the index.
         given: what to index, from `open_input`.
-        chunk_tokens: most decoder tokens of a passage; None takes 256, or the bundle's window if that is less.
-        prune: remove the passages of files that are gone.
+        chunk_tokens: maximum decoder tokens of a passage; None takes 256, or the bundle's window if that is less.
+        prune: remove the passages of deleted files.
         progress: show a progress bar, in bytes of the input.
-        ray_workers: embed and compress on so many workers of a Ray cluster; None does it in this process.
+        ray_workers: number of Ray workers that embed and compress; None does it in this process.
 
     Raises:
         ConfigError: `chunk_tokens` is too small.
@@ -115,7 +115,7 @@ def update_index(
         raise ConfigError(f"passages of {chunk_tokens} tokens are too short: give {_MIN_CHUNK_TOKENS} or more")
     repaired = index.store.discard_damaged(unsealed=False)
     if repaired:
-        logger.warning("%d records were damaged, %s first: compressed again", len(repaired), repaired[0])
+        logger.warning("compressing %d damaged records again, %s first", len(repaired), repaired[0])
     cut = _Cut(given, index, chunk_tokens)
     added = unchanged = 0
     with tqdm(total=given.bytes, desc="indexing", unit="B", unit_scale=True, disable=not progress) as bar:
@@ -156,7 +156,7 @@ def compress_collection(
 ) -> Added:
     """Compress the texts of an app's own Chroma collection into soft contexts beside it, page by page.
 
-    What is deleted from the collection stays: `SoftContextStore.sync` follows deletions, too.
+    Soft contexts of deleted passages stay; `SoftContextStore.sync` removes them, too.
 
     Args:
         folder: the Chroma folder.

@@ -1,4 +1,4 @@
-"""What `ctx-compress index` reads: a folder of files, JSONL or Parquet; a text at a time, never all of it at once."""
+"""What `ctx-compress index` reads: a folder of files, JSONL or Parquet; one text at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROWS = 256
 
 
 class Text(NamedTuple):
-    """One text: the name that readers look it up by, whether it is Markdown, and its bytes of the input."""
+    """One text: the name that readers look it up by, whether it is Markdown, and its share of the input's bytes."""
 
     source: str
     text: str
@@ -32,12 +32,12 @@ class Text(NamedTuple):
 
 
 class Input(ABC):
-    """Texts to index, read as they are asked for.
+    """Texts to index, read lazily.
 
     Attributes:
         path: the folder or file.
-        bytes: of all of it.
-        kind: what a text is one of.
+        bytes: size of the whole input.
+        kind: what the texts are called.
     """
 
     kind = "rows"
@@ -48,21 +48,21 @@ class Input(ABC):
 
     @abstractmethod
     def texts(self) -> Iterator[Text]:
-        """The texts in order, blank ones included; a file's own bytes come with its last."""
+        """The texts in order, blank ones included."""
 
     def cannot_read(self, source: str) -> bool:
         """Whether a source exists, but could not be read when `texts` reached it."""
         return False
 
     def skipped(self) -> str:
-        """What `texts` left out; "" where it was nothing."""
+        """What `texts` left out; "" if nothing."""
         return ""
 
 
 class FolderInput(Input):
-    """The text files and documents of a folder and the folders in it, by name; hidden ones are left out.
+    """The text files and documents of a folder and its subfolders, sorted by name, without hidden ones.
 
-    A file that is empty or cannot be read is skipped with a warning, one of another type is counted.
+    Files that are empty or cannot be read are skipped with a warning; files of other types are counted.
 
     Raises:
         DataError: there is no such folder, or no text in it that can be read.
@@ -74,7 +74,7 @@ class FolderInput(Input):
         suffixes = readable()
         if not path.is_dir():
             raise DataError(
-                f"{str(path)!r} is no folder: give the folder that your {', '.join(suffixes)} files are in, or a "
+                f"{str(path)!r} is not a folder: give the folder of your {', '.join(suffixes)} files, or a "
                 f"{', '.join(JSONL + PARQUET)} file"
             )
         self.files: list[Path] = []
@@ -99,7 +99,7 @@ class FolderInput(Input):
     def texts(self) -> Iterator[Text]:
         self._unread, self._empty = [], 0
         for file in self.files:
-            # A name of other bytes than UTF-8 is no text, which ids and Chroma need.
+            # Ids and Chroma need text: bytes of a name that are not UTF-8 are escaped.
             source = os.fsencode(file.relative_to(self.path).as_posix()).decode(errors="backslashreplace")
             try:
                 size = file.stat().st_size
@@ -126,7 +126,7 @@ class FolderInput(Input):
 
 
 class Jsonl(Input):
-    """A text a line: `{"text": ..., "id": ...}`; without an id it is known by a hash of its text."""
+    """One text per line: `{"text": ..., "id": ...}`; without an id, its source is a hash of the text."""
 
     def texts(self) -> Iterator[Text]:
         with self.path.open("rb") as file:
@@ -135,12 +135,12 @@ class Jsonl(Input):
                     try:
                         row = json.loads(line)
                     except ValueError as error:
-                        raise DataError(f"{self.path}, line {number}: no JSON ({error}): correct the line") from error
+                        raise DataError(f"{self.path}, line {number}: not JSON ({error}): correct it") from error
                     yield _of_row(row, f"{self.path}, line {number}", len(line))
 
 
 class Parquet(Input):
-    """A text a row, of the columns `text` and, where there is one, `id`."""
+    """One text per row, from the columns `text` and, if present, `id`."""
 
     def texts(self) -> Iterator[Text]:
         with needs("ray"):
@@ -156,7 +156,7 @@ class Parquet(Input):
                         number += 1
                         yield _of_row(row, f"{self.path}, row {number}", share)
         except ArrowException as error:
-            raise DataError(f"{str(self.path)!r} is no Parquet file that can be read ({error})") from error
+            raise DataError(f"cannot read {str(self.path)!r} as Parquet ({error})") from error
 
 
 def open_input(path: str | Path) -> Input:

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 COLLECTION = "passages"
 BUNDLE_KEY = "ctx_bundle"
-_EMBEDDER_KEY = "ctx_embedder"  # not in indexes made before there was a choice
+_EMBEDDER_KEY = "ctx_embedder"  # missing in indexes made before there was a choice
 _COSINE: Any = {"hnsw": {"space": "cosine"}}
 _PAGE = 2000
 
 
 def make_passage(text: str, source: str, root: str) -> Passage:
-    """A passage whose id depends on where it is from and on its text, so that a changed text has another id.
+    """Make a passage whose id depends on its root, source and text, so that a changed text has another id.
 
     Args:
         text: the passage.
@@ -70,8 +70,8 @@ class PassageIndex:
         bundle: the bundle.
         store: the soft contexts.
         bundle_name: its address, from which another process loads it.
-        loading: the device and dtype that were asked for, for that process, too.
-        embedder: what passages and questions are compared by.
+        loading: the requested device and dtype, also for that process.
+        embedder: the sentence encoder that passages and questions are compared with.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class PassageIndex:
 
     @property
     def making(self) -> dict[str, Any]:
-        """How `CompressPassages` makes payloads and vectors for this index, but for the bundle."""
+        """The arguments of `CompressPassages` for this index, besides the bundle."""
         return {"ratio": self.store.base_ratio, "codec": self.store.codec, "embedder": self.embedder}
 
     def missing(self, passages: Sequence[Passage]) -> list[Passage]:
-        """Those without a vector or a soft context, at most 250 at a time."""
+        """The passages without a vector or a soft context; takes at most 250."""
         ids = [str(passage.id) for passage in passages]
         compressed = self.store.has([passage.text for passage in passages], ids)
         with self._reading() as collection:
@@ -114,7 +114,7 @@ class PassageIndex:
         return [p for p, id, done in zip(passages, ids, compressed, strict=True) if not (done and id in found)]
 
     def put(self, passages: Sequence[Passage], made: Mapping[str, Any]) -> None:
-        """Store passages with what a worker made of them: `vector`, then `payload` by a bundle of `fingerprint`.
+        """Store passages with what a worker made: `vector`, then `payload`, made by a bundle with `fingerprint`.
 
         A passage that has only a vector, after an interruption, is compressed when it is retrieved.
         """
@@ -140,7 +140,7 @@ class PassageIndex:
         return {id: str(source) for id, source in self._column("source").items() if roots.get(id) == root}
 
     def search(self, questions: Sequence[str], k: int) -> list[list[Hit]]:
-        """The `k` nearest passages of each question, nearest first; fewer where there are fewer.
+        """The `k` nearest passages of each question, nearest first; fewer if there are fewer.
 
         Raises:
             ConfigError: a question is blank, or k is below 1.
@@ -157,7 +157,7 @@ class PassageIndex:
                 raise StoreError(f"{self._connection.where} holds no passages: run `ctx-compress index` first")
             if isinstance(collection, SqliteCollection):
                 raise StoreError(
-                    f"{self._connection.where} may not be written to, or a Chroma server runs on it: its soft contexts "
+                    f"{self._connection.where} is read-only, or a Chroma server runs on it: its soft contexts "
                     "can be read, but Chroma cannot search its vectors; copy the folder, or stop the server"
                 )
             result: Any = collection.query(
@@ -188,7 +188,7 @@ class PassageIndex:
 
     @contextmanager
     def _reading(self) -> Iterator[Any]:
-        """The collection of passages; None where there is none."""
+        """The collection of passages; None if there is none."""
         with explained(self._connection.where), self._connection.reading() as client:
             yield _find_collection(self._connection, client)
 
@@ -222,12 +222,12 @@ def open_index(
 
     Args:
         folder: the folder.
-        bundle: a bundle's folder, shipped name or hub id; None takes the one it was made with, or `default`.
+        bundle: a bundle's folder, shipped name or hub id; None takes the index's own, or `default`.
         codec: codec of a new store.
         create: make the folder if there is none.
         default: the bundle of a new index; None takes the shipped one that reads English.
-        embedder: a sentence-transformers model, by folder or hub id; None takes the one it was made with, or the
-            packaged MiniLM.
+        embedder: a sentence-transformers model, by folder or hub id; None takes the index's own, or the packaged
+            MiniLM.
         device: see `Bundle.from_pretrained`.
         dtype: see `Bundle.from_pretrained`.
 
@@ -240,7 +240,7 @@ def open_index(
 
     check_there(folder, create)
     if embedder:
-        load_embedder(embedder)  # one that is not there is refused before a folder is made
+        load_embedder(embedder)  # refuse a missing one before a folder is made
     recorded, made_with = _recorded(folder)
     asked = embedder and _lasting(embedder)
     if recorded and asked not in (None, made_with):
@@ -256,10 +256,10 @@ def open_index(
 
 @dataclass(frozen=True)
 class IndexInfo:
-    """What is in an index: the store's own account, the addresses of bundle and embedder, how many sources.
+    """What is in an index: the store's figures, the addresses of bundle and embedder, the number of sources.
 
-    `orphans` are ids of soft contexts whose passage is not in the index: it was removed by another program, or the
-    store compressed a text that a postprocessor was given under an id of its own.
+    `orphans` are ids of soft contexts whose passage is not in the index: another program removed it, or a postprocessor
+    compressed a text under another id.
     """
 
     store: StoreInfo
@@ -288,7 +288,7 @@ def inspect_index(folder: str | Path) -> IndexInfo:
 
 
 def prune(folder: str | Path) -> list[str]:
-    """Delete the orphans of an index; their ids. Raises as `inspect_index` does, and StoreWriteError."""
+    """Delete the orphans of an index; return their ids. Raises as `inspect_index` does, and StoreWriteError."""
     orphans = inspect_index(folder).orphans
     with recorded_store(folder, COLLECTION) as store:
         store.delete(orphans, DEFAULT_SCOPE)
@@ -314,7 +314,7 @@ def recorded_store(folder: str | Path, collection: str) -> SoftContextStore:
 
 
 class _Recorded:
-    """A store's bundle as its collection describes it: enough to read by, not to compress with."""
+    """A store's bundle as its collection describes it: enough to read the store, not to compress."""
 
     def __init__(self, about: Any) -> None:
         self.config = SimpleNamespace(name=about["bundle"], base_ratio=about["base_ratio"])
@@ -332,14 +332,14 @@ class _Recorded:
 
 
 def check_there(folder: str | Path, create: bool = False) -> None:
-    """StoreError where there is no store, unless it is to be made."""
+    """Raise StoreError if there is no store, unless it may be created."""
     # Chroma would make the folder; a caller that only reads should be told that the path is wrong.
     if not create and not os.path.exists(Path(folder) / DATABASE):
         raise StoreError(f"no store at {str(folder)!r}: make one with `ctx-compress index DIR --store {folder}`")
 
 
 def _find_collection(connection: Connection, client: Any) -> Any:
-    """The client's collection of passages; None where there is none."""
+    """The client's collection of passages; None if there is none."""
     if client is None:
         return None
     try:
@@ -370,12 +370,12 @@ def _made_with(collection: Any) -> tuple[str | None, str]:
 
 
 def embedder_of(metadata: Mapping[str, Any]) -> str:
-    """The embedder of an index, by its collection's metadata."""
+    """The embedder of an index, from its collection's metadata."""
     return str(metadata.get(_EMBEDDER_KEY, PACKAGED))
 
 
 def _lasting(address: str) -> str:
-    """A bundle's or model's address that holds from any working folder."""
+    """An address of a bundle or model that is valid in any working folder."""
     from ctx_compress_rag.bundle_folder import SHIPPED
 
     return str(Path(address).resolve()) if address not in SHIPPED and Path(address).is_dir() else address

@@ -25,13 +25,13 @@ def open_store(
 
     Args:
         folder: a Chroma folder.
-        bundle: a bundle's folder, shipped name or hub id; None takes the one that an index was made with.
-        collection: the app's own collection beside which the soft contexts are; None for an index.
+        bundle: a bundle's folder, shipped name or hub id; None takes the index's own.
+        collection: the app's own collection, whose soft contexts are served; None for an index.
         device: see `Bundle.from_pretrained`.
         dtype: see `Bundle.from_pretrained`.
 
     Raises:
-        ConfigError: a collection is given and no bundle.
+        ConfigError: a collection is given without a bundle.
         StoreError: there is no store, or it cannot be opened.
         BundleError, FingerprintMismatchError: see `Bundle.from_pretrained` and `SoftContextStore`.
     """
@@ -40,9 +40,7 @@ def open_store(
             yield index.bundle, index.store
         return
     if bundle is None:
-        raise ConfigError(
-            f"--collection {collection} does not say which bundle its soft contexts are of: give --bundle"
-        )
+        raise ConfigError(f"--collection {collection} needs the bundle of its soft contexts: give --bundle")
     loaded = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
     with SoftContextStore(folder, loaded, collection=collection) as store:
         yield loaded, store

@@ -1,4 +1,4 @@
-"""Copying and repairing a store's folder: what `ctx-compress backup` and `ctx-compress repair` do."""
+"""Maintain a store's folder: what `ctx-compress backup`, `repair` and `vacuum` do."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class RepairReport:
     """What `repair_store` did.
 
     Attributes:
-        backup: the folder as it was.
-        rebuilt: what became of the collections.
+        backup: the copy of the folder before the repair.
+        rebuilt: what was done with each collection.
         resealed: how many records have a new seal.
         damaged: ids of passages whose records cannot be read.
     """
@@ -39,7 +39,7 @@ class RepairReport:
 
 
 def back_up_store(store: str | Path, target: str | Path) -> None:
-    """Copy a store's folder whole while others may be writing; raises as `back_up` does."""
+    """Copy a store's whole folder, even while others write to it; raises as `back_up` does."""
     with _folder(store) as folder:
         back_up(folder, Path(target))
 
@@ -51,11 +51,11 @@ def vacuum_store(store: str | Path) -> int:
 
 
 def repair_store(store: str | Path, reseal: bool = False) -> RepairReport:
-    """Make a folder's index anew from its records, beside a copy of it as it was.
+    """Copy a folder, then rebuild its index from its records.
 
     Args:
-        store: the folder; all soft contexts in it are looked through, and the index of `ctx-compress index`.
-        reseal: seal records with the key in use where they have no seal of it: see `SoftContextStore.reseal`.
+        store: the folder; all soft contexts in it are checked, and the index of `ctx-compress index`.
+        reseal: seal records that have no seal of the key in use: see `SoftContextStore.reseal`.
 
     Raises:
         StoreError: there is no store, its SQLite file cannot be read, or there is no room for the copy.

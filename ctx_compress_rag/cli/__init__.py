@@ -10,7 +10,7 @@ import typer
 from ctx_compress_rag import __version__
 from ctx_compress_rag.cli.command import app
 
-# Each registers its commands, which the help lists in this order.
+# Importing a module registers its commands; the help lists them in this order.
 from ctx_compress_rag.cli import stores  # isort: skip # noqa: F401
 from ctx_compress_rag.cli import serving  # isort: skip # noqa: F401
 from ctx_compress_rag.cli import maintenance  # isort: skip # noqa: F401
@@ -19,7 +19,7 @@ from ctx_compress_rag.cli import evaluation  # isort: skip # noqa: F401
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code: 0, 2 for an error that the user can fix, 130 when interrupted."""
+    """Run a command; return the exit code: 0, 2 for an error that the user can fix, 130 if interrupted."""
     try:
         app(args=argv, prog_name="ctx-compress")
     except SystemExit as done:
@@ -35,6 +35,8 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version.")
+    ] = False,
 ) -> None:
     """Compress passages into soft contexts, keep them in Chroma, ask a local decoder."""

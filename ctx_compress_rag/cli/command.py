@@ -1,4 +1,4 @@
-"""How a command is registered: its example in the help, `--verbose`, lists of values, and errors as one line."""
+"""Register commands, with an example in the help, `--verbose`, lists of values, and errors on one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _VERBOSE = inspect.Parameter(
     "verbose",
     inspect.Parameter.KEYWORD_ONLY,
     default=False,
-    annotation=Annotated[bool, typer.Option("-v", "--verbose", help="Say what is being done.")],
+    annotation=Annotated[bool, typer.Option("-v", "--verbose", help="Print log messages.")],
 )
 
 
@@ -42,7 +42,7 @@ class _Command(TyperCommand):
 
 def _repeated(args: Sequence[str], lists: set[str]) -> list[str]:
     done: list[str] = []
-    option: str | None = None  # the list that values go to
+    option: str | None = None  # the list option that values belong to
     for arg in args:
         if arg.startswith("-"):
             option = arg if arg in lists else None
@@ -57,7 +57,7 @@ def command(name: str, example: str) -> Callable[[Run], Run]:
 
     Args:
         name: its name.
-        example: its arguments as one would type them, shown in its help.
+        example: its arguments as typed, shown in its help.
     """
 
     def register(run: Run) -> Run:
@@ -89,12 +89,12 @@ def _stop(message: str, code: int) -> None:
 
 
 def _explained(error: Exception) -> str | None:
-    """One line about an error that the user can fix; None for a fault of this program."""
+    """One line about an error that the user can fix; None for a bug in this program."""
     if isinstance(error, CtxCompressError):
         return str(error)
     text = " ".join(str(error).split())
-    if isinstance(error, OSError) and error.errno != errno.EPIPE:  # a closed pipe is no fault
+    if isinstance(error, OSError) and error.errno != errno.EPIPE:  # typer handles a closed pipe
         return text
     if type(error).__module__.partition(".")[0] == "chromadb":
-        return f"Chroma cannot use the store: {text}; check that the disk has space and that you may write there"
+        return f"Chroma cannot use the store: {text}; check that the disk has space and the folder is writable"
     return None

@@ -1,4 +1,4 @@
-"""Commands that measure and show: eval, agree, compare, adapt-eval, inspect, bench."""
+"""Commands that measure and plot: eval, agree, compare, adapt-eval, inspect, bench."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ def eval_(
         str | None,
         typer.Option(
             metavar="BUNDLE",
-            help="A bundle's folder or hub id, or a shipped one's name.  [default: demo; with --data smollm2-135m]",
+            help="A bundle's folder, hub id or shipped name.  [default: demo; with --data, smollm2-135m]",
         ),
     ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FILE...",
-            help="JSONL files, each scored apart.  [default: the invented world, unseen names]",
+            help="JSONL files, scored separately.  [default: the invented world, unseen names]",
         ),
     ] = None,
-    questions: Annotated[int, typer.Option(metavar="N", help="At most this many of each.")] = 200,
+    questions: Annotated[int, typer.Option(metavar="N", help="Maximum per set.")] = 200,
     passages: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="In each prompt: what a question lacks is drawn from the others of its file.  [default: a file's own; "
-            "of the invented world 4]",
+            help="Passages per prompt; missing ones are drawn from the file's other questions.  [default: the "
+            "question's own; 4 for the invented world]",
         ),
     ] = None,
     alike: Annotated[
-        bool, typer.Option("--alike", help="Of the invented world, all of a prompt's passages about one kind of thing.")
+        bool, typer.Option("--alike", help="Invented world: all passages of a prompt describe the same kind of thing.")
     ] = False,
     ratios: Ratios = None,
     codec: Annotated[
@@ -71,15 +71,13 @@ def eval_(
     ] = False,
     llmlingua: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Also the baseline LLMLingua-2, with its model's folder or hub id."),
+        typer.Option(metavar="MODEL", help="Also score the baseline LLMLingua-2 with this model (folder or hub id)."),
     ] = None,
     judge: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="Makes a chat model that judges each answer right or wrong."),
+        typer.Option(metavar="MODULE:FUNCTION", help="Returns a chat model that judges whether each answer is right."),
     ] = None,
-    cost: Annotated[
-        bool, typer.Option("--cost", help="Also measure the time and the operations to the first token.")
-    ] = False,
+    cost: Annotated[bool, typer.Option("--cost", help="Also measure time and operations to the first token.")] = False,
     perplexity: Annotated[
         bool, typer.Option("--perplexity", help="Also score how well passages are reconstructed from their slots.")
     ] = False,
@@ -91,15 +89,15 @@ def eval_(
     dtype: Dtype = None,
     in_domain: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME...", help="Sets (files without suffix) whose like the bundle was trained on."),
+        typer.Option(metavar="NAME...", help="Sets (file names without suffix) similar to the training data."),
     ] = None,
-    card: Annotated[bool, typer.Option("--card", help="Write the scores into BUNDLE's model card, too.")] = False,
+    card: Annotated[bool, typer.Option("--card", help="Also write the scores into BUNDLE's model card.")] = False,
     output: Output = "ctx-compress-eval",
 ) -> None:
-    """Score a bundle beside its baselines.
+    """Score a bundle against its baselines.
 
-    Full text and no context; truncation, extraction and LLMLingua-2, as long as the soft contexts. Ratios are 4 8 16 32
-    64 128 unless others are given.
+    These are full text, no context, and truncation, extraction and LLMLingua-2 with as many tokens as the soft context.
+    The default ratios are 4 8 16 32 64 128.
     """
     from ctx_compress_rag.bundle import Bundle
     from ctx_compress_rag.bundle_folder import SHIPPED
@@ -115,14 +113,14 @@ def eval_(
 
     check_plots()
     if not no_extraction:
-        sentences("")  # a package that is missing is named before the work, too
+        sentences("")  # report a missing package before the work starts
     if questions < 2:
         raise ConfigError(f"{questions} questions have no standard error: give 2 or more")
     if passages is not None and passages < 1:
         raise ConfigError(f"{passages} passages in a prompt: give 1 or more")
     name = bundle or (ENGLISH if data else INVENTED)
     if card and name in SHIPPED:
-        raise ConfigError(f"--card writes into the bundle, and {name!r} is this package's: copy it, give the folder")
+        raise ConfigError(f"--card cannot write into the shipped bundle {name!r}: give the folder of a copy")
     check_template(template)
     judging = None if judge is None else load_judge(judge)
     quiet_models()
@@ -159,27 +157,27 @@ def eval_(
 @command("agree", "questions.txt --store ./chroma --ratios 4 16")
 def agree(
     questions: Annotated[
-        str, typer.Argument(metavar="FILE", help="A text file with a question on each line; no answers needed.")
+        str, typer.Argument(metavar="FILE", help="A text file with one question per line; no answers are needed.")
     ],
     store: Store = STORE,
     bundle: OwnBundle = None,
     ratios: Ratios = None,
     k: Annotated[int, typer.Option("--k", metavar="N", help="Passages to retrieve.")] = 4,
-    worst: Annotated[int, typer.Option(metavar="N", help="Show so many answers that differ.")] = 5,
+    worst: Annotated[int, typer.Option(metavar="N", help="Differing answers to show.")] = 5,
     output: Output = "ctx-compress-agree",
 ) -> None:
     """Compare answers from slots and from text.
 
-    No answer needs to be known: this says what compression changes, not whether the answers are right. Ratios are the
-    bundle's, as far as the store has them, unless others are given.
+    Needs no reference answers: shows what compression changes, not whether answers are right. The default ratios are
+    those of the bundle that the store can serve.
     """
     from ctx_compress_rag.app.passage_index import open_index
     from ctx_compress_rag.evaluation import agreement
     from ctx_compress_rag.figures import check_plots
 
     check_plots()
-    if questions.endswith((".jsonl", ".json")):  # its lines would be asked as they are, braces and answers too
-        raise DataError(f"{questions!r} is JSON, and agree needs no answers: give a text file, a question on each line")
+    if questions.endswith((".jsonl", ".json")):  # whole lines would be asked, with braces and answers
+        raise DataError(f"{questions!r} is JSON: give a text file with one question per line")
     asked = [line.strip() for line in read_text(questions, "questions").splitlines() if line.strip()]
     quiet_models()
     with open_index(store, bundle) as index:
@@ -203,12 +201,12 @@ def compare(
     comparison: Annotated[
         str, typer.Argument(metavar="FILE", help="A YAML file of entries, or a shipped one.")
     ] = "demo",
-    budget: Annotated[int, typer.Option(metavar="STEPS", help="Steps of training for each entry.")] = 1000,
+    budget: Annotated[int, typer.Option(metavar="STEPS", help="Training steps per entry.")] = 1000,
     entries: Annotated[
         list[str] | None, typer.Option(metavar="NAME...", help="Only these.  [default: all in the file]")
     ] = None,
-    questions: Annotated[int, typer.Option(metavar="N", help="To score with.")] = 200,
-    passages: Annotated[int, typer.Option(metavar="N", help="In each prompt.")] = 1,
+    questions: Annotated[int, typer.Option(metavar="N", help="Questions to score with.")] = 200,
+    passages: Annotated[int, typer.Option(metavar="N", help="Passages per prompt.")] = 1,
     decoder: Annotated[
         str | None,
         typer.Option(
@@ -217,16 +215,14 @@ def compare(
             "else the demo bundle's]",
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option(metavar="N", help="Entries trained at a time.")] = 1,
-    table_only: Annotated[
-        bool, typer.Option("--table-only", help="Train nothing: a table of what is finished.")
-    ] = False,
+    jobs: Annotated[int, typer.Option(metavar="N", help="Entries trained at the same time.")] = 1,
+    table_only: Annotated[bool, typer.Option("--table-only", help="Train nothing; show the finished entries.")] = False,
     output: Output = "ctx-compress-compare",
 ) -> None:
-    """Train methods alike and score them.
+    """Train methods equally and score them.
 
-    All start from the same decoder and have an equal budget. FILE says on which data: `demo` is an invented world,
-    `natural` real text. Writes one table and one picture. Run it again after an interruption: finished entries are
+    All start from the same decoder and have the same budget. FILE also sets the data: an invented world in `demo`,
+    real text in `natural`. Writes one table and one plot. Run it again after an interruption: finished entries are
     kept, the others resume at their last checkpoint.
     """
     from ctx_compress_rag.bundle_folder import DECODER_FOLDER, SHIPPED
@@ -263,20 +259,20 @@ def adapt_eval(
     data: Annotated[
         list[str] | None, typer.Option(metavar="FILE...", help="JSONL files, each a task.  [default: invented ones]")
     ] = None,
-    split: Annotated[Literal["dev", "test"], typer.Option(help="Of the invented tasks.")] = "test",
+    split: Annotated[Literal["dev", "test"], typer.Option(help="Split of the invented tasks.")] = "test",
     budget: Annotated[
         int | None,
-        typer.Option(metavar="STEPS", help="Most training steps of a recipe, for a quick look.  [default: its own]"),
+        typer.Option(metavar="STEPS", help="Maximum training steps per recipe, for a quick test.  [default: its own]"),
     ] = None,
-    questions: Annotated[int, typer.Option(metavar="N", help="To score with.")] = 400,
-    timed: Annotated[int, typer.Option(metavar="N", min=1, help="Questions timed.")] = 20,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Most of an answer.")] = 32,
+    questions: Annotated[int, typer.Option(metavar="N", help="Questions to score with.")] = 400,
+    timed: Annotated[int, typer.Option(metavar="N", min=1, help="Questions to time.")] = 20,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer.")] = 32,
     output: Output = "ctx-compress-adapt-eval",
 ) -> None:
-    """Score adapting to demonstrations.
+    """Score adaptation to demonstrations.
 
-    By a predicted update (RAG-GD), beside its baselines. Trains what is missing first: the base retrieval adapter, a
-    soft prefix, the predictors. Run it again after an interruption to resume.
+    Compares predicted updates (RAG-GD) with their baselines. First trains what is missing: the base retrieval adapter,
+    a soft prefix, the predictors. Run it again after an interruption to resume.
     """
     from ctx_compress_rag.adaptation.evaluation import evaluate, table, verdict
 
@@ -301,11 +297,11 @@ def inspect(
     text: Annotated[
         str,
         typer.Argument(
-            metavar="FILE", help="A text, or JSONL of questions; what exceeds the bundle's window is left out."
+            metavar="FILE", help="A text, or JSONL of questions; text beyond the bundle's window is left out."
         ),
     ],
     bundle: AnyBundle,
-    passages: Annotated[int, typer.Option(metavar="N", help="At most this many of JSONL.")] = 100,
+    passages: Annotated[int, typer.Option(metavar="N", help="Maximum from JSONL.")] = 100,
     ratio: Annotated[
         int | None, typer.Option(metavar="R", help="Source tokens per slot.  [default: the bundle's own]")
     ] = None,
@@ -316,14 +312,14 @@ def inspect(
     ComprExIT: gates over layers, the transmission plan from tokens to slots, and how far slots share tokens.
     Compression tokens: how far they attend to the same tokens.
     ArcAligner: how many loops its gates give each slot, layer by layer.
-    Writes the numbers as JSON, too.
+    Also writes the numbers as JSON.
     """
     from ctx_compress_rag.bundle import Bundle
     from ctx_compress_rag.data.examples import read_jsonl
     from ctx_compress_rag.evaluation.inspect import inspect as plot
 
     if passages < 1:
-        raise ConfigError(f"cannot look into {passages} passages: give 1 or more")
+        raise ConfigError(f"cannot inspect {passages} passages: give 1 or more")
     if text.endswith((".jsonl", ".jsonl.gz")):
         rows = read_jsonl(text, unanswerable=True)
         given = list(dict.fromkeys(passage for row in rows for passage in row.passages))[:passages]
@@ -338,15 +334,16 @@ def inspect(
 def bench(
     text: Annotated[str, typer.Argument(metavar="FILE", help="A text to index.")],
     bundle: AnyBundle = INVENTED,
-    passages: Annotated[int, typer.Option(metavar="N", help="At most this many.")] = 2000,
-    tokens: Annotated[int, typer.Option(metavar="N", help="Most per passage.")] = 256,
-    ratio: Annotated[int, typer.Option(metavar="R", help="For the first token.")] = 16,
-    concurrency: Annotated[int | None, typer.Option(metavar="N", help="Time N callers at a time instead.")] = None,
-    training: Annotated[bool, typer.Option("--training", help="Time training steps instead.")] = False,
+    passages: Annotated[int, typer.Option(metavar="N", help="Maximum to index.")] = 2000,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Maximum per passage.")] = 256,
+    ratio: Annotated[int, typer.Option(metavar="R", help="Ratio of the first token.")] = 16,
+    concurrency: Annotated[int | None, typer.Option(metavar="N", help="Instead, time N concurrent callers.")] = None,
+    training: Annotated[bool, typer.Option("--training", help="Instead, time training steps.")] = False,
     prompt: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Time only the first token of BUNDLE's own decoder, at each of its ratios, N passages."
+            metavar="N",
+            help="Instead, time the first token of BUNDLE's own decoder from N passages, at its ratios up to 16.",
         ),
     ] = None,
     server: Server = None,
@@ -357,8 +354,8 @@ def bench(
 ) -> None:
     """Time indexing and the first token.
 
-    Indexing beside the bare encoder, the first token from soft contexts beside full text. The first token is timed on
-    four passages and a decoder of 110 M parameters with random weights.
+    Compares indexing with the bare encoder, and the first token from soft contexts with that from full text. The first
+    token is timed with four passages and a decoder of 110 M parameters with random weights.
     """
     import tempfile
     from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""Commands that look after a store's folder: repair, backup, vacuum."""
+"""Commands that maintain a store's folder: repair, backup, vacuum."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ def repair(
         bool,
         typer.Option(
             "--reseal",
-            help="Seal records of a lost key, or from before there were seals, with the key in use; only if nobody "
-            "else could write to DIR.",
+            help="Seal records of a lost key, or without a seal, with the current key; only safe if nobody else could "
+            "write to DIR.",
         ),
     ] = False,
 ) -> None:
-    """Mend a damaged index.
+    """Repair a damaged index.
 
-    Makes it anew from its records where Chroma cannot read it, beside a copy as it was. Stop whatever else has the
-    folder open first. After an interruption run it again.
+    Copies the folder, then rebuilds the index from its records. First stop everything else that has the folder open.
+    After an interruption, run it again.
     """
     from ctx_compress_rag.app.upkeep import repair_store
 
     quiet_models()
     report = repair_store(store, reseal)
-    print(f"{store} as it was: {report.backup}")
+    print(f"copy of {store} before the repair: {report.backup}")
     for name, records in report.rebuilt.records.items():
-        print(f"index made anew: {name}, {records} records")
+        print(f"index rebuilt: {name}, {records} records")
     if reseal:
-        print(f"sealed anew: {report.resealed} records")
+        print(f"resealed: {report.resealed} records")
     for name in report.rebuilt.broken:
-        print(f"damaged and left: {name}; its vectors are not this program's: make it anew with the app that made it")
+        print(f"not repaired: {name}; its vectors are not this program's: rebuild it with the app that made it")
     if report.damaged:
         print(f"cannot be read: {len(report.damaged)} records, {report.damaged[0]!r} first")
-        print("`ctx-compress index` compresses them again; if a key was lost, --reseal keeps those that are whole")
+        print("`ctx-compress index` compresses them again; if a key was lost, --reseal keeps the undamaged ones")
 
 
 @command("backup", "--store ./chroma ./chroma-copy")
@@ -48,9 +48,9 @@ def backup(
     store: Store,
     target: Annotated[str, typer.Argument(metavar="FOLDER", help="Where the copy goes; must not exist.")],
 ) -> None:
-    """Copy an index whole.
+    """Copy a whole index.
 
-    While others may be writing to it; the copy has the key in it and is used as it is.
+    Others may write to it meanwhile. The copy contains the key and is used as it is.
     """
     from ctx_compress_rag.app.upkeep import back_up_store
 
@@ -60,11 +60,11 @@ def backup(
 
 @command("vacuum", "--store ./chroma")
 def vacuum(store: Store) -> None:
-    """Write over what was deleted from an index.
+    """Overwrite what was deleted from an index.
 
-    Deleted texts are gone from the database and from Chroma's log, and the file shrinks. Stop whatever else has the
-    folder open first.
+    Removes deleted texts from the database and from Chroma's log, and shrinks the file. First stop everything else that
+    has the folder open.
     """
     from ctx_compress_rag.app.upkeep import vacuum_store
 
-    print(f"{store}: {vacuum_store(store):,} bytes given back")
+    print(f"{store}: {vacuum_store(store):,} bytes freed")

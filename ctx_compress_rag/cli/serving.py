@@ -1,4 +1,4 @@
-"""The commands that serve, serve and export, and the part of bench that times several callers at a time."""
+"""The commands export and serve, and the parts of bench that time a bundle's own decoder."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ if TYPE_CHECKING:
 
 @command("export", "runs/mine/bundle ./for-vllm")
 def export(
-    bundle: Annotated[
-        str, typer.Argument(metavar="BUNDLE", help="A bundle's folder or hub id, or a shipped one's name.")
-    ],
+    bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="A bundle's folder, hub id or shipped name.")],
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Where to write.")],
 ) -> None:
     """Write a bundle's decoder for vLLM.
 
-    With its LoRA adapters; prints the command that serves them.
+    Also writes its LoRA adapters, and prints the command that serves both.
     """
     import shlex
 
@@ -51,42 +49,42 @@ def serve(
     bundle: OwnBundle = None,
     server: Server = None,
     server_key: ServerKey = None,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="To listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", help="0 takes a free one.")] = 8000,
     api_keys: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Each line an API key and the scope it opens.  [default: the variable CTX_COMPRESS_API_KEYS]",
+            help="A file with an API key and its scope on each line.  [default: the variable CTX_COMPRESS_API_KEYS]",
         ),
     ] = None,
     collection: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Serve the soft contexts beside this collection of an app, in place of an index (needs --bundle).",
+            help="Serve the soft contexts of your app's collection in place of an index (needs --bundle).",
         ),
     ] = None,
     batch_size: BatchSize = 8,
     device: Device = None,
     dtype: Dtype = None,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer where a request gives no limit.")] = 512,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer if a request gives no limit.")] = 512,
     longest_answer: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Most tokens of any answer, whatever a request says.  [default: no limit]"),
+        typer.Option(metavar="N", help="Longest answer in tokens, whatever a request says.  [default: no limit]"),
     ] = None,
     max_prompt_tokens: Annotated[
         int | None, typer.Option(metavar="N", help="Longest prompt.  [default: the decoder's window]")
     ] = None,
     max_body: Annotated[int, typer.Option(metavar="BYTES", help="Longest request.")] = 4 << 20,
-    max_requests: Annotated[int, typer.Option(metavar="N", help="Most requests at a time.")] = 256,
+    max_requests: Annotated[int, typer.Option(metavar="N", help="Maximum requests at a time.")] = 256,
     grace: Annotated[int, typer.Option(metavar="S", help="Seconds for running answers to finish after SIGTERM.")] = 30,
 ) -> None:
     """Serve an index to OpenAI clients.
 
-    They send markers to chat completions and completions; `POST /v1/compress` stores what is missing, and there are
-    metrics. Markers belong to the scope of the request's API key; without keys the server answers this machine only,
-    in the store's own scope.
+    They send markers to chat completions and completions. `POST /v1/compress` makes markers and stores what is missing;
+    `GET /metrics` has metrics. Markers belong to the scope of the request's API key; without keys, the server answers
+    only this machine, in the store's own scope.
     """
     from ctx_compress_rag.app.served import open_store
     from ctx_compress_rag.decoding.decoder import TransformersDecoder
@@ -117,7 +115,7 @@ def serve(
 
 
 def time_callers(bundle: Bundle, passages: Sequence[str], callers: int, ratio: int, output: str) -> None:
-    """Print the speed with several callers at a time: four passages each as soft contexts, 64 tokens of answer."""
+    """Print the speed of concurrent callers: each sends four passages as soft contexts and gets 64 tokens."""
     import tempfile
     from dataclasses import asdict
 
@@ -148,7 +146,7 @@ def time_callers(bundle: Bundle, passages: Sequence[str], callers: int, ratio: i
 def time_first_tokens(
     bundle: Bundle, passages: Sequence[str], count: int, server: str | None, server_key: str | None, output: str
 ) -> None:
-    """Print how long the first token takes from so many of the passages, at each ratio that the bundle has."""
+    """Print how long the first token takes from `count` of the passages, at each of the bundle's ratios up to 16."""
     from dataclasses import asdict
     from functools import partial
 
@@ -159,7 +157,7 @@ def time_first_tokens(
     from ctx_compress_rag.serving.client import ServerDecoder
 
     if not 1 <= count <= len(passages):
-        raise ConfigError(f"--prompt {count}: the text has {len(passages)} passages")
+        raise ConfigError(f"--prompt {count}: give 1 to {len(passages)}, the number of passages in the text")
     there = partial(ServerDecoder, server=server, api_key=server_key) if server is not None else TransformersDecoder
     longest = sorted(passages, key=len)[-count:]
     found = first_token(bundle, longest, [ratio for ratio in bundle.config.ratios if ratio <= 16], 5, there)

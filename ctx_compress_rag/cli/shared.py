@@ -14,16 +14,16 @@ from ctx_compress_rag.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
 
-# Escape codes, marks that turn the direction of writing, and what stands for bytes of a file name that are no text.
+# Control characters, marks that change the writing direction, and surrogates (undecodable bytes of file names).
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 Store = Annotated[str, typer.Option(metavar="DIR", help="Chroma folder.")]
-AnyBundle = Annotated[str, typer.Option(metavar="BUNDLE", help="A bundle's folder or hub id, or a shipped one's name.")]
+AnyBundle = Annotated[str, typer.Option(metavar="BUNDLE", help="A bundle's folder, hub id or shipped name.")]
 OwnBundle = Annotated[
     str | None,
     typer.Option(
         metavar="BUNDLE",
-        help="A bundle's folder or hub id, or a shipped one's name.  [default: the index's own, else smollm2-135m]",
+        help="A bundle's folder, hub id or shipped name.  [default: the index's own, else smollm2-135m]",
     ),
 ]
 Embedder = Annotated[
@@ -36,22 +36,20 @@ Template = Annotated[
     str | None,
     typer.Option(
         metavar="TEXT",
-        help="The prompt, with {context} and {question}, and ||| after a system part.  [default: the bundle's]",
+        help="Prompt with {context} and {question}; what precedes ||| is the system message.  [default: the bundle's]",
     ),
 ]
 AnswerTokens = Annotated[
     int | None,
-    typer.Option("--max-tokens", metavar="N", min=1, help="Most tokens of an answer.  [default: the bundle's]"),
+    typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer, in tokens.  [default: the bundle's]"),
 ]
-Extractive = Annotated[
-    bool, typer.Option("--extractive", help="Answers quote the passages: names and figures as they stand there.")
-]
-Temperature = Annotated[float, typer.Option(metavar="T", help="0 takes the likeliest token.")]
-BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Most prompts in a forward pass.")]
-Device = Annotated[str | None, typer.Option(metavar="NAME", help="cuda, mps or cpu.  [default: the first there is]")]
+Extractive = Annotated[bool, typer.Option("--extractive", help="Answers quote the passages word for word.")]
+Temperature = Annotated[float, typer.Option(metavar="T", help="0 always takes the most likely token.")]
+BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum prompts per forward pass.")]
+Device = Annotated[str | None, typer.Option(metavar="NAME", help="cuda, mps or cpu.  [default: the first available]")]
 Dtype = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Of the decoder's weights.  [default: bfloat16 on CUDA, float32 elsewhere]"),
+    typer.Option(metavar="NAME", help="Dtype of decoder weights.  [default: bfloat16 on CUDA, float32 elsewhere]"),
 ]
 Server = Annotated[
     str | None,
@@ -60,14 +58,14 @@ Server = Annotated[
 ServerKey = Annotated[
     str | None, typer.Option(metavar="KEY", envvar="CTX_COMPRESS_SERVER_KEY", help="The server's API key.")
 ]
-Output = Annotated[str, typer.Option(metavar="DIR", help="Where tables and pictures go.")]
+Output = Annotated[str, typer.Option(metavar="DIR", help="Folder for tables and plots.")]
 Ratios = Annotated[
-    list[int] | None, typer.Option(metavar="R...", help="Source tokens per slot; of a ram bundle, reductions.")
+    list[int] | None, typer.Option(metavar="R...", help="Source tokens per slot; for a ram bundle, reductions.")
 ]
 
 
 def read_text(file: str, what: str = "text") -> str:
-    """The text of a file that was named on the command line; the error says `what` it should hold.
+    """Read a file named on the command line; the error says `what` it should hold.
 
     Raises:
         DataError: it cannot be read, is not UTF-8, or is blank.
@@ -77,12 +75,12 @@ def read_text(file: str, what: str = "text") -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the {what} {file!r} ({error}): give a text file in UTF-8") from error
     if not text.strip():
-        raise DataError(f"{file!r} holds no {what}: write some into it")
+        raise DataError(f"{file!r} holds no {what}: add some")
     return text
 
 
 def printable(text: str) -> str:
-    """Text that others wrote, for a terminal: what it would obey or cannot show stands as U+FFFD."""
+    """Text from others, safe to print: what a terminal would obey or cannot show becomes U+FFFD."""
     return _OBEYED.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
@@ -90,14 +88,14 @@ def check_template(template: str | None) -> None:
     """Refuse a prompt that has no place for the passages or the question.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: it lacks one.
     """
     if template is not None and not ("{context}" in template and "{question}" in template):
-        raise ConfigError(f"template lacks {{context}} or {{question}}: {template!r}")
+        raise ConfigError(f"--template {template!r} lacks {{context}} or {{question}}: add it")
 
 
 def note_what_it_reads(bundle: Bundle) -> None:
-    """One line where the bundle was trained for other text than a user's own."""
+    """Print a note if the bundle was not trained for general text."""
     if bundle.config.reads != type(bundle.config).model_fields["reads"].default:
         print(
             f"note: bundle {bundle.config.name!r} reads only {bundle.config.reads}; for anything else, train one for "
@@ -107,10 +105,10 @@ def note_what_it_reads(bundle: Bundle) -> None:
 
 
 def quiet_models() -> None:
-    """Without this, transformers shows a bar and a report for each model it loads, MiniLM included."""
+    """Keep transformers from showing a bar and a report for each model it loads, MiniLM included."""
     from huggingface_hub.utils.tqdm import enable_progress_bars
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    enable_progress_bars()  # those of downloads, which the line above switches off as well
+    enable_progress_bars()  # download bars, which the line above also disables

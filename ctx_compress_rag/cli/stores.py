@@ -37,8 +37,8 @@ def index(
         str | None,
         typer.Argument(
             metavar="PATH",
-            help="Folder to index, with the folders in it (hidden files are left out), or a .jsonl or .parquet file of "
-            "rows with text and, perhaps, id.",
+            help="Folder to index, with its subfolders but without hidden files, or a .jsonl or .parquet file with "
+            "rows of text and, optionally, id.",
         ),
     ] = None,
     *,
@@ -47,21 +47,19 @@ def index(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="In place of PATH: your app's own collection in the Chroma folder; its soft contexts go beside it.",
+            help="In place of PATH: your app's own collection in the Chroma folder; soft contexts are kept beside it.",
         ),
     ] = None,
     bundle: OwnBundle = None,
     chunk_tokens: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Most decoder tokens of a passage.  [default: 256, or the bundle's window if less]"
+            metavar="N", help="Maximum decoder tokens per passage.  [default: 256, or the bundle's window if less]"
         ),
     ] = None,
-    prune: Annotated[
-        bool, typer.Option("--prune", help="Remove the passages of files that are gone from PATH.")
-    ] = False,
+    prune: Annotated[bool, typer.Option("--prune", help="Remove the passages of files deleted from PATH.")] = False,
     codec: Annotated[
-        str | None, typer.Option(metavar="CODEC", help="How a new store keeps vectors: int8, fp16 or int4.")
+        str | None, typer.Option(metavar="CODEC", help="How a new store keeps slots: int8, fp16 or int4.")
     ] = None,
     embedder: Embedder = None,
     device: Device = None,
@@ -69,7 +67,7 @@ def index(
     ray: Annotated[
         int | None,
         typer.Option(
-            "--ray", metavar="N", min=1, help="Embed and compress on N workers of a Ray cluster, or of this machine."
+            "--ray", metavar="N", min=1, help="Embed and compress on N Ray workers, in a cluster or on this machine."
         ),
     ] = None,
 ) -> None:
@@ -121,8 +119,8 @@ def ask(
             "--ratio",
             "--reduction",
             metavar="R",
-            help="Source tokens per slot, a multiple of the store's; of a ram bundle, how many times shorter the "
-            "passages become.  [default: the least there is]",
+            help="Source tokens per slot, a multiple of the store's; for a ram bundle, how many times shorter the "
+            "passages become.  [default: the smallest]",
         ),
     ] = None,
     k: Annotated[int, typer.Option("--k", metavar="N", help="Passages to retrieve.")] = 4,
@@ -139,7 +137,7 @@ def ask(
 ) -> None:
     """Answer a question from an index.
 
-    The decoder reads the nearest passages as soft contexts; they are shown with their files.
+    The decoder reads the nearest passages as soft contexts. Prints the answer, then the passages with their files.
     """
     from ctx_compress_rag.app.asking import question_prompt
     from ctx_compress_rag.app.passage_index import open_index
@@ -183,10 +181,10 @@ def info(
     store: Store = STORE,
     prune: Annotated[
         bool,
-        typer.Option("--prune", help="First delete soft contexts of no passage in the index, those of apps too."),
+        typer.Option("--prune", help="First delete soft contexts without a passage in the index, also those of apps."),
     ] = False,
 ) -> None:
-    """Say what is in an index."""
+    """Print what an index holds."""
     from ctx_compress_rag.app.passage_index import inspect_index
     from ctx_compress_rag.app.passage_index import prune as prune_index
 
@@ -203,7 +201,7 @@ def info(
         "slots": f"{kept.slots:,} at ratio {kept.base_ratio}",
         "codec": kept.codec,
         "payload bytes": f"{kept.payload_bytes:,}",
-        "bytes on disk": f"{kept.disk_bytes:,}, with texts, retrieval vectors and Chroma's own",
+        "bytes on disk": f"{kept.disk_bytes:,}, with texts, retrieval vectors and Chroma's own data",
         "payload share": f"{kept.payload_share or 0:.0%}",
     }
     if found.orphans:
@@ -223,7 +221,7 @@ def demo(
         bool, typer.Option("--invented", help="Passages about an invented world, and the bundle that reads it.")
     ] = False,
 ) -> None:
-    """See it work on a small corpus.
+    """Try it on a small corpus.
 
     Indexes paragraphs of Wikipedia and answers a dozen questions about them. Each is answered with the full text, with
     soft contexts and without context, and the answers are scored.

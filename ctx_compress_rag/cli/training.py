@@ -22,19 +22,19 @@ def data(
         ),
     ],
     file: Annotated[
-        str | None, typer.Argument(metavar="FILE", help="As it is published.  [default: from the hub]")
+        str | None, typer.Argument(metavar="FILE", help="The published file.  [default: from the hub]")
     ] = None,
     split: Annotated[
-        str, typer.Option(metavar="NAME", help="Of the hub's set, or of NarrativeQA's file.")
+        str, typer.Option(metavar="NAME", help="Split of the hub's set, or of NarrativeQA's file.")
     ] = "validation",
-    limit: Annotated[int | None, typer.Option(metavar="N", help="Most questions.  [default: all]")] = None,
-    output: Annotated[str | None, typer.Option(metavar="FILE", help="To write.  [default: NAME.jsonl]")] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", help="Maximum questions.  [default: all]")] = None,
+    output: Annotated[str | None, typer.Option(metavar="FILE", help="File to write.  [default: NAME.jsonl]")] = None,
 ) -> None:
     """Write a published data set as JSONL.
 
-    Rows have question, answers, context and, for stage ram, the evidence that a set marks: what `train` and `eval`
-    read. Sets without passages (nq, popqa, bamboogle) need a file with retrieved ones under "ctxs", which hotpotqa,
-    2wikimultihopqa and musique take in place of their own. narrativeqa has the stories' summaries. Where a set is
+    Rows have question, answers, context and, for stage ram, the evidence that the set marks, as `train` and `eval` read
+    them. Sets without passages (nq, popqa, bamboogle) need a FILE with retrieved passages under "ctxs"; if hotpotqa,
+    2wikimultihopqa or musique have them, they replace the set's own. narrativeqa's context is the story's summary. Of
     several files, FILE is triviaqa's in qa/ (pages in evidence/), narrativeqa's qaps.csv (summaries in
     third_party/wikipedia/) or multinews' .src (summaries in .tgt).
     """
@@ -55,24 +55,21 @@ def train(
         ),
     ],
     minutes: Annotated[
-        float | None, typer.Option(metavar="N", help="Stop after so long, a checkpoint saved.  [default: at the end]")
+        float | None, typer.Option(metavar="N", help="Save a checkpoint and stop after this time.  [default: no limit]")
     ] = None,
-    no_resume: Annotated[
-        bool, typer.Option("--no-resume", help="Start anew; checkpoints of before are removed.")
-    ] = False,
+    no_resume: Annotated[bool, typer.Option("--no-resume", help="Start again; removes earlier checkpoints.")] = False,
 ) -> None:
-    """Train a bundle by recipes.
+    """Train a bundle from recipes.
 
-    One after the other. An interrupted run resumes at its last checkpoint. A recipe that has been run to its end is
-    not run again.
+    Runs them in order. An interrupted run resumes at its last checkpoint. A finished recipe is not run again.
     """
     from ctx_compress_rag.errors import TimeUpError
     from ctx_compress_rag.training.recipes import load_recipe, recipe_names
 
     names = [recipe for name in recipes for recipe in recipe_names(name)]
-    loaded = [load_recipe(recipe) for recipe in names]  # a fault in the last is reported before the first is run
+    loaded = [load_recipe(recipe) for recipe in names]  # report an error in any before the first runs
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
-    from ctx_compress_rag.training.run import check_inputs, is_finished, run_recipe  # takes seconds, which count
+    from ctx_compress_rag.training.run import check_inputs, is_finished, run_recipe  # counts: it takes seconds
 
     check_inputs(loaded)
     try:

@@ -1,4 +1,4 @@
-"""The decoder's answers in an event loop."""
+"""Get the decoder's answers in an event loop."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ T = TypeVar("T")
 
 
 class ClientGoneError(Exception):
-    """The client has closed the connection."""
+    """The client has disconnected."""
 
 
 async def answer(
     decoder: TransformersDecoder, prompt: PromptLike, sampling: Sampling, scope: str | None, threads: Executor
 ) -> AsyncGenerator[str | Generation, None]:
-    """One prompt's answer, piece by piece, then the whole Generation.
+    """Yield a prompt's answer piece by piece, then the whole Generation.
 
-    Left early or cancelled, it stops the generation after the token in progress.
+    If closed early or cancelled, generation stops after the token in progress.
 
     Args:
         decoder: what answers.
         prompt: what to answer.
-        sampling: how.
+        sampling: how to answer.
         scope: whose markers are read; None for the store's own.
-        threads: where the prompt is read.
+        threads: what reads the prompt.
     """
     loop = asyncio.get_running_loop()
     pieces: asyncio.Queue[str | Generation | BaseException] = asyncio.Queue()
 
     def put(piece: str | Generation | BaseException) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and with it whoever waits
+        with suppress(RuntimeError):  # the loop has ended: nobody waits
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
     def begin() -> Callable[[], None]:
@@ -57,14 +57,14 @@ async def answer(
 
 
 async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[T]) -> T:
-    """What `work` gives; it is cancelled where the client goes first.
+    """Return what `work` gives; cancel it if the client disconnects first.
 
     Args:
-        receive: ASGI's, after the body was read: what comes next is that the client has gone.
+        receive: ASGI's, after the body was read: the next message is the disconnect.
         work: what the client waits for.
 
     Raises:
-        ClientGoneError: the client has gone.
+        ClientGoneError: the client has disconnected.
     """
 
     async def gone() -> None:

@@ -35,18 +35,18 @@ with needs("serve"):
     from fastapi.routing import APIRoute
     from starlette.exceptions import HTTPException
 
-_THREADS = 4  # they read prompts; writing passages and the model have threads of their own
+_THREADS = 4  # for reading prompts; the model and writing have threads of their own
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may ask of the server.
+    """What clients may ask of the server.
 
     Attributes:
-        body_bytes: the longest body of a request.
-        requests: most requests at a time; more get status 429.
-        answer_tokens: the longest answer where the client does not say.
-        longest_answer: the longest answer whatever the client says, in tokens; None for the decoder's window.
+        body_bytes: longest body of a request.
+        requests: maximum number of requests at a time, of all clients; further ones get status 429.
+        answer_tokens: longest answer if the client gives no limit.
+        longest_answer: longest answer whatever the client says, in tokens; None for the decoder's window.
     """
 
     body_bytes: int = 4 << 20
@@ -64,16 +64,16 @@ def create_app(decoder: TransformersDecoder, keys: ApiKeys | None = None, limits
     """An ASGI app that answers with a decoder and compresses into its store.
 
     Args:
-        decoder: what answers; its store's markers are resolved, each request's in the scope of its API key.
+        decoder: what answers; it reads its store's markers in the scope of each request's API key.
         keys: which key opens which scope; None lets everyone in, in the store's own scope.
-        limits: what one client may ask for.
+        limits: what clients may ask for.
 
     Raises:
         ConfigError: the decoder has no store.
         MissingExtraError: FastAPI is not installed.
     """
     if decoder.store is None:
-        raise ConfigError("the server's decoder has no store: give it the one whose markers clients send")
+        raise ConfigError("the server's decoder has no store: give it the store whose markers clients send")
     limits = limits or Limits()
     metrics = Metrics()
     service = _Service(decoder, decoder.store, metrics, limits)
@@ -120,7 +120,7 @@ def create_app(decoder: TransformersDecoder, keys: ApiKeys | None = None, limits
         return JSONResponse(body, status)
 
     async def note_gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # read by nobody: nginx's status, for the metrics
+        return Response(status_code=499)  # nobody reads it; nginx's status, for the metrics
 
     app.add_exception_handler(ClientGoneError, note_gone)
     for kind in (Exception, CtxCompressError, RequestError, RequestValidationError, HTTPException):
@@ -178,7 +178,7 @@ class _Service:
         try:
             return list(await asyncio.gather(*tasks))
         finally:
-            for task in tasks:  # one has failed, or the client has gone
+            for task in tasks:  # one has failed, or the client has disconnected
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -192,7 +192,7 @@ class _Service:
         count: bool,
     ) -> Response:
         pieces = self._answer(prompt, sampling, request.state.tenant)
-        # The first piece is waited for here, so that a prompt that is refused has a status of its own.
+        # Wait for the first piece here, so that a refused prompt has a status of its own.
         first = await unless_gone(request.receive, anext(pieces))
 
         async def events() -> AsyncIterator[str]:
@@ -226,9 +226,9 @@ class _Service:
                 yield piece
 
     async def compress(self, body: Compress, request: Request) -> Response:
-        """Markers for texts. A passage's id is a hash of its text: no client can change or name another's.
+        """Make markers for texts. A passage's id is a hash of its text: no client can change or name another's.
 
-        What has begun is compressed to its end; what still waits when its client goes is not begun.
+        Compression that has begun is finished; if it still waits when its client disconnects, it is cancelled.
         """
         if body.model is not None:
             self.check_model(body.model)
@@ -250,7 +250,7 @@ class _Service:
 
 
 def _explained(request: Request, error: Exception) -> Exception:
-    """FastAPI's and Starlette's own errors as this server's."""
+    """Turn FastAPI's and Starlette's own errors into this server's."""
     if isinstance(error, RequestValidationError):
         return malformed(error.errors())
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
@@ -261,7 +261,7 @@ def _explained(request: Request, error: Exception) -> Exception:
         )
         return RequestError(error.status_code, f"{asked[:80]!r} is not served here: there are {served}")
     if isinstance(error, HTTPException) and error.status_code == 400:
-        return RequestError(400, "the body cannot be read as JSON: send UTF-8, and nothing nested deeply")
+        return RequestError(400, "the body cannot be read as JSON: send UTF-8, not nested deeply")
     if isinstance(error, HTTPException):
         return RequestError(error.status_code, str(error.detail))
     return error

@@ -1,4 +1,4 @@
-"""A decoder behind vLLM's OpenAI-compatible server: markers are resolved here, vectors go there, text comes back."""
+"""A decoder in a vLLM server: markers are resolved here, vectors are sent, text comes back."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ _GREEDY = Sampling()
 
 
 class ServerDecoder(AdaptiveDecoder):
-    """A TransformersDecoder whose model runs in a vLLM server, started by what `ctx-compress export` prints.
+    """A TransformersDecoder whose model runs in a vLLM server, started with the command that `export` prints.
 
-    Tokenizer, embeddings and store are here; prompts with slots go as `prompt_embeds`, others as token ids.
-    Each prompt is checked before it goes: shape, finite values, and its length against the server's window. May
-    be called from any number of threads; requests share connections.
+    Tokenizer, embeddings and store are in this process; prompts with slots are sent as `prompt_embeds`, others as
+    token ids. Each prompt is checked before it is sent: its shape, that its values are finite, and its length
+    against the server's window. May be called from any number of threads; requests share connections.
 
     Args:
         bundle: the bundle, in the server's dtype.
         store: where markers' passages are; without one, markers are literal text.
         server: the server's address, with or without `/v1`.
         api_key: the server's key.
-        timeout: seconds that the server may take to answer, and then from one token to the next.
-        max_retries: how often a request is sent again where the server is not reached or too busy; never
-            after the first piece of an answer.
+        timeout: maximum seconds to wait for the first token, and from one token to the next.
+        max_retries: how often a request is sent again if the server is unreachable or busy; never after the first
+            piece of an answer.
         on_missing: as in TransformersDecoder.
         on_unreadable: as in TransformersDecoder.
 
     Raises:
         ConfigError: an argument has an impossible value, or the bundle's method changes the decoder's layers.
-        ServerError: at a call, the server cannot be reached, or refuses, or ends in the middle of an answer.
+        ServerError: at a call, the server cannot be reached, refuses, or ends in the middle of an answer.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class ServerDecoder(AdaptiveDecoder):
         raise ConfigError(f"the decoder runs in {self.server}, which cannot adapt: leave server= out")
 
     def generate(self, prompts: Sequence[PromptLike], sampling: Sampling = _GREEDY) -> list[Generation]:
-        """As TransformersDecoder's; all prompts are with the server at once.
+        """Answer as TransformersDecoder does; all prompts are sent at once.
 
         Raises:
-            ServerError: the server cannot be reached, or refuses, or ends in the middle of an answer.
+            ServerError: the server cannot be reached, refuses, or ends in the middle of an answer.
         """
         queue: SimpleQueue[tuple[int, str | Generation | BaseException]] = SimpleQueue()
         prepared, cancels = self.prepare(prompts), list[Callable[[], None]]()
@@ -114,7 +114,9 @@ class ServerDecoder(AdaptiveDecoder):
 
     def begin(self, prompt: Prompt, sampling: Sampling, put: Put) -> Callable[[], None]:
         if sampling.extractive:
-            raise ConfigError(f"extractive answers need the decoder in this process, not in {self.server}")
+            raise ConfigError(
+                f"extractive answers need the decoder in this process, not {self.server}: leave server= out"
+            )
         body = self._body(prompt, sampling)
         future = asyncio.run_coroutine_threadsafe(self._answer(body, prompt, put), _loop())
 
@@ -160,7 +162,7 @@ class ServerDecoder(AdaptiveDecoder):
                 "are damaged, or too large for this dtype"
             )
         buffer = io.BytesIO()
-        torch.save(vectors.clone(), buffer)  # a view would be saved with all that it is a view of
+        torch.save(vectors.clone(), buffer)  # a view would be saved with its whole base
         return base64.b64encode(buffer.getvalue()).decode()
 
     async def _answer(self, body: dict[str, Any], prompt: Prompt, put: Put) -> None:
@@ -182,7 +184,7 @@ class ServerDecoder(AdaptiveDecoder):
 
     def _lost(self, error: Exception) -> ServerError:
         said = str(error) or type(error).__name__
-        return ServerError(f"{self.server} did not answer ({said}): see that it runs, or give a longer timeout")
+        return ServerError(f"{self.server} did not answer ({said}): check that it is running, or give a longer timeout")
 
     async def _fit(self, body: dict[str, Any], prompt: Prompt) -> None:
         """Check the request against the server's list of models."""
@@ -210,7 +212,9 @@ class ServerDecoder(AdaptiveDecoder):
         try:
             return {model["id"]: model.get("max_model_len") for model in reply.json()["data"]}
         except (ValueError, KeyError, TypeError) as error:
-            raise ServerError(f"{self.server} is no OpenAI-compatible server ({error!r})") from None
+            raise ServerError(
+                f"{self.server} is not an OpenAI-compatible server ({error!r}): check the address"
+            ) from None
 
     async def _pieces_of(self, body: dict[str, Any], prompt: Prompt) -> AsyncIterator[str | Generation]:
         text, reason, tokens = "", None, None
@@ -237,7 +241,7 @@ class ServerDecoder(AdaptiveDecoder):
         except ValueError:
             event = None
         if not isinstance(event, dict):
-            raise ServerError(f"{self.server} sent what is no event: {line[:80]!r}")
+            raise ServerError(f"{self.server} sent something other than an event: {line[:80]!r}")
         if "error" in event:
             raise ServerError(f"{self.server} failed: {str(event['error'])[:300]}")
         return event

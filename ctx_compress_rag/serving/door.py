@@ -1,4 +1,4 @@
-"""Every request passes here: it needs a key, is counted and timed, and beyond the limit it gets status 429."""
+"""Check each request's key, count and time it, and refuse it with status 429 beyond the limit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _COUNTED = ("/v1/chat/completions", "/v1/completions", "/v1/compress")
 
 
 class Door:
-    """ASGI middleware. A request without a key is refused before any of its body is read, and takes nobody's place.
+    """ASGI middleware. Refuses a request without a key before its body is read, and does not count it for `most`.
 
     Args:
-        app: the app; finds the scope that the key opens as `state.tenant`.
+        app: the app; gets the key's scope as `state.tenant`.
         metrics: where to count.
         keys: which key opens which scope; None lets everyone in, in the store's own scope (None).
-        most: most requests at a time that need the model.
+        most: maximum number of requests at a time that need the model.
     """
 
     def __init__(self, app: Any, metrics: Metrics, keys: ApiKeys | None, most: int) -> None:
@@ -77,13 +77,13 @@ class Door:
     async def _full(self, scope: Any, receive: Any, send: Any) -> None:
         from starlette.responses import JSONResponse
 
-        message = f"{self._most} requests are being answered, the most that this server takes: try again"
+        message = f"the server answers its maximum of {self._most} requests now: try again"
         body = fault(message, "rate_limit_error", code="too_many_requests")
         await JSONResponse(body, 429, {"Retry-After": "1"})(scope, receive, send)
 
 
 def path_in_app(scope: Any) -> str:
-    """A request's path without the prefix under which another app has mounted this one."""
+    """A request's path without the prefix at which another app mounts this one."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 

@@ -1,4 +1,4 @@
-"""A bundle's decoder and adapters as vLLM wants them."""
+"""Write a bundle's decoder and adapters for vLLM."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ctx_compress_rag.decoder_identity import write_decoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.mapped_reader import MappedReader
 
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as its largest
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank
 
 
 @dataclass(frozen=True)
 class Served:
-    """The names by which a server knows a bundle's decoder.
+    """The names of a bundle's decoder on a server.
 
     Attributes:
         base: the decoder's own weights.
         text: what reads prompts without slots.
         soft: what reads prompts with slots.
-        adapters: the backbone's adapter of each name that is one.
+        adapters: for each name that is an adapter, its name in the backbone.
     """
 
     base: str
@@ -36,10 +36,10 @@ class Served:
 
 
 def served(bundle: Bundle) -> Served:
-    """Under which names a server has a bundle's decoder, as `export` prints them.
+    """The names of a bundle's decoder on a server that is started as `export` says.
 
     Raises:
-        ConfigError: the method changes the decoder in a way that no engine but this library knows.
+        ConfigError: a server cannot run the bundle's reader.
     """
     reader, name = bundle.reader, bundle.config.name
     method = bundle.config.method.name
@@ -50,8 +50,8 @@ def served(bundle: Bundle) -> Served:
         )
     if reader.tune.mode == "full":
         raise ConfigError(
-            f"bundle {name!r}: its reader is a decoder of its own, beside the one that reads text, and a server "
-            "has one: train it with LoRA, or leave server= out"
+            f"bundle {name!r}: its reader is a decoder of its own, besides the one that reads text, and a server "
+            "has only one: train the reader with LoRA, or leave server= out"
         )
     adapters = {}
     text = soft = name
@@ -65,14 +65,14 @@ def served(bundle: Bundle) -> Served:
 
 
 def export(bundle: Bundle, folder: str | Path) -> list[str]:
-    """Write decoder and adapters for vLLM; the command that serves them.
+    """Write decoder and adapters for vLLM; return the command that serves them.
 
     Args:
         bundle: the bundle.
-        folder: where to; the decoder goes into `decoder`, each adapter into a folder of its name.
+        folder: where to write; the decoder goes into `decoder`, each adapter into a folder of its name.
 
     Raises:
-        ConfigError: the method changes the decoder in a way that no engine but this library knows.
+        ConfigError: a server cannot run the bundle's reader.
     """
     names, backbone, folder = served(bundle), bundle.backbone, Path(folder)
     decoder = folder / DECODER_FOLDER
@@ -84,8 +84,8 @@ def export(bundle: Bundle, folder: str | Path) -> list[str]:
     command += ["--dtype", dtype_name(backbone.model.dtype)]
     if backbone.window is not None:
         command += ["--max-model-len", str(backbone.window)]
-    # Where JSON is asked for, a small decoder that may write blank lines before the end writes nothing else; only a
-    # backend that is named, with the server, leaves them out.
+    # In JSON, a small decoder that may write blank lines writes nothing else; only a backend that is chosen with the
+    # server forbids them.
     command += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
     if names.adapters:
         targets: set[str] = set()
@@ -97,15 +97,15 @@ def export(bundle: Bundle, folder: str | Path) -> list[str]:
             backbone.save_adapter_config(adapter, folder / adapter)
             targets |= {key.split(".lora_")[0].rpartition(".")[2] for key in state}
             rank = max(rank, *(len(value) for key, value in state.items() if ".lora_A." in key))
-        # With its default targets, prompt embeddings and LoRA together end vLLM's engine.
+        # With vLLM's default targets, prompt embeddings and LoRA together crash its engine.
         command += ["--enable-lora", "--max-lora-rank", str(min(each for each in _RANKS if each >= rank))]
-        # One place more than there are adapters: on a CPU vLLM takes a prompt's missing adapter, number -1, for the
-        # last place, and would read prompts without slots by it where both are in one batch.
+        # One place more than adapters: on a CPU, vLLM takes the number -1 of a prompt without adapter for the last
+        # place, and in a mixed batch would read that prompt with the adapter in this place.
         command += ["--max-loras", str(len(names.adapters) + 1), "--lora-target-modules", *sorted(targets)]
         command += ["--lora-modules", *(f"{name}={folder / each}" for name, each in names.adapters.items())]
     return command
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as vLLM calls it."""
+    """A dtype's name in vLLM."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Errors as a client sees them: it is told what it can fix; what only the operator can fix is in the log."""
+"""Errors as a client sees them: it learns what it can fix; what only the operator can fix is in the log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RequestError(Exception):
     Args:
         status: the HTTP status.
         message: what is wrong and what to do.
-        code: OpenAI's short word for it.
+        code: OpenAI's error code.
         param: the field at fault.
     """
 
@@ -36,7 +36,7 @@ class RequestError(Exception):
 
 
 def as_fault(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """Status and body for an error. Paths and other tenants' names stay here."""
+    """Status and body for an error, without paths and other tenants' names."""
     match error:
         case RequestError():
             return error.status, error.body
@@ -44,7 +44,7 @@ def as_fault(error: BaseException) -> tuple[int, dict[str, Any]]:
             message = "a marker's passage was deleted or its text changed: retrieve or compress again"
             return 404, fault(message, "invalid_request_error", code="passage_not_found")
         case UnreadableMarkerError():
-            # Its own remedies are the operator's: a client has neither that key nor the option on_unreadable.
+            # The error's own advice is for the operator: a client has neither the key nor on_unreadable.
             what = str(error).partition(": give")[0]
             return 400, fault(f"{what}: send its text to POST /v1/compress with this API key", "invalid_request_error")
         case ConfigError():

@@ -1,4 +1,4 @@
-"""API keys. A key decides the scope, and with it whose markers a request may read and write."""
+"""API keys. A key opens a scope: whose markers a request may read and write."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ApiKeys:
         scopes: the scope (tenant or user) of each key. Several keys may open one scope.
 
     Raises:
-        ConfigError: a key is short, or a scope has no name.
+        ConfigError: a key is too short or not printable ASCII, or a scope has no name.
     """
 
     def __init__(self, scopes: Mapping[str, str]) -> None:
@@ -36,19 +36,19 @@ class ApiKeys:
         self._scopes = {_digest(key): scope for key, scope in scopes.items()}
 
     def scope_of(self, authorization: str | None) -> str | None:
-        """The scope that an `Authorization` header opens; None for a key that is not known, or none."""
+        """The scope that an `Authorization` header opens; None for an unknown or missing key."""
         kind, _, key = (authorization or "").partition(" ")
         return self._scopes.get(_digest(key.strip())) if kind.lower() == "bearer" else None
 
 
 def find_keys(file: str | Path | None = None) -> ApiKeys | None:
-    """The keys of a file, else of the environment variable `CTX_COMPRESS_API_KEYS`; None where neither is given.
+    """The keys from a file, else from the environment variable `CTX_COMPRESS_API_KEYS`; None if neither is given.
 
-    Each line holds a key and its scope with a space between; a line that begins with # is a comment. In the variable a
-    comma may stand for the end of a line.
+    Each line holds a key and its scope with a space between; a line that begins with # is a comment. In the variable,
+    commas may also separate lines.
 
     Raises:
-        ConfigError: the file cannot be read, a line is malformed, a key stands twice, or there is none.
+        ConfigError: the file cannot be read, a line is malformed, a key occurs twice, or there is none.
     """
     if file is not None:
         try:
@@ -65,11 +65,11 @@ def _parse(text: str, where: str) -> ApiKeys:
         fields = line.split()
         if not fields or fields[0].startswith("#"):
             continue
-        if len(fields) != 2:  # the line itself may be a key: it is not shown
+        if len(fields) != 2:  # not shown, since the line may be a key
             raise ConfigError(f"{where}, line {number}: write a key and its scope, with a space between")
         key, scope = fields
         if key in scopes:
-            raise ConfigError(f"{where}, line {number}: the key of scope {scopes[key]!r} stands here again")
+            raise ConfigError(f"{where}, line {number}: repeats the key of scope {scopes[key]!r}: give each key once")
         scopes[key] = scope
     if not scopes:
         raise ConfigError(f"{where} holds no API key: write a key and its scope on each line")

@@ -1,4 +1,4 @@
-"""A limit on how much a request may send, and for how long."""
+"""Limit how long a request's body is, and how long it takes to arrive."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BodyLimit:
             async with asyncio.timeout(self._seconds):
                 body = await self._body(receive)
         except TimeoutError:
-            await self._refuse(scope, receive, send, 408, f"the body did not come within {self._seconds} s")
+            await self._refuse(scope, receive, send, 408, f"the body took more than {self._seconds} s: try again")
             return
         if body is None:
             what = f"the body is longer than {self._most} bytes: send fewer or shorter texts"
@@ -47,7 +47,7 @@ class BodyLimit:
         async def replay() -> Any:
             nonlocal given
             if given:
-                return await receive()  # what comes now is that the client has gone
+                return await receive()  # the next message is the disconnect
             given = True
             return {"type": "http.request", "body": body, "more_body": False}
 

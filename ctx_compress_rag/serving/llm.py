@@ -20,14 +20,14 @@ from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import OnUnreadable, scope
 
 LOADING = ("device", "dtype", "device_map", "attn_implementation", "quantization_config")
-"""Fields of the LLM classes that say how the decoder is loaded, as `Bundle.from_pretrained` takes them."""
+"""Fields of the LLM classes that are options of `Bundle.from_pretrained`."""
 
 
 class DecoderLLM:
-    """Mixed into a pydantic class that has the fields below, before the framework's own base class.
+    """A mixin for a pydantic class with the fields below; comes before the framework's own base class.
 
-    Those from `device` to `quantization_config` load the store's bundle once more, for this LLM; without any of them
-    the store's own bundle answers.
+    The fields from `device` to `quantization_config` load the store's bundle a second time, for this LLM; without any
+    of them, the store's own bundle answers.
     """
 
     if TYPE_CHECKING:  # not seen by pydantic: each framework's class declares its own
@@ -53,7 +53,7 @@ class DecoderLLM:
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: the model and the store belong to this process."""
-        raise ConfigError(f"{type(self).__name__} holds a model of this process: create it in the other one")
+        raise ConfigError(f"{type(self).__name__} holds a model of this process: create it in the other process")
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """A copy with options of its own; the model and the store are shared."""
@@ -91,7 +91,7 @@ class DecoderLLM:
 
     @property
     def _loading(self) -> dict[str, Any]:
-        """How the decoder is loaded, as far as options say it."""
+        """The options for loading the decoder that were given."""
         return {name: value for name in LOADING if (value := getattr(self, name)) is not None}
 
     def adapt(
@@ -100,7 +100,7 @@ class DecoderLLM:
         adaptation: Adaptation | str | Path | None = None,
         ratio: int | None = None,
     ) -> Self:
-        """An LLM that answers as the demonstrations do (RAG-GD); this one stays as it is.
+        """An LLM that answers as the demonstrations do (RAG-GD); this one stays unchanged.
 
         All LLMs adapted from one share its weights in memory, and may be used side by side in threads.
         `ctx_compress_rag.adaptation.generate_together` answers with several of their `decoder`s in one batch.
@@ -109,7 +109,7 @@ class DecoderLLM:
             demonstrations: solved examples: question, passages, answer.
             adaptation: a way to adapt, or the folder of an update predictor or a peft adapter; by default the
                 LLM's own `predictor`.
-            ratio: read the demonstrations' passages as soft contexts of the store, so many source tokens to a
+            ratio: read the demonstrations' passages as soft contexts of the store with this many source tokens per
                 slot (missing ones are compressed); None reads them as they are, texts or markers.
 
         Raises:
@@ -118,12 +118,12 @@ class DecoderLLM:
         """
         chosen = adaptation or self.predictor
         if chosen is None:
-            raise ConfigError(f"{type(self).__name__} has no predictor: give predictor=, or an adaptation to adapt")
+            raise ConfigError(f"{type(self).__name__} has no predictor: give predictor=, or adapt() an adaptation")
         with self._in_scope():
             return self._with_decoder(serving.adapt(self.decoder, demonstrations, chosen, ratio))
 
     def with_adapter(self, folder: str | Path) -> Self:
-        """An LLM with a saved peft adapter of this decoder's Q/K/V projections; this one stays as it is.
+        """An LLM with a saved peft adapter of this decoder's Q/K/V projections; this one stays unchanged.
 
         Raises:
             BundleError: the folder holds no adapter for this decoder.

@@ -1,4 +1,4 @@
-"""What is wrong with a request's body: the field, its value, and what to send."""
+"""Say what is wrong with a request's body: the field, its value, and what to send."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ _NO_OBJECT = ("model_attributes_type", "model_type", "dict_type", "dict_attribut
 
 
 def malformed(faults: Sequence[Any]) -> RequestError:
-    """A refusal for the first of pydantic's faults in a body."""
+    """A refusal that names the first of pydantic's errors in a body."""
     found = faults[0]
     places = [str(place) for place in found["loc"] if place not in ("body", "(text)", "(list)")]
     if places[:1] == ["response_format"]:
         del places[1:2]  # its type, which pydantic puts into the path
     if found["type"] == "json_invalid":
-        return RequestError(400, f"the body is no JSON ({found['ctx']['error']}): send a JSON object")
+        return RequestError(400, f"the body is not JSON ({found['ctx']['error']}): send a JSON object")
     if not places:
-        return RequestError(400, "the body is no JSON object: send one, with the header Content-Type: application/json")
+        return RequestError(
+            400, "the body is not a JSON object: send one, with the header Content-Type: application/json"
+        )
     return RequestError(400, _said(".".join(places), found), param=places[0])
 
 
@@ -44,7 +46,7 @@ def _said(where: str, found: Any) -> str:
         case "too_long":
             return f"{where} has more than {context['max_length']} items: send fewer"
         case "string_type" if "(text)" in found["loc"]:
-            return f"{where}={value} is no text: send a string, or a list"
+            return f"{where}={value} is not text: send a string or a list"
         case kind if kind in _NO_OBJECT:
-            return f"{where}={value} is no JSON object: send one"
+            return f"{where}={value} is not a JSON object: send one"
     return f"{where}={value}: {found['msg'].removeprefix('Value error, ')}"

@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus' format. Nothing of what clients send is in it."""
+"""What the server counts, in Prometheus' format; it holds nothing that clients send."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Metrics:
         )
         self.seconds = Histogram(
             "ctx_compress_request_seconds",
-            "From request to the end of its answer.",
+            "From a request to the end of its answer.",
             ["route"],
             buckets=_SECONDS,
             registry=self.registry,
         )
         self.first_token = Histogram(
             "ctx_compress_first_token_seconds",
-            "From request to the first piece of its answer.",
+            "From a request to the first piece of its answer.",
             buckets=_SECONDS,
             registry=self.registry,
         )
@@ -40,7 +40,7 @@ class Metrics:
             registry=self.registry,
         )
         self.passages = Counter(
-            "ctx_compress_passages_total", "Texts that markers were asked for.", registry=self.registry
+            "ctx_compress_passages_total", "Texts that clients asked markers for.", registry=self.registry
         )
 
     def count(self, answer: Generation) -> None:
@@ -50,5 +50,5 @@ class Metrics:
         self._tokens.labels("completion").inc(answer.completion_tokens)
 
     def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """All metrics, as Prometheus reads them."""
         return generate_latest(self.registry)

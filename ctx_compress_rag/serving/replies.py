@@ -1,4 +1,4 @@
-"""What clients get, in OpenAI's forms."""
+"""Replies in OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WHOLE = {"chat": "chat.completion", "text": "text_completion"}
 
 
 def usage(answers: Sequence[Generation]) -> dict[str, int]:
-    """Tokens of prompts and answers. A slot counts as one; `slots` says how many of the prompt's they are."""
+    """Tokens of prompts and answers. A slot counts as one token; `slots` is the number of slots."""
     prompt = sum(answer.prompt_tokens for answer in answers)
     completion = sum(answer.completion_tokens for answer in answers)
     return {
@@ -37,7 +37,7 @@ def whole(kind: Kind, head: dict[str, Any], answers: Sequence[Generation]) -> di
 
 
 def chunk(kind: Kind, head: dict[str, Any], text: str, finish_reason: str | None = None, first: bool = False) -> str:
-    """A server-sent event with a piece of the answer, or with the reason of its end."""
+    """A server-sent event with a piece of the answer, or with the reason why it ended."""
     shown = {"delta": {}} if kind == "chat" and finish_reason else _text(kind, text, "delta")
     if kind == "chat" and not first:
         shown["delta"].pop("role", None)
@@ -46,7 +46,7 @@ def chunk(kind: Kind, head: dict[str, Any], text: str, finish_reason: str | None
 
 
 def last_chunk(kind: Kind, head: dict[str, Any], answer: Generation) -> str:
-    """The server-sent event with the counts of tokens."""
+    """The server-sent event with the token counts."""
     return event({**head, "object": _CHUNK[kind], "choices": [], "usage": usage([answer])})
 
 
@@ -56,7 +56,7 @@ def event(body: dict[str, Any]) -> str:
 
 
 def fault(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's form."""
+    """An error in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

@@ -1,7 +1,7 @@
-"""What clients send: OpenAI's chat completions and completions as far as a local decoder serves them, and compress.
+"""Requests: OpenAI's chat completions and completions as far as a local decoder serves them, and compress.
 
-Options that would change the answer and are not supported are refused by name; what a client says only about itself is
-accepted and ignored.
+Unsupported options that would change the answer are refused by name; options that only describe the client are accepted
+and ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _unicode(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("half of a surrogate pair is no character: decode the text anew") from None
+        raise ValueError("half of a surrogate pair is not a character: decode the text again") from None
     return text
 
 
@@ -38,15 +38,15 @@ def _kind(value: object) -> str:
 
 
 Text = Annotated[str, AfterValidator(_unicode)]
-# Tags choose one branch by what was sent, so that a fault in a list is not told as "no string".
+# Tags choose one branch by the type that was sent, so that an error in a list is not reported as "not a string".
 OneText = Annotated[Text, Tag("(text)")]
-# At every token the answer's end is compared with the beginnings of each.
+# Short, since after every token the answer's end is compared with the beginnings of each.
 Stop = Annotated[str, Field(max_length=1000), AfterValidator(_unicode)]
 List = Tag("(list)")
 EITHER = Discriminator(_kind)
 Zero = Annotated[float, Field(ge=0, le=0)]
 
-_SCHEMA_CHARACTERS = 1 << 16  # everyone waits while one is read, for half a second where it is as long as this
+_SCHEMA_CHARACTERS = 1 << 16  # reading one of this length takes half a second, in which everyone waits
 
 _ROLES = {"developer": "system"}
 
@@ -83,19 +83,19 @@ class StreamOptions(_Request):
 
 
 class TextFormat(_Request):
-    """Text as it comes."""
+    """Any text."""
 
     type: Literal["text"]
 
 
 class ObjectFormat(_Request):
-    """JSON: an object, whatever is in it."""
+    """Any JSON object."""
 
     type: Literal["json_object"]
 
 
 class NamedSchema(_Request):
-    """A JSON schema. It holds whether or not `strict` is asked for."""
+    """A JSON schema, enforced with or without `strict`."""
 
     text: Annotated[dict[str, Any], AfterValidator(_schema), Field(alias="schema")]
     name: str | None = None
@@ -104,7 +104,7 @@ class NamedSchema(_Request):
 
 
 class JsonFormat(_Request):
-    """JSON of a schema."""
+    """JSON that fits a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -117,7 +117,7 @@ class Generate(_Request):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None  # not OpenAI's; -1 is vLLM's word for all tokens
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # not OpenAI's; -1 is vLLM's value for all tokens
     stop: (
         Annotated[Annotated[Stop, Tag("(text)")] | Annotated[list[Stop], Field(max_length=16), List], EITHER] | None
     ) = None
@@ -137,10 +137,7 @@ class Generate(_Request):
     prompt_cache_key: str | None = None
 
     def sampling(self, default: int, most: int | None = None) -> Sampling:
-        """How to answer: with `default` tokens at most where the client does not say, and never with more than `most`.
-
-        Both are numbers of tokens.
-        """
+        """How to answer: with at most `default` tokens if the client gives no limit, and never more than `most`."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return Sampling(
             max_new_tokens=min(self.longest or default, most or sys.maxsize),
@@ -160,12 +157,12 @@ class Generate(_Request):
 
     @property
     def schema_wanted(self) -> str | None:
-        """What the answer is to be JSON of, as JSON."""
+        """The schema, as JSON, that the answer has to fit; None for text."""
         return None
 
     @property
     def usage_in_stream(self) -> bool:
-        """Whether a stream is to end with the counts of tokens."""
+        """Whether a stream ends with the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -188,7 +185,7 @@ class ChatCompletion(Generate):
 
     @property
     def schema_wanted(self) -> str | None:
-        """What the answer is to be JSON of, as JSON."""
+        """The schema, as JSON, that the answer has to fit; None for text."""
         match self.response_format:
             case JsonFormat(json_schema=named):
                 return str(named.text)
@@ -216,13 +213,13 @@ class Completion(Generate):
 
 
 class Compress(_Request):
-    """`POST /v1/compress`: markers for texts, which are compressed where they are missing.
+    """`POST /v1/compress`: markers for texts; missing ones are compressed.
 
     Attributes:
-        input: a text or several.
+        input: one text or several.
         ratio: source tokens per slot; the store's own by default.
         reduction: how many times shorter all texts become; RAM bundles take it in place of a ratio.
-        token_budget: instead of a ratio, the most tokens that all texts may take together.
+        token_budget: in place of a ratio, the maximum number of tokens for all texts together.
         question: what is asked, for RAM bundles.
     """
 

@@ -1,4 +1,4 @@
-"""Run the app on uvicorn until it is told to stop."""
+"""Run the app on uvicorn until a signal stops it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ with needs("serve"):
     import uvicorn
 
 _KEEP_ALIVE = 75
-"""Seconds that an idle connection stays open. A client that keeps one for its next request may send that just as it is
-closed, and is dropped: the shorter this is, the more often."""
+"""Seconds that an idle connection stays open. A client that reuses a connection may send a request just as it closes,
+and loses the request: the shorter this time, the more often."""
 
 
 def serve(app: Any, host: str, port: int, *, grace: int = 30, started: Callable[[str], object] = print) -> None:
-    """Serve until SIGINT or SIGTERM; then take nothing new, and give what runs `grace` seconds to end.
+    """Serve until SIGINT or SIGTERM; then accept no new requests, and give running ones `grace` seconds.
 
     Args:
         app: the ASGI app.
         host: the address to listen on.
         port: the port; 0 takes a free one.
         grace: seconds after which running answers are cut.
-        started: is told the address of the server.
+        started: called with the server's address.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -44,14 +44,14 @@ def serve(app: Any, host: str, port: int, *, grace: int = 30, started: Callable[
     except (OSError, OverflowError, SystemExit) as error:
         raise ConfigError(f"cannot listen on {host}:{port}: choose another --port or --host") from error
     with socket:
-        socket.listen(config.backlog)  # clients that read the address may ask at once; uvicorn answers later
+        socket.listen(config.backlog)  # clients that read the address may connect at once; uvicorn answers later
         shown = f"[{host}]" if ":" in host else host
         started(f"http://{shown}:{socket.getsockname()[1]}/v1")
         uvicorn.Server(config).run(sockets=[socket])
 
 
 def check_exposure(host: str, guarded: bool) -> None:
-    """Refuse to let a network in without keys.
+    """Refuse to serve a network without API keys.
 
     Raises:
         ConfigError: the address is not this machine's own, and there are no API keys.
@@ -61,4 +61,4 @@ def check_exposure(host: str, guarded: bool) -> None:
     except ValueError:
         local = host == "localhost"
     if not local and not guarded:
-        raise ConfigError(f"--host {host} lets others in, and there are no API keys: give --api-keys FILE")
+        raise ConfigError(f"--host {host} serves other machines, but there are no API keys: give --api-keys FILE")

@@ -1,4 +1,4 @@
-"""The chat model: a decoder in this process that reads markers as the soft contexts they stand for."""
+"""The chat model: a decoder that reads markers as the soft contexts they stand for."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import OnUnreadable, check_scope, current_scope
 from langchain_ctx_compress.messages import parsed, to_chat
 
-# LangChain's own code gives these to any chat model; without a server they mean nothing.
+# LangChain's own code gives these to any chat model; only a server uses them.
 _OF_REMOTE_MODELS = {"timeout", "max_retries", "api_key"}
 
 
 class ChatCompressedContext(DecoderLLM, BaseChatModel):
     """A bundle's decoder as a LangChain chat model.
 
-    Markers in the messages are read as the soft contexts they stand for; a prompt without any is read by
-    the decoder as it is (the full-text teacher). The decoder runs in this process, calls at a time sharing its passes,
-    or on a vLLM server; async calls run in a thread, and a cancelled one stops after the token in progress. It calls
-    no tools and reads no images.
+    Markers in the messages are read as the soft contexts they stand for; a prompt without markers is answered by
+    the full-text decoder (the teacher). The decoder runs in this process, where concurrent calls share forward passes,
+    or on a vLLM server. Async calls run in a thread; a cancelled call stops after the token in progress. The model
+    calls no tools and reads no images.
 
     `usage_metadata` counts a slot as one token; `response_metadata` has the number of `slots`.
 
@@ -48,27 +48,27 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         store: where the soft contexts are; its bundle is the model.
         max_tokens: longest answer, in tokens.
         temperature: 0 is greedy.
-        top_p: sample from the likeliest tokens of this total probability.
-        top_k: sample from this many tokens; 0 for all.
-        stop: strings that end the answer and are left out of it; `stop` of a call takes their place.
-        seed: of sampling; None for a new one each time.
+        top_p: sample from the most likely tokens, up to this total probability.
+        top_k: sample from this many of the most likely tokens; 0 for all.
+        stop: strings that end the answer and are left out of it; a call's own `stop` replaces them.
+        seed: makes sampling repeatable; None draws a new one for each call.
         extractive: answers are quotations of the prompt or of the passages that it reads.
-        on_missing: what to do where a passage's slots cannot be read: raise an "error", or read its "text".
-            A passage that is no longer stored has neither: see `on_unreadable`.
-        on_unreadable: what to do with a marker that has neither slots nor text to be read (of another key or scope,
-            changed, or of a passage that is gone): raise an "error", or take it for literal text, with a warning
-            ("warn") or without ("text"). With "warn" or "text" a record of which the slots alone are damaged is read
-            as its text, whatever `on_missing` says.
-        scope: tenant or user whose markers are read; None takes the one of `stores.markers.scope`, or else the store's.
-        streaming: make `invoke` stream inside, so that callbacks see every piece.
+        on_missing: what to do if a passage's slots cannot be read: raise an "error", or read its "text".
+            For passages that are no longer stored, see `on_unreadable`.
+        on_unreadable: what to do with a marker whose slots and text cannot be read (it has another key or scope, was
+            changed, or its passage was deleted): raise an "error", or read it as literal text, with a warning ("warn")
+            or without ("text"). With "warn" or "text", a record in which only the slots are damaged is read as its
+            text, whatever `on_missing` says.
+        scope: tenant or user whose markers are read; None takes that of `stores.markers.scope`, or the store's.
+        streaming: make `invoke` stream internally, so that callbacks see every piece.
         predictor: folder of the update predictor that `adapt` uses.
-        batch_size: most prompts in a forward pass.
-        device, dtype, device_map, attn_implementation, quantization_config: load the decoder once more, for this LLM
-            alone, as `Bundle.from_pretrained` takes them; by default the store's bundle answers.
+        batch_size: maximum number of prompts in a forward pass.
+        device, dtype, device_map, attn_implementation, quantization_config: options of `Bundle.from_pretrained` that
+            load the decoder a second time, for this LLM only; by default the store's bundle answers.
         server: address of a vLLM server that runs the decoder (see `ctx-compress export`); None runs it here.
         api_key: the server's key.
-        timeout: seconds that the server may take to answer, and then from one token to the next.
-        max_retries: how often a request is sent again where the server is not reached or too busy.
+        timeout: maximum seconds to wait for the server's first token, and from one token to the next.
+        max_retries: how often a request is sent again if the server is unreachable or busy.
 
     Each sampling argument can also be given per call: `model.bind(temperature=0.7)`, `model.invoke(x, top_k=5)`.
 
@@ -79,7 +79,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         PayloadError: at a call, a record is damaged, changed, or sealed with another key.
         StoreError: at a call, the store cannot be reached.
         DecoderMemoryError: at a call, the device has not enough memory for the prompt.
-        ServerError: at a call, the server cannot be reached, or refuses.
+        ServerError: at a call, the server cannot be reached or refuses the request.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -186,7 +186,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        # A stream can be stopped, a call in a thread cannot: a cancelled task gives the decoder back.
+        # A stream can be stopped, a call in a thread cannot: stream, so that a cancelled task frees the decoder.
         async with aclosing(self._astream(messages, stop, **kwargs)) as chunks:  # type: ignore[type-var]
             done = await agenerate_from_stream(chunks)
         return ChatResult(generations=done.generations, llm_output={"model_name": self.model_name})
@@ -198,7 +198,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        with self._in_scope():  # the prompt is read before this returns, none of it during iteration
+        with self._in_scope():  # the prompt is read here, not during iteration
             pieces = self.decoder.stream(to_chat(messages), self._sampling(stop, kwargs))
         for piece in pieces:
             if isinstance(piece, str):
@@ -228,18 +228,18 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     def with_structured_output(
         self, schema: dict[str, Any] | type, *, include_raw: bool = False, **kwargs: Any
     ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
-        """A chain whose answers are of `schema`: tokens that would break its JSON are never chosen.
+        """A chain whose answers fit `schema`: tokens that would break the JSON are never chosen.
 
-        The prompt says nothing of the schema: ask for what its fields are.
+        The schema is not added to the prompt, which has to ask for its fields.
 
         Args:
             schema: a pydantic class, whose objects are returned, or a TypedDict or JSON schema, for dicts.
-            include_raw: return a dict of the message (`raw`), the object (`parsed`) and what went wrong
+            include_raw: return a dict of the message (`raw`), the object (`parsed`) and the error
                 (`parsing_error`).
-            kwargs: `method` and `strict` of other models are taken and mean nothing here.
+            kwargs: other models' `method` and `strict` are accepted and ignored.
 
         Raises:
-            ConfigError: an argument is unknown; at a call, the schema asks for what cannot be enforced.
+            ConfigError: an argument is unknown; at a call, the schema cannot be enforced.
             MissingExtraError: at a call, the `structured` extra is not installed.
             OutputParserException: at a call, the answer was cut at `max_tokens`.
         """
@@ -253,16 +253,16 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         neither = RunnablePassthrough.assign(parsed=lambda _: None)
         return RunnableMap(raw=llm) | both.with_fallbacks([neither], exception_key="parsing_error")
 
-    def _resolve_model_profile(self) -> Any:  # its class is not in the oldest langchain-core
+    def _resolve_model_profile(self) -> Any:  # the oldest langchain-core lacks its class
         return {"structured_output": True, "tool_calling": False}
 
     def bind_tools(
         self, tools: Sequence[Any], *, tool_choice: Any = None, **kwargs: Any
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """This model calls no tools: `tools` has to be empty, and what else is given is bound.
+        """Bind other options; `tools` has to be empty, since this model calls none.
 
         Raises:
-            NotImplementedError: there are tools; LangChain's own says nothing more.
+            NotImplementedError: there are tools; LangChain's own error would not say what to do.
         """
         if not tools:
             return self.bind(**{name: value for name, value in kwargs.items() if name != "strict"})

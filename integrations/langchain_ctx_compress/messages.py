@@ -1,4 +1,4 @@
-"""From LangChain messages to what a decoder's chat template reads."""
+"""Convert LangChain messages for a decoder's chat template, and parse answers that are JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def to_chat(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
     """Role and text of each message, in order.
 
     Raises:
-        ConfigError: there are none, or one is of a kind, or has a part, that a text decoder cannot read.
+        ConfigError: there are no messages, or one has a type or part that a text decoder cannot read.
     """
     if not messages:
         raise ConfigError("there are no messages to answer: give at least one")
@@ -25,7 +25,7 @@ def to_chat(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
 
 
 def parsed(schema: dict[str, Any] | type, message: AIMessage) -> Any:
-    """What a constrained answer says: an object of the schema where that is a pydantic class, else plain JSON.
+    """Parse a constrained answer, into an object of the schema if that is a pydantic class, else into plain JSON.
 
     Raises:
         OutputParserException: the answer was cut, or a validator of the class refuses it.
@@ -37,7 +37,7 @@ def parsed(schema: dict[str, Any] | type, message: AIMessage) -> Any:
         said = json.loads(text)
         return schema.model_validate(said) if isinstance(schema, type) and issubclass(schema, BaseModel) else said
     except ValueError as error:  # pydantic's too
-        raise OutputParserException(f"the answer is not what the schema says ({error}): {text!r}", text) from error
+        raise OutputParserException(f"the answer does not fit the schema ({error}): {text!r}", text) from error
 
 
 def _role(message: BaseMessage) -> str:

@@ -23,35 +23,35 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
     """Replaces the text of retrieved documents by markers of their stored soft contexts.
 
     Works as a step of an LCEL chain and wherever a document compressor is expected
-    (`ContextualCompressionRetriever`, `DocumentCompressorPipeline`). The documents given are left as they
-    are; those returned have the same ids and metadata, in the same order. A document whose text is blank,
-    or that stays text by `on_missing`, is returned as it is; one that is a marker already gets a new one.
+    (`ContextualCompressionRetriever`, `DocumentCompressorPipeline`). The given documents are not changed;
+    their copies keep ids, metadata and order. A document whose text is blank, or stays text because of
+    `on_missing`, is returned unchanged; if its text is already a marker, it gets a new one.
 
-    A document is looked up in the store by its id, then by its text: the vector store and the soft context
-    store need not have been given the same ids.
+    A document is looked up in the store by its id, then by its text, so the vector store and the soft context
+    store need not use the same ids.
 
     With a RAM bundle (close reading) a document keeps the segments that the question needs as text, and
     markers stand for the rest. The question is the `query` of `compress_documents`, which a
-    `ContextualCompressionRetriever` gives; a plain LCEL step has none. The LLM must be given the same store.
+    `ContextualCompressionRetriever` passes; a plain LCEL step has none. The LLM must have the same store object.
 
     Args:
         store: where the soft contexts are.
         ratio: source tokens per slot, a multiple of the store's ratio; None takes the store's.
         reduction: in close reading, in place of a ratio: how many times shorter all documents together become, 2 or
-            more; None takes the least that the bundle was trained for.
-        token_budget: instead of a ratio, the most tokens that the documents of one call may take together: the
-            sum of `llm.get_num_tokens(document.page_content)` of those returned is never above it, slots and
-            text counted alike. The more relevant a document, the finer its ratio; the best stay text where
-            there is room, and at least 90% of the budget is used where the documents allow it (see
-            `ctx_compress_rag.marking.budget.allot`). Template, question and separators come on top.
-        score_key: with a budget, where documents' metadata say how relevant they are (rerankers write
-            "relevance_score"): higher is more, and documents without a number come last. Where no document has
-            one, they are in order, best first, as retrievers return them.
+            more; None takes the smallest that the bundle was trained for.
+        token_budget: in place of a ratio, the maximum number of tokens for all documents of one call together: the
+            sum of `llm.get_num_tokens(document.page_content)` over the returned documents never exceeds it; slots
+            and text count alike. More relevant documents get finer ratios, and the best stay text if there is
+            room; at least 90% of the budget is used if the documents allow it (see
+            `ctx_compress_rag.marking.budget.allot`). Template, question and separators are not counted.
+        score_key: with a budget, the metadata key of a document's relevance (rerankers write "relevance_score"):
+            higher is more relevant, and documents without a number come last. If no document has one, they
+            count as sorted, best first, as retrievers return them.
         on_missing: what to do with a document that is not in the store: "compress" and store it, raise an
             "error", or leave it as "text".
-        on_unreadable: what to do with a document that holds a marker of a passage that is gone: raise an "error", or
-            leave this one as text, with a warning ("warn") or without ("text"); see `mark`.
-        scope: tenant or user the markers belong to; None takes the one of `stores.markers.scope`, or else the store's.
+        on_unreadable: what to do with a document that holds the marker of a deleted passage: raise an "error", or
+            leave the document as text, with a warning ("warn") or without ("text"); see `mark`.
+        scope: tenant or user that the markers belong to; None takes that of `stores.markers.scope`, or the store's.
         mode: deprecated: each bundle has its own.
 
     Raises:
@@ -88,7 +88,7 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: the store belongs to this process."""
-        raise ConfigError(f"{type(self).__name__} holds a store of this process: create it in the other one")
+        raise ConfigError(f"{type(self).__name__} holds a store of this process: create it in the other process")
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """A copy with settings of its own; the store is shared."""
@@ -97,11 +97,11 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
     def compress_documents(
         self, documents: Sequence[Document], query: str = "", callbacks: Callbacks | None = None
     ) -> list[Document]:
-        """Documents with markers in place of their texts, or of what close reading skims of them.
+        """Put markers in place of the documents' texts; in close reading, in place of the parts that are only skimmed.
 
         Args:
             documents: the documents.
-            query: the question; plays a part in close reading alone.
+            query: the question; used only in close reading.
             callbacks: LangChain's own.
 
         Raises:
@@ -110,7 +110,7 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
             RatioError: the documents do not fit into `token_budget` at any ratio.
         """
         done = [document.model_copy(deep=True) for document in checked(documents)]
-        for document in done:  # a marker from an earlier step is sized again; what cannot be read, `mark` speaks of
+        for document in done:  # resize markers of an earlier step; `mark` reports unreadable ones
             text = try_expand(self.store, document.page_content, self.scope, quietly(self.on_unreadable))
             document.page_content = document.page_content if text is None else text
         texts = [document.page_content for document in done]
@@ -132,7 +132,7 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
         return done
 
     def invoke(self, input: Sequence[Document], config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
-        """As a step of a chain: `compress_documents`."""
+        """Run `compress_documents` as a step of a chain."""
         return self._call_with_config(self.compress_documents, input, config)
 
     async def ainvoke(
@@ -145,7 +145,7 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
         return list(await self.acompress_documents(documents, ""))
 
     def restore_sources(self, documents: Sequence[Document]) -> list[Document]:
-        """`restore_sources` of this package with the postprocessor's own store and scope; raises as it does."""
+        """Call `restore_sources` with the postprocessor's store and scope; raises the same errors."""
         return restore_sources(documents, self.store, self.scope)
 
     def _scores(self, documents: Sequence[Document]) -> list[float | None]:

@@ -17,10 +17,10 @@ Prompt = TypeVar("Prompt", str, PromptValue, list[BaseMessage])
 
 
 def restore_sources(documents: Sequence[Document], store: SoftContextStore, scope: str | None = None) -> list[Document]:
-    """The documents that an answer rests on as the retriever found them: texts, ids and metadata, scores among them.
+    """The documents that an answer is based on, as the retriever found them: texts, ids and metadata with scores.
 
-    Copies are returned, whatever was given stays as it is. Only a document with markers of this store's key
-    and this scope is changed: restoring twice is the same as once.
+    Returns copies. Only documents with markers of this store's key and scope change, so restoring twice is the same
+    as once.
 
     Args:
         documents: what the postprocessor returned, such as `result["context"]` of a retrieval chain.
@@ -28,9 +28,9 @@ def restore_sources(documents: Sequence[Document], store: SoftContextStore, scop
         scope: the scope that the postprocessor was given.
 
     Raises:
-        ConfigError: what is given is not a list of documents, or a document's markers stand for too much text.
-        MissingPassageError: a passage was deleted since, or, after close reading, the store has since kept so
-            many slots for other questions that those of this one are gone.
+        ConfigError: `documents` is not a list of documents, or a document's markers stand for too much text.
+        MissingPassageError: a passage was deleted, or, after close reading, this question's slots were dropped from
+            memory to keep those of others.
     """
     copies = [document.model_copy(deep=True) for document in checked(documents)]
     for document in copies:
@@ -39,13 +39,13 @@ def restore_sources(documents: Sequence[Document], store: SoftContextStore, scop
 
 
 def checked(documents: Sequence[Document]) -> Sequence[Document]:
-    """The documents; ConfigError where they are none."""
+    """Return the documents; ConfigError if they are something else."""
     several = isinstance(documents, Sequence) and not isinstance(documents, str)
     wrong = [each for each in documents if not isinstance(each, Document)] if several else [documents]
     if wrong:
         raise ConfigError(
             f"a list of Documents is needed, got {type(wrong[0]).__name__}: the postprocessor goes after a retriever "
-            "(`retriever | postprocessor`), and sources are the documents that it returned"
+            "(`retriever | postprocessor`), and `restore_sources` takes the documents that it returned"
         )
     return documents
 
@@ -56,9 +56,9 @@ def expand_prompt(prompt: Prompt, store: SoftContextStore, scope: str | None = N
     As a step of a chain: `prompt | partial(expand_prompt, store=store) | other_llm`.
 
     Args:
-        prompt: a string, a prompt value (what a template makes) or messages; what it is, it stays.
+        prompt: a string, a prompt value (what a template makes) or messages; the result is of the same kind.
         store: where the texts are.
-        scope: tenant or user; by default the one of `ctx_compress_rag.stores.markers.scope`, or else the store's.
+        scope: tenant or user; by default that of `ctx_compress_rag.stores.markers.scope`, or the store's.
 
     Raises:
         MissingPassageError: a passage was deleted from the store, or its text changed.

@@ -159,7 +159,7 @@ def test_a_word_file_that_unpacks_to_far_more_than_it_has_is_skipped(
 def test_a_file_or_a_missing_path_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     for path in (tmp_path / "a.txt", tmp_path / "missing"):
-        with pytest.raises(DataError, match="is no folder"):
+        with pytest.raises(DataError, match="is not a folder"):
             open_input(path)
 
 

@@ -52,7 +52,7 @@ def test_rows_are_what_files_are_in_a_folder(index: PassageIndex, tmp_path: Path
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"text": "cut', "line 2: no JSON"),
+        ('{"text": "cut', "line 2: not JSON"),
         ('{"txt": "a"}', 'line 2: there is no "text"'),
         ('{"text": 3}', 'line 2: there is no "text"'),
         ('["text"]', 'line 2: there is no "text"'),

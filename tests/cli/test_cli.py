@@ -227,7 +227,7 @@ def test_errors_are_one_line_and_code_2(run: Any, store: Path, docs: Path, bundl
     index = ["index", docs, "--bundle", bundle_folder, "--store"]
     for command, message in (
         (["index", tmp_path / "none", "--store", new], "no .txt, .md"),
-        (["index", tmp_path / "missing", "--store", new], "is no folder"),
+        (["index", tmp_path / "missing", "--store", new], "is not a folder"),
         (["index", docs, "--store", new, "--bundle", "nowhere"], "no bundle 'nowhere'"),
         ([*index, new, "--codec", "int3"], "int3"),
         ([*index, store, "--codec", "fp16"], "codec 'int8'"),
@@ -273,7 +273,7 @@ def test_repair_backup_and_vacuum_keep_an_index_as_it_is(run: Any, store: Path, 
     assert run("backup", "--store", store, tmp_path / "copy") == 0
     assert run("repair", "--store", tmp_path / "copy") == 0
     assert f"{tmp_path / 'copy.before-repair-1'}" in run.out
-    assert run("vacuum", "--store", tmp_path / "copy") == 0 and "bytes given back" in run.out
+    assert run("vacuum", "--store", tmp_path / "copy") == 0 and "bytes freed" in run.out
     assert_same_contents(tmp_path / "copy", store)
     assert "does not exist yet" in run.fails("backup", "--store", store, tmp_path / "copy")
 

@@ -159,7 +159,7 @@ def no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_agree_refuses_questions_in_json(run: Any, tmp_path: Path) -> None:
     """Each row was asked as it stands, with braces, answers and passages."""
     (tmp_path / "q.jsonl").write_text('{"question": "Who?"}\n')
-    assert "give a text file, a question on each line" in run.fails("agree", tmp_path / "q.jsonl", "--store", "s")
+    assert "give a text file with one question per line" in run.fails("agree", tmp_path / "q.jsonl", "--store", "s")
 
 
 @pytest.mark.usefixtures("no_answers")
@@ -170,7 +170,7 @@ def test_eval_refuses_before_it_answers(run: Any, bundle_folder: Path, tmp_path:
     for given, message in (
         (["--questions", 0], "0 questions have no standard error: give 2 or more"),
         (["--questions", 1], "1 questions have no standard error"),
-        (["--card", "--bundle", "demo"], "--card writes into the bundle, and 'demo' is this package's: copy it"),
+        (["--card", "--bundle", "demo"], "--card cannot write into the shipped bundle 'demo': give"),
         (["--passages", 0], "0 passages in a prompt: give 1 or more"),
         (["--data", one], "one: 1 questions have an answer"),
         (["--questions", 2, "--passages", 1, "--ratios", 4, 5], "ratio 5 cannot be made from slots stored at 4"),

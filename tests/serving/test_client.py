@@ -238,8 +238,8 @@ def test_a_server_that_only_starts_is_asked_again(fake: FakeVllm, talkative: Any
         (500, "status 500"),
         ("cut", "ended in the middle of an answer"),
         ('data: {"error": {"message": "engine died"}}\n\n', "engine died"),
-        ("data: <html>\n\n", "no event"),
-        ("data: 7\n\n", "no event"),
+        ("data: <html>\n\n", "other than an event"),
+        ("data: 7\n\n", "other than an event"),
     ],
 )
 def test_faults_reach_the_caller_once(
@@ -256,7 +256,7 @@ def test_faults_reach_the_caller_once(
 def test_nobody_there_and_no_key(talkative: Any, url: str) -> None:
     began = time.monotonic()
     nobody = ServerDecoder(talkative, server="http://127.0.0.1:1", max_retries=0, timeout=5)
-    with pytest.raises(ServerError, match="see that it runs"):
+    with pytest.raises(ServerError, match="check that it is running"):
         nobody.generate(["Who?"], TOKENS)
     assert time.monotonic() - began < 30
     with pytest.raises(ServerError, match=r"status 401 .*give the server's api_key") as caught:

@@ -163,7 +163,7 @@ def test_pickles_are_refused_and_leave_the_object_whole(
     """LlamaIndex's own pickling would take the store out of the object at hand."""
     langchain = [llm, CompressedContextPostprocessor(store=app.store)]
     for thing in (*langchain, llama, LlamaPostprocessor(app.store)):
-        with pytest.raises(ConfigError, match="of this process: create it in the other one"):
+        with pytest.raises(ConfigError, match="of this process: create it in the other process"):
             pickle.dumps(thing)
         assert thing.store is app.store
     assert all(dumpd(thing)["type"] == "not_implemented" for thing in langchain)

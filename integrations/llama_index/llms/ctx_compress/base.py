@@ -51,50 +51,50 @@ Pieces = Generator[str | Generation, None, None]
 
 
 class CompressedContextLLM(DecoderLLM, LLM):
-    """The decoder of a store's bundle: reads prompts in which markers stand for stored passages.
+    """The decoder of a store's bundle, which reads prompts in which markers stand for stored passages.
 
-    Where the tokenizer has a chat template this is a chat model, and a completion prompt becomes one user
-    message unless it is `formatted`. Where it has none, `messages_to_prompt` and `completion_to_prompt` make
-    plain prompts. Prompts without markers are answered by the bundle's full-text decoder. The async methods
-    run in threads: the event loop keeps running. A cancelled task, or a stream that is left early, stops the decoder
-    after the token in progress.
+    If the tokenizer has a chat template, this is a chat model, and a completion prompt becomes one user message
+    unless it is `formatted`. If not, `messages_to_prompt` and `completion_to_prompt` make plain prompts. Prompts
+    without markers are answered by the bundle's full-text decoder. The async methods run in threads, so the event
+    loop keeps running. A cancelled task, or a stream that is closed early, stops the decoder after the token in
+    progress.
 
-    The sampling fields may also be given to each call: `llm.complete(prompt, max_tokens=10, stop=["END"])`.
+    The sampling fields may also be given for one call: `llm.complete(prompt, max_tokens=10, stop=["END"])`.
 
     Attributes:
         store: where the soft contexts are, and with it the bundle and its decoder.
-        max_tokens: the most tokens of an answer.
-        temperature: 0 takes the likeliest token each time.
-        top_p: sample from the likeliest tokens of this total probability.
-        top_k: sample from so many likeliest tokens; 0 from all.
+        max_tokens: longest answer, in tokens.
+        temperature: 0 always takes the most likely token.
+        top_p: sample from the most likely tokens, up to this total probability.
+        top_k: sample from this many of the most likely tokens; 0 for all.
         stop: an answer ends before any of these strings.
         seed: makes sampling repeatable.
         extractive: answers are quotations of the prompt or of the passages that it reads.
-        on_missing: where a marker's slots cannot be read: raise an "error", or read the passage's "text".
-        on_unreadable: what to do with a marker that has neither slots nor text to be read (of another key or scope,
-            changed, or of a passage that is gone): raise an "error", or take it for literal text, with a warning
-            ("warn") or without ("text"). With "warn" or "text" a record of which the slots alone are damaged is read
-            as its text, whatever `on_missing` says.
-        scope: tenant or user whose markers are read; by default the one of `ctx_compress_rag.stores.markers.scope`, or
-            else the store's.
+        on_missing: what to do if a marker's slots cannot be read: raise an "error", or read the passage's "text".
+        on_unreadable: what to do with a marker whose slots and text cannot be read (it has another key or scope, was
+            changed, or its passage was deleted): raise an "error", or read it as literal text, with a warning ("warn")
+            or without ("text"). With "warn" or "text", a record in which only the slots are damaged is read as its
+            text, whatever `on_missing` says.
+        scope: tenant or user whose markers are read; by default that of `ctx_compress_rag.stores.markers.scope`, or
+            the store's.
         predictor: folder of the update predictor that `adapt` uses.
-        batch_size: most prompts in a forward pass.
-        device, dtype, device_map, attn_implementation, quantization_config: load the decoder once more, for this LLM
-            alone, as `Bundle.from_pretrained` takes them; by default the store's bundle answers.
+        batch_size: maximum number of prompts in a forward pass.
+        device, dtype, device_map, attn_implementation, quantization_config: options of `Bundle.from_pretrained` that
+            load the decoder a second time, for this LLM only; by default the store's bundle answers.
         server: address of a vLLM server that runs the decoder (see `ctx-compress export`); None runs it here.
         api_key: the server's key.
-        timeout: seconds that the server may take to answer, and then from one token to the next.
-        max_retries: how often a request is sent again where the server is not reached or too busy.
+        timeout: maximum seconds to wait for the server's first token, and from one token to the next.
+        max_retries: how often a request is sent again if the server is unreachable or busy.
 
     Raises:
         ConfigError: a call has an unknown argument, a message holds something other than text, or `max_tokens` cut
-            an answer that is JSON.
+            a JSON answer.
         UnreadableMarkerError: at a call, a marker is of another key or scope, or was changed.
         MissingPassageError: at a call, a marker's passage was deleted or its text changed.
         PayloadError: at a call, a record is damaged, changed, or sealed with another key.
         StoreError: at a call, the store cannot be reached.
         DecoderMemoryError: at a call, the device has not enough memory for the prompt.
-        ServerError: at a call, the server cannot be reached, or refuses.
+        ServerError: at a call, the server cannot be reached or refuses the request.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -123,7 +123,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
     max_retries: int = 2
 
     _decoder: AdaptiveDecoder | None = PrivateAttr(None)
-    _json: dict[str, Any] = PrivateAttr(default_factory=dict)  # a call's option, where every answer has to be JSON
+    _json: dict[str, Any] = PrivateAttr(default_factory=dict)  # an option of each call, if every answer has to be JSON
 
     def __init__(self, **fields: Any) -> None:
         try:
@@ -142,7 +142,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Sizes and name of the decoder. The window is what an adaptation leaves of it."""
+        """Sizes and name of the decoder; the window without the positions that an adaptation takes."""
         bundle = self._bundle
         return LLMMetadata(
             context_window=(bundle.backbone.window or DEFAULT_CONTEXT_WINDOW) - self._taken,
@@ -206,7 +206,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
 
         Raises:
             MissingExtraError: the `structured` extra is not installed.
-            ValueError: the answer was cut at `max_tokens`.
+            ConfigError: the answer was cut at `max_tokens`.
         """
         wanted = _constrained(output_cls, llm_kwargs)
         return cast(Model, super().structured_predict(output_cls, prompt, wanted, **prompt_args))
@@ -229,7 +229,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
-        """`structured_predict` piece by piece: what is read so far, fields that are missing as None; last the whole."""
+        """`structured_predict` piece by piece: the object so far, with None for missing fields; the last is whole."""
         wanted = _constrained(output_cls, llm_kwargs)
         return cast(
             Generator[Any, None, None], super().stream_structured_predict(output_cls, prompt, wanted, **prompt_args)
@@ -250,7 +250,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
         )
 
     def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
-        """The answer to a filled template; where its parser reads JSON (selectors, sub-questions), JSON of that form.
+        """Answer a filled template; if its parser reads JSON (selectors, sub-questions), with JSON of that form.
 
         Raises:
             MissingExtraError: its parser reads JSON, and the `structured` extra is not installed.
@@ -298,7 +298,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
         for message in messages:
             for block in message.blocks:
                 if not isinstance(block, TextBlock):
-                    raise ConfigError(f"a message holds a {block.block_type} block: this LLM reads text only")
+                    raise ConfigError(f"a message holds a {block.block_type} block: this LLM reads only text")
         if not self._templated:
             assert self.messages_to_prompt is not None  # the base class sets a default
             return self.messages_to_prompt(messages)
@@ -313,7 +313,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
             return _whole(self.decoder.generate([prompt], sampling)[0], sampling)
 
     def _stream(self, prompt: Prompt, sampling: Sampling) -> Pieces:
-        with self._in_scope():  # the prompt is read before this returns, none of it during iteration
+        with self._in_scope():  # the prompt is read here, not during iteration
             return cast(Pieces, self.decoder.stream(prompt, sampling))
 
     async def _astream(self, prompt: Prompt, sampling: Sampling) -> Pieces:
@@ -321,14 +321,14 @@ class CompressedContextLLM(DecoderLLM, LLM):
 
     async def _agenerate(self, prompt: Prompt, given: dict[str, Any]) -> Generation:
         sampling = self._sampling(given)
-        # A stream can be stopped, a call in a thread cannot: whoever is cancelled gives the decoder back.
+        # A stream can be stopped, a call in a thread cannot: stream, so that a cancelled task frees the decoder.
         async with aclosing(in_thread(await self._astream(prompt, sampling))) as pieces:
             *_, done = [piece async for piece in pieces]
         return _whole(cast(Generation, done), sampling)
 
 
 def _whole(answer: Generation, sampling: Sampling) -> Generation:
-    """The answer, unless it is JSON that was cut: the engines that parse it do not say so."""
+    """The answer; refused if its JSON was cut, since the engines that parse it do not say so."""
     if sampling.json_schema is not None and answer.finish_reason == "length":
         raise ConfigError(
             f"max_tokens={sampling.max_new_tokens} cut the JSON: give a larger one; so far it is {answer.text!r}"
@@ -370,7 +370,7 @@ def _completion(generation: Generation, delta: str | None = None) -> CompletionR
 
 
 def _chat(response: CompletionResponse) -> ChatResponse:
-    # The counts go with the response, not into the message: LlamaIndex would show a message's to the LLM.
+    # The counts go into the response, not the message: LlamaIndex would show a message's to the LLM.
     return ChatResponse(
         message=ChatMessage(role=MessageRole.ASSISTANT, content=response.text),
         delta=response.delta,

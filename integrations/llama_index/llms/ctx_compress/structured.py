@@ -1,4 +1,4 @@
-"""Where LlamaIndex reads JSON out of an answer: the schema that its parser needs."""
+"""The JSON schemas of answers that LlamaIndex parses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SENTENCE = {"type": "string", "minLength": 1, "maxLength": 120}
 
 
 def schema_of(prompt: BasePromptTemplate, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The JSON schema of the answer that a prompt's parser reads; None where it reads text.
+    """The JSON schema of the answer that a prompt's parser reads; None if it reads text.
 
     Args:
         prompt: the template.
-        given: what it is filled with: choices and tools are taken from there, so that no other can be answered.
+        given: the template's arguments; choices and tools come from them, so that an answer cannot name others.
     """
     match prompt.output_parser:
         case SelectionOutputParser():

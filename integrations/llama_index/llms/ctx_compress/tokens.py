@@ -1,4 +1,4 @@
-"""Counting prompts that hold markers."""
+"""Count the tokens of prompts with markers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ctx_compress_rag.stores.markers import scope as in_scope
 def marker_tokenizer(store: SoftContextStore, scope: str | None = None) -> Callable[[str], list[int]]:
     """The decoder's tokenizer with one id for each slot of a marker, for `Settings.tokenizer`.
 
-    Without it LlamaIndex counts a marker's letters, with another model's tokenizer, when it packs a
-    prompt. Keep a passage's slots below the chunk size that is left for context (and that of a
-    `CitationQueryEngine`): LlamaIndex cuts what is longer, and half a marker is only text.
+    Without it, LlamaIndex counts a marker's letters, with another model's tokenizer, when it packs a prompt. Keep
+    a passage's slots below the chunk size that is left for context (and that of a `CitationQueryEngine`):
+    LlamaIndex cuts longer passages, and half a marker is only text.
 
     Args:
         store: where the soft contexts are.
-        scope: tenant or user whose markers count as slots; by default the one of
-            `ctx_compress_rag.stores.markers.scope`, or else the store's.
+        scope: tenant or user whose markers count as slots; by default that of
+            `ctx_compress_rag.stores.markers.scope`, or the store's.
     """
     decoder = TransformersDecoder(cast(Bundle, store.bundle), store)
 

@@ -1,4 +1,4 @@
-"""LlamaIndex postprocessor that puts compressed context in the place of retrieved text."""
+"""LlamaIndex postprocessor that replaces retrieved text by compressed context."""
 
 from ctx_compress_rag.extras import needs
 

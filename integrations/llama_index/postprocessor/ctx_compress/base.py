@@ -25,34 +25,34 @@ _for_citations: ContextVar[bool] = ContextVar("ctx_compress_for_citations", defa
 
 
 class CompressedContextPostprocessor(BaseNodePostprocessor):
-    """Puts the markers of stored soft contexts in the place of retrieved texts, for `CompressedContextLLM`.
+    """Replaces retrieved texts by the markers of their stored soft contexts, for `CompressedContextLLM`.
 
     Goes after the retriever, last among the postprocessors. A passage is looked up in the store by its node's
-    id, then by its text. The nodes given are never changed; the new ones keep ids, scores, metadata and
-    relationships, and by default show the marker to the LLM alone (see `CompressedTextNode`). Nodes with images,
-    sound or video, and blank ones, pass through as they are. Works in threads and in an event loop.
+    id, then by its text. The given nodes are never changed; the new ones keep ids, scores, metadata and
+    relationships, and by default show the marker only to the LLM (see `CompressedTextNode`). Nodes with images,
+    sound or video, and blank ones, are returned unchanged. Works in threads and in an event loop.
 
-    A `CitationQueryEngine` makes sources of plain text: asked by one, markers become the nodes' text.
+    For a `CitationQueryEngine`, which makes its sources from plain text, markers become the nodes' text.
 
     With a RAM bundle (close reading) a node keeps the segments that the question needs as text, and
-    markers stand for the rest. The LLM must be given the same store.
+    markers stand for the rest. The LLM must have the same store object.
 
     Args:
         store: where the soft contexts are.
         ratio: source tokens per slot, a multiple of the store's ratio, which is the default.
         reduction: in close reading, in place of a ratio: how many times shorter all passages together become, 2 or
-            more; by default the least that the bundle was trained for.
-        token_budget: instead of a ratio, the most tokens that all passages of a question may take together,
-            slots and text counted alike, as `marker_tokenizer` counts them. The higher a node's score, the finer
-            its ratio; the best stay text where there is room, and at least 90% of the budget is used where the
-            passages allow it (see `ctx_compress_rag.marking.budget.allot`). Nodes without a score come last; if none
-            has one, they are in order, best first. Metadata, template and question come on top.
+            more; by default the smallest that the bundle was trained for.
+        token_budget: in place of a ratio, the maximum number of tokens for all passages of a question together;
+            slots and text count alike, as in `marker_tokenizer`. Nodes with a higher score get finer ratios, and
+            the best stay text if there is room; at least 90% of the budget is used if the passages allow it (see
+            `ctx_compress_rag.marking.budget.allot`). Nodes without a score come last; if no node has one, they
+            count as sorted, best first. Metadata, template and question are not counted.
         on_missing: what to do with a passage that the store does not have: "compress" and store it, raise
             an "error", or send its "text".
-        on_unreadable: what to do with a node that holds a marker of a passage that is gone: raise an "error", or
-            leave this one as text, with a warning ("warn") or without ("text"); see `mark`.
-        scope: tenant or user that the markers belong to; by default the one of
-            `ctx_compress_rag.stores.markers.scope`, or else the store's.
+        on_unreadable: what to do with a node that holds the marker of a deleted passage: raise an "error", or
+            leave the node as text, with a warning ("warn") or without ("text"); see `mark`.
+        scope: tenant or user that the markers belong to; by default that of
+            `ctx_compress_rag.stores.markers.scope`, or the store's.
         replace_text: make the marker the node's text, for readers that do not ask for `MetadataMode.LLM`, such as
             a subclass of `CitationQueryEngine`. `restore_sources` then needs the store.
         mode: deprecated: each bundle has its own.
@@ -122,12 +122,12 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         return "CompressedContextPostprocessor"
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """A copy with settings of its own; what it holds of this process is shared."""
+        """A copy with settings of its own; the store is shared."""
         return self.model_copy()
 
     def __getstate__(self) -> NoReturn:
-        """Refuse to be pickled: LlamaIndex would leave the store out, and take it from this object as well."""
-        raise ConfigError(f"{type(self).__name__} holds a store of this process: create it in the other one")
+        """Refuse to be pickled: LlamaIndex would drop the store, even from this object."""
+        raise ConfigError(f"{type(self).__name__} holds a store of this process: create it in the other process")
 
     def postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None, query_str: str | None = None
@@ -147,7 +147,7 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         """The nodes with markers. The async form of the base class runs this in a thread."""
-        # A marker from an earlier step is sized again; what cannot be read, `mark` speaks of.
+        # Resize markers of an earlier step; `mark` reports unreadable ones.
         nodes = restored(nodes, self.store, self.scope, quietly(self.on_unreadable))
         read = {place: own_text(scored.node) for place, scored in enumerate(nodes) if is_text(scored.node)}
         texts = list(read.values())
@@ -182,10 +182,10 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
 
 @contextmanager
 def _asker_known() -> Iterator[None]:
-    """Within, `_for_citations` says whether a CitationQueryEngine asks for nodes.
+    """Inside the block, `_for_citations` says whether a CitationQueryEngine asks for nodes.
 
-    LlamaIndex names the call that it is in after the engine's class; a postprocessor is told nothing else of who asks,
-    and within `_postprocess_nodes` the name is that of the postprocessor itself.
+    A postprocessor learns its caller only from the name of LlamaIndex's active span, which begins with the engine's
+    class; inside `_postprocess_nodes` the span is the postprocessor's own.
     """
     token = _for_citations.set((active_span_id.get() or "").startswith("CitationQueryEngine."))
     try:

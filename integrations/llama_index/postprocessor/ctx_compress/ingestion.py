@@ -1,4 +1,4 @@
-"""Compression while documents are ingested."""
+"""Compress documents while they are ingested."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from llama_index.postprocessor.ctx_compress.nodes import is_text, own_text
 
 
 class CompressSoftContext(TransformComponent):
-    """Compresses nodes into a soft-context store as they are ingested, so that no question waits for it.
+    """Compresses nodes into a soft-context store as they are ingested, so that no question has to wait for it.
 
     A step of an `IngestionPipeline` or of an index's `transformations`, after those that change texts or ids
-    (splitters, extractors that rewrite); before or after the embedding. Nodes pass through unchanged. What the
-    store has already is not compressed again; nodes with images, sound or video, and blank ones, are left out,
-    as `CompressedContextPostprocessor` leaves them. `SoftContextStore.delete` removes what was deleted from
-    the index: a pipeline says nothing of that to its steps.
+    (splitters, extractors that rewrite); before or after the embedding. Nodes pass through unchanged. Texts that
+    the store already has are not compressed again; nodes with images, sound or video, and blank ones, are skipped,
+    as by `CompressedContextPostprocessor`. If you delete nodes from the index, call `SoftContextStore.delete`, too:
+    a pipeline does not tell its steps.
 
     A pipeline's cache never skips this step, since a cached result would leave a new or emptied store without
-    slots. One that is kept on disk grows with each run; `disable_cache=True` prevents that.
+    slots. A cache on disk grows with each run; `disable_cache=True` prevents that.
 
     Args:
         store: where the soft contexts go.
@@ -46,23 +46,23 @@ class CompressSoftContext(TransformComponent):
         return "CompressSoftContext"
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """Store the nodes' soft contexts; the nodes as they are."""
+        """Store the nodes' soft contexts; return the nodes unchanged."""
         unique = {(node.node_id, own_text(node)): node for node in nodes if is_text(node) and own_text(node).strip()}
         self.store.add(list(unique.values()), progress=self.show_progress)
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """The same in a thread: the event loop keeps running."""
+        """Call this object in a thread: the event loop keeps running."""
         return await asyncio.to_thread(self, nodes, **kwargs)
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """The fields, and a value that is new each time: LlamaIndex's cache takes this for the step's identity."""
+        """The fields and a random value: LlamaIndex's cache, which compares them, never skips the step."""
         return {**super().to_dict(**kwargs), "run": secrets.token_hex(8)}
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """A copy with settings of its own; what it holds of this process is shared."""
+        """A copy with settings of its own; the store is shared."""
         return self.model_copy()
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be sent to another process; LlamaIndex would send it without its store."""
-        raise ConfigError("CompressSoftContext works in its own process: run the pipeline without num_workers")
+        raise ConfigError("CompressSoftContext works only in its own process: run the pipeline without num_workers")

@@ -1,4 +1,4 @@
-"""Nodes that show an LLM a marker and everything else their text."""
+"""Nodes that show their marker to the LLM and their text to everything else."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 class CompressedTextNode(TextNode):
     """A text node that reads as its marker in `MetadataMode.LLM` and as its own text in every other mode.
 
-    `source_nodes`, rerankers, evaluators and citations therefore see the text. The metadata that LlamaIndex
-    puts before a node's text for the LLM stand before the marker in the same way. A text changed after
-    compression is no longer what the marker stands for, and is sent as text.
+    `source_nodes`, rerankers, evaluators and citations therefore see the text. Metadata that LlamaIndex puts
+    before a node's text for the LLM also precede the marker. If the text was changed after compression, the
+    marker no longer stands for it, and the text is sent.
 
-    Saved, as JSON or in a docstore, it is the plain text node it was: a marker has no use beyond one question.
+    Saved, as JSON or in a docstore, it becomes a plain text node again: a marker is of use for one question only.
 
     Attributes:
         marker: what stands for the text in the prompt: a marker, or kept text with markers (close reading).
-        original: the node it was made from, untouched.
+        original: the node that it was made from, unchanged.
     """
 
     marker: str = Field(exclude=True)
@@ -32,7 +32,7 @@ class CompressedTextNode(TextNode):
 
     @classmethod
     def of(cls, node: BaseNode, marker: str) -> CompressedTextNode:
-        """A node with everything of `node` and this marker."""
+        """A node with this marker and everything else from `node`."""
         shared = {name: getattr(node, name) for name in TextNode.model_fields if hasattr(node, name)}
         return cls(**{**shared, "text": own_text(node), "marker": marker, "original": node})
 
@@ -42,7 +42,7 @@ class CompressedTextNode(TextNode):
         return TextNode.class_name()
 
     def get_content(self, metadata_mode: MetadataMode = MetadataMode.NONE) -> str:
-        """The text as `metadata_mode` wants it; for the LLM, the marker in its place."""
+        """The text with the metadata of `metadata_mode`; for the LLM, the marker in place of the text."""
         shown = self._for_llm() if metadata_mode == MetadataMode.LLM else None
         return super().get_content(metadata_mode) if shown is None else shown.get_content(metadata_mode)
 
@@ -55,7 +55,7 @@ class CompressedTextNode(TextNode):
         if self.text != own_text(self.original):
             return None
         fields = {name: getattr(self, name) for name in TextNode.model_fields}
-        # Metadata are the document's author's: no LLM is to take a marker in them for one that it cannot read.
+        # Metadata come from the document's author: the LLM must not fail on a marker in them.
         metadata = {defused(name): defused(str(value)) for name, value in self.metadata.items()}
         return TextNode(**{**fields, "text": self.marker, "metadata": metadata})
 

@@ -23,9 +23,9 @@ class HasSources(Protocol):
 def restore_sources(
     source: HasSources | Sequence[NodeWithScore], store: SoftContextStore | None = None, scope: str | None = None
 ) -> list[NodeWithScore]:
-    """The nodes that a response rests on as the retriever found them: text, metadata, ids and scores.
+    """The nodes that a response is based on, as the retriever found them: text, metadata, ids and scores.
 
-    What holds no marker is returned as it is, so restoring twice changes nothing.
+    Nodes without a marker are returned unchanged, so restoring twice is the same as once.
 
     Args:
         source: a response of a query or chat engine, or nodes.
@@ -33,7 +33,7 @@ def restore_sources(
         scope: the scope that the postprocessor was given.
 
     Raises:
-        ConfigError: there is something other than scored nodes.
+        ConfigError: `source` has something other than scored nodes.
         MissingPassageError: a replaced text's passage was deleted from the store, or its text changed.
     """
     nodes = _checked(source if isinstance(source, Sequence) else getattr(source, "source_nodes", [source]))
@@ -43,7 +43,7 @@ def restore_sources(
 def restored(
     nodes: Sequence[NodeWithScore], store: SoftContextStore, scope: str | None, on_unreadable: OnUnreadable
 ) -> list[NodeWithScore]:
-    """As `restore_sources`; a node whose marker cannot be read stays as it is, unless that is to be an error."""
+    """As `restore_sources`; a node whose marker cannot be read stays unchanged, or raises with "error"."""
     return [_restored(each, lambda text: try_expand(store, text, scope, on_unreadable)) for each in _checked(nodes)]
 
 
@@ -65,7 +65,7 @@ def expand_prompt(text: str, store: SoftContextStore, scope: str | None = None) 
     Args:
         text: a prompt, perhaps with markers.
         store: where the passages are.
-        scope: tenant or user; by default the one of `ctx_compress_rag.stores.markers.scope`, or else the store's.
+        scope: tenant or user; by default that of `ctx_compress_rag.stores.markers.scope`, or the store's.
 
     Raises:
         MissingPassageError: a passage was deleted from the store, or its text changed.
@@ -74,7 +74,7 @@ def expand_prompt(text: str, store: SoftContextStore, scope: str | None = None) 
 
 
 def _restored(scored: NodeWithScore, expanded: Callable[[str], str | None]) -> NodeWithScore:
-    """The node as it was; with its text expanded, where it does not carry that with it and can be."""
+    """The original node if this one holds it, else this one with its text expanded if that is possible."""
     node: BaseNode = scored.node
     if isinstance(node, CompressedTextNode):
         node = node.original
