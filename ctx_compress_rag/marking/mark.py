@@ -142,7 +142,7 @@ def mark(
             on top.
         scores: with a budget, the relevance of each text: higher is better, None comes last.
         on_missing: see `OnMissing`.
-        scope: tenant or user; by default the scope of `stores.markers.scope` or the store's.
+        scope: tenant or user; by default the scope of `stores.markers.scope`, otherwise the store's.
         question: the question; needed for close reading, unused otherwise.
         on_unreadable: what to do with a text that holds a marker whose passage is gone, or whose record was changed
             after sealing: raise ("error"), or keep this text as it is, with a warning ("warn") or without ("text").

@@ -135,7 +135,7 @@ class SoftContextStore(OfThisProcess):
                 `get` returned.
             ids: one per document; by default the document's own id or, without one, a hash of its text.
             progress: show a progress bar.
-            scope: tenant or user that owns the passages; by default the scope of `markers.scope` or the store's.
+            scope: tenant or user that owns the passages; by default that of `markers.scope`, otherwise the store's.
                 Passages of the scope "default" can be read in every scope, those of another scope only in that scope.
 
         Raises:
@@ -272,7 +272,7 @@ class SoftContextStore(OfThisProcess):
 
         Args:
             ids: passage ids.
-            scope: tenant or user that reads; by default the scope of `markers.scope` or the store's.
+            scope: tenant or user that reads; by default the scope of `markers.scope`, otherwise the store's.
             texts: one per id; a record with another text counts as not stored.
 
         Raises:
@@ -368,7 +368,7 @@ class SoftContextStore(OfThisProcess):
         Args:
             ids: passage ids.
             ratio: a multiple of the store's base ratio.
-            scope: tenant or user; by default the scope of `stores.markers.scope` or the store's.
+            scope: tenant or user; by default the scope of `stores.markers.scope`, otherwise the store's.
             texts: one per id; a record with another text counts as not stored.
 
         Raises:
@@ -405,7 +405,7 @@ class SoftContextStore(OfThisProcess):
 
         Args:
             parts: the parts that one prompt needs.
-            scope: tenant or user; by default the scope of `stores.markers.scope` or the store's.
+            scope: tenant or user; by default the scope of `stores.markers.scope`, otherwise the store's.
 
         Raises:
             ConfigError: the parts need more than `skimmed_slots` slots together.
