@@ -1,4 +1,4 @@
-"""A stream of passages into what stores them: only what is missing is compressed, in batches of bounded size."""
+"""Compress a stream of passages into a store: only missing ones, in batches of bounded size."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from ctx_compress_rag.stores import SoftContextStore
 
 LOOKED_UP = 250
-"""Passages that are looked up together: what Chroma answers in one query."""
+"""How many passages are looked up together: as many as Chroma answers in one query."""
 
 
 class Added(NamedTuple):
-    """Passages compressed and stored now, and passages that were there before."""
+    """How many passages were compressed and stored now, and how many were stored before."""
 
     added: int
     unchanged: int
@@ -27,16 +27,16 @@ class Target(Protocol):
     """Where compressed passages go."""
 
     def missing(self, passages: Sequence[Passage]) -> list[Passage]:
-        """Those that are not stored yet, at most 250 at a time."""
+        """The passages that are not stored yet; takes at most 250 at a time."""
         ...
 
     def put(self, passages: Sequence[Passage], made: Mapping[str, Any]) -> None:
-        """Store passages with the columns that `CompressPassages` made of them."""
+        """Store passages with the columns that `CompressPassages` made from them."""
         ...
 
 
 class Soft:
-    """A `Target` of soft contexts alone, for passages whose app keeps its own vectors."""
+    """A `Target` for soft contexts only, if the app keeps its own vectors of the passages."""
 
     def __init__(self, store: SoftContextStore) -> None:
         self.put = store.put
@@ -50,10 +50,9 @@ class Soft:
 def fill(
     target: Target, passages: Iterable[Passage], compress: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 ) -> Iterator[Added]:
-    """Compress and store what is missing; what is yielded is on disk, and counts since the last one.
+    """Compress and store missing passages; yield counts, batch by batch, once a batch is on disk.
 
-    No more than `LOOKED_UP` passages are held at a time. After an interruption the same call resumes with what is
-    missing.
+    At most `LOOKED_UP` passages are in memory at a time. After an interruption, the same call resumes.
     """
     for unchanged, batches in lookups(target, passages):
         for batch in batches:
@@ -66,7 +65,7 @@ def fill(
 
 
 def lookups(target: Target, passages: Iterable[Passage]) -> Iterator[tuple[int, Iterator[dict[str, Passage]]]]:
-    """Of each group of passages, in order, how many are stored, and the others by id, in batches to compress."""
+    """For each group of passages, in order: how many are stored, and the others by id, in batches to compress."""
     stream = iter(passages)
     while group := list(islice(stream, LOOKED_UP)):
         missing = target.missing(group)
@@ -74,19 +73,19 @@ def lookups(target: Target, passages: Iterable[Passage]) -> Iterator[tuple[int, 
 
 
 def columns(batch: Mapping[str, Passage]) -> dict[str, list[str]]:
-    """A batch as `CompressPassages` takes it."""
+    """A batch in the form that `CompressPassages` takes."""
     return {"id": list(batch), "text": [passage.text for passage in batch.values()]}
 
 
 def total(parts: Iterable[Added]) -> Added:
-    """The sum."""
+    """The sum of the counts."""
     return reduce(
         lambda one, other: Added(one.added + other.added, one.unchanged + other.unchanged), parts, Added(0, 0)
     )
 
 
 def shown(parts: Iterable[Added], bar: Any) -> Iterator[Added]:
-    """The parts, each counted on a progress bar of passages."""
+    """Yield the parts and count them on a progress bar of passages."""
     for part in parts:
         bar.update(sum(part))
         yield part

@@ -1,4 +1,4 @@
-"""Compressing on the workers of a Ray cluster, by Ray Data; what they make is written from one place."""
+"""Compress on the workers of a Ray cluster, with Ray Data; one process writes the results."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from ctx_compress_rag.stores import SoftContextStore
 
 _BLOCK_BYTES = 65_536
-"""Ray passes a stream on in blocks of this size; its default, 128 MB, is hours of compressing."""
+"""Size of the blocks in which Ray passes on a stream; its default, 128 MB, would take hours to compress."""
 _AHEAD = 4
-"""Batches a worker that wait for it."""
+"""Batches queued per worker."""
 
 
 def fill_on_ray(target: Target, passages: Iterable[Passage], workers: int, make: Mapping[str, Any]) -> Iterator[Added]:
-    """As `fill`, compressing on workers: passages are read and looked up here, and stored here.
+    """Like `fill`, but compress on Ray workers; this process reads, looks up and stores the passages.
 
-    A thread reads passages and queues those that are missing; the queue holds a few batches for each worker, so that
-    memory stays bounded on both sides.
+    A thread reads passages and queues the missing ones; the queue holds a few batches per worker, so that memory
+    stays bounded here and on the workers.
 
     Args:
-        target: where they are stored.
-        passages: read in another thread.
-        workers: how many; each loads the bundle, on a GPU of its own where the cluster has so many.
+        target: where the passages are stored.
+        passages: the passages, read in another thread.
+        workers: number of workers; each loads the bundle, on its own GPU if the cluster has enough.
         make: arguments of `CompressPassages`.
 
     Raises:
         MissingExtraError: Ray is not installed.
-        WorkerError: passages did not come back, since a worker died or its bundle cannot be loaded.
+        WorkerError: passages did not come back because a worker died or could not load the bundle.
     """
     ray = _started(workers)
     from ray.util.queue import Queue
@@ -70,32 +70,32 @@ def fill_on_ray(target: Target, passages: Iterable[Passage], workers: int, make:
             target.put(batch, made)
             yield Added(len(batch), _sum(unchanged))
     except ray.exceptions.RayError as error:
-        raise WorkerError(f"a worker failed ({_first_line(error)}): fix that, then run it again to resume") from error
+        raise WorkerError(f"a worker failed ({_first_line(error)}): fix that, then run again to resume") from error
     finally:
         queue.shutdown(force=True)
         feeder.join()
     if faults:
         raise faults[0]
     if waiting:
-        raise WorkerError(f"{len(waiting)} passages did not come back from Ray's workers: run it again to resume")
+        raise WorkerError(f"{len(waiting)} passages did not come back from Ray's workers: run again to resume")
     yield Added(0, _sum(unchanged))
 
 
 def store_dataset(dataset: Any, store: SoftContextStore, bundle: str, workers: int, scope: str | None = None) -> int:
-    """Compress a Ray dataset into a store; how many passages were missing.
+    """Compress a Ray dataset into a store; return how many passages were added.
 
-    For passages that lie where all workers read them, `ray.data.read_parquet("s3://...")` for instance: this process
-    receives only their ids and what it stores. A passage whose id is stored is left as it is, whatever its text.
+    For passages that all workers can read, for example from `ray.data.read_parquet("s3://...")`: this process receives
+    only what it stores. A passage whose id is stored already is skipped, whatever its text.
 
     Args:
-        dataset: with the columns `id` and `text`, str; an id once.
-        store: where they are stored, from this process alone.
-        bundle: the store's bundle, by a folder that all workers see, a shipped name or a hub id.
-        workers: how many; each loads the bundle, on a GPU of its own where the cluster has so many.
-        scope: tenant or user whose passages they are.
+        dataset: has the str columns `id` and `text`, each id once.
+        store: where the passages are stored; only this process writes to it.
+        bundle: the store's bundle, as a folder that all workers can read, a shipped name or a hub id.
+        workers: number of workers; each loads the bundle, on its own GPU if the cluster has enough.
+        scope: tenant or user that owns the passages.
 
     Raises:
-        MissingExtraError, WorkerError: as `fill_on_ray`.
+        MissingExtraError, WorkerError: as in `fill_on_ray`.
     """
     ray = _started(workers)
     held = ray.put(frozenset(store.ids(scope)))
@@ -108,7 +108,7 @@ def store_dataset(dataset: Any, store: SoftContextStore, bundle: str, workers: i
             )
             done += len(made["id"])
     except ray.exceptions.RayError as error:
-        raise WorkerError(f"a worker failed ({_first_line(error)}): fix that, then run it again to resume") from error
+        raise WorkerError(f"a worker failed ({_first_line(error)}): fix that, then run again to resume") from error
     return done
 
 
@@ -119,7 +119,7 @@ def _started(workers: int) -> Any:
         import ray
         import ray.data
     if not ray.is_initialized():
-        # A cluster of this machine has a CPU for each worker, or Ray would wait for one for ever.
+        # A local cluster needs a CPU for each worker, or Ray would wait forever.
         local = {"address": "local", "num_cpus": max(workers, os.cpu_count() or 1), "include_dashboard": False}
         found = "RAY_ADDRESS" in os.environ
         ray.init(logging_level=logging.WARNING, log_to_driver=False, **({} if found else local))
@@ -131,7 +131,7 @@ def _started(workers: int) -> Any:
 
 
 def _made(dataset: Any, workers: int, make: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The dataset's batches with what workers made of them, in the order in which they come."""
+    """The dataset's batches with the columns that workers added, in order of arrival."""
     import ray
 
     gpus = ray.cluster_resources().get("GPU", 0) >= workers

@@ -1,4 +1,4 @@
-"""What a worker does: texts to payloads, and to vectors where passages are retrieved by them."""
+"""What a worker does: turn texts into payloads, and into vectors if passages are retrieved by them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 class CompressPassages:
-    """Compresses batches of passages: a class for Ray Data's `map_batches`, or to call.
+    """Compresses batches of passages, in Ray Data's `map_batches` or when called.
 
     `dataset.map_batches(CompressPassages, fn_constructor_kwargs={"bundle": "demo"}, batch_size=64, concurrency=2)`
     loads the bundle once in each worker, on its device, and adds columns to the dataset. The workers need no key and
-    write nothing: what they make is sealed and stored from one place (`bulk.on_ray.store_dataset`).
+    write nothing: one process seals and stores their results (`bulk.on_ray.store_dataset`).
 
     Args:
         bundle: a bundle, or its folder, shipped name or hub id.
         ratio: source tokens per slot; None takes the bundle's base ratio.
         codec: the store's codec.
-        embedder: makes `vector`, too: a sentence-transformers model, or "minilm".
-        device, dtype: of a bundle that is loaded here, as `Bundle.from_pretrained` takes them.
+        embedder: a sentence-transformers model, or "minilm", that also makes the column `vector`.
+        device, dtype: for a bundle that is loaded here, as in `Bundle.from_pretrained`.
 
     Raises:
-        BundleError, RatioError, ConfigError: as `Bundle.from_pretrained` does, or an argument is impossible.
+        BundleError, RatioError, ConfigError: as in `Bundle.from_pretrained`, or an argument has an impossible value.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class CompressPassages:
         self.embedder = embedder
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch of the columns `id` and `text`, str, with `payload`, `fingerprint` and perhaps `vector` (n, dim).
+        """Add `payload`, `fingerprint` and, with an embedder, `vector` (n, dim) to a batch of str `id` and `text`.
 
         Raises:
             PayloadError: the bundle made a NaN or infinity; the message names the passage.

@@ -1,1 +1,1 @@
-"""Retrieved texts into markers: at what ratio, within what budget."""
+"""Turn retrieved texts into markers, at a ratio or within a token budget."""

@@ -1,4 +1,4 @@
-"""A budget of tokens shared among retrieved passages: the more relevant one is, the more of it is kept."""
+"""Share a token budget among retrieved passages: the more relevant a passage, the more of it is kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ctx_compress_rag.stores.markers import MAX_FACTOR
 Relevance = float | None
 
 TEXT = 0
-"""Stands for a passage's text where otherwise a factor stands."""
+"""In place of a factor: the passage stays text."""
 
 _LEAST_SHARE = 0.9
 
@@ -28,27 +28,27 @@ def allot(
     scores: Sequence[Relevance] | None = None,
     nestable: bool = True,
 ) -> list[int]:
-    """How each passage is to be read, so that all together take at most `budget` tokens of the prompt.
+    """Choose how each passage is read, so that all together take at most `budget` tokens of the prompt.
 
-    Scores decide the order alone, since retrievers' scales differ. The passage of rank k would have a ratio
-    proportional to log2(1 + k), as relevance is discounted in ranking measures; all ratios are as fine as the
-    budget allows, and a ratio of 1 is the text. Where this leaves more than a tenth of the budget because
-    ratios come in steps (from the text to the base ratio is a large one), the ratios nearest to it are taken
-    that do not; if none do, the ones that use most.
+    Scores decide only the order, since retrievers' scales differ. Ideally, the passage of rank k gets a ratio
+    proportional to log2(1 + k), the discount of relevance in ranking measures; all ratios are as fine as the
+    budget allows, and a ratio of 1 is the text. Ratios come in steps (a large one from the text to the base
+    ratio). If that leaves more than a tenth of the budget unused, the nearest ratios that leave less are
+    chosen; if there are none, the ratios that use the most.
 
     - The tokens never exceed the budget.
-    - No passage is read at a coarser ratio than a less relevant one. (One that is down to a single slot
-      cannot be made coarser, and is left out of the comparison.)
-    - At least 90% of the budget is used if any ratios in this order do that; otherwise as much as any do.
+    - No passage is read at a coarser ratio than a less relevant one. (A passage with a single slot left
+      cannot be made coarser, and is not compared.)
+    - At least 90% of the budget is used if any ratios in this order can do so; otherwise as much as possible.
 
     Args:
-        tokens: of each passage's text.
-        slots: of each passage as it is stored; 0 where there are none, and it stays text whatever its rank.
-        budget: most tokens in all, a slot counted as one.
-        base_ratio: source tokens per slot as stored.
-        scores: how relevant each passage is, higher is more; those without one (None, NaN) come last, in the
-            order given. None: the passages are in order, best first.
-        nestable: whether neighbouring slots can be merged; if not, a passage is text or its slots as stored.
+        tokens: tokens of each passage's text.
+        slots: stored slots of each passage; a passage with 0 stays text, whatever its rank.
+        budget: maximum tokens of all passages; a slot counts as one.
+        base_ratio: source tokens per stored slot.
+        scores: relevance of each passage, higher is better; passages without a score (None, NaN) come last, in
+            the given order. If `scores` is None, the passages are in order, best first.
+        nestable: whether neighbouring slots can be merged; if not, a passage is either text or its stored slots.
 
     Returns: for each passage how many of its stored slots are merged into one, or `TEXT`.
 
@@ -59,13 +59,13 @@ def allot(
         return [TEXT] * len(tokens)
     order, ranks = _ranked(len(tokens), scores)
     levels = [TEXT, *(_factors(slots) if nestable else [1])]
-    # costs[place][level]: tokens of the passage at a place in the order. Beyond its slots nothing is coarser.
+    # costs[place][level]: tokens of the passage at a place in the order. One slot is the least, whatever the factor.
     costs = [[tokens[i] if not (slots[i] and f) else -(-slots[i] // f) for f in levels] for i in order]
     least = sum(cost[-1] for cost in costs)
     if least > budget:
         raise RatioError(
             f"{len(tokens)} passages do not fit into token_budget={budget}: at the coarsest ratio they take {least} "
-            "tokens; retrieve fewer, or raise it"
+            "tokens; retrieve fewer, or raise the budget"
         )
     ratios = [base_ratio * factor or 1 for factor in levels]
     wanted = _graded(costs, ratios, [math.log2(1 + rank) for rank in ranks], budget)
@@ -76,7 +76,7 @@ def allot(
 
 
 def _ranked(count: int, scores: Sequence[Relevance] | None) -> tuple[list[int], list[int]]:
-    """Passages from the most to the least relevant, and their ranks from 1; equal scores have the same."""
+    """Passages from the most to the least relevant, and their ranks from 1; equal scores share a rank."""
     if scores is None:
         return list(range(count)), list(range(1, count + 1))
     known = [-math.inf if score is None or math.isnan(score) else score for score in scores]
@@ -99,24 +99,24 @@ def _total(costs: Sequence[Sequence[int]], levels: Sequence[int]) -> int:
 
 
 def _graded(costs: Sequence[Sequence[int]], ratios: list[int], discounts: Sequence[float], budget: int) -> list[int]:
-    """For each place the finest level whose ratio is at least c times its discount, with the least c that fits."""
+    """For each place, the finest level with a ratio of at least c times its discount, for the least c that fits."""
     finest = sorted({ratio / discount for ratio in ratios for discount in discounts})
 
     def levels(c: float) -> list[int]:
-        # The tolerance undoes the division's rounding; the last level is for ratios coarser than any.
+        # The tolerance undoes the division's rounding; if all ratios are too fine, the last level is taken.
         return [min(bisect_left(ratios, c * d * (1 - 1e-9)), len(ratios) - 1) for d in discounts]
 
     return levels(finest[bisect_left(finest, True, key=lambda c: _total(costs, levels(c)) <= budget)])
 
 
 def _nearest(costs: Sequence[Sequence[int]], wanted: Sequence[int], budget: int) -> list[int]:
-    """The levels nearest to those wanted, best passage first, that use the least share of the budget, or most of it.
+    """The levels nearest to `wanted`, best passage first, that use at least `_LEAST_SHARE` of the budget, or the most.
 
-    Sets of totals are the bits of an integer. reach[place][level] has those of the passages from this place
-    on, the first of them at this level and none finer than the one before it.
+    A set of totals is an integer with a bit for each. reach[place][level] has the totals of the passages from this
+    place on, with the first of them at this level and none finer than the one before it.
     """
     within = (1 << (budget + 1)) - 1
-    coarser = [1] * len(costs[0])  # the totals after the last passage: 0
+    coarser = [1] * len(costs[0])  # after the last passage, the only total is 0
     reach = []
     for cost in reversed(costs):
         at = [(after << spent) & within for after, spent in zip(coarser, cost, strict=True)]

@@ -29,16 +29,16 @@ def close_read(
     question: str,
     scope: str | None,
 ) -> list[str]:
-    """Stored passages as the decoder is to read them: the segments the question needs, markers for the rest.
+    """Render stored passages for the decoder: the segments that the question needs as text, the rest as markers.
 
-    Segments are chosen over all passages together (eq. 3), by their stored representations, as exact as the
-    store's codec: only the question and the skimmed segments are encoded. A passage's parts keep their order
-    (eq. 6), neighbouring skimmed segments share a marker, and the kept ones are the passage's own text,
-    character for character. The decoder tokenises that text with the prompt around it: where it begins or
-    ends within a word, tokens at its edge may be others than those that were counted.
+    Segments are chosen over all passages together (eq. 3), by their stored representations, which are as exact as
+    the store's codec: only the question and the skimmed segments are encoded. A passage's parts keep their order
+    (eq. 6), neighbouring skimmed segments share a marker, and kept segments are the passage's own text,
+    character for character. The decoder tokenises that text with the prompt around it: if it begins or
+    ends within a word, the tokens at its edges may differ from those that were counted.
 
     Args:
-        store: has all of the passages; its bundle is a RAM bundle.
+        store: the store of all the passages, with a RAM bundle.
         texts: the passages.
         ids: their ids in the store.
         reduction: how many times shorter all passages together become: the paper's alpha.
@@ -48,7 +48,7 @@ def close_read(
     Raises:
         ConfigError: the question has no tokens or is longer than the model's window, or more segments are skimmed
             than the store keeps slots for.
-        FingerprintMismatchError: the tokenizer cuts a passage otherwise than when it was stored.
+        FingerprintMismatchError: the tokenizer does not cut a passage as it did when the passage was stored.
     """
     bundle = cast("Bundle", store.bundle)
     ram = cast(RamCompressor, bundle.compressor)
@@ -58,7 +58,7 @@ def close_read(
     if not asked_ids:
         raise ConfigError(f"the question {question!r} has no tokens: ask something")
     if window is not None and len(asked_ids) >= window:  # BOS takes a place, too
-        raise ConfigError(f"the question has {len(asked_ids)} tokens, the model's window {window}: shorten it")
+        raise ConfigError(f"the question has {len(asked_ids)} tokens, too many for a window of {window}: shorten it")
     passages = [Segments.of(bundle.tokenizer, text, ram.config.segment_tokens) for text in texts]
     represented = _representations(store, ids, passages, scope)
     asked = ram.question(asked_ids)
@@ -84,7 +84,7 @@ def _representations(
     for id, soft, passage in zip(ids, stored, passages, strict=True):
         if soft is None or soft.token_counts.tolist() != passage.token_counts:
             raise FingerprintMismatchError(
-                f"passage {id!r} is now cut into {len(passage.ids)} segments, not as it was stored: its text or the "
-                "decoder's tokenizer changed in between; delete it from the store and add it again"
+                f"passage {id!r} is now cut into {len(passage.ids)} segments, unlike when it was stored: its text or "
+                "the decoder's tokenizer changed since; delete the passage from the store and add it again"
             )
     return torch.cat([soft.slots for soft in stored if soft is not None])

@@ -1,4 +1,4 @@
-"""From retrieved texts to the markers that stand for them in a prompt, and back; frameworks share it."""
+"""Turn retrieved texts into the markers that stand for them in a prompt, and back; shared by the frameworks."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_EXPANDED = 16 << 20
-"""Most characters that markers are written out to by one call of `expand` or `mark`: more than any LLM reads."""
+"""Maximum characters to which one call of `expand` or `mark` expands markers: more than any LLM reads."""
 
 OnMissing = Literal["compress", "error", "text"]
-"""A passage that is not stored, or with another text, or with damaged slots: compress it, raise, or leave its text.
+"""What to do if a passage is missing, stored with another text or damaged: compress it, raise, or keep its text.
 
-Where the store cannot be written to, "compress" leaves the text, too, with a warning that names the passages.
+If the store cannot be written to, "compress" also keeps the text, with a warning that names the passages.
 """
 
 
 def settled(
     store: SoftContextStore, ratio: int | None, reduction: int | None, mode: str | None = None
 ) -> tuple[int | None, int | None]:
-    """Ratio and reduction as old arguments mean them, with a warning: `ratio=` of a RAM bundle was the reduction.
+    """Ratio and reduction, with deprecated arguments translated: `ratio=` of a RAM bundle was the reduction.
 
     Raises:
-        ConfigError: the mode is not the bundle's.
+        ConfigError: the mode does not fit the bundle.
     """
     closely = store.bundle.compressor.question_aware
     if mode is not None:
@@ -56,14 +56,14 @@ def settled(
 
 
 class Size(TypedDict, total=False):
-    """How short passages become: one of the two."""
+    """How short passages become: a ratio or a reduction."""
 
     ratio: int
     reduction: int
 
 
 def size(bundle: Compresses, number: int) -> Size:
-    """How `mark` is given the number that says how short a bundle's passages become: its ratio, or its reduction."""
+    """The number as a keyword argument of `mark`: the reduction for a RAM bundle, the ratio for any other."""
     return {"reduction": number} if bundle.compressor.question_aware else {"ratio": number}
 
 
@@ -79,8 +79,8 @@ def check_size(
     """Refuse arguments that `mark` could never serve with this store.
 
     Raises:
-        ConfigError: more than one size is given, one that the store's bundle has no use for, a budget is below 1, the
-            scope is blank, or `on_missing` or `on_unreadable` is unknown.
+        ConfigError: more than one size is given, or one that the store's bundle cannot use; the budget is below 1; the
+            scope is blank; or `on_missing` or `on_unreadable` is unknown.
         RatioError: the ratio cannot be made from the store's base ratio, or the reduction is below 2.
     """
     check_on_unreadable(on_unreadable)
@@ -97,7 +97,7 @@ def check_size(
     name = store.bundle.config.name
     if store.bundle.compressor.question_aware:
         if ratio is not None or token_budget is not None:
-            raise ConfigError(f"{given[0]}: bundle {name!r} reads closely (ram), which takes a reduction")
+            raise ConfigError(f"{given[0]}: bundle {name!r} reads closely (ram): give a reduction instead")
         if reduction is not None:
             check_reduction(reduction)
     elif reduction is not None:
@@ -120,43 +120,42 @@ def mark(
     question: str | None = None,
     on_unreadable: OnUnreadable = "warn",
 ) -> list[str]:
-    """For each retrieved text the marker that stands for it, or the text itself.
+    """Replace each retrieved text with the marker that stands for it, or keep the text.
 
-    In close reading (a RAM bundle) each text keeps the segments that the question needs, and has markers in
-    the place of the others: see `marking.close_reading.close_read`. The slots of those are in the store object's
-    memory, for this question only: the LLM must read with the same object.
+    In close reading (a RAM bundle), each text keeps the segments that the question needs, with markers in place of
+    the others: see `marking.close_reading.close_read`. The slots of these markers are only in the store object's
+    memory, for this question: the LLM must use the same object.
 
-    Blank texts stay as they are. A text that holds a marker already is expanded first, so that marking twice does not
-    store the marker as the passage. A stored passage whose slots are damaged counts as missing. Safe in threads.
+    Blank texts stay as they are. A text that already holds a marker is expanded first, so that marking twice does not
+    store the marker as a passage. A stored passage whose slots are damaged counts as missing. Thread-safe.
 
     Args:
         store: where the soft contexts are.
-        texts: passages, in any order; the order is kept. Without scores, a budget takes them for best first.
+        texts: passages, in any order; the order is kept. Without scores, a budget assumes that the best come first.
         ids: their ids in the store; by default hashes of the texts.
         ratio: source tokens per slot, a multiple of the store's base ratio, which is the default.
-        reduction: in close reading, in place of a ratio: how many times shorter all texts together become, 2 or
-            more; by default the least that the bundle was trained for.
-        token_budget: instead of a ratio, the most tokens that all texts may take together, slots and the tokens
-            of what stays text counted as the LLM counts them. The more relevant a passage, the finer its ratio;
-            the best stay text where there is room: see `marking.budget.allot`. What stands around the passages in the
-            prompt (template, question, separators) comes on top.
-        scores: with a budget, how relevant each text is: higher is more, None comes last.
+        reduction: in close reading, instead of a ratio: how many times shorter all texts together become, 2 or
+            more; by default the smallest that the bundle was trained for.
+        token_budget: instead of a ratio, the maximum tokens of all texts together: slots, and tokens of what stays
+            text, as the LLM counts them. The more relevant a passage, the finer its ratio; the best stay text if
+            there is room: see `marking.budget.allot`. The rest of the prompt (template, question, separators) comes
+            on top.
+        scores: with a budget, the relevance of each text: higher is better, None comes last.
         on_missing: see `OnMissing`.
-        scope: tenant or user; by default the one of `stores.markers.scope`, or else the store's.
-        question: what is asked; needed for close reading, and not used otherwise.
-        on_unreadable: what to do with a text that holds a marker of a passage that is gone, or whose record is not as
-            it was sealed: raise an "error", or leave this one text as it is, with a warning ("warn") or without
-            ("text"). With "error", a marker of another key
-            or scope raises too; else it is text like any other. A marker in what stays text loses its colon, so
-            that no LLM takes it for its own.
+        scope: tenant or user; by default the scope of `stores.markers.scope`, otherwise the store's.
+        question: the question; needed for close reading, unused otherwise.
+        on_unreadable: what to do with a text that holds a marker whose passage is gone, or whose record was changed
+            after sealing: raise ("error"), or keep this text as it is, with a warning ("warn") or without ("text").
+            With "error", a marker of another key or scope raises, too; otherwise that marker counts as text. A
+            marker in what stays text loses its colon, so that no LLM reads it as a marker.
 
     Raises:
-        ConfigError: an argument has an impossible value, an id came with two texts, close reading has no question, or
-            texts stand in markers for more than `MAX_EXPANDED` characters together.
+        ConfigError: an argument has an impossible value, an id has two texts, close reading has no question, or
+            the markers in the texts stand for more than `MAX_EXPANDED` characters together.
         RatioError: the ratio cannot be made, or the passages do not fit into the budget at any ratio.
         MissingPassageError: with on_missing="error", a passage is not stored with this text.
         PayloadError: with on_missing="error", a record is damaged.
-        UnreadableMarkerError, MissingPassageError, PayloadError: with on_unreadable="error", see there.
+        UnreadableMarkerError, MissingPassageError, PayloadError: see `on_unreadable`.
     """
     ratio = None if ratio is None else whole("ratio", ratio)
     token_budget = None if token_budget is None else whole("token_budget", token_budget)
@@ -189,7 +188,7 @@ def mark(
         missing = [names[i] for i, there in zip(wanted, stored, strict=True) if not there]
         if missing and on_missing == "error":
             raise MissingPassageError(
-                f"passage {missing[0]!r} is not stored with this text ({len(missing)} are not): "
+                f"passage {missing[0]!r} is not stored with this text ({len(missing)} missing): "
                 "add it to the store, or choose on_missing='compress' or 'text'"
             )
     if stored is not None:
@@ -202,7 +201,7 @@ def mark(
     except MissingPassageError:
         if on_missing != "compress":
             raise
-        # Between storing and signing, an id was given to another text. What is stored under its own hash stays.
+        # Between storing and signing, an id was given to another text. That cannot happen to a hash as id.
         chosen = store.ensure(read, scope=scope)
     except PayloadError:
         if on_missing == "error":
@@ -213,7 +212,7 @@ def mark(
 
 
 def _excuse(error: Exception, on_unreadable: OnUnreadable, message: str, what: str) -> None:
-    """Raise the error, warn of it, or say nothing: as the caller chose."""
+    """Raise the error, log a warning, or do nothing, as `on_unreadable` says."""
     if on_unreadable == "error":
         raise error
     if on_unreadable == "warn":
@@ -223,7 +222,7 @@ def _excuse(error: Exception, on_unreadable: OnUnreadable, message: str, what: s
 def _is_whole(
     store: SoftContextStore, text: str, id: str, scope: str | None, on_missing: OnMissing, on_unreadable: OnUnreadable
 ) -> bool:
-    """Whether a stored passage can be read; one whose text is still as it was sealed is compressed again for that."""
+    """Whether a stored passage can be read; with on_missing="compress", damaged slots are compressed again first."""
     try:
         try:
             store.get([id], scope, [text])
@@ -234,7 +233,7 @@ def _is_whole(
             store.delete([id], scope)
             store.add([Passage(text, id, stored.metadata)], progress=False, scope=scope)
     except (PayloadError, StoreWriteError) as error:
-        _excuse(error, on_unreadable, "left as text, since what is stored of it cannot be read: passage %s (%s)", id)
+        _excuse(error, on_unreadable, "left as text, since its record cannot be read: passage %s (%s)", id)
         return False
     return True
 
@@ -265,14 +264,14 @@ def _shown(
 def stored_ids(
     store: SoftContextStore, texts: Sequence[str], ids: Sequence[str | None], scope: str | None = None
 ) -> list[str]:
-    """The ids to give to `mark` for what a retriever found: the vector store and this one may have been given others.
+    """The ids to give to `mark` for retrieved texts, which may have other ids in the vector store than in this store.
 
-    A text's own id, or the hash of its text where it has none, where it is stored only under that, or where
-    another text has the same id (two indexes that count from one). Blank texts are not looked up.
+    A text's own id; or the hash of the text, if it has no id, is stored only under the hash, or shares its id with
+    another text (two indexes that count from one). Blank texts are not looked up.
 
     Args:
         store: where the soft contexts are.
-        texts: what was retrieved.
+        texts: the retrieved texts.
         ids: their ids in the app; None or "" for none.
         scope: as in `mark`.
     """
@@ -308,7 +307,7 @@ def _close_read(
 
 
 def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
-    """A prompt with each marker replaced by the text it stands for, for an LLM that knows no markers.
+    """Replace each marker in a prompt with the text it stands for, for an LLM that cannot read markers.
 
     Markers of another key or scope stay as they are.
 
@@ -323,11 +322,11 @@ def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
 def try_expand(
     store: SoftContextStore, text: str, scope: str | None = None, on_unreadable: OnUnreadable = "warn"
 ) -> str | None:
-    """As `expand`; None where a marker's passage cannot be read, unless that is to be an error.
+    """Like `expand`, but None if a marker's passage cannot be read and `on_unreadable` is not "error".
 
     Raises:
         UnreadableMarkerError, MissingPassageError, PayloadError: on_unreadable is "error", and a marker cannot be read.
-        ConfigError: with the texts it would be longer than a passage may be.
+        ConfigError: the expanded text would be longer than a passage may be.
     """
     parts = store.split(text, scope, on_unreadable)
     try:
@@ -344,7 +343,7 @@ def _all_expanded(
     for text in texts:
         new = try_expand(store, text, scope, on_unreadable)
         written += len(new) if new is not None and new != text else 0
-        # Each is short enough to be a passage, and many may hold the marker of one long passage.
+        # Each text is short enough for a passage, but many texts may hold the marker of one long passage.
         if written > MAX_EXPANDED:
             raise ConfigError(
                 f"the markers of {len(texts):,} texts stand for more than {MAX_EXPANDED:,} characters: give fewer texts"
@@ -354,14 +353,14 @@ def _all_expanded(
 
 
 def _written_out(store: SoftContextStore, parts: Sequence[str | Marker], most: int) -> str:
-    # Counted before they are joined: a short text may hold the marker of one long passage many thousand times.
+    # Count before joining: a short text may hold the marker of one long passage many thousand times.
     markers = [part for part in parts if isinstance(part, Marker)]
     originals = iter(store.text_of(markers) if markers else ())
     shown = [next(originals) if isinstance(part, Marker) else part for part in parts]
     if markers and (length := sum(map(len, shown))) > most:
         raise ConfigError(
-            f"the {len(markers):,} markers of a text stand for so much that it would have {length:,} characters, and "
-            f"{most:,} are allowed: leave markers out"
+            f"a text with its {len(markers):,} markers expanded would have {length:,} characters, and at most "
+            f"{most:,} are allowed: use fewer markers"
         )
     return "".join(shown)
 
@@ -380,7 +379,7 @@ def _within(
     scores: Sequence[Relevance] | None,
     scope: str | None,
 ) -> list[str]:
-    """Texts and markers that take at most `budget` tokens; `stored_as` has the ids of those that are stored."""
+    """Texts and markers that take at most `budget` tokens; `stored_as` has the ids of stored texts by place."""
     passages = store.get_passages(list(stored_as.values()), scope, [texts[place] for place in stored_as])
     slots = [0] * len(texts)
     for place, passage in zip(stored_as, passages, strict=True):
@@ -406,10 +405,10 @@ def _within(
 
 
 def _token_counts(store: SoftContextStore, texts: Sequence[str], scope: str | None) -> list[int]:
-    """Tokens of each text as it stands in a prompt, no BOS."""
+    """Tokens of each text in a prompt, without BOS."""
     bundle = cast("Bundle", store.bundle)
     counts = [len(text_ids(bundle.tokenizer, text)) for text in texts]
-    # A passage whose own text has a good marker in it: the LLM would read it as slots.
+    # The LLM would read a valid marker in a passage's own text as slots.
     nested = [i for i, text in enumerate(texts) if any(not isinstance(part, str) for part in store.split(text, scope))]
     if nested:
         from ctx_compress_rag.decoding.decoder import TransformersDecoder

@@ -1,4 +1,4 @@
-"""Check every record against its seal; seal anew those of another key, and those from before there were seals."""
+"""Check the seal of every record; reseal records that have no seal or another key's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ctx_compress_rag.stores.pages import pages
 
 
 def unreadable(companion: Companion, signer: MarkerCodec) -> dict[str, bool]:
-    """The ids of records, of all scopes, that cannot be read, and whether they lack nothing but this key's seal."""
+    """The ids of unreadable records, in all scopes, and whether each lacks nothing but this key's seal."""
     found: dict[str, bool] = {}
     for ids in pages(companion.ids()):
         for key, row in companion.read(ids).items():
@@ -29,10 +29,9 @@ def unreadable(companion: Companion, signer: MarkerCodec) -> dict[str, bool]:
 
 
 def reseal(companion: Companion, signer: MarkerCodec) -> int:
-    """Seal with this key the records that it has not sealed, if text, payload and counts agree; returns their number.
+    """Seal records that this key has not sealed, if text, payload and counts agree; return how many.
 
-    Anyone who could write to the folder before could have put records there: only the owner of the folder can know
-    whether to trust them.
+    Anyone who could write to the folder may have put records there: only its owner can know whether to trust them.
     """
     sealed = 0
     for ids in pages(companion.ids()):

@@ -1,4 +1,4 @@
-"""A copy of a store's folder that is whole, however busy its writers are."""
+"""A consistent copy of a store's folder, however busy its writers are."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _NOT_COPIED = (f"{DATABASE}*", lock.LOCK_FILE, lock.TURN_FILE, lock.READERS_FILE
 
 
 def back_up(folder: Folder, target: Path) -> None:
-    """Copy a folder, the key in it included, while nobody writes. The copy is a store's folder like any other.
+    """Copy a folder, including its key, while nobody writes. The copy is a normal store folder.
 
     Args:
-        folder: what to copy.
-        target: where to; must not exist, and is there whole or not at all.
+        folder: the folder to copy.
+        target: where to put the copy; must not exist, and is created completely or not at all.
 
     Raises:
         StoreError: the target exists, is inside the folder or cannot be written, or SQLite finds the database damaged.
@@ -32,7 +32,7 @@ def back_up(folder: Folder, target: Path) -> None:
 
 
 def copy(folder: Path, target: Path) -> None:
-    """As `back_up`, for callers that hold the folder's lock."""
+    """Like `back_up`, for callers that hold the folder's lock."""
     if target.exists() or target.resolve().is_relative_to(folder):
         raise StoreError(f"cannot copy to {str(target)!r}: give a folder outside the store that does not exist yet")
     draft: Path | None = None
@@ -47,13 +47,13 @@ def copy(folder: Path, target: Path) -> None:
             source.backup(copied)
             if (found := copied.execute("pragma quick_check(1)").fetchone()[0]) != "ok":
                 raise StoreError(
-                    f"{folder / DATABASE} is damaged ({found}), which Chroma may answer by ending the process: "
+                    f"{folder / DATABASE} is damaged ({found}), and Chroma may crash on it: "
                     "restore a backup, or index again into a new folder"
                 )
         draft.rename(target)
     except (OSError, shutil.Error, sqlite3.Error) as error:
         raise StoreError(
-            f"cannot copy {folder} to {str(target)!r} ({error}): see that the disk has room; where the database is "
+            f"cannot copy {folder} to {str(target)!r} ({error}): check that the disk has room; if the database is "
             "malformed, restore a backup, or index again into a new folder"
         ) from error
     finally:

@@ -49,36 +49,35 @@ from ctx_compress_rag.stores.skimmed import Skimmed, SkimmedSlots
 
 
 class SoftContextStore(OfThisProcess):
-    """Soft contexts of one bundle, by passage id, in Chroma.
+    """The soft contexts of one bundle, by passage id, in Chroma.
 
-    They live in a companion collection `<collection>-ctx`, one record per passage, under the passage's
-    own id, and never in the app's collection, whose every hit would carry them along. Reads and writes may come
-    from several threads. Several processes may use one folder: each write takes the folder's lock for itself alone and
-    waits for the others', a reader waits for the write in progress at most. A folder that may not be written to can be
-    read. Several machines use one Chroma server. A store does not survive `fork`: open it in the child.
+    They live in a companion collection `<collection>-ctx`, one record per passage, and not in the app's own, where
+    every search hit would carry them. Several threads may read and write. Several processes may use one folder: a write
+    holds the folder's lock exclusively and waits for other writes; a read waits at most for the write in progress. A
+    read-only folder can be read. Several machines may share a Chroma server. A store does not survive `fork`: open it
+    in the child.
 
     Args:
-        location: a folder, a Chroma client (embedded or HttpClient), or the app's own collection, beside
-            which the companion is put.
-        bundle: what compresses passages; a store made with another one is refused.
-        collection: name of the collection that this one stands beside (it need not exist); ignored where
-            `location` is a collection.
+        location: a folder, a Chroma client (embedded or HttpClient), or the app's own collection; the companion is
+            then put beside it.
+        bundle: the bundle that compresses passages; a store made with another bundle is refused.
+        collection: name of the app's collection (it need not exist), from which the companion gets its name; ignored
+            if `location` is a collection.
         codec: "int8", "fp16" or "int4" for a new store; an existing one keeps its own.
         ratio: source tokens per slot in a new store; by default the bundle's base ratio. An existing store
-            keeps its own. Coarser ratios can be asked for later where the bundle's method is nestable; a
-            method that is not serves the store's ratio alone.
-        key: secret that markers are signed with; see `keys.find_key` for where it comes from otherwise.
-        scope: tenant or user that markers belong to where neither the call nor `stores.markers.scope` says so.
-        skimmed_slots: how many slots that hold for one question only (close reading) this object keeps in
-            memory for each scope; beyond that the least recently used go. Each takes the bundle's slot width times 4
-            bytes.
-        lock_timeout: seconds that a write waits for the other processes' before it, 0 or more. A read waits for the
-            one write in progress: as long, and 30 seconds at least.
+            keeps its own. If the bundle's method is nestable, coarser ratios can be requested later; otherwise
+            only the store's ratio.
+        key: secret that signs markers; by default the one that `keys.find_key` finds.
+        scope: default tenant or user, if neither the call nor `stores.markers.scope` names one.
+        skimmed_slots: how many slots made for one question only (close reading) this object keeps in memory for
+            each scope; beyond that, the least recently used are dropped. A slot takes 4 bytes times its width.
+        lock_timeout: seconds that a write waits for writes of other processes, 0 or more. A read waits as long for
+            the write in progress, but at least 30 seconds.
 
     Raises:
         FingerprintMismatchError: the store was made with another bundle.
-        StoreError: it cannot be opened, is of another format, or has another codec or ratio than asked for.
-        StoreWriteError: there is none yet, and this user may not make it there.
+        StoreError: the store cannot be opened, or has another format, codec or ratio than expected.
+        StoreWriteError: there is no store yet, and this user may not create one there.
         RatioError: the bundle cannot make this ratio.
         ConfigError: an argument has an impossible value.
     """
@@ -121,27 +120,27 @@ class SoftContextStore(OfThisProcess):
         progress: bool = True,
         scope: str | None = None,
     ) -> AddReport:
-        """Compress and store what is new or whose text changed; the rest is left as it is.
+        """Compress and store documents that are new or whose text changed; update metadata that changed.
 
-        Stored batch by batch: what the progress bar counts is on disk, and after an interruption the same
-        call resumes where it stopped. Nothing is written if one of the documents is unusable.
+        Batches are stored one by one: what the progress bar counts is on disk, and after an interruption the same
+        call resumes where it stopped. If one document is invalid, nothing is written.
 
-        The same call on an empty store stores the same bits, on one machine with one number of threads. Passages that
-        were added one by one, in other parts or after an interruption were encoded in other batches, so floating-point
-        sums differ slightly: measured with the bundle `demo`, by at most 1.2 steps of int8, a 4,000th of a passage's
-        norm, in a quarter to two thirds of records.
+        On an empty store, the same call stores the same bits if machine and number of threads are the same. Passages
+        added one by one, in other groups or after an interruption are encoded in other batches, so floating-point
+        sums differ slightly: with the bundle `demo`, a quarter to two thirds of records differ, by at most 1.2 int8
+        steps, or 1/4000 of a passage's norm.
 
         Args:
             documents: strings, Passages, LangChain Documents or LlamaIndex nodes; a Chroma collection, or what its
                 `get` returned.
-            ids: one per document; by default the document's own id, or else a hash of its text.
+            ids: one per document; by default the document's own id or, without one, a hash of its text.
             progress: show a progress bar.
-            scope: tenant or user whose passages they are; by default the one of `markers.scope`, or else the
-                store's. Passages of the scope "default" may be read in every scope, those of another in it alone.
+            scope: tenant or user that owns the passages; by default that of `markers.scope`, otherwise the store's.
+                Passages of the scope "default" can be read in every scope, those of another scope only in that scope.
 
         Raises:
-            ConfigError: a text is blank or no text, an id is empty or given twice.
-            PayloadError: the bundle made a NaN or infinity; the batch with it is not stored.
+            ConfigError: a text is blank or not a str, or an id is empty or given twice.
+            PayloadError: the bundle made a NaN or infinity; its batch is not stored.
             StoreLockedError: other processes wrote for longer than `lock_timeout`, or a server runs on this folder.
             StoreWriteError: the folder is read-only, or its disk is full.
         """
@@ -161,13 +160,13 @@ class SoftContextStore(OfThisProcess):
         """Store passages that were compressed elsewhere, by `ctx_compress_rag.bulk.CompressPassages`.
 
         Args:
-            passages: the passages; one that is stored already is written over.
-            made: `payload` and `fingerprint` of each, as the worker made them.
-            scope: tenant or user whose passages they are; by default as in `add`.
+            passages: the passages; those already stored are overwritten.
+            made: `payload` and `fingerprint` of each passage, as the worker made them.
+            scope: tenant or user that owns the passages; by default as in `add`.
 
         Raises:
-            FingerprintMismatchError: another bundle made them.
-            ConfigError: they are of another codec than the store's, or a passage is one that `add` refuses.
+            FingerprintMismatchError: another bundle made the payloads.
+            ConfigError: a payload has another codec than the store, or a passage is one that `add` refuses.
             PayloadError: a payload is damaged; nothing of this call is stored.
         """
         scope = self._scope(scope)
@@ -175,18 +174,18 @@ class SoftContextStore(OfThisProcess):
         payloads = [str(payload) for payload in made["payload"]]
         if other := next((str(each) for each in made["fingerprint"] if not self.bundle.made(str(each))), None):
             raise FingerprintMismatchError(
-                f"payloads of a bundle with fingerprint {other[:12]} do not belong into a store of "
-                f"{self.bundle.config.name!r}, {self.bundle.fingerprint[:12]}: give the workers the store's bundle"
+                f"payloads made by a bundle with fingerprint {other[:12]} cannot go into a store of bundle "
+                f"{self.bundle.config.name!r} ({self.bundle.fingerprint[:12]}): give the workers the store's bundle"
             )
         if {payload_codec(payload) for payload in payloads} - {self.codec}:
-            raise ConfigError(f"a payload is not of the store's codec: give the workers codec={self.codec!r}")
+            raise ConfigError(f"a payload has another codec than the store: give the workers codec={self.codec!r}")
         with self._writing:
             self._put({record_id(id, scope): passage for id, passage in checked.items()}, payloads, scope)
 
     def sync(self, collection: chromadb.Collection, progress: bool = True, scope: str | None = None) -> SyncReport:
-        """Make the scope's passages those of the app's collection: compress what is new or changed, delete the rest.
+        """Make the scope's passages match the app's collection: add new and changed ones, delete those not in it.
 
-        Records without a text are left out. Raises as `add` does.
+        Records without a text are skipped. Raises as `add` does.
 
         Args:
             collection: the app's collection.
@@ -199,23 +198,23 @@ class SoftContextStore(OfThisProcess):
         return SyncReport(report.added, report.updated, report.unchanged, self.delete(gone, scope))
 
     def ensure(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[str]:
-        """Compress and store the texts that are missing or stale under their ids; the id of each text, in order.
+        """Compress and store texts that are not stored under their ids; return the id of each text, in order.
 
-        As `add`, but for what a retriever returned: an id may come twice, stored metadata stay as they are
-        where the text does, what the scope "default" holds is not stored again, no progress bar, and no
-        writer's lock where nothing is missing.
+        Like `add`, but for a retriever's results: an id may come twice, metadata of an unchanged text stay as
+        stored, passages of the scope "default" are not stored again, there is no progress bar, and no write lock
+        is taken if nothing is missing.
         """
         scope = self._scope(scope)
         passages = to_passages(texts, ids, repeats=True)
         if len(self._lookup.holding(passages, scope)) < len(passages):
-            with self._writing:  # look again: another thread may have been at the same passages
+            with self._writing:  # look again: another thread may have stored the same passages
                 held = self._lookup.holding(passages, scope)
                 missing = {record_id(id, scope): passage for id, passage in passages.items() if id not in held}
                 self._compress(missing, scope, progress=False)
         return [content_id(text) for text in texts] if ids is None else list(ids)
 
     def delete(self, ids: Sequence[str], scope: str | None = None) -> int:
-        """Delete passages of the scope; returns how many there were. `ctx-compress vacuum` overwrites their bytes."""
+        """Delete passages of the scope; return how many there were. `ctx-compress vacuum` overwrites their bytes."""
         scope = self._scope(scope)
         with self._writing:
             present = self._companion.existing([record_id(id, scope) for id in checked_ids(ids)])
@@ -223,39 +222,39 @@ class SoftContextStore(OfThisProcess):
         return len(present)
 
     def damaged(self) -> list[str]:
-        """The ids of passages, of all scopes, whose records are damaged or of another key. Reads every record."""
+        """The ids of passages in all scopes with records damaged or not sealed with this key. Reads every record."""
         return [own_id(key) for key in audit.unreadable(self._companion, self._keyring.signer())]
 
     def discard_damaged(self, *, unsealed: bool = True) -> list[str]:
         """Delete what `damaged` finds; the next `add` of the same passages compresses them again.
 
         Args:
-            unsealed: delete also records that lack nothing but this key's seal. False raises where there are any.
+            unsealed: also delete intact records that are not sealed with this key; if False, they raise an error.
 
         Raises:
-            StoreError: there are such records; nothing is deleted.
+            StoreError: `unsealed` is False and there are such records; nothing is deleted.
         """
         bad = audit.unreadable(self._companion, self._keyring.signer())
         if not unsealed and (kept := [own_id(key) for key, is_whole in bad.items() if is_whole]):
             raise StoreError(
-                f"{len(kept)} records, {kept[0]!r} first, are whole and not sealed with the key in use: set "
-                "CTX_COMPRESS_KEY to the key that they were sealed with; if it is lost, `ctx-compress repair --reseal` "
+                f"{len(kept)} records (first: {kept[0]!r}) are intact but not sealed with the key in use: set "
+                "CTX_COMPRESS_KEY to the key that sealed them; if it is lost, `ctx-compress repair --reseal` "
                 "keeps them, and SoftContextStore.discard_damaged() deletes them"
             )
         self._companion.delete(list(bad))
         return [own_id(key) for key in bad]
 
     def reseal(self) -> int:
-        """Seal with the store's key the records of other keys and those without a seal; returns how many.
+        """Reseal, with the store's key, records that have no seal or another key's; return how many.
 
-        Only undamaged ones: the text matches its hash, the payload the counts. Do so only if you know that nobody else
-        could write to the store: without the old key, a forged record looks like a true one.
+        Damaged records are skipped: the text must match its hash, and the payload the counts. Do this only if you know
+        that nobody else could write to the store: without the old key, a forged record looks genuine.
         """
         with self._writing:
             return audit.reseal(self._companion, self._keyring.signer())
 
     def close(self) -> None:
-        """Close the engine; the store cannot be used afterwards. Without effect the second time."""
+        """Close the engine; the store cannot be used afterwards. Closing it again has no effect."""
         self._companion.close()
 
     def __enter__(self) -> Self:
@@ -273,8 +272,8 @@ class SoftContextStore(OfThisProcess):
 
         Args:
             ids: passage ids.
-            scope: tenant or user that reads; by default the one of `markers.scope`, or else the store's.
-            texts: one per id: a record with another text counts as not stored.
+            scope: tenant or user that reads; by default the scope of `markers.scope`, otherwise the store's.
+            texts: one per id; a record with another text counts as not stored.
 
         Raises:
             PayloadError: a record is damaged; the message names the passage.
@@ -285,14 +284,14 @@ class SoftContextStore(OfThisProcess):
     def get_passages(
         self, ids: Sequence[str], scope: str | None = None, texts: Sequence[str] | None = None
     ) -> list[StoredPassage | None]:
-        """Text, metadata and sizes, in the order of the ids; None for an id that is not stored. As `get`."""
+        """Text, metadata and sizes, in the order of the ids; None for an id that is not stored. See `get`."""
         found = {
             id: records.read_passage(*each, self.fingerprint) for id, each in self._find(ids, scope, texts).items()
         }
         return [found.get(id) for id in ids]
 
     def has(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[bool]:
-        """Whether each text is stored under its id: False where it is missing or stored with another text."""
+        """Whether each text is stored under its id: False if the id is missing or stored with another text."""
         held = self._lookup.holding(to_passages(texts, ids, repeats=True), self._scope(scope))
         return [id in held for id in ([content_id(text) for text in texts] if ids is None else ids)]
 
@@ -306,11 +305,11 @@ class SoftContextStore(OfThisProcess):
         return self._companion.count()
 
     def __bool__(self) -> bool:
-        """True, also when empty: `if store` asks whether there is one."""
+        """True, even when empty: `if store` asks whether there is a store."""
         return True
 
     def info(self) -> StoreInfo:
-        """What is inside, of all scopes."""
+        """What the store holds, in all scopes."""
         sizes, connection = self._companion.sizes(), self._companion.connection
         return StoreInfo(
             location=connection.where,
@@ -328,7 +327,7 @@ class SoftContextStore(OfThisProcess):
 
     @property
     def fingerprint(self) -> str:
-        """The bundle's fingerprint in the form that the store was made with, as it is in passages and markers."""
+        """The bundle's fingerprint in the form used when the store was made, as in passages and markers."""
         return self._companion.fingerprint
 
     @property
@@ -342,7 +341,7 @@ class SoftContextStore(OfThisProcess):
         return self._companion.ratio
 
     def merge_factor(self, ratio: int) -> int:
-        """How many stored slots become one at a ratio.
+        """How many stored slots are merged into one at a ratio.
 
         Raises:
             RatioError: the ratio cannot be made from what is stored.
@@ -364,30 +363,30 @@ class SoftContextStore(OfThisProcess):
     def markers(
         self, ids: Sequence[str], ratio: int, scope: str | None = None, texts: Sequence[str] | None = None
     ) -> list[str]:
-        """The markers that stand for passages in a prompt, `ratio` source tokens to a slot.
+        """The markers that stand for passages in a prompt, with `ratio` source tokens per slot.
 
         Args:
             ids: passage ids.
             ratio: a multiple of the store's base ratio.
-            scope: tenant or user; by default the one of `stores.markers.scope`, or else the store's.
-            texts: one per id: only a record that was made of this text is signed.
+            scope: tenant or user; by default the scope of `stores.markers.scope`, otherwise the store's.
+            texts: one per id; a record with another text counts as not stored.
 
         Raises:
             ConfigError: the bundle reads passages question by question (ram).
             RatioError: the ratio cannot be made from the base ratio.
-            MissingPassageError: an id is not stored, or with another text than it was given with.
+            MissingPassageError: an id is not stored, or is stored with another text.
             PayloadError: a record is damaged; the message names the passage.
         """
         if self.bundle.compressor.question_aware:
             raise ConfigError(
-                f"bundle {self.bundle.config.name!r} reads passages question by question: what is stored serves to "
-                "choose segments, not to be read. Give the question to the postprocessor or to mark"
+                f"bundle {self.bundle.config.name!r} reads passages question by question: its stored slots only serve "
+                "to choose segments. Give the question to the postprocessor or to mark"
             )
         factor, scope = self.merge_factor(ratio), self._scope(scope)
         found = self._find(ids, scope, texts)
         missing = [id for id in ids if id not in found]
         if missing:
-            raise MissingPassageError(f"passage {missing[0]!r} is not stored ({len(missing)} are not): add it first")
+            raise MissingPassageError(f"passage {missing[0]!r} is not stored ({len(missing)} missing): add it first")
         for key, stored in dict(found.values()).items():
             records.check_payload(key, stored)
         signer = self._keyring.signer()
@@ -400,17 +399,16 @@ class SoftContextStore(OfThisProcess):
         return written
 
     def skimmed_markers(self, parts: Sequence[Skimmed], scope: str | None = None) -> list[str]:
-        """The markers that stand for parts of passages as one question made them slots, in order.
+        """The markers that stand for parts of passages skimmed for one question, in order.
 
-        The slots stay in this object's memory, among the `skimmed_slots` last used: markers of them are for
-        this process and soon.
+        Only this object holds the slots, and only the last `skimmed_slots` used: use the markers soon, in this process.
 
         Args:
             parts: the parts that one prompt needs.
-            scope: tenant or user; by default the one of `stores.markers.scope`, or else the store's.
+            scope: tenant or user; by default the scope of `stores.markers.scope`, otherwise the store's.
 
         Raises:
-            ConfigError: together they have more slots than are kept.
+            ConfigError: the parts need more than `skimmed_slots` slots together.
         """
         scope, signer = self._scope(scope), self._keyring.signer()
         names = [signer.skimmed(*part.fields) for part in parts]
@@ -421,7 +419,7 @@ class SoftContextStore(OfThisProcess):
         """Text parts and markers of a prompt, in order.
 
         Raises:
-            UnreadableMarkerError: a marker is of another key or scope, and on_unreadable is "error"; else text.
+            UnreadableMarkerError: a marker has another key or scope, and on_unreadable is "error"; else it is text.
         """
         return self._keyring.signer().split(text, self._scope(scope), on_unreadable)
 
@@ -441,7 +439,7 @@ class SoftContextStore(OfThisProcess):
         ]
 
     def text_of(self, markers: Sequence[Marker]) -> list[str]:
-        """The passages' own texts, of a skimmed part its own, in order. Raises as `fetch` does."""
+        """The texts of the passages or skimmed parts that markers stand for, in order. Raises as `fetch` does."""
         parts, found = self._by_marker(markers)
         texts = {
             key: records.read_passage(key, stored, self.fingerprint).text
@@ -454,7 +452,7 @@ class SoftContextStore(OfThisProcess):
     def _compress(self, passages: dict[str, Passage], scope: str, progress: bool) -> None:
         if not passages:
             return
-        self._companion.check_writable()  # refused before the work, not after it
+        self._companion.check_writable()  # fail before the work, not after it
         with tqdm(total=len(passages), desc="compressing", unit="passage", disable=not progress) as bar:
             for batch in passage_batches(passages, WRITE_RECORDS):
                 softs = self.bundle.compress([passage.text for passage in batch.values()], ratio=self.base_ratio)
@@ -481,7 +479,7 @@ class SoftContextStore(OfThisProcess):
         return self._lookup.by_id(ids, self._scope(scope), texts)
 
     def _by_marker(self, markers: Sequence[Marker]) -> tuple[dict[Marker, Skimmed], dict[Marker, Record]]:
-        """Skimmed parts, and records of stored passages, by marker; all are there."""
+        """Skimmed parts, and records of stored passages, by marker; none is missing."""
         stored = [marker for marker in markers if not marker.skimmed]
         return self._skimmed.find([marker for marker in markers if marker.skimmed]), self._lookup.by_marker(stored)
 

@@ -1,4 +1,4 @@
-"""Soft contexts to and from one string, the form Chroma's metadata can hold.
+"""Encode soft contexts as strings, which Chroma's metadata can hold, and decode them.
 
 A payload is a header, the token counts as runs, and the slots as a codec packs them:
 
@@ -6,7 +6,7 @@ A payload is a header, the token counts as runs, and the slots as a codec packs 
     R x <II>  token count, how many slots in a row have it
     rest      the codec's bytes
 
-All but the last slot of a window stand for equally many tokens, so the counts take about 16 bytes.
+All slots of a window but the last stand for the same number of tokens, so the counts take about 16 bytes.
 The CRC turns a truncated or altered payload into an error instead of a wrong answer.
 """
 
@@ -32,14 +32,14 @@ _RUN = struct.Struct("<II")
 _FP16_MAX = float(np.finfo(np.float16).max)
 _FP32_MAX = float(np.finfo(np.float32).max)
 _STEPS = 8
-"""Column scales are powers of 2**(1/8): within 9 % of the best scale, for one byte a column."""
+"""Column scales are powers of 2**(1/8): within 9 % of the best scale, for one byte per column."""
 
 
 class Codec(Protocol):
     """Packs a finite float32 matrix (S, D) into bytes and back.
 
-    `code` is what the payload's header says; it never changes once released. Where a codec is `padded`, matrices of
-    several widths have one size, and the checksum covers the width, too.
+    `code` is the codec's number in the payload's header; it never changes once released. If a codec is `padded`,
+    matrices of several widths can have the same size, so the checksum covers the width, too.
     """
 
     code: int
@@ -73,12 +73,12 @@ class Fp16:
 
 
 class Int8:
-    """8-bit integers with one scale per column, one byte a value and one a column.
+    """8-bit integers with one scale per column: one byte per value and one per column.
 
-    Per column, because decoders' hidden states have outlier channels. Relative L2 error measured per
+    Scales are per column because decoders' hidden states have outlier channels. Relative L2 error measured per
     column and per slot: pooled MiniLM slots 0.004 and 0.0075, a Llama with outlier channels 0.0035
     and 0.060. A float32 scale per column would make a one-slot passage larger than fp16, so a column
-    stores how many eighths of an octave its scale lies under the largest one (a float32): at worst 9 %
+    stores how many eighths of an octave its scale lies below the largest one (a float32): at worst 9 %
     coarser than the exact scale, down to columns 2**31 times smaller than the largest.
     """
 
@@ -115,9 +115,9 @@ class Int8:
 class Int4:
     """4-bit integers with one scale per group of 32 values: 4.25 bits a value. Relative L2 error measured: 0.08 to 0.1.
 
-    Of a group's values the largest is -8 times its scale, as in llama.cpp's Q4_0, or what a few scales around that make
-    of the whole group with the least squared error. A scale is one byte: its sign, and how many eighths of an octave it
-    lies under the largest one (a float32), 127 at most.
+    A group's scale makes its largest value -8, as in llama.cpp's Q4_0, or is one of a few scales around that: the one
+    with the least squared error over the group. A scale is one byte: its sign, and how many eighths of an octave it
+    lies below the largest one (a float32), at most 127.
     """
 
     code = 3
@@ -165,13 +165,13 @@ class Int4:
 
 
 CODECS: dict[str, Codec] = {"int8": Int8(), "fp16": Fp16(), "int4": Int4()}
-# `ctx-compress eval --codec ...` on the demo bundle: int8 scores as fp16 does at 4x and 16x, to 0.001 F1.
+# `ctx-compress eval --codec ...` on the demo bundle: int8 and fp16 score the same at 4x and 16x, within 0.001 F1.
 DEFAULT_CODEC = "int8"
 _BY_CODE = {codec.code: codec for codec in CODECS.values()}
 
 
 def check_codec(name: str) -> str:
-    """The name itself if there is such a codec; ConfigError otherwise."""
+    """Return the name; ConfigError if there is no such codec."""
     if name not in CODECS:
         raise ConfigError(f"unknown codec {name!r}: choose one of {', '.join(CODECS)}")
     return name
@@ -185,7 +185,7 @@ def encode(soft: SoftContext, codec: str = DEFAULT_CODEC) -> str:
     """A SoftContext as a string.
 
     Raises:
-        PayloadError: no slots, a NaN or infinity in them, or a value beyond the codec's range.
+        PayloadError: there are no slots, or a value is NaN, infinite or beyond the codec's range.
     """
     packer = CODECS[check_codec(codec)]
     slots: Floats = soft.slots.detach().to("cpu", torch.float32).numpy()
@@ -200,24 +200,24 @@ def encode(soft: SoftContext, codec: str = DEFAULT_CODEC) -> str:
 
 
 def decode(payload: str) -> SoftContext:
-    """The SoftContext of a string that `encode` made, in this version or an earlier one; slots are float32.
+    """The SoftContext of a string made by `encode` of this version or an earlier one; slots are float32.
 
     Raises:
-        PayloadError: the string is truncated, altered, of another format, or not finite.
+        PayloadError: the string is truncated or altered, has another format, or holds values that are not finite.
     """
     try:
         data = to_bytes(payload)
     except ValueError as error:
-        raise PayloadError(f"the payload is no text of bytes ({error})") from error
+        raise PayloadError(f"the payload cannot be converted to bytes ({error})") from error
     if len(data) < _HEADER.size:
         raise PayloadError(f"the payload is truncated: {len(data)} bytes, shorter than its header")
     version, code, n_slots, dim, n_runs, crc = _HEADER.unpack_from(data)
     if version != FORMAT or code not in _BY_CODE:
-        raise PayloadError(f"payload format {version}, codec {code} is unknown: it is corrupt or of a newer version")
+        raise PayloadError(f"unknown payload format {version} or codec {code}: it is corrupt or from a newer version")
     codec, body, runs_end = _BY_CODE[code], data[_HEADER.size :], n_runs * _RUN.size
     expected = runs_end + codec.size(n_slots, dim)
     if not n_slots * dim or len(body) != expected:
-        raise PayloadError(f"the payload has {len(body)} bytes where ({n_slots}, {dim}) slots need {expected}")
+        raise PayloadError(f"the payload has {len(body)} bytes, but ({n_slots}, {dim}) slots need {expected}")
     if _checksum(codec, dim, body) != crc:
         raise PayloadError("the payload is corrupt: its checksum does not match")
     runs = list(_RUN.iter_unpack(body[:runs_end]))
@@ -231,7 +231,7 @@ def decode(payload: str) -> SoftContext:
 
 
 def payload_codec(payload: str) -> str:
-    """Name of the codec that a payload says it is of; "" where it says none that is known."""
+    """Name of the codec in a payload's header; "" if it is unknown."""
     try:
         code = to_bytes(payload[:3] + END if payload.endswith(END) else payload[:4])[1]
     except (ValueError, IndexError):
@@ -240,7 +240,7 @@ def payload_codec(payload: str) -> str:
 
 
 def payload_bytes(payload: str) -> int:
-    """Bytes that a payload stands for."""
+    """How many bytes a payload encodes."""
     return n_bytes(len(payload), payload[-2:])
 
 

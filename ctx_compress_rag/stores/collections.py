@@ -13,10 +13,10 @@ from ctx_compress_rag.stores.passages import Passage
 
 
 def as_documents(documents: Iterable[object]) -> Iterable[object]:
-    """The passages of a collection, or of what its `get` returned; any other list as it is.
+    """The passages of a collection, or of what its `get` returned; anything else unchanged.
 
     Raises:
-        ConfigError: it is another mapping, or has no documents.
+        ConfigError: a mapping is not what `get` returns, or has no documents.
     """
     if isinstance(documents, chromadb.Collection):
         return passages_in(documents)
@@ -24,14 +24,14 @@ def as_documents(documents: Iterable[object]) -> Iterable[object]:
 
 
 def passages_in(collection: chromadb.Collection) -> Iterator[Passage]:
-    """The passages of a collection, read page by page; records without a text, or with a blank one, are left out.
+    """The passages of a collection, read page by page; records without a text, or with a blank one, are skipped.
 
     Raises:
-        ConfigError: it is no collection.
+        ConfigError: it is not a collection.
     """
     if not isinstance(collection, chromadb.Collection):
         kind = f"{type(collection).__module__}.{type(collection).__qualname__}"
-        raise ConfigError(f"a {kind} is no chromadb.Collection: give client.get_collection(NAME) of a chromadb client")
+        raise ConfigError(f"{kind} is not a chromadb.Collection: give client.get_collection(NAME) of a Chroma client")
     for ids in pages(collection.get(include=[])["ids"]):
         part: Any = collection.get(ids=ids, include=["documents", "metadatas"])
         rows = zip(part["ids"], part["documents"], part["metadatas"], strict=True)
@@ -43,7 +43,7 @@ def _of_result(result: Mapping[Any, Any]) -> list[Passage]:
     texts: Any = result.get("documents")
     if not _is_list(ids) or not _is_list(texts) or any(map(_is_list, ids)):
         raise ConfigError(
-            "a mapping is no list of documents: give a list of them, a Chroma collection, or what its "
+            "a mapping is not a list of documents: give a list, a Chroma collection, or what its "
             "get(include=['documents', 'metadatas']) returned"
         )
     data = result.get("metadatas") or [{}] * len(ids)

@@ -1,4 +1,4 @@
-"""The companion collection itself, with what it takes to work around Chroma's limits."""
+"""The companion collection, with workarounds for Chroma's limits."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Found = dict[str, dict[str, Any]]
 """Metadata of records by passage id."""
 
 FORMAT = 2
-_FORMATS = (1, FORMAT)  # 1 was before records were sealed: `reseal` does
-_MANY = 1000  # from here on, one look at a whole column is faster than one by id
+_FORMATS = (1, FORMAT)  # records of format 1 have no seals: `reseal` adds them
+_MANY = 1000  # with more ids, it is faster to read the whole column
 _WRITE_BYTES = 8 << 20  # a server refuses bodies beyond 40 MiB
-EMBEDDING: Any = [0.0]  # Chroma wants an embedding; one dimension costs least
+EMBEDDING: Any = [0.0]  # Chroma requires an embedding; one dimension costs least
 # Nobody searches the dummy embeddings, so the graph is as small as Chroma allows. Synchronising every 100
 # records (not 1000) makes the first read after reopening 18-48 ms instead of 250-830 ms.
 _CONFIGURATION: Any = {
@@ -39,7 +39,7 @@ _CONFIGURATION: Any = {
 
 
 class Sizes(NamedTuple):
-    """Sums over all records; `payload` in bytes before they became text."""
+    """Sums over all records; `payload` in bytes, before encoding as text."""
 
     records: int
     slots: int
@@ -63,7 +63,7 @@ def _answered(method: Callable[Concatenate[Companion, P], R]) -> Callable[Concat
 class Companion:
     """The records of one bundle's soft contexts.
 
-    Made in Chroma at the first write, so that reading alone leaves nothing behind.
+    Created in Chroma at the first write: reading alone creates nothing.
 
     Args:
         connection: where it is.
@@ -71,7 +71,7 @@ class Companion:
         codec: the codec for a new collection, None for the default; an existing one keeps its own.
         ratio: source tokens per slot in a new collection, None for the bundle's base ratio; an existing one
             keeps its own.
-        timeout: seconds that a write waits for another process's; a read waits for one at least the default's.
+        timeout: seconds that a write waits for other processes' writes; a read waits as long, but at least the default.
 
     Raises:
         FingerprintMismatchError, StoreError: see SoftContextStore.
@@ -107,7 +107,7 @@ class Companion:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint in the form that the store was made with."""
+        """The bundle's fingerprint in the form used when the store was made."""
         return str(self._about.get("fingerprint") or self._bundle.fingerprint)
 
     @_answered
@@ -149,12 +149,12 @@ class Companion:
         return self._select(ids, ["metadatas"])
 
     def existing(self, ids: Sequence[str]) -> list[str]:
-        """Those of the ids that have a record, each once."""
+        """The ids that have a record, each once."""
         return list(self._select(ids, []))
 
     @_answered
     def matching(self, field: str, values: dict[str, str]) -> set[str]:
-        """Those of the ids whose record has their own value in `field`; reads no payload."""
+        """The ids whose record has the value given for the id in `field`; reads no payload."""
         with self._looking() as collection:
             if isinstance(collection, SqliteCollection):
                 held = collection.column(field, None if len(values) > _MANY else list(values))
@@ -166,7 +166,7 @@ class Companion:
 
     @_answered
     def read_by(self, field: str, values: Sequence[str]) -> Found:
-        """The records that have one of the values in `field`, which Chroma indexes, by id."""
+        """The records that have one of the values in `field`, by id."""
         found = Found()
         with self._reading() as collection:
             for part in pages(list(dict.fromkeys(values))) if collection else ():
@@ -181,26 +181,26 @@ class Companion:
 
     @_answered
     def update(self, rows: dict[str, Record]) -> None:
-        """Write some fields of records that exist; the others stay."""
+        """Write some fields of existing records; their other fields stay."""
         for part in _parts(rows):
             with self._writing() as collection:
                 collection.update(ids=list(part), metadatas=list(part.values()))
 
     @_answered
     def delete(self, ids: Sequence[str]) -> None:
-        """Delete records that exist."""
+        """Delete existing records."""
         for part in pages(list(ids), WRITE_RECORDS):
             with self._writing() as collection:
                 collection.delete(ids=part)
 
     @_answered
     def check_writable(self) -> None:
-        """StoreWriteError if the next write would be refused; makes the collection if there is none."""
+        """Raise StoreWriteError if the next write would be refused; create the collection if there is none."""
         with self._writing():
             pass
 
     def close(self) -> None:
-        """Give the engine back; without effect the second time."""
+        """Release the engine; closing again has no effect."""
         if self._pid is None:
             return
         forked = self._pid != os.getpid()
@@ -212,7 +212,7 @@ class Companion:
         try:
             with self._writing() as collection:
                 collection.upsert(ids=list(rows), embeddings=[EMBEDDING] * len(rows), metadatas=list(rows.values()))
-        except Exception as error:  # Chroma's HTTP client raises a plain one for what its server says in words alone
+        except Exception as error:  # Chroma's HTTP client raises a plain Exception for errors of no known type
             if isinstance(error, StoreError) or not _too_large(error, sum(map(_size, rows.values()))):
                 raise
             if len(rows) > 1:
@@ -222,8 +222,8 @@ class Companion:
                 return
             [(key, row)] = rows.items()
             raise StoreError(
-                f"passage {own_id(key)!r} takes {_size(row):,} bytes as a record, and {self.connection.where} takes no "
-                "request of that size: cut it into smaller passages, choose codec='int8' or a coarser ratio for the "
+                f"passage {own_id(key)!r} takes {_size(row):,} bytes as a record, more than {self.connection.where} "
+                "accepts in one request: cut it into smaller passages, choose codec='int8' or a coarser ratio for the "
                 "store, or raise the server's limit (max_payload_size_bytes)"
             ) from error
 
@@ -238,7 +238,7 @@ class Companion:
 
     @contextmanager
     def _reading(self) -> Iterator[Any]:
-        """The collection; None as long as nobody has written."""
+        """The collection; None before the first write."""
         self._check_open()
         with self.connection.reading(self._read_timeout) as client:
             yield self._of(client)
@@ -256,7 +256,7 @@ class Companion:
             yield self._of(client) or self._made(client)
 
     def _of(self, client: Any) -> Any:
-        """The client's collection; None where there is none yet."""
+        """The client's collection; None if there is none yet."""
         if client is None:
             return None
         found = self._found
@@ -281,7 +281,7 @@ class Companion:
             configuration=_CONFIGURATION,
             metadata=metadata,
             embedding_function=None,
-            get_or_create=True,  # another client may have been first: its metadata then stand, and are checked
+            get_or_create=True,  # another client may have created it first: then its metadata stay, and are checked
         )
         return self._kept(client, made)
 
@@ -295,8 +295,8 @@ class Companion:
         metadata, where, bundle = collection.metadata or {}, self.connection.where, self._bundle
         if metadata.get("ctx_format") not in _FORMATS:
             raise StoreError(
-                f"the collection {collection.name!r} in {where} is no store of format {FORMAT} "
-                f"(it says {metadata.get('ctx_format')!r}): choose another collection name"
+                f"the collection {collection.name!r} in {where} is not a store of format {FORMAT} "
+                f"(its format is {metadata.get('ctx_format')!r}): choose another collection name"
             )
         if not bundle.made(metadata["fingerprint"]):
             raise FingerprintMismatchError(
@@ -317,14 +317,14 @@ class Companion:
             )
         if self._ratio_asked not in (None, metadata["base_ratio"]):
             raise StoreError(
-                f"the store in {where} has ratio {metadata['base_ratio']}, not {self._ratio_asked}: leave it out, or "
-                "index again under another collection name"
+                f"the store in {where} has ratio {metadata['base_ratio']}, not {self._ratio_asked}: leave ratio out, "
+                "or index again under another collection name"
             )
         return collection
 
     @_answered
     def _select(self, ids: Sequence[str], include: list[Any], where: Any = None) -> Found:
-        """Records of ids. Chroma refuses duplicates, empty lists and very long ones, and keeps no order."""
+        """The records of ids. Chroma refuses duplicate ids and empty or very long lists, and changes the order."""
         found = Found()
         with self._reading() as collection:
             for part in pages(list(dict.fromkeys(ids))) if collection else ():
@@ -334,13 +334,13 @@ class Companion:
 
 @contextmanager
 def explained(where: str) -> Iterator[None]:
-    """Whatever Chroma and its HTTP client raise is a StoreError with a remedy."""
+    """Turn whatever Chroma and its HTTP client raise into a StoreError with a remedy."""
     try:
         yield
     except httpx.TransportError as error:
         raise StoreError(
-            f"{where} does not answer ({type(error).__name__}: {error}): see that it runs and can be reached, "
-            "then ask again"
+            f"{where} does not answer ({type(error).__name__}: {error}): check that it runs and can be reached, "
+            "then try again"
         ) from error
     except NotFoundError as error:
         raise StoreError(
@@ -351,15 +351,13 @@ def explained(where: str) -> Iterator[None]:
     except BaseException as error:
         if type(error) is Exception:
             raise _explained(error, where) from error
-        if type(error).__name__ != "PanicException":  # pyo3's, and no Exception
+        if type(error).__name__ != "PanicException":  # pyo3's, not a subclass of Exception
             raise
-        raise StoreError(
-            f"Chroma broke off over {where} ({error}): run `ctx-compress repair --store {where}`"
-        ) from error
+        raise StoreError(f"Chroma crashed on {where} ({error}): run `ctx-compress repair --store {where}`") from error
 
 
 def column(collection: Any, field: str) -> dict[str, Any]:
-    """One metadata field of all records that have it, by id; of none where there is no collection."""
+    """One metadata field of all records that have it, by id; empty if there is no collection."""
     if isinstance(collection, SqliteCollection):
         return collection.column(field)
     found: dict[str, Any] = {}
@@ -377,7 +375,7 @@ def _by_id(result: Any) -> Found:
 
 
 def _parts(rows: dict[str, Record]) -> Iterator[dict[str, Record]]:
-    """Rows in parts that one request takes."""
+    """Rows in parts that fit into one request."""
     part: dict[str, Record] = {}
     size = 0
     for id, row in rows.items():
@@ -397,7 +395,7 @@ def _size(row: Record) -> int:
 def _too_large(error: Exception, size: int) -> bool:
     """Whether a server refused a request for its size in bytes."""
     if isinstance(error, httpx.RemoteProtocolError | httpx.WriteError):
-        # It may close the connection while the body is still being sent, and its answer is then never read.
+        # The server may close the connection before it has read the body; its answer is then lost.
         return size > _WRITE_BYTES
     said = f"{error} {getattr(getattr(error, 'response', None), 'status_code', '')}".lower()
     return any(words in said for words in ("413", "too large", "length limit"))
@@ -406,8 +404,8 @@ def _too_large(error: Exception, size: int) -> bool:
 def _explained(error: Exception, where: str) -> StoreError:
     said = str(error).partition("\n")[0] or type(error).__name__
     if any(words in said for words in ("readonly", "read-only", "disk is full", "No space left", "disk I/O")):
-        return StoreWriteError(f"cannot write to {where} ({said}): see that it may be written to and the disk has room")
+        return StoreWriteError(f"cannot write to {where} ({said}): check that it is writable and the disk has room")
     return StoreError(
-        f"Chroma failed over {where} ({said}): try again; if it stays, run `ctx-compress repair` on a folder, or see "
-        "the server's log"
+        f"Chroma failed on {where} ({said}): try again; if it fails again, run `ctx-compress repair` (a folder) or "
+        "read the server's log"
     )

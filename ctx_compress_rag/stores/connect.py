@@ -1,4 +1,4 @@
-"""From what the caller names (a path, a client, a collection) to Chroma."""
+"""Connect to Chroma by a path, a client or a collection."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Connection:
     """Where a store is.
 
     Attributes:
-        client: the app's client, of a server or of memory; None for a folder.
+        client: the app's client for a server or memory; None for a folder.
         folder: the folder; None for a server or memory.
         companion: name of the collection that holds the soft contexts.
         where: the location, for messages.
@@ -46,15 +46,15 @@ class Connection:
 
     @property
     def remote(self) -> bool:
-        """Whether it is on a server: other machines may use it, too."""
+        """Whether the store is on a server, so that other machines may use it, too."""
         return self.client is not None and _is_remote(self.client)
 
     def reading(self, timeout: float = DEFAULT_TIMEOUT) -> AbstractContextManager[Any]:
-        """A client to read with; None where nothing was ever written."""
+        """A client to read with; None if nothing was ever written."""
         return nullcontext(self.client) if self.folder is None else self.folder.reading(timeout)
 
     def looking(self, timeout: float = DEFAULT_TIMEOUT) -> AbstractContextManager[Any]:
-        """A client for what goes over all records; None where nothing was ever written."""
+        """A client to read all records with; None if nothing was ever written."""
         return nullcontext(self.client) if self.folder is None else self.folder.looking(timeout)
 
     def writing(self, timeout: float) -> AbstractContextManager[Any]:
@@ -81,19 +81,20 @@ def connect(location: Location, collection: str) -> Connection:
     """Open a location. The companion of collection `x` is `x-ctx`, in the same tenant and database.
 
     Raises:
-        ConfigError: the location is no path, (synchronous) client or collection, or the collection no name.
-        StoreError: it is no folder.
-        StoreWriteError: it holds nothing yet, and may not be written to.
+        ConfigError: the location is not a path, (synchronous) client or collection, or the collection's name is not
+            valid.
+        StoreError: the path is not a folder.
+        StoreWriteError: the folder holds no store yet and is not writable.
     """
     if not isinstance(collection, str) or not _NAME.fullmatch(f"{collection}-ctx"):
         raise ConfigError(
             f"collection={collection!r}: give a name of at most {_LONGEST - len('-ctx')} letters, digits, '.', '_' and "
-            "'-', the first a letter or digit; to stand beside a collection, give it as the location"
+            "'-' that starts with a letter or digit; to give a collection itself, use it as the location"
         )
     if isinstance(location, chromadb.Collection):
         if "ctx_format" in (location.metadata or {}):
-            raise ConfigError(f"{location.name!r} holds soft contexts itself: give the collection it stands beside")
-        # A collection knows only the server part of its client.
+            raise ConfigError(f"{location.name!r} holds soft contexts itself: give the app's own collection")
+        # A collection refers only to the server part of its client.
         client = Client.from_system(location._client._system, tenant=location.tenant, database=location.database)
         return _of_client(client, location.name)
     if isinstance(location, ClientAPI):
@@ -105,7 +106,7 @@ def connect(location: Location, collection: str) -> Connection:
         )
     path = os.fspath(location)
     if not path or (os.path.exists(path) and not os.path.isdir(path)):
-        raise StoreError(f"a store needs a folder, and {path!r} is none")
+        raise StoreError(f"a store needs a folder, and {path!r} is not one")
     return _of_folder(Path(path), DEFAULT_TENANT, DEFAULT_DATABASE, collection)
 
 
@@ -122,14 +123,14 @@ def _of_folder(path: Path, tenant: str, database: str, collection: str) -> Conne
 
 
 def _check_there_or_makeable(path: Path) -> None:
-    # os.path's exists, since Path's raises where this user may not look.
+    # os.path.exists, because Path.exists raises if this user may not look there.
     if os.path.exists(path / DATABASE):
         return
     there = next(str(folder) for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder))
     if not os.access(there, os.W_OK):
         raise StoreWriteError(
-            f"there is no store in {path} that this user can read, and none can be made: this user may not write to "
-            f"{there}: change its permissions, or give another folder"
+            f"there is no store in {path} that this user can read, and none can be made because this user may not "
+            f"write to {there}: change its permissions, or give another folder"
         )
 
 

@@ -1,8 +1,8 @@
-"""A Chroma folder that several processes use: an engine of our own, never older than the last write.
+"""A Chroma folder that several processes use: this library's own engine, never older than the last write.
 
-Chroma keeps a part of the index in memory and writes it over the files now and then, from reads too. An engine
-that was opened before another process wrote would so undo what that one did. Hence every write opens its engine
-after it has the lock and leaves a new generation number; a reader that finds another number opens its own again.
+Chroma keeps part of the index in memory and sometimes writes it over the files, even while reading. So an engine
+that was opened before another process's write would undo that write. Therefore each write takes the lock, opens a
+new engine and leaves a new generation number; a reader that finds a new number reopens its engine.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ctx_compress_rag.errors import StoreError, StoreLockedError, StoreWriteErro
 from ctx_compress_rag.stores import lock
 from ctx_compress_rag.stores.sqlite import DATABASE, SqliteClient
 
-_LOOK_SECONDS = 5.0  # how often a reader looks for a server that was started meanwhile
+_LOOK_SECONDS = 5.0  # how often a reader checks whether a server has been started
 _TOKEN = 8
 
 
 class Folder:
-    """A folder's engine in this process, shared by the stores on it. Safe in threads.
+    """A folder's engine in this process, shared by the stores on it. Thread-safe.
 
     Args:
         path: the folder.
@@ -43,8 +43,8 @@ class Folder:
     _guard = threading.Lock()
 
     def __init__(self, path: Path, tenant: str, database: str) -> None:
-        # Chroma shares an engine among clients of one spelling of a path: no other has this one, so that it can be
-        # closed and opened again under the app's own clients.
+        # Chroma shares an engine among clients that spell a path the same way. This spelling is unique, so that the
+        # engine can be closed and reopened while the app's own clients are open.
         taken = {folder._spelling for folder in Folder._open.values()}
         self._spelling: str = str(path) + f"{os.sep}." * 2
         while self._spelling in taken:
@@ -61,7 +61,7 @@ class Folder:
 
     @classmethod
     def of(cls, path: Path, tenant: str, database: str) -> Folder:
-        """The process's Folder of a path, for one more user: each gives it back with `release`."""
+        """This process's Folder of a path, with one more user; each user calls `release` at the end."""
         key = (os.getpid(), str(path.resolve()), tenant, database)
         with cls._guard:
             folder = cls._open.get(key)
@@ -83,7 +83,7 @@ class Folder:
 
     @contextmanager
     def reading(self, timeout: float = lock.DEFAULT_TIMEOUT) -> Iterator[ClientAPI | SqliteClient | None]:
-        """A client to read with while no other process writes; None where nothing was ever written.
+        """A client to read with while no other process writes; None if nothing was ever written.
 
         Raises:
             StoreLockedError: a single write of another process took longer than `timeout` seconds.
@@ -100,7 +100,7 @@ class Folder:
 
     @contextmanager
     def looking(self, timeout: float = lock.DEFAULT_TIMEOUT) -> Iterator[ClientAPI | SqliteClient | None]:
-        """As `reading`, but by SQLite where that is safe: it is faster for sums and columns over all records."""
+        """Like `reading`, but through SQLite if that is safe: faster for sums and columns over all records."""
         if getattr(self._mine, "client", None) is not None or self._is_shared() or not (self.path / DATABASE).exists():
             with self.reading(timeout) as client:
                 yield client
@@ -110,7 +110,7 @@ class Folder:
 
     @contextmanager
     def alone(self, timeout: float = lock.DEFAULT_TIMEOUT) -> Iterator[None]:
-        """No other process reads or writes, and no engine of this library is open on the files.
+        """Let no other process read or write, with no engine of this library open on the files.
 
         Raises:
             StoreLockedError: others wrote for longer than `timeout` seconds, or a Chroma server runs on the folder.
@@ -128,7 +128,7 @@ class Folder:
                 )
             with self._mutex:
                 self._close()
-                # Before the first write: a process killed in the middle leaves a number that readers do not know.
+                # Before the first write, so that readers reopen their engines even if this process is killed.
                 self._generation = secrets.token_bytes(_TOKEN)
                 _write_token(handle, self._generation)
             yield
@@ -137,11 +137,11 @@ class Folder:
     def writing(
         self, timeout: float = lock.DEFAULT_TIMEOUT, before: Callable[[], object] | None = None
     ) -> Iterator[ClientAPI]:
-        """A client to write with, alone: opened after the lock was taken, and so as new as the files.
+        """A client for exclusive writing: opened after taking the lock, and so as new as the files.
 
         Args:
-            timeout: see `alone`, which also says what is raised.
-            before: called after the lock was taken and before the client is opened.
+            timeout: see `alone`, also for the errors.
+            before: called after taking the lock and before opening the client.
         """
         if (mine := getattr(self._mine, "client", None)) is not None:
             yield mine
@@ -158,7 +158,7 @@ class Folder:
                 self._mine.client = None
 
     def sqlite(self) -> SqliteClient:
-        """The records by SQLite alone."""
+        """A client that reads records through SQLite alone."""
         return SqliteClient(self.path, self._tenant, self._database)
 
     def _readable(self, handle: int | None) -> ClientAPI | SqliteClient:
@@ -173,7 +173,7 @@ class Folder:
             return self._engine
 
     def _is_shared(self) -> bool:
-        """Whether the app has an engine of its own open on the folder, in this process."""
+        """Whether the app has its own engine open on the folder in this process."""
         settings = [system.settings for system in list(SharedSystemClient._identifier_to_system.values())]
         return any(
             each.is_persistent
@@ -191,11 +191,11 @@ class Folder:
         try:
             return chromadb.PersistentClient(self._spelling, tenant=self._tenant, database=self._database)
         except (ChromaError, ValueError) as error:
-            # Chroma keeps the engine that could not start, and would return it to the next caller.
+            # Chroma keeps an engine that failed to start, and would return it to the next caller.
             SharedSystemClient._identifier_to_system.pop(self._spelling, None)
             raise StoreError(
-                f"Chroma cannot open {self.path} ({error}): see that it is a Chroma folder of a version that this one "
-                "reads, or restore it from a backup"
+                f"Chroma cannot open {self.path} ({error}): check that it is a Chroma folder and that the installed "
+                "Chroma reads its version, or restore it from a backup"
             ) from error
 
     def _close(self) -> None:
@@ -212,16 +212,16 @@ class Folder:
 
 
 def server_on(folder: Path) -> int | None:
-    """The process id of a Chroma server of this machine that keeps its files in the folder; None if none is seen.
+    """The process id of a Chroma server on this machine that keeps its files in the folder; None if none is found.
 
-    Only a server whose process this user may inspect is found: Chroma itself leaves no lock while it idles.
+    Finds only servers whose process this user may inspect: an idle Chroma server holds no lock.
     """
     database = str(folder / DATABASE)
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         if ("chroma", "run") not in zip((Path(word).stem for word in words), words[1:], strict=False):
             continue
-        with suppress(psutil.Error):  # it ended, or is another user's
+        with suppress(psutil.Error):  # the process ended, or is another user's
             if any(file.path == database for file in process.open_files()):
                 return int(process.pid)
     return None

@@ -9,14 +9,14 @@ from ctx_compress_rag.stores.markers import MarkerCodec
 
 
 class Keyring:
-    """The store's key, found when it is first needed: opening a store must not make a key file.
+    """The store's key, looked up when first needed: opening a store must not create a key file.
 
     Args:
         companion: where the records are.
         key: the secret; by default what `keys.find_key` finds.
 
     Raises:
-        StoreError: the store is on a server and has no key: refused here and not at the first marker.
+        StoreError: the store is on a server and has no key; raised here, not at the first marker.
     """
 
     def __init__(self, companion: Companion, key: bytes | None) -> None:
@@ -26,7 +26,7 @@ class Keyring:
             self.signer()
 
     def signer(self) -> MarkerCodec:
-        """What markers are signed and records are sealed with."""
+        """The codec that signs markers and seals records."""
         if self._signer is None:
             connection = self._companion.connection
             self._signer = MarkerCodec(find_key(connection.path, remote=connection.remote), self._companion.fingerprint)
@@ -36,7 +36,7 @@ class Keyring:
         """Check the seal of each record.
 
         Raises:
-            PayloadError: one was changed after it was sealed, or is of another key; the message names the passage.
+            PayloadError: a record was changed after sealing, or has another key's seal; the message names the passage.
         """
         for key, row in found.items():
             records.check_seal(key, row, self.signer())

@@ -1,4 +1,4 @@
-"""The secret that markers are signed with. It is never written into Chroma."""
+"""The secret that signs markers. It is never written to Chroma."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _process_key = secrets.token_bytes(32)
 
 
 def find_key(folder: Path | None, *, remote: bool) -> bytes:
-    """The key of a store that was given none.
+    """The key of a store that was opened without one.
 
-    The environment variable CTX_COMPRESS_KEY where it is set. Otherwise a file that is made at first
-    use, readable by its owner alone: `ctx-compress.key` in the store's folder. A store on a server has no default:
-    machines that share it must share the key. A store in memory has a key that ends with the process.
+    The environment variable CTX_COMPRESS_KEY if it is set. Otherwise the file `ctx-compress.key` in the store's
+    folder, created at first use and readable only by its owner. A store on a server has no default: machines that
+    share it must share the key. A store in memory has a new key in each process.
 
     Args:
-        folder: the store's folder, None where it has none.
+        folder: the store's folder; None if it has none.
         remote: whether the store is on a server.
 
     Raises:
-        StoreError: the variable is short or blank, the store is on a server and has no key, or the file cannot be used.
+        StoreError: the variable is too short or blank, a store on a server has no key, or the file cannot be used.
     """
     value = os.environ.get(KEY_VARIABLE)
     if value is not None:
         key = value.encode("utf-8", "surrogateescape")
         if len(key) < MIN_KEY_BYTES or not value.strip():
             raise StoreError(
-                f"{KEY_VARIABLE} has {len(key)} bytes{'' if value.strip() else ', all blank'}: a marker key needs at "
-                f"least {MIN_KEY_BYTES}, which nobody can guess (openssl rand -hex 32), or unset the variable"
+                f"{KEY_VARIABLE} has {len(key)} bytes{'' if value.strip() else ', all blank'}: set a secret of at "
+                f"least {MIN_KEY_BYTES} (for example from openssl rand -hex 32), or unset the variable"
             )
         return key
     if folder is not None:
@@ -46,24 +46,24 @@ def find_key(folder: Path | None, *, remote: bool) -> bytes:
         return _process_key
     raise StoreError(
         f"a store on a server needs a key that all its users share: set {KEY_VARIABLE} (openssl rand -hex 32), or give "
-        "key=. Before, each machine made one of its own, whose markers no other could read; it is in hexadecimal in "
-        "~/.config/ctx-compress/ctx-compress.key"
+        "key=. In earlier versions, each machine made its own key, and no other machine could read its markers; that "
+        "key is in ~/.config/ctx-compress/ctx-compress.key, in hexadecimal"
     )
 
 
 def key_from_file(path: Path) -> bytes:
-    """The key in a file, made where there is none; two processes that make it at once get the same.
+    """The key in a file, which is created if missing; two processes that do so at once get the same key.
 
     Raises:
-        StoreError: others can read the file, it is damaged, or it cannot be made.
+        StoreError: the file belongs to another user, others can read it, it is damaged, or it cannot be created.
     """
     try:
         if not path.exists():
             _create(path)
         if os.name == "posix" and path.stat().st_uid != os.geteuid():
             raise StoreError(
-                f"the marker key {path} belongs to user {path.stat().st_uid}, not to this process's ({os.geteuid()}): "
-                f"run as that user, `chown` it, or set {KEY_VARIABLE}"
+                f"the marker key {path} belongs to user {path.stat().st_uid}, and this process runs as user "
+                f"{os.geteuid()}: run as the owner, `chown` the file, or set {KEY_VARIABLE}"
             )
         if os.name == "posix" and stat.S_IMODE(path.stat().st_mode) & 0o077:
             raise StoreError(f"others can read the marker key {path}: run `chmod 600 {path}`")
@@ -71,9 +71,9 @@ def key_from_file(path: Path) -> bytes:
     except OSError as error:
         raise StoreError(f"cannot use the marker key {path} ({error}): set {KEY_VARIABLE} instead") from error
     except ValueError as error:
-        raise StoreError(f"the marker key {path} is damaged: delete it, a new one is made") from error
+        raise StoreError(f"the marker key {path} is damaged: delete it to get a new one") from error
     if len(key) < MIN_KEY_BYTES:
-        raise StoreError(f"the marker key {path} is damaged: delete it, a new one is made")
+        raise StoreError(f"the marker key {path} is damaged: delete it to get a new one")
     return key
 
 

@@ -1,10 +1,10 @@
-"""Who may touch a Chroma folder now: one writer at a time, and no reader in the middle of a write.
+"""Locks on a Chroma folder: one writer at a time, and no reader during a write.
 
-Chroma writes its folder from one process well; with two, records were lost, and a reader's engine that opens an
-index which another process is writing can crash. Three files keep them apart, for milliseconds at a time:
+Only one process can safely write a Chroma folder: with two, records were lost, and an engine that opens an index
+while another process writes it can crash. Three lock files keep processes apart, for milliseconds at a time:
 `ctx-compress.lock` is the writers' queue, `ctx-compress.readers` is shared by readers and excludes writes, and
 `ctx-compress.turn` makes new readers wait while a writer waits, so that many readers cannot starve it. The operating
-system frees all of them when a process dies, however it dies.
+system releases the locks of a process that dies, however it dies.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ LOCK_FILE = "ctx-compress.lock"
 TURN_FILE = "ctx-compress.turn"
 READERS_FILE = "ctx-compress.readers"
 DEFAULT_TIMEOUT = 30.0
-"""Seconds that a write waits for the other processes' before it."""
+"""Seconds that a write waits for writes of other processes."""
 _POLL = 0.002
 
 
 @contextmanager
 def reader(folder: Path, timeout: float) -> Iterator[int | None]:
-    """The right to read: taken by any number at once. Gives the descriptor of the readers' file.
+    """Hold the lock for reading, which any number can share; yield the descriptor of the readers' file.
 
-    In a folder that this process may not write to, and nobody has locked before, there is none: None.
+    Yields None if this process cannot write to the folder and the file does not exist yet.
 
     Raises:
         StoreLockedError: one write took longer than `timeout` seconds.
@@ -50,13 +50,13 @@ def reader(folder: Path, timeout: float) -> Iterator[int | None]:
 
 @contextmanager
 def writer(folder: Path, timeout: float) -> Iterator[int]:
-    """The right to write, alone. Gives the descriptor of the readers' file.
+    """Hold the lock for writing, exclusively; yield the descriptor of the readers' file.
 
     Raises:
-        StoreLockedError: others had it for `timeout` seconds.
-        StoreWriteError: this process may not write to the folder.
+        StoreLockedError: others held it for `timeout` seconds.
+        StoreWriteError: this process cannot write to the folder.
     """
-    # Readers never keep a writer from its turn, they only finish: the caller's limit is for other writers.
+    # A writer waits only for readers that have already started: the caller's limit is for other writers.
     waits = {LOCK_FILE: timeout, TURN_FILE: DEFAULT_TIMEOUT, READERS_FILE: DEFAULT_TIMEOUT}
     with ExitStack() as stack:
         handle: int | None = None
@@ -77,29 +77,29 @@ def _held(path: Path, deadline: float, *, exclusive: bool) -> Iterator[int | Non
         yield handle
     finally:
         if fcntl:
-            fcntl.flock(handle, fcntl.LOCK_UN)  # a forked child has it too: closing alone would leave it locked
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a forked child shares the lock: closing alone would keep it
         os.close(handle)
 
 
 def _open(path: Path, *, must_write: bool) -> int | None:
-    # A link would have the store write into the file that it leads to.
+    # Through a symbolic link, the store would write to the link's target.
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     try:
         return os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise StoreWriteError(f"{path} is a symbolic link, where a lock file must be: delete it") from error
+            raise StoreWriteError(f"{path} must be a lock file, but is a symbolic link: delete it") from error
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or must_write:
             raise StoreWriteError(
-                f"cannot write to the store {path.parent} ({error.strerror}): see that the folder, its files and the "
-                "disk may be written to"
+                f"cannot write to the store {path.parent} ({error.strerror}): check that the folder, its files and "
+                "the disk are writable"
             ) from error
     try:
         return os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise StoreWriteError(f"cannot read {path} ({error.strerror}): see that this user may") from error
+        raise StoreWriteError(f"cannot read {path} ({error.strerror}): check that this user may read it") from error
 
 
 def _lock(handle: int, exclusive: bool, deadline: float, folder: Path) -> None:
@@ -108,7 +108,7 @@ def _lock(handle: int, exclusive: bool, deadline: float, folder: Path) -> None:
             if fcntl:
                 fcntl.flock(handle, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
             else:  # pragma: no cover
-                os.lseek(handle, 1 << 20, os.SEEK_SET)  # beyond what is written there, which others read
+                os.lseek(handle, 1 << 20, os.SEEK_SET)  # past the file's content, which others read
                 msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
             return
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Which record a reader gets: of its own scope before the shared one, of the text it names, as it was sealed."""
+"""Find the record for a reader: its own scope's before the default scope's, with the given text and a valid seal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ctx_compress_rag.stores.scopes import own_id, readable, record_id, scoped_n
 
 
 class Lookup:
-    """Finds records by passage, by id and by marker. Safe in threads."""
+    """Finds records by passage, by id and by marker. Thread-safe."""
 
     def __init__(self, companion: Companion, keyring: Keyring) -> None:
         self._companion = companion
@@ -25,12 +25,12 @@ class Lookup:
     def matching(
         self, field: str, digest: Callable[[str, str, Passage], str], passages: Mapping[str, Passage]
     ) -> set[str]:
-        """Record ids whose stored hash is the passage's. The hashes cover the id: none can match another's record."""
+        """Record ids whose stored hash equals the passage's. The hash covers the id, so no other record can match."""
         fingerprint = self._companion.fingerprint
         return self._companion.matching(field, {key: digest(fingerprint, key, each) for key, each in passages.items()})
 
     def holding(self, passages: Mapping[str, Passage], scope: str) -> set[str]:
-        """Ids of the passages that a record which the scope may read holds with their text."""
+        """Ids of the passages that are stored with their text in a record that the scope may read."""
         held: set[str] = set()
         for place in readable(scope):
             rest = {record_id(id, place): passage for id, passage in passages.items() if id not in held}
@@ -38,10 +38,10 @@ class Lookup:
         return held
 
     def by_id(self, ids: Sequence[str], scope: str, texts: Sequence[str] | None) -> dict[str, Record]:
-        """By passage id, the scope's own record or else the default scope's; only of the text where one is given.
+        """By passage id, the scope's own record or the default scope's; with `texts`, only records with those texts.
 
         Raises:
-            PayloadError: a record was changed after it was sealed, or is of another key; the message names the passage.
+            PayloadError: a record was changed after sealing, or has another key's seal; the message names the passage.
         """
         expected = None if texts is None else to_passages(texts, checked_ids(ids), repeats=True)
         places = readable(scope)
@@ -61,26 +61,26 @@ class Lookup:
         """The records that markers of stored passages stand for.
 
         Raises:
-            MissingPassageError: one is not there.
-            PayloadError: a record was changed after it was sealed, or is of another key.
+            MissingPassageError: a record is missing.
+            PayloadError: a record was changed after sealing, or has another key's seal.
         """
         names = {each: [scoped_name(each.passage, place) for place in readable(each.scope)] for each in markers}
         found: dict[Marker, Record] = self.names.find(names)
         missing = [marker for marker in names if marker not in found]
         if missing:
             raise MissingPassageError(
-                f"no passage in {self._companion.connection.where} for {len(missing)} marker(s), the first "
-                f"{missing[0].id!r}: it was deleted or its text changed after the prompt was made; retrieve again"
+                f"no passage in {self._companion.connection.where} for {len(missing)} marker(s) (first: "
+                f"{missing[0].id!r}): it was deleted or its text changed after the prompt was made; retrieve again"
             )
         self._keyring.check(dict(found.values()))
         return found
 
 
 def checked_ids(ids: Sequence[str]) -> Sequence[str]:
-    """The ids, if they are strings in a list, and not one id's letters.
+    """The ids as a list.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: ids is a single str or not iterable, or an id is not a str.
     """
     if isinstance(ids, str) or not isinstance(ids, Iterable):
         raise ConfigError(f"ids must be a list, got the {type(ids).__name__} {ids!r}")

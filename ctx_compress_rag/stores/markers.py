@@ -5,14 +5,14 @@
 
 The first 17 letters name the passage: HMAC(key, fingerprint, text), so the same text has the same
 marker in every process. The next 3 say how many base slots are merged into one, because a number of
-slots alone does not fix where the windows begin. The tag is HMAC(key, scope, id, slots): a marker
-that a user or a document wrote, one of another tenant's scope, or one that was altered, is not
-honoured and stays literal text. The form is lower-case ASCII without characters that templates,
+slots alone does not determine where the windows begin. The tag is HMAC(key, scope, id, slots): a marker
+that a user or a document wrote, that was altered, or that belongs to another tenant's scope is not
+accepted and stays literal text. The form is lower-case ASCII without characters that templates,
 JSON or HTML treat specially.
 
 A part of a passage that was skimmed for one question (Read As Human) has a marker of the same form. Its letters
-name part, passage and question, and its tag is of another kind, so that neither sort passes for the other.
-It may have 0 slots: skimmed and dropped.
+name part, passage and question, and its tag is of another kind, so that neither can be mistaken for the other.
+It has 0 slots if the skimmed part was dropped.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ _SEAL_LETTERS = 32
 MAX_FACTOR = 16**_FACTOR_LETTERS
 _MARKER = re.compile(r"\[\[ctx:([a-p]{20})\.(0|[1-9][0-9]{0,6})\.([a-p]{16})\]\]")
 _OPENING = "[[ctx:"
-_STORED, _SKIMMED = _KINDS = ("tag", "skimmed tag")  # "tag" is in the markers of stores made before
+_STORED, _SKIMMED = _KINDS = ("tag", "skimmed tag")  # "tag" keeps the markers of earlier versions valid
 _ONE = "a" * _FACTOR_LETTERS  # factor 1
 _HEX_TO_LETTERS = str.maketrans("0123456789abcdef", "abcdefghijklmnop")
 _LETTERS_TO_HEX = str.maketrans("abcdefghijklmnop", "0123456789abcdef")
 
 OnUnreadable = Literal["error", "warn", "text"]
-"""A marker that cannot be read: raise, or take it for literal text, with a warning ("warn") or without one ("text")."""
+"""What to do with an unreadable marker: raise, or keep it as text, with a warning ("warn") or without ("text")."""
 
 _scope: ContextVar[str | None] = ContextVar("ctx_compress_scope", default=None)
 
 
 def check_scope(name: str) -> str:
-    """The scope itself; ConfigError where it is blank or no str."""
+    """Return the scope; ConfigError if it is blank or not a str."""
     if not isinstance(name, str) or not name.strip():
-        raise ConfigError(f"scope={name!r}: a scope needs a name, the tenant's or user's id as a str")
+        raise ConfigError(f"scope={name!r}: give the tenant's or user's id as a str that is not blank")
     return name
 
 
 def check_on_unreadable(policy: str) -> None:
-    """ConfigError unless it is one of `OnUnreadable`."""
+    """Raise ConfigError unless it is one of `OnUnreadable`."""
     if policy not in get_args(OnUnreadable):
         raise ConfigError(f"on_unreadable={policy!r}: choose one of {', '.join(get_args(OnUnreadable))}")
 
@@ -68,9 +68,9 @@ def quietly(policy: OnUnreadable) -> OnUnreadable:
 
 
 def defused(text: str) -> str:
-    """The text without the colon of each marker in it: none of them can be taken for a marker any more.
+    """The text with the colon of each marker removed, so that none can be read as a marker.
 
-    A bracket less would not do: another one may stand before the marker, in the text or in the prompt's template.
+    Removing a bracket would not be enough: the text or the prompt's template may have another one before the marker.
     """
     return _MARKER.sub(lambda match: match[0].replace(":", ""), text)
 
@@ -79,7 +79,7 @@ def defused(text: str) -> str:
 def scope(name: str) -> Iterator[None]:
     """Markers written and read inside the `with` block belong to this tenant or user.
 
-    Held in a context variable: it follows asyncio tasks and `asyncio.to_thread`, not bare threads.
+    Held in a context variable, which asyncio tasks and `asyncio.to_thread` inherit, but plain threads do not.
     """
     token = _scope.set(check_scope(name))
     try:
@@ -89,20 +89,20 @@ def scope(name: str) -> Iterator[None]:
 
 
 def current_scope() -> str | None:
-    """The scope of the innermost `with scope(...)`, or None outside of any."""
+    """The scope of the innermost `with scope(...)`; None outside any."""
     return _scope.get()
 
 
 @dataclass(frozen=True)
 class Marker:
-    """A marker whose tag was found good.
+    """A marker with a valid tag.
 
     Attributes:
         id: its 20 letters.
         slots: how many places it takes in the prompt.
-        skimmed: whether it stands for a part of a passage as one question needed it, not for a stored passage.
-        scope: whose it is: the tenant or user that its tag was made for.
-        text: the whole marker, as it was found.
+        skimmed: whether it stands for a part of a passage skimmed for one question, not for a stored passage.
+        scope: the tenant or user that its tag was made for.
+        text: the whole marker, as found.
     """
 
     id: str
@@ -113,7 +113,7 @@ class Marker:
 
     @property
     def passage(self) -> str:
-        """The letters that name the passage, whatever the ratio, or the skimmed part."""
+        """The letters that name the passage (the same at every ratio) or the skimmed part."""
         return self.id[:_PASSAGE_LETTERS]
 
     @property
@@ -127,12 +127,12 @@ class MarkerCodec:
 
     Args:
         key: at least 16 bytes that only the application knows.
-        fingerprint: the bundle's; a passage has another name under another bundle.
+        fingerprint: the bundle's; a passage has another name with another bundle.
     """
 
     def __init__(self, key: bytes, fingerprint: str) -> None:
         if not isinstance(key, bytes):
-            raise ConfigError(f"a marker key is bytes, got {type(key).__name__}: give secrets.token_bytes(32), kept")
+            raise ConfigError(f"a marker key is bytes, got {type(key).__name__}: keep and give secrets.token_bytes(32)")
         if len(key) < MIN_KEY_BYTES or not key.strip():
             raise ConfigError(
                 f"a marker key needs at least {MIN_KEY_BYTES} bytes, got {len(key)}{'' if key.strip() else ' blanks'}"
@@ -145,7 +145,7 @@ class MarkerCodec:
         return self._letters(_PASSAGE_LETTERS, "passage", self._fingerprint, text)
 
     def skimmed(self, *fields: str) -> str:
-        """The 17 letters that name a part of a passage skimmed for a question; `fields` tell it from others."""
+        """The 17 letters that name a part of a passage skimmed for a question; `fields` identify the part."""
         return self._letters(_PASSAGE_LETTERS, "skimmed", self._fingerprint, *fields)
 
     def write(self, passage: str, factor: int, slots: int, scope: str) -> str:
@@ -160,7 +160,7 @@ class MarkerCodec:
         return f"[[ctx:{id}.{slots}.{self._tag(_STORED, scope, id, str(slots))}]]"
 
     def write_skimmed(self, part: str, slots: int, scope: str) -> str:
-        """The marker of a skimmed part (as `skimmed` names it); 0 slots where it was dropped."""
+        """The marker of a skimmed part (as `skimmed` names it); 0 slots if it was dropped."""
         id = part + _ONE
         return f"[[ctx:{id}.{slots}.{self._tag(_SKIMMED, scope, id, str(slots))}]]"
 
@@ -169,10 +169,10 @@ class MarkerCodec:
         return self._letters(_SEAL_LETTERS, "record", self._fingerprint, *fields)
 
     def split(self, text: str, scope: str, on_unreadable: OnUnreadable = "warn") -> list[str | Marker]:
-        """Text parts and this scope's markers, in order; nothing else is taken out, no part is empty.
+        """Text parts and this scope's markers, in order; joined, they are the text, and no part is empty.
 
-        A marker with a bad tag stays in its text part, or is an error, as the caller chose. One that something cut
-        which packs prompts stays in its part. There is one warning for all of them.
+        A marker with a bad tag stays in its text part or raises, as `on_unreadable` says. A truncated marker (some
+        tools shorten prompts) stays in its part. There is one warning for all of them.
 
         Raises:
             UnreadableMarkerError: a marker has a bad tag, and on_unreadable is "error".
@@ -186,7 +186,7 @@ class MarkerCodec:
                 raise UnreadableMarkerError(
                     f"{match[0]} was not made with this key for scope {scope!r}, or was changed: give the key it was "
                     "made with (CTX_COMPRESS_KEY) and its scope, retrieve again, or choose on_unreadable='warn' to "
-                    "take such markers for text"
+                    "keep such markers as text"
                 )
             if not kinds:
                 continue
@@ -209,7 +209,7 @@ class MarkerCodec:
         return self._letters(_TAG_LETTERS, kind, scope, id, slots)
 
     def _letters(self, length: int, *fields: str) -> str:
-        # Each field goes in with its length, so that no two lists of fields give the same message.
+        # Each field is preceded by its length, so that no two lists of fields give the same message.
         encoded = [field.encode("utf-8", "surrogatepass") for field in fields]
         message = b"".join(len(field).to_bytes(8, "big") + field for field in encoded)
         return hmac.digest(self._key, message, hashlib.sha256).hex()[:length].translate(_HEX_TO_LETTERS)

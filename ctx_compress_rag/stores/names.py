@@ -1,6 +1,6 @@
-"""From the names in markers to records, fast: Chroma finds a record by id at once, by a field only after reading all.
+"""Find records by the names in markers, by id if possible: Chroma is slower by field.
 
-With 50,000 records a look by field takes 12 ms, one by ids 0.5. Markers are mostly read by the process that wrote them.
+With 50,000 records, a lookup by field takes 12 ms, by ids 0.5 ms. Most markers are read by the process that wrote them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Record = tuple[str, dict[str, Any]]
 
 
 class Names:
-    """The records that marker names stand for; those written or read before are looked up by id. Safe in threads.
+    """The records that marker names stand for; names written or read before are looked up by id. Thread-safe.
 
     Args:
         companion: where the records are.
@@ -27,13 +27,13 @@ class Names:
         self._ids: dict[str, str] = {}
 
     def learn(self, records: Iterable[Record]) -> None:
-        """Remember where these names are."""
+        """Remember the ids of these records by their names."""
         if len(self._ids) > _LIMIT:
             self._ids = {}
         self._ids.update({str(record["marker"]): id for id, record in records})
 
     def find(self, wanted: Mapping[Any, Sequence[str]]) -> dict[Any, Record]:
-        """For each key the record of the first of its names that is there; all of them are of one text."""
+        """For each key, the record of the first of its names that is stored; a key's names belong to one text."""
         known = {name: id for names in wanted.values() for name in names if (id := self._ids.get(name))}
         found = _first(wanted, self._companion.read(list(known.values())) if known else {})
         rest = {key: names for key, names in wanted.items() if key not in found}

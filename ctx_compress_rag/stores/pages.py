@@ -1,4 +1,4 @@
-"""Long lists in parts that Chroma or SQLite takes at once."""
+"""Split long lists into parts that Chroma or SQLite accepts in one call."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.soft_context import SoftContext
 
 _BATCH_CHARACTERS = 65_536
-"""Most characters of passages compressed between two writes: about two forward passes, the most that a kill loses.
+"""Maximum characters compressed between two writes: about two forward passes, the most that killing the process loses.
 
-Batches do not depend on the clock: what is in a batch together decides the last bits of its slots.
+Batches do not depend on timing: which passages share a batch affects the last bits of their slots.
 """
 
 MAX_CHARACTERS = 1_000_000
@@ -52,7 +52,7 @@ class Compresses(Protocol):
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece of source text. Without an id it is known by a hash of its text."""
+    """A piece of source text. If it has no id, a hash of its text is its id."""
 
     text: str
     id: str | None = None
@@ -72,7 +72,7 @@ class StoredPassage:
 
 @dataclass(frozen=True)
 class AddReport:
-    """How many passages `add` found new, changed (text or metadata) and as they were."""
+    """How many passages `add` found new, changed (text or metadata) and unchanged."""
 
     added: int
     updated: int
@@ -81,7 +81,7 @@ class AddReport:
 
 @dataclass(frozen=True)
 class SyncReport(AddReport):
-    """As AddReport, and how many passages `sync` deleted."""
+    """An AddReport, with how many passages `sync` deleted."""
 
     deleted: int
 
@@ -90,8 +90,8 @@ class SyncReport(AddReport):
 class StoreInfo:
     """What is in a store.
 
-    `payload_bytes` are the encoded slots before they became text. `disk_bytes` is the whole folder, with whatever
-    else Chroma keeps there; it and `payload_share` (payload over disk) are None for a store without one.
+    `payload_bytes` is the size of the encoded slots, before encoding as text. `disk_bytes` is the size of the whole
+    folder; it and `payload_share` (payload over disk) are None for a store without a folder.
     """
 
     location: str
@@ -112,18 +112,18 @@ class StoreInfo:
 
 
 def content_id(text: str) -> str:
-    """The id of a passage that came without one."""
+    """The id of a passage that was given without one: a hash of its text."""
     return hashlib.sha256(_utf8(text, "a passage")).hexdigest()[:32]
 
 
 def to_passage(document: object, id: str | None, place: int) -> Passage:
     """A string, Passage, LangChain Document or LlamaIndex node (scored or not) as a checked Passage with an id.
 
-    `id` takes precedence over the document's own; messages name `place`, its index among the others. Metadata keeps
-    the scalars that JSON can hold; nested values and NaN stay with the app's own collection.
+    `id` takes precedence over the document's own; messages name `place`, the document's index. Metadata keep only
+    scalars that JSON can hold: nested values and NaN stay in the app's own collection.
 
     Raises:
-        ConfigError: it is none of these, its text is blank, too long or not text, or its id is empty.
+        ConfigError: it is none of these, its text is blank, too long or not a str, or its id or metadata are not valid.
     """
     node: Any = getattr(document, "node", document)
     own: object = None
@@ -150,8 +150,8 @@ def to_passage(document: object, id: str | None, place: int) -> Passage:
         raise ConfigError(f"{label} has no text: leave blank passages out")
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(
-            f"{label} has {len(text):,} characters, and a passage {MAX_CHARACTERS:,} at most: cut it into passages of "
-            "a few hundred words first, with the text splitter of your framework"
+            f"{label} has {len(text):,} characters, more than {MAX_CHARACTERS:,}: cut it into passages of a few "
+            "hundred words first, with the text splitter of your framework"
         )
     _utf8(text, label)
     if name is None:
@@ -167,19 +167,19 @@ def to_passage(document: object, id: str | None, place: int) -> Passage:
 def to_passages(
     documents: Iterable[object], ids: Sequence[str] | None = None, *, repeats: bool = False
 ) -> dict[str, Passage]:
-    """Documents as checked passages by id, in order; nothing is written when one of them is refused.
+    """Check all documents, before any is written; return them as passages by id, in order.
 
     Args:
         documents: see `to_passage`.
         ids: one per document.
-        repeats: accept an id given twice with the same text, as a retriever may. Passages that share the
-            id because they came without one are always accepted: they have the same text.
+        repeats: accept an id given twice with the same text, as retrievers may return it. Equal texts given
+            without an id share one, and are always accepted.
 
     Raises:
-        ConfigError: as `to_passage`, or as many ids as documents were not given, or an id came twice.
+        ConfigError: as `to_passage`, or the numbers of ids and documents differ, or an id is given twice.
     """
     if isinstance(documents, str) or not isinstance(documents, Iterable):
-        raise ConfigError(f"documents must be a list, got {type(documents).__name__}: put a single text into one")
+        raise ConfigError(f"documents must be a list, got {type(documents).__name__}: put a single text into a list")
     items = list(documents)
     if isinstance(ids, str):
         raise ConfigError(f"ids must be a list, got the str {ids!r}")
@@ -200,7 +200,7 @@ def to_passages(
 
 
 def passage_batches(passages: Mapping[str, Passage], most: int) -> Iterator[dict[str, Passage]]:
-    """Passages in order, in batches of at most `most` that are compressed and written together."""
+    """Passages in order, in batches of at most `most` to compress and write together."""
     batch: dict[str, Passage] = {}
     size = 0
     for key, passage in passages.items():

@@ -1,6 +1,6 @@
-"""Reads all vectors of a collection and searches it: `python probe.py FOLDER COLLECTION` ends with 0 if it is sound.
+"""Read all vectors of a collection and search it: `python probe.py FOLDER COLLECTION` exits with 0 if both work.
 
-It runs in a process of its own, since a damaged index can crash the process that reads it.
+This needs a process of its own, since a damaged index can crash the process that reads it.
 """
 
 import sys
@@ -11,7 +11,7 @@ _PAGE = 1000
 
 
 def main(folder: str, name: str) -> None:
-    """Raise, or crash, where the index is not whole."""
+    """Raise or crash if the index is damaged."""
     collection = chromadb.PersistentClient(folder).get_collection(name, embedding_function=None)
     for start in range(0, collection.count(), _PAGE):
         vectors = collection.get(include=["embeddings"], limit=_PAGE, offset=start)["embeddings"]

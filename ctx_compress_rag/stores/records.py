@@ -1,7 +1,7 @@
-"""One passage as one Chroma record: what its metadata holds.
+"""A passage as a Chroma record: the fields of its metadata.
 
-The text is deflated: Chroma keeps a metadata string twice, and a `document` about nine times over because
-of its full-text index (measured: 11 kB for 1.2 kB of text), which nobody searches here.
+The text is a deflated metadata string: Chroma keeps such a string twice, and a `document` about nine times because
+of its full-text index (measured: 11 kB for 1.2 kB of text), which is not needed here.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ Record = dict[str, str | int]
 SEAL = "seal"
 
 MAX_UNPACKED_BYTES = 16 << 20
-"""A stored text that unpacks to more is not read: a few kilobytes of zlib can hold gigabytes."""
-_LARGEST = 1e16  # squares of what a decoder reads must stay finite in float32, summed over a slot
-_PAYLOAD_HASH = "payload_hash"  # sealed in the payload's place: where that is damaged, the text can still be told good
+"""A stored text that unpacks to more is not read: a few megabytes of zlib can hold gigabytes."""
+_LARGEST = 1e16  # the squares of a slot's values and their sum must stay finite in float32
+_PAYLOAD_HASH = "payload_hash"  # sealed instead of the payload: if that is damaged, the text can still be verified
 _FIELDS = {"text": str, "text_hash": str, "marker": str, "metadata": str, "slots": int, "tokens": int}
 _DAMAGED = "the record of passage"
 
 
 def text_hash(fingerprint: str, key: str, passage: Passage) -> str:
-    """The same for the same record id, text and bundle: then the passage need not be compressed again."""
+    """A hash of record id, text and bundle: if it is unchanged, the passage need not be compressed again."""
     return _hash(fingerprint, key, passage.text)
 
 
 def full_hash(fingerprint: str, key: str, passage: Passage) -> str:
-    """The same only if the metadata are the same, too: then the record need not be written."""
+    """A hash that also covers the metadata: if it is unchanged, the record need not be written."""
     return _hash(fingerprint, key, passage.text, _json(passage.metadata))
 
 
 def labels(fingerprint: str, key: str, passage: Passage) -> Record:
-    """The part of a record that changes with the metadata alone."""
+    """The fields of a record that depend on the metadata."""
     return {"full_hash": full_hash(fingerprint, key, passage), "metadata": _json(passage.metadata)}
 
 
 def payload_of(passage: Passage, soft: SoftContext, codec: str) -> str:
-    """A soft context as a record holds it; PayloadError, naming the passage, if it cannot be encoded."""
+    """A soft context encoded for a record; PayloadError, naming the passage, if that is impossible."""
     try:
         return codecs.encode(soft, codec)
     except PayloadError as error:
@@ -61,10 +61,10 @@ def record(key: str, passage: Passage, payload: str, *, fingerprint: str, marker
     """The whole metadata of a passage's Chroma record, whose id is `key`.
 
     Raises:
-        PayloadError: the payload is no soft context; the message names the passage.
+        PayloadError: the payload cannot be decoded; the message names the passage.
     """
     try:
-        soft = codecs.decode(payload)  # made elsewhere, perhaps: what is stored has been read once
+        soft = codecs.decode(payload)  # a worker may have made it: decode it once before it is stored
     except PayloadError as error:
         raise PayloadError(f"passage {passage.id!r} came with an unusable payload: {error}") from error
     row: Record = {
@@ -81,7 +81,7 @@ def record(key: str, passage: Passage, payload: str, *, fingerprint: str, marker
 
 
 def sealed_anew(key: str, row: Mapping[str, Any], fingerprint: str, signer: MarkerCodec) -> Record:
-    """The fields of a record that change when this key seals it; PayloadError where its parts disagree."""
+    """The fields of a record that change when this key seals it; PayloadError if its parts disagree."""
     text = read_passage(key, row, fingerprint).text
     read_soft(key, row)
     fresh: Record = {"marker": name_in_record(signer.passage(text), key), _PAYLOAD_HASH: _hash(row["payload"])}
@@ -89,9 +89,9 @@ def sealed_anew(key: str, row: Mapping[str, Any], fingerprint: str, signer: Mark
 
 
 def sealed_fields(key: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a record's seal covers: its id and scope, a hash of its text, its name and counts, and its vectors.
+    """What a record's seal covers: its id and scope, a hash of its text, its marker name, its counts, its payload.
 
-    The metadata are not covered, since they change alone; the text is, by its hash.
+    Text and payload are covered by their hashes; the metadata are not covered, since they can change alone.
 
     Raises:
         PayloadError: a field is missing or of another type.
@@ -103,20 +103,20 @@ def sealed_fields(key: str, row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_seal(key: str, stored: Mapping[str, Any], signer: MarkerCodec) -> None:
-    """PayloadError unless this key sealed the record as it is."""
+    """Raise PayloadError unless this key sealed the record as it is now."""
     fields = sealed_fields(key, stored)
     seal = stored.get(SEAL)
     if seal is None:
         raise _damaged(
             own_id(key),
-            "it has no seal: it is from before there were seals, or somebody else wrote it; where nobody else could, "
+            "it has no seal: an early version wrote it, or somebody else did; if nobody else could, "
             "`ctx-compress repair --reseal` seals it",
         )
     if not isinstance(seal, str) or not hmac.compare_digest(seal.encode(), signer.seal(*fields).encode()):
         raise _damaged(
             own_id(key),
-            "it was changed after it was sealed, or sealed with another key: set CTX_COMPRESS_KEY to that one; if it "
-            "is lost, `ctx-compress repair --reseal` takes the one in use",
+            "it was changed after sealing, or sealed with another key: set CTX_COMPRESS_KEY to that key; if it "
+            "is lost, `ctx-compress repair --reseal` seals it with the key in use",
         )
 
 
@@ -127,7 +127,7 @@ def read_soft(key: str, stored: Mapping[str, Any]) -> SoftContext:
         soft = codecs.decode(_checked_payload(stored))
         if (soft.n_slots, soft.n_tokens) != (stored["slots"], stored["tokens"]):
             raise PayloadError(
-                f"it holds {soft.n_slots} slots for {soft.n_tokens} tokens and says {stored['slots']} for "
+                f"it holds {soft.n_slots} slots for {soft.n_tokens} tokens, but says {stored['slots']} for "
                 f"{stored['tokens']}"
             )
         if float(soft.slots.abs().max()) > _LARGEST:
@@ -138,7 +138,7 @@ def read_soft(key: str, stored: Mapping[str, Any]) -> SoftContext:
 
 
 def check_payload(key: str, stored: Mapping[str, Any]) -> None:
-    """PayloadError, naming the passage, unless the payload is the one that was sealed; its vectors are not read."""
+    """Raise PayloadError, naming the passage, unless the payload is the sealed one; its vectors are not decoded."""
     try:
         _checked_payload(stored)
     except PayloadError as error:
@@ -152,7 +152,7 @@ def read_passage(key: str, stored: Mapping[str, Any], fingerprint: str) -> Store
         unpacker = zlib.decompressobj()
         data = unpacker.decompress(base64.b64decode(stored["text"], validate=True), MAX_UNPACKED_BYTES)
         if not unpacker.eof:
-            raise ValueError(f"its text is cut, or unpacks to more than {MAX_UNPACKED_BYTES:,} bytes")
+            raise ValueError(f"its text is truncated, or unpacks to more than {MAX_UNPACKED_BYTES:,} bytes")
         text = data.decode()
         if _hash(fingerprint, key, text) != stored["text_hash"]:
             raise ValueError("its text was changed after it was stored")

@@ -1,7 +1,7 @@
-"""A folder whose index Chroma cannot read any more, made whole from its records.
+"""Rebuild the index of a folder from its records when Chroma can no longer read it.
 
-Chroma keeps ids, texts and metadata, and so the soft contexts, in SQLite; its index has vectors alone, in files of
-its own. Those of a companion are all alike, those of other collections must be made anew from the texts.
+Chroma keeps ids, texts and metadata, and so the soft contexts, in SQLite; its index has only vectors, in files of
+its own. A companion's vectors are all the same; those of other collections must be recomputed from the texts.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ctx_compress_rag.stores.sqlite import SqliteCollection
 
 Embed = Callable[[Sequence[str]], Any]
 """From texts to vectors."""
-_DOCUMENT = "chroma:document"  # Chroma's name of a text among the metadata
+_DOCUMENT = "chroma:document"  # Chroma's name for a record's text in the metadata
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """What became of a folder's collections.
+    """The result of `rebuild` for a folder's collections.
 
     Attributes:
         records: how many records have a new index, by collection.
         broken: collections whose index is damaged and whose vectors only the app can make.
-        companions: names of the collections that soft contexts stand beside.
+        companions: names of the collections that have a companion with soft contexts.
     """
 
     records: dict[str, int]
@@ -42,14 +42,14 @@ class Rebuilt:
 
 
 def rebuild(folder: Folder, backup: Path, embedder: Callable[[Mapping[str, Any]], Embed | None]) -> Rebuilt:
-    """Copy a folder, then make the index of each companion anew, and of others where it is damaged.
+    """Copy a folder, then rebuild the index of each companion, and of other collections if it is damaged.
 
-    Nobody reads or writes meanwhile. After an interruption the same call starts anew.
+    Nobody else reads or writes meanwhile. After an interruption, a call with another `backup` starts again.
 
     Args:
         folder: the folder.
-        backup: where the copy goes.
-        embedder: what makes the vectors of a collection, by its metadata; None where that is not known.
+        backup: where the copy goes; must not exist yet.
+        embedder: from a collection's metadata to the function that makes its vectors; None if that is unknown.
 
     Raises:
         StoreError: see `back_up`.
@@ -88,6 +88,6 @@ def _alike(texts: Sequence[str]) -> Any:
 
 
 def _is_sound(folder: Path, collection: str) -> bool:
-    # -P: else modules beside the file would stand in for installed ones of the same name
+    # -P: otherwise modules beside the file would shadow installed ones of the same name
     command = [sys.executable, "-P", probe.__file__, str(folder), collection]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0

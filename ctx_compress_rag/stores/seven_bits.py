@@ -1,7 +1,7 @@
-"""Bytes as text, seven bits a character: the densest that Chroma's metadata hold.
+"""Bytes as text, seven bits per character: the densest form that Chroma's metadata can hold.
 
-Chroma keeps a metadata string twice, so what base64 adds to it counts twice. A character of ASCII takes one byte of
-SQLite's UTF-8, and 127 of the 128 are safe: U+0080 stands for NUL. A text ends with `~`, which base64 does not have:
+Chroma keeps a metadata string twice, so base64's overhead would count twice. An ASCII character takes one byte in
+SQLite's UTF-8, and all are safe but NUL, for which U+0080 stands. A text ends with `~`, which base64 does not use:
 stores of earlier versions hold payloads in base64.
 """
 
@@ -13,7 +13,7 @@ import binascii
 import numpy as np
 
 END = "~"
-_SHIFTS = np.arange(49, -1, -7, dtype=np.uint64)  # seven bytes are eight characters
+_SHIFTS = np.arange(49, -1, -7, dtype=np.uint64)  # seven bytes become eight characters
 
 
 def to_text(data: bytes) -> str:
@@ -26,12 +26,12 @@ def to_text(data: bytes) -> str:
 
 
 def to_bytes(text: str) -> bytes:
-    """The bytes of what `to_text` made, or of base64; ValueError where it is neither."""
+    """The bytes of what `to_text` made, or of base64; ValueError if the text is neither."""
     if not text.endswith(END):
         try:
             return base64.b64decode(text, validate=True)
         except binascii.Error as error:
-            raise ValueError(f"neither seven bits a character nor base64 ({error})") from error
+            raise ValueError(f"neither seven-bit text nor base64 ({error})") from error
     given = np.frombuffer(text[:-1].encode("latin-1"), np.uint8)
     if ((given == 0) | (given > 128)).any():
         raise ValueError("a character of more than seven bits")

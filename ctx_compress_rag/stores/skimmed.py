@@ -1,4 +1,4 @@
-"""Slots for one question only: kept in memory; beyond a limit the least recently used are dropped."""
+"""Slots for one question only, kept in memory; beyond a limit, the least recently used are dropped."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ctx_compress_rag.stores.markers import Marker
 
 @dataclass(frozen=True)
 class Skimmed:
-    """A part of a passage as slots that one question asked for (Read As Human, eq. 4).
+    """A part of a passage, skimmed into slots for one question (Read As Human, eq. 4).
 
     Attributes:
         question: the question.
-        reduction: the reduction it was asked with.
+        reduction: the reduction used for the question.
         passage: the whole passage's text.
         start: where the part begins in it.
         end: where the part ends in it.
-        soft: the part's slots; none where skimmed parts are dropped.
+        soft: the part's slots; none if skimmed parts are dropped.
     """
 
     question: str
@@ -39,21 +39,21 @@ class Skimmed:
 
     @property
     def cost(self) -> int:
-        """What it counts for in memory: its slots, or 1 without any, since the part itself takes room, too."""
+        """What it counts against the limit: its slots, but at least 1, since the part itself takes memory, too."""
         return max(1, self.soft.n_slots)
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """What tells it from others."""
+        """The values that identify the part."""
         return self.question, str(self.reduction), self.passage, str(self.start), str(self.end)
 
 
 class SkimmedSlots:
-    """Parts of passages by scope and name; beyond `limit` slots of a scope the least recently used go. Safe in threads.
+    """Parts of passages by scope and name; beyond `limit` slots per scope, the least recently used go. Thread-safe.
 
-    Each scope has room of its own, so that no tenant's questions evict another's slots.
+    Each scope has its own limit, so that no tenant's questions evict another's slots.
 
-    They are not written to the store: readers have no writer's lock, and every question would add its own.
+    Slots are not written to the store: readers do not hold the write lock, and every question would add slots.
     """
 
     def __init__(self, limit: int) -> None:
@@ -61,10 +61,10 @@ class SkimmedSlots:
         self._scopes: dict[str, _LeastRecentlyUsed] = {}
 
     def put(self, scope: str, parts: Mapping[str, Skimmed]) -> None:
-        """Keep the parts that one prompt needs; a part of the same name gives way.
+        """Keep the parts that one prompt needs; they replace parts of the same names.
 
         Raises:
-            ConfigError: together they have more slots than are kept.
+            ConfigError: together they need more than `limit` slots.
         """
         needed = sum(part.cost for part in parts.values())
         if needed > self.limit:
@@ -80,15 +80,15 @@ class SkimmedSlots:
         """The parts that markers stand for.
 
         Raises:
-            MissingPassageError: one is no longer in memory.
+            MissingPassageError: a part is no longer in memory.
         """
         parts = {marker: self._of(marker.scope).get(marker.passage) for marker in markers}
         found = {marker: part for marker, part in parts.items() if part is not None}
         if len(found) < len(parts):
             raise MissingPassageError(
-                f"the slots of {len(parts) - len(found)} skimmed part(s) are gone: they hold for one question, in the "
-                f"memory of the store that wrote their markers, which keeps the last {self.limit} of a scope; "
-                "give postprocessor and LLM the same store, retrieve again, or open it with a larger skimmed_slots"
+                f"the slots of {len(parts) - len(found)} skimmed part(s) are gone: they are for one question, in the "
+                f"memory of the store that wrote their markers, which keeps the last {self.limit} of a scope: "
+                "give postprocessor and LLM the same store, retrieve again, or open the store with more skimmed_slots"
             )
         return found
 
@@ -104,7 +104,7 @@ class _LeastRecentlyUsed:
         self._lock = threading.Lock()
 
     def put(self, name: str, part: Skimmed) -> None:
-        """Keep a part; a part of the same name gives way."""
+        """Keep a part; it replaces a part of the same name."""
         with self._lock:
             self._drop(name)
             self._kept[name] = part
@@ -113,7 +113,7 @@ class _LeastRecentlyUsed:
                 self._drop(next(iter(self._kept)))
 
     def get(self, name: str) -> Skimmed | None:
-        """The part of this name, None where it is gone."""
+        """The part of this name; None if it is gone."""
         with self._lock:
             if name in self._kept:
                 self._kept.move_to_end(name)

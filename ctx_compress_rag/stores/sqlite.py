@@ -1,8 +1,8 @@
-"""Chroma's records read from its SQLite file alone, where its engine cannot or must not be opened.
+"""Read Chroma's records from its SQLite file, when its engine cannot or must not be opened.
 
-That is a folder which this process may not write to, or one that a server has open: Chroma's engine writes even
-when it reads. It serves `info` too, which needs sums over all records. Nothing is ever written here. Not for an app's
-own process beside an open engine: two SQLite libraries in one process drop each other's locks.
+This is so for a folder that this process cannot write to or that a server has open: Chroma's engine writes even
+when it reads. `info` uses this, too, for sums over all records. Nothing is ever written here. Do not use it in a
+process where the app has its own engine open: two SQLite libraries in one process drop each other's locks.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _IDS = 500  # older SQLite takes 999 values in one statement
 
 
 class SqliteClient:
-    """As much of a Chroma client as reading needs."""
+    """The part of a Chroma client that reading needs."""
 
     def __init__(self, folder: Path, tenant: str, database: str) -> None:
         self._file = folder / DATABASE
         self._owner = (database, tenant)
 
     def get_collection(self, name: str, embedding_function: None = None) -> SqliteCollection:
-        """The collection; NotFoundError where there is none."""
+        """The collection; NotFoundError if there is none."""
         with self._reading() as rows:
             found = rows(
                 "select c.id, s.id, v.id from collections c join databases d on d.id = c.database_id "
@@ -63,23 +63,23 @@ class SqliteClient:
 
     @contextmanager
     def _reading(self) -> Iterator[Any]:
-        """A function from a statement and its values to rows."""
+        """A function that runs a statement with its values and returns the rows."""
         try:
             with closing(sqlite3.connect(f"file:{quote(str(self._file))}?mode=ro", uri=True, timeout=30)) as database:
                 yield lambda statement, values=(): database.execute(statement, values).fetchall()
         except sqlite3.Error as error:
             raise StoreError(
-                f"cannot read {self._file} ({error}): see that this user may read it, and that it was made by a "
-                "version of Chroma that this one knows"
+                f"cannot read {self._file} ({error}): check that this user may read it, and that a supported version "
+                "of Chroma made it"
             ) from error
 
 
 class SqliteCollection:
-    """As much of a Chroma collection as reading needs."""
+    """The part of a Chroma collection that reading needs."""
 
     def __init__(self, client: SqliteClient, segment: str, index: str, name: str, metadata: dict[str, Any]) -> None:
         self._client, self._segment, self.name, self.metadata = client, segment, name, metadata
-        self.index_folder = index  # within the store's; made after the first hundred or thousand records
+        self.index_folder = index  # inside the store's folder; created after the first 100 or 1000 records
 
     def count(self) -> int:
         """How many records there are."""
@@ -90,7 +90,7 @@ class SqliteCollection:
     def get(
         self, ids: Sequence[str] | None = None, where: dict[str, Any] | None = None, include: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """As Chroma's `get`; `where` is one field with `$in`."""
+        """Like Chroma's `get`; `where` is one field with `$in`."""
         found: dict[str, dict[str, Any]] = {}
         with self._client._reading() as rows:
             keys: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""Remove from a folder the bytes of what was deleted.
+"""Remove the bytes of deleted records from a folder.
 
-SQLite keeps deleted bytes in the file until they are written over, the full-text index keeps a deleted text's letters,
-and Chroma's log keeps the last writes of each collection, texts and all, until the collection's index is written.
+SQLite keeps deleted bytes in the file until they are overwritten, the full-text index keeps pieces of deleted texts,
+and Chroma's log keeps the last writes of each collection, including texts, until the collection's index is written.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _FULL_TEXT = "embedding_fulltext_search"
 
 
 def vacuum(folder: Folder) -> int:
-    """Overwrite deleted records and free their space; returns the bytes freed.
+    """Overwrite deleted records and free their space; return the bytes freed.
 
-    Nobody reads or writes meanwhile. The vectors of deleted records stay in the index of a collection that is searched.
+    Nobody else reads or writes meanwhile. The vectors of deleted records stay in the index of a collection that is
+    searched.
 
     Raises:
         StoreError: the database is damaged, or the disk has no room for a second copy of it.
@@ -38,10 +39,10 @@ def vacuum(folder: Folder) -> int:
         for name in names:
             collection = client.get_collection(name, embedding_function=None)
             threshold = (collection.configuration.get("hnsw") or {}).get("sync_threshold")
-            if threshold and collection._model.dimension is not None:  # else nothing was ever written to it
+            if threshold and collection._model.dimension is not None:  # otherwise nothing was ever written to it
                 usual[name] = _CHROMAS_OWN if threshold == _AT_ONCE else threshold  # a vacuum was interrupted
                 collection.modify(configuration={"hnsw": {"sync_threshold": _AT_ONCE}})
-    with folder.writing() as client:  # an engine of its own, which has the new thresholds
+    with folder.writing() as client:  # a new engine, which has the new thresholds
         for name, threshold in usual.items():
             collection = client.get_collection(name, embedding_function=None)
             vector: Any = [1.0] + [0.0] * ((collection._model.dimension or 1) - 1)
@@ -56,7 +57,7 @@ def vacuum(folder: Folder) -> int:
                 rows.execute("vacuum")
         except sqlite3.Error as error:
             raise StoreError(
-                f"cannot vacuum {folder.path} ({error}): see that the disk has room for a copy of {DATABASE}, and that "
-                "`ctx-compress backup` finds no damage"
+                f"cannot vacuum {folder.path} ({error}): check that the disk has room for a copy of {DATABASE}, and "
+                "that `ctx-compress backup` finds no damage"
             ) from error
     return before - database.stat().st_size

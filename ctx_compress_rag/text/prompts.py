@@ -17,8 +17,7 @@ from ctx_compress_rag.text.tokenising import text_ids
 
 PASSAGE_SEPARATOR = "\n\n"
 
-# What LangChain's and LlamaIndex's own chains send, and plain forms. A system part, where there is
-# one, stands before "|||".
+# The prompts of LangChain's and LlamaIndex's own chains, and plain ones. A system part, if any, comes before "|||".
 TEMPLATES: tuple[str, ...] = (
     "{context}\n\nQuestion: {question}",
     "Answer the question from the context.\n\nContext:\n{context}\n\nQuestion: {question}",
@@ -42,7 +41,7 @@ def messages(template: str, context: str, question: str) -> list[dict[str, str]]
     """Chat messages for a question; a template's part before "|||" is the system message."""
     parts = template.split("|||")
     roles = ("user",) if len(parts) == 1 else ("system", "user")
-    # In one pass, and not by str.format: what is filled in may hold braces, even the names of the places.
+    # In one pass, and not by str.format: the texts filled in may hold braces, even "{question}".
     places = {"{question}": question, "{context}": context}
     filled = [re.sub(r"\{question\}|\{context\}", lambda place: places[place[0]], part) for part in parts]
     return [{"role": role, "content": text} for role, text in zip(roles, filled, strict=True)]
@@ -54,9 +53,9 @@ def draw_template(templates: Sequence[str], example: Example, seed: int) -> str:
 
 
 def shares(lengths: Sequence[int], total: int) -> list[int]:
-    """What each of several lengths may keep of `total`: an even share, and of what shorter ones leave, too.
+    """How much of `total` each length gets: an even share, and a share of what shorter ones leave.
 
-    No share is longer than its length, and no two that are cut differ by more than 1.
+    No share exceeds its length, and shares that are cut differ by at most 1.
     """
     kept = [0] * len(lengths)
     left = total
@@ -69,7 +68,7 @@ def shares(lengths: Sequence[int], total: int) -> list[int]:
 
 
 class PromptBuilder:
-    """Renders examples for one tokenizer. The answers' ids are the same with text and with slots."""
+    """Renders examples for one tokenizer. An answer's ids are the same with text and with slots."""
 
     # Stands for slots until the prompt is split there. Icon fonts use private-use characters, one at a time.
     HOLE = "\ue000slots\ue000"
@@ -85,7 +84,7 @@ class PromptBuilder:
         return torch.tensor(text_ids(self.tokenizer, passage), dtype=torch.long)
 
     def shortened(self, passages: Sequence[str], max_tokens: int) -> list[tuple[str, Tensor]]:
-        """Passages and their token ids (L,), cut by `shares` where they have more than `max_tokens` together."""
+        """Passages and their token ids (L,), cut by `shares` if together they have more than `max_tokens`."""
         tokenized = [self.passage_ids(passage) for passage in passages]
         return [
             (passage, ids) if len(ids) <= share else (self.tokenizer.decode(ids[:share]), ids[:share])
@@ -95,14 +94,14 @@ class PromptBuilder:
         ]
 
     def _turn_texts(self, example: Example, template: str, context: str) -> list[str]:
-        """The prompt text before each answer; later turns are plain questions after the first."""
+        """The prompt text before each answer; turns after the first are plain questions."""
         as_text = self._prompt_tokenizer.as_text
         first = messages(template, as_text(context), as_text(example.turns[0].question))
         later = [self._later_turn(first, as_text(turn.question)) for turn in example.turns[1:]]
         return [chat_text(self.tokenizer, first), *later]
 
     def _later_turn(self, first: list[dict[str, str]], question: str) -> str:
-        """What the chat format puts between an answer, its end token included, and the answer to the next question."""
+        """The chat format's text between an answer, including its end token, and the answer to the next question."""
         asked = messages("{question}", "", question)
         if getattr(self.tokenizer, "chat_template", None):
             chat = [*first, {"role": "assistant", "content": self._ANSWER}, *asked]
@@ -117,11 +116,11 @@ class PromptBuilder:
         return torch.tensor(ids[: self.max_answer_tokens], dtype=torch.long)
 
     def question(self, template: str, context: str, question: str) -> HoledPrompt:
-        """A question about `context`, text with a `HOLE` for each run of slots; without its answer."""
+        """A prompt without answer that asks about `context`, text with a `HOLE` for each run of slots."""
         return HoledPrompt.without_answers(self._parts(self._question(template, context, question)))
 
     def text_question(self, template: str, context: str, question: str) -> Prompt:
-        """A question about a text; without its answer."""
+        """A prompt without answer that asks about a text."""
         return Prompt.of(*self._prompt_tokenizer.encode([self._question(template, context, question)]))
 
     def _question(self, template: str, context: str, question: str) -> str:
@@ -129,7 +128,7 @@ class PromptBuilder:
         return chat_text(self.tokenizer, messages(template, as_text(context), as_text(question)))
 
     def text_prompt(self, example: Example, template: str, passages: Sequence[str] | None = None) -> Prompt:
-        """The example with its passages (or `passages` in their place) as text."""
+        """The example with its passages (or `passages` instead) as text."""
         context = PASSAGE_SEPARATOR.join(example.passages if passages is None else passages)
         first, *later = self._turn_texts(example, template, context)
         return self._with_answers(example, self._prompt_tokenizer.encode([first]), later).filled([])
@@ -143,14 +142,14 @@ class PromptBuilder:
 
     @classmethod
     def holes(cls, count: int) -> str:
-        """The context of a prompt that has a hole for each of so many passages."""
+        """The context of a prompt with a hole for each of `count` passages."""
         return PASSAGE_SEPARATOR.join([cls.HOLE] * count)
 
     def _parts(self, text: str) -> list[Tensor]:
         return self._prompt_tokenizer.encode(text.split(self.HOLE))
 
     def _with_answers(self, example: Example, first: Sequence[Tensor], later: Sequence[str]) -> HoledPrompt:
-        """All turns, given the tokens around the holes before the first answer, and the texts before the others."""
+        """All turns, from the tokens around the holes before the first answer and the texts before the others."""
         *before, last = first
         texts = [last, *(self._prompt_tokenizer.encode([text])[0] for text in later)]
         answers = [self._answer_ids(turn.answers[0]) for turn in example.turns]

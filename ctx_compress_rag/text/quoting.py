@@ -14,21 +14,21 @@ from ctx_compress_rag.metrics import CHARACTER
 from ctx_compress_rag.prompt import Quotable, QuotedToken
 from ctx_compress_rag.text.tokenising import TextTokens, between_controls, text_tokens
 
-# Accents and vowel signs belong to the letter before them; the joiners stand within words of Persian and Hindi.
+# Accents and vowel signs belong to the letter before them; the joiners occur within words of Persian and Hindi.
 _MARKS = "".join(c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c)[0] == "M") + "\u200c\u200d"
-# EUR1,200.5 and 4:51 are a word each, and so is each character of Chinese and Japanese, which have no spaces.
+# EUR1,200.5 and 4:51 are one word each, and so is each character of Chinese and Japanese, which have no spaces.
 _LETTER = rf"(?!{CHARACTER.pattern})\w"
 _WORD = re.compile(rf"{CHARACTER.pattern}[{_MARKS}]*|{_LETTER}(?:{_LETTER}|[{_MARKS}]|(?<=\d)[.,:](?=\d))*")
 _SPACED = re.compile(r"\S+")
 
 
 def quotable(texts: Iterable[str], tokenizer: Any) -> Quotable:
-    """Quotations from texts: they begin with a word, or with a mark after a space, and end with a word or a mark.
+    """All quotations from texts: they begin with a word, or a mark after a space, and end with a word or a mark.
 
-    None ends within a token: Chinese characters that share one are quoted together.
+    None ends within a token: Chinese characters that share a token are quoted together.
 
     Args:
-        texts: no quotation goes from one into another, nor over what is spelled like a control token.
+        texts: the texts; no quotation spans two of them, or letters that spell a control token.
         tokenizer: the decoder's (a fast one: offsets are needed).
     """
     tokens: list[QuotedToken | None] = []
@@ -40,14 +40,14 @@ def quotable(texts: Iterable[str], tokenizer: Any) -> Quotable:
         begins = {match.start() for pattern in (_WORD, _SPACED) for match in pattern.finditer(text)}
         ends = [0, *(end for _, end in read.offsets)]
         for place, (token, (start, end)) in enumerate(zip(own, read.offsets, strict=True)):
-            if token is None or start < ends[place]:  # the latter: within a character
+            if token is None or start < ends[place]:  # the second case: within a character
                 continue
             last = place + token.to_end
             for first in begins.intersection(range(start, end)):
                 own_start = not text[start:first].strip()
                 if own_start:
                     starts[token.id].append(((), before + place))
-                # A token may hold what stands before its word, which has other tokens where an answer begins with it.
+                # A token may also hold what precedes its word: the word has other tokens at the start of an answer.
                 word = text[first : read.offsets[last][1]]
                 if word not in alone:
                     alone[word] = _alone(word, tokenizer)
@@ -58,15 +58,15 @@ def quotable(texts: Iterable[str], tokenizer: Any) -> Quotable:
 
 
 def _alone(word: str, tokenizer: Any) -> tuple[QuotedToken, ...]:
-    """A word's tokens where an answer begins with it; none where it cannot be quoted."""
+    """A word's tokens at the start of an answer; empty if it cannot be quoted."""
     tokens = _quoted(word, tokenizer, text_tokens(tokenizer, word))
     return tuple(token for token in tokens if token is not None) if None not in tokens else ()
 
 
 def _quoted(text: str, tokenizer: Any, read: TextTokens) -> list[QuotedToken | None]:
-    """A text's tokens; a quotation may end where neither a word nor, between two tokens, a character is cut.
+    """A text's tokens; a quotation may end where it cuts neither a word nor a character that two tokens share.
 
-    None stands for what the tokenizer does not know, and for what must go on with it.
+    None stands for an unknown token, and for tokens after which no quotation can end before an unknown one.
     """
     within = bytearray(len(text) + 1)
     for match in _WORD.finditer(text):

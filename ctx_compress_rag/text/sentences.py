@@ -16,7 +16,7 @@ _WIDE_SPACE = re.compile(r"[^\S\t\n\v\f\r ]")
 
 
 class Unit(NamedTuple):
-    """A piece of a passage: its text, without space around it, and how many of the passage's tokens it has."""
+    """A piece of a passage: its text, without surrounding space, and how many of the passage's tokens it has."""
 
     text: str
     tokens: int
@@ -30,7 +30,7 @@ class _Start(NamedTuple):
 
 
 def sentences(text: str, language: str = "en") -> list[str]:
-    """The text's sentences by sentencex, a rule-based splitter (the paper uses spaCy); joined, they are the text.
+    """Split a text by sentencex, a rule-based splitter (the paper uses spaCy); joined, the sentences are the text.
 
     Args:
         text: the text.
@@ -46,17 +46,17 @@ def sentences(text: str, language: str = "en") -> list[str]:
 
 
 def split(text: str, tokenizer: Any, limit: int | None, *, merge: bool, language: str = "en") -> list[Unit]:
-    """Cut a passage into units of at most `limit` tokens, each token of the passage in one of them.
+    """Cut a passage into units of at most `limit` tokens; each token of the passage belongs to one unit.
 
-    A sentence that is longer is cut between words into parts of about the same length, a longer word
-    between characters. White space belongs to no unit's text, its tokens to the unit before it. No unit's
-    text is empty: a single character, and the white space after a unit, may bring it beyond the limit.
+    A longer sentence is cut between words into parts of about the same length, a longer word between characters.
+    White space around a unit is not in its text; its tokens count for the unit before it. No unit's text is empty,
+    so a unit may exceed the limit because of a single character or the white space after the unit.
 
     Args:
         text: the passage, not empty.
         tokenizer: the decoder's transformers tokenizer (a fast one: offsets are needed).
-        limit: most tokens of a unit; None sets no limit.
-        merge: join neighbours as long as they stay within the limit; otherwise each sentence is a unit.
+        limit: maximum tokens of a unit; None sets no limit.
+        merge: join neighbours while they stay within the limit; otherwise each sentence is a unit.
         language: ISO 639-1 code of the passage's language.
     """
     offsets = text_tokens(tokenizer, text).offsets
@@ -79,13 +79,13 @@ def split(text: str, tokenizer: Any, limit: int | None, *, merge: bool, language
 
 def _sentence_starts(text: str, offsets: Sequence[tuple[int, int]], language: str) -> Iterator[_Start]:
     """Where sentences begin; those without a token of their own go with the one before."""
-    # Stretches of white space are sentences of their own to the splitter.
+    # The splitter returns runs of white space as separate sentences.
     lengths = [(len(part), bool(part.strip())) for part in sentences(text, language)]
     ends = accumulate(length for length, _ in lengths)
     chars = [end - length for end, (length, words) in zip(ends, lengths, strict=True) if words]
     latest = -1
     for token, (_, end) in enumerate(offsets):
-        # A token is where its last character is: many tokenizers put the space before a word into it.
+        # A token is where its last character is: many tokenizers put the space before a word into the word's token.
         sentence = max(0, bisect_right(chars, end - 1) - 1)
         if sentence > latest:
             yield _Start(chars[sentence] if latest >= 0 else 0, token)
@@ -93,7 +93,7 @@ def _sentence_starts(text: str, offsets: Sequence[tuple[int, int]], language: st
 
 
 def _parts(text: str, offsets: Sequence[tuple[int, int]], start: _Start, last: int, limit: int) -> Iterator[_Start]:
-    """The starts of a sentence's parts of at most `limit` tokens, about equally long, at words where it can be."""
+    """The starts of a sentence's parts of at most `limit` tokens, about equally long, at words if possible."""
     while True:
         yield start
         left = last - start.token
@@ -107,7 +107,7 @@ def _parts(text: str, offsets: Sequence[tuple[int, int]], start: _Start, last: i
 
 
 def _begins_word(text: str, offsets: Sequence[tuple[int, int]], token: int) -> bool:
-    """Whether a token begins a word, the space before it included or not."""
+    """Whether a token begins a word, with or without the space before it."""
     start, end = offsets[token]
     if start < offsets[token - 1][1]:
         return False  # further bytes of the character that the token before began
@@ -117,7 +117,7 @@ def _begins_word(text: str, offsets: Sequence[tuple[int, int]], token: int) -> b
 
 
 def _without_blanks(text: str, starts: Sequence[_Start]) -> list[_Start]:
-    """The starts that are left when parts without text go with the part before; a leading one takes the next."""
+    """The starts left after blank parts join the part before them, and a leading blank part joins the next."""
     ends = [*(start.char for start in starts[1:]), len(text)]
     kept = [s for s, end in zip(starts, ends, strict=True) if s.token == 0 or text[s.char : end].strip()]
     if len(kept) > 1 and not text[: kept[1].char].strip():
@@ -126,7 +126,7 @@ def _without_blanks(text: str, starts: Sequence[_Start]) -> list[_Start]:
 
 
 def _merged(starts: Sequence[_Start], tokens: int, limit: int) -> list[_Start]:
-    """The starts that are left when neighbours are joined, from the first on, within `limit` tokens."""
+    """The starts left after neighbours are joined, from the first on, within `limit` tokens."""
     kept: list[_Start] = []
     for start, end in zip(starts, [*starts[1:], _Start(0, tokens)], strict=True):
         if not kept or end.token - kept[-1].token > limit:

@@ -1,8 +1,8 @@
-"""Tokenise what people and documents wrote: text, whatever it spells.
+"""Tokenise the text of users and documents without control tokens, whatever it spells.
 
-Chat formats write roles as control tokens, `<|system|>` or `</s>`, and a tokenizer makes them of those
-letters wherever it meets them. In a question, a passage or its metadata they are letters: such a text is
-cut inside each of them, and the tokens of its parts are its tokens. A text that spells none is tokenised as usual.
+Chat formats write roles as control tokens, such as `<|system|>` or `</s>`, and a tokenizer produces them wherever it
+finds these letters. In a question, a passage or its metadata they are only letters: such a text is cut inside each of
+them, and its parts are tokenised separately. A text without such letters is tokenised as usual.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TextTokens:
 
     Attributes:
         ids: token ids.
-        offsets: where in the text each begins and ends.
+        offsets: where each token begins and ends in the text.
     """
 
     ids: list[int]
@@ -32,9 +32,9 @@ class TextTokens:
 
 
 def control_ids(tokenizer: Any) -> set[int]:
-    """Ids that no text may become: added tokens, except for words and white space that someone added.
+    """Ids that no text may become: added tokens, except added words and white space.
 
-    Not the special ones alone: `</s>` of Phi-3 and the roles of DeepSeek are not marked as such.
+    Not only tokens marked as special: `</s>` of Phi-3 and the roles of DeepSeek are not.
     """
     return {
         id
@@ -44,10 +44,10 @@ def control_ids(tokenizer: Any) -> set[int]:
 
 
 def check_characters(what: str, characters: int, window: int | None) -> None:
-    """Refuse a text that is far beyond a model's window of tokens, without tokenising it.
+    """Refuse a text that is far longer than a model's window of tokens, without tokenising it.
 
     Raises:
-        ConfigError: it is; the message begins with `what`.
+        ConfigError: the text is too long; the message begins with `what`.
     """
     if window is not None and characters > window * _CHARACTERS_PER_TOKEN:
         raise ConfigError(
@@ -57,7 +57,7 @@ def check_characters(what: str, characters: int, window: int | None) -> None:
 
 
 def whole_characters(text: str) -> str:
-    """The text with U+FFFD for each half of a character, as cutting an emoji leaves them: no tokenizer takes those."""
+    """Replace each lone surrogate, as left by cutting an emoji, with U+FFFD: tokenizers refuse surrogates."""
     return _SURROGATES.sub("\ufffd", text)
 
 
@@ -68,12 +68,12 @@ def bos_id(tokenizer: Any) -> int | None:
 
 
 def text_parts(tokenizer: Any, text: str) -> list[str]:
-    """The text in parts, none of which the tokenizer reads a control token in; mostly it is one part."""
+    """The text in parts (mostly one) in which the tokenizer finds no control token."""
     return [part for part, _ in _tokenised(tokenizer, whole_characters(text), control_ids(tokenizer))]
 
 
 def between_controls(tokenizer: Any, text: str) -> list[str]:
-    """The text around what the tokenizer reads as control tokens, which is left out; mostly it is one part."""
+    """The parts of the text (mostly one) between what the tokenizer reads as control tokens."""
     text = whole_characters(text)
     spans = _control_spans(tokenizer, text, _encoded(tokenizer, text), control_ids(tokenizer))
     bounds = [0, *(place for span in spans for place in span), len(text)]
@@ -81,7 +81,7 @@ def between_controls(tokenizer: Any, text: str) -> list[str]:
 
 
 def text_tokens(tokenizer: Any, text: str) -> TextTokens:
-    """The tokens of a text on its own, no BOS added and none of them a control token.
+    """The tokens of a text on its own, without BOS and control tokens.
 
     Args:
         tokenizer: the decoder's (a fast one: offsets are needed).
@@ -120,7 +120,7 @@ def _encoded(tokenizer: Any, text: str) -> TextTokens:
 
 
 def _control_spans(tokenizer: Any, text: str, tokens: TextTokens, controls: Collection[int]) -> list[tuple[int, int]]:
-    # The tokenizer itself says where it reads a control token: it may normalise first, or take spaces along.
+    # Only the tokenizer knows where it reads a control token: it may normalise first, or include spaces.
     return [
         (start, end)
         for id, (start, end) in zip(tokens.ids, tokens.offsets, strict=True)

@@ -289,7 +289,7 @@ def test_the_embedder_is_kept_with_the_index(tmp_path: Path, bundle_folder: Path
     encoder = SentenceTransformer(modules=[*load_minilm(), Dense(384, 192, bias=False)], device="cpu")
     encoder.save(str(half))
     docs = write_docs(tmp_path / "docs", files=1)
-    with pytest.raises(ConfigError, match=r"no embedder '.*nothing'.*'minilm', a folder or a hub id"):
+    with pytest.raises(ConfigError, match=r"cannot load embedder '.*nothing'.*'minilm', a folder or hub id"):
         open_index(store, str(bundle_folder), create=True, embedder=str(tmp_path / "nothing"))
     assert not store.exists()
     with open_index(store, str(bundle_folder), create=True, embedder=str(half)) as index:

@@ -238,7 +238,7 @@ def test_another_codec_is_refused(tmp_path: Path, bundle: WordBundle) -> None:
 def test_a_foreign_collection_is_refused(tmp_path: Path, bundle: WordBundle) -> None:
     client = chromadb.PersistentClient(tmp_path)
     client.create_collection("passages-ctx", embedding_function=None)
-    with pytest.raises(StoreError, match="no store"):
+    with pytest.raises(StoreError, match="not a store"):
         SoftContextStore(client, bundle)
 
 

@@ -49,7 +49,7 @@ def test_beside_langchain_chroma(
         vectors.delete([ids[1]])
         assert store.delete([ids[1]]) == 1
         # Both are called Chroma: the message says which one it is, and which is needed.
-        with pytest.raises(ConfigError, match=r"langchain_chroma\S*Chroma is no chromadb.Collection: give client"):
+        with pytest.raises(ConfigError, match=r"langchain_chroma\S*Chroma is not a chromadb.Collection: give client"):
             store.sync(vectors)  # type: ignore[arg-type]
     assert len(vectors.similarity_search(passage(2), k=10)) == 5
 

@@ -50,7 +50,7 @@ def test_a_collection_s_passages_are_added(store: SoftContextStore, app: Any, gi
     ],
 )
 def test_another_mapping_is_refused(store: SoftContextStore, documents: Any) -> None:
-    with pytest.raises(ConfigError, match="a mapping is no list of documents"):
+    with pytest.raises(ConfigError, match="a mapping is not a list of documents"):
         store.add(documents)
     assert len(store) == 0
 
@@ -67,7 +67,7 @@ def test_sync_follows_a_collection(store: SoftContextStore, app: Any, bundle: Wo
     assert sorted(store.ids()) == sorted(id for id in app.get()["ids"] if id != "empty")
     assert_same(store.get(["p2"])[0], bundle.at("a text that changed", 4))
     assert store.ids("tenant") == ["p1"]
-    with pytest.raises(ConfigError, match="no chromadb.Collection"):
+    with pytest.raises(ConfigError, match="not a chromadb.Collection"):
         store.sync("app")  # type: ignore[arg-type]
 
 

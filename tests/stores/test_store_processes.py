@@ -181,7 +181,9 @@ for name in ("", "new", "new/newer"):
     run = run_python(code, closed)
     closed.rmdir()
     said = run.stdout.splitlines()
-    assert len(said) == 3 and all(f"none can be made: this user may not write to {closed}:" in line for line in said)
+    assert len(said) == 3 and all(
+        f"none can be made because this user may not write to {closed}:" in line for line in said
+    )
 
 
 def test_a_chroma_server_on_the_folder_is_noticed(tmp_path: Path, bundle: WordBundle) -> None:

@@ -76,7 +76,7 @@ def test_a_store_that_cannot_be_reached(talkative: Any, tmp_path: Path) -> None:
         lambda: list(llama.stream_complete(marked.page_content)),
     ]
     for call in calls:
-        with pytest.raises(StoreError, match=r"a Chroma server does not answer .*: see that it runs"):
+        with pytest.raises(StoreError, match=r"a Chroma server does not answer .*: check that it runs"):
             call()
     assert llm.invoke(QUESTION).content and llama.complete(QUESTION).text  # what needs no store is answered
 
