@@ -70,7 +70,7 @@ def fill_on_ray(target: Target, passages: Iterable[Passage], workers: int, make:
             target.put(batch, made)
             yield Added(len(batch), _sum(unchanged))
     except ray.exceptions.RayError as error:
-        raise WorkerError(f"a worker failed ({_first_line(error)}): fix that, then run again to resume") from error
+        raise WorkerError(f"a worker failed ({_last_line(error)}): fix that, then run again to resume") from error
     finally:
         queue.shutdown(force=True)
         feeder.join()
@@ -108,7 +108,7 @@ def store_dataset(dataset: Any, store: SoftContextStore, bundle: str, workers: i
             )
             done += len(made["id"])
     except ray.exceptions.RayError as error:
-        raise WorkerError(f"a worker failed ({_first_line(error)}): fix that, then run again to resume") from error
+        raise WorkerError(f"a worker failed ({_last_line(error)}): fix that, then run again to resume") from error
     return done
 
 
@@ -155,6 +155,6 @@ def _sum(counts: list[int]) -> int:
     return taken
 
 
-def _first_line(error: BaseException) -> str:
+def _last_line(error: BaseException) -> str:
     lines = [line for line in str(getattr(error, "cause", None) or error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__
