@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace, TracebackType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 from chromadb.errors import NotFoundError
@@ -28,6 +28,7 @@ from ctx_compress_rag.stores.companion import column, explained
 from ctx_compress_rag.stores.connect import Connection, connect
 from ctx_compress_rag.stores.lock import DEFAULT_TIMEOUT
 from ctx_compress_rag.stores.markers import DEFAULT_SCOPE
+from ctx_compress_rag.stores.pages import pages
 from ctx_compress_rag.stores.sqlite import DATABASE, SqliteCollection
 from ctx_compress_rag.text.minilm import PACKAGED, load_embedder, question_vectors
 
@@ -130,9 +131,9 @@ class PassageIndex:
             return
         # Soft contexts first: what is left after an interruption is still listed by `sources`.
         self.store.delete(ids)
-        for start in range(0, len(ids), _PAGE):
+        for part in pages(list(ids), _PAGE):
             with self._writing() as collection:
-                collection.delete(ids=list(ids[start : start + _PAGE]))
+                collection.delete(ids=part)
 
     def sources(self, root: str) -> dict[str, str]:
         """The source of every passage from `root`, by id."""
@@ -181,9 +182,7 @@ class PassageIndex:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @contextmanager

@@ -23,13 +23,13 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._decay = decay
-        self._model = model
-        self._averages = {name: p.detach().float().clone() for name, p in trained(model).items()}
+        self._model, self._trained = model, trained(model)
+        self._averages = {name: p.detach().float().clone() for name, p in self._trained.items()}
 
     def add(self, step: int) -> None:
         """Add the weights after a step; steps count from 1."""
         kept = min(self._decay, (step - 1) / step)
-        weights = [p.detach().float() for p in trained(self._model).values()]
+        weights = [p.detach().float() for p in self._trained.values()]
         torch._foreach_lerp_(list(self._averages.values()), weights, 1 - kept)
 
     def put_in(self) -> None:
@@ -39,7 +39,7 @@ class WeightAverage:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within the context, the model has the averages."""
-        own = {name: p.detach().clone() for name, p in trained(self._model).items()}
+        own = {name: p.detach().clone() for name, p in self._trained.items()}
         self.put_in()
         try:
             yield
