@@ -8,9 +8,11 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ctx_compress_rag.errors import DataError
+
+T = TypeVar("T")
 
 SUMMARY_REQUEST = "Summarize the documents."
 """The question of every example whose answer is a summary. Sharing it with held-out data reveals nothing."""
@@ -114,6 +116,11 @@ def _evidence(given: Any, passages: Sequence[str], place: str) -> tuple[str, ...
 def without_long(examples: Sequence[Example], most_words: int | None) -> list[Example]:
     """The examples whose passages all have at most `most_words` words; None sets no limit."""
     return [e for e in examples if most_words is None or all(len(p.split()) <= most_words for p in e.passages)]
+
+
+def spread(items: Sequence[T], limit: int) -> list[T]:
+    """At most `limit` of the items, evenly spread: neighbours in a file often come from the same article."""
+    return [items[i * len(items) // limit] for i in range(limit)] if len(items) > limit else list(items)
 
 
 def write_jsonl(path: str | Path, examples: Iterable[Example]) -> int:

@@ -31,7 +31,7 @@ def documents(path: str | Path) -> Iterator[str]:
         return
     if not path.name.endswith(TEXT_SUFFIXES):
         known = ", ".join((*TEXT_SUFFIXES, *JSONL_SUFFIXES))
-        raise DataError(f"{path} is no text to train on: give a file that ends in one of {known}")
+        raise DataError(f"{path} is not a text to train on: give a file that ends in one of {known}")
     opener: Any = lzma.open if path.suffix == ".xz" else open
     try:
         with opener(path, "rt", encoding="utf-8-sig") as file:

@@ -7,19 +7,19 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from queue import SimpleQueue
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import whole
+from ctx_compress_rag.decoding.answers import Answers
 from ctx_compress_rag.decoding.batches import generate, in_batches
 from ctx_compress_rag.decoding.change import UNCHANGED, Change, opened
-from ctx_compress_rag.decoding.generation import Generation, Sampling
+from ctx_compress_rag.decoding.generation import Generation, Put, Sampling
 from ctx_compress_rag.decoding.rows import Row, can_share
 from ctx_compress_rag.decoding.sharing import Sharing, memory_error, out_of_memory
 from ctx_compress_rag.decoding.splice import splice
@@ -42,9 +42,6 @@ from ctx_compress_rag.text.tokenising import check_characters
 __all__ = ["BATCH_SIZE", "Generation", "Message", "Sampling", "TransformersDecoder"]
 
 logger = logging.getLogger(__name__)
-
-Put = Callable[[str | Generation | BaseException], object]
-"""Called with pieces of text, then with the whole Generation or the error that ended it."""
 
 _GREEDY = Sampling()
 BATCH_SIZE = 8
@@ -409,25 +406,19 @@ class TransformersDecoder:
 
     def _shared(self, prompts: Sequence[PromptLike], sampling: Sampling) -> list[Generation]:
         """`generate` in passes that concurrent callers share."""
-        queue: SimpleQueue[tuple[int, str | Generation | BaseException]] = SimpleQueue()
         with Sharing.of(self.bundle.backbone).reading():
+            prepared = self.prepare(prompts, extractive=sampling.extractive)
+            answers = Answers(len(prepared))
             rows = [
-                Row(self.bundle, prompt, self.change, sampling, partial(_put_at, queue, index))
-                for index, prompt in enumerate(self.prepare(prompts, extractive=sampling.extractive))
+                Row(self.bundle, prompt, self.change, sampling, answers.of(index))
+                for index, prompt in enumerate(prepared)
             ]
             self._add(sorted(rows, key=lambda row: row.prompt.length))
-        done: dict[int, Generation] = {}
         try:
-            while len(done) < len(rows):
-                index, answer = queue.get()
-                if isinstance(answer, BaseException):
-                    raise answer
-                assert isinstance(answer, Generation)
-                done[index] = answer
+            return answers.wait()
         finally:
             for row in rows:
                 row.cancelled = True
-        return [done[index] for index in range(len(rows))]
 
     def begin(self, prompt: Prompt, sampling: Sampling, put: Put) -> Callable[[], None]:
         """Like `start`, for a prompt from `prepare`."""
@@ -467,10 +458,6 @@ class TransformersDecoder:
             yield piece
         finally:
             cancel()
-
-
-def _put_at(queue: SimpleQueue[Any], index: int, answer: str | Generation | BaseException) -> None:
-    queue.put((index, answer))
 
 
 def _around_markers(

@@ -149,6 +149,10 @@ class Generation:
     finish_reason: FinishReason
 
 
+Put = Callable[[str | Generation | BaseException], object]
+"""Called with pieces of text, then with the whole Generation or the error that ended it."""
+
+
 def end_ids(tokenizer: Any, model_ids: int | list[int] | None, stop: Sequence[str]) -> set[int]:
     """Tokens that end an answer: the model's, the tokenizer's, and special stop strings, which no decoded text has.
 

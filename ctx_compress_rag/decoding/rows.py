@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from transformers import DynamicCache, LogitsProcessorList, RepetitionPenaltyLog
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.decoding.change import Change, opened
-from ctx_compress_rag.decoding.generation import Generation, Sampling, TextWatch, choosers, end_ids
+from ctx_compress_rag.decoding.generation import Generation, Put, Sampling, TextWatch, choosers, end_ids
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.stores.markers import current_scope
@@ -34,8 +34,8 @@ class Row:
         prompt: the prompt.
         change: the change to the decoder.
         sampling: how tokens are chosen and when to end.
-        put: called with pieces of text, then with the Generation or the error that ended it.
-        stream: whether `put` gets pieces of text.
+        put: gets the answer.
+        stream: whether `put` also gets pieces of text.
         cancelled: whether the answer is no longer wanted.
         scope: the tenant or user of `stores.markers.scope` who asked; scopes take turns.
     """
@@ -44,7 +44,7 @@ class Row:
     prompt: Prompt
     change: Change
     sampling: Sampling
-    put: Callable[[str | Generation | BaseException], object]
+    put: Put
     stream: bool = False
     cancelled: bool = False
     scope: str | None = field(default_factory=current_scope)

@@ -21,6 +21,7 @@ from ctx_compress_rag.prompt import Prompt
 
 _TOGETHER_SECONDS = 0.05  # the longest that the first caller waits for others whose prompts are being prepared
 _STEPS = 8  # passes of one group before the next group's turn
+_END_SECONDS = 30
 _PADDING = 1.5  # a batch's positions, padding included, are at most this many times its prompts' own
 
 
@@ -162,7 +163,7 @@ def _end() -> None:
     """Stop answering when the program ends: if Python ends a thread inside torch, the process aborts."""
     _ENDING.set()
     for thread in list(_THREADS):
-        thread.join()
+        thread.join(_END_SECONDS)  # a thread that waits for a decoder which the caller still holds never ends
     _ENDING.clear()
 
 

@@ -14,13 +14,14 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag import __version__
 from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.data.examples import spread
 from ctx_compress_rag.decoding.decoder import Message, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.answer_log import AnswerLog
 from ctx_compress_rag.evaluation.baselines import RankedSentence, rank_sentences, select, truncate
 from ctx_compress_rag.evaluation.cost import Cost, measure
 from ctx_compress_rag.evaluation.lingua import LLMLingua2
-from ctx_compress_rag.evaluation.questions import Question, digest, spread
+from ctx_compress_rag.evaluation.questions import Question, digest
 from ctx_compress_rag.marking.mark import mark, size
 from ctx_compress_rag.ratios import check_window
 from ctx_compress_rag.stores import SoftContextStore

@@ -33,11 +33,6 @@ def questions_of(examples: Sequence[Example], limit: int | None = None) -> list[
     return questions[:limit]
 
 
-def spread(questions: Sequence[Question], limit: int) -> list[Question]:
-    """At most `limit` questions, evenly spread: neighbours in a file often come from the same article."""
-    return [questions[i * len(questions) // limit] for i in range(limit)] if len(questions) > limit else list(questions)
-
-
 def with_other_passages(questions: Sequence[Question]) -> list[Question]:
     """Each question with the passages of another one, which share none with its own and do not answer it.
 

@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.data.examples import read_jsonl
+from ctx_compress_rag.data.examples import read_jsonl, spread
 from ctx_compress_rag.data.mixing import accompanied
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, DataError
@@ -28,7 +28,7 @@ from ctx_compress_rag.evaluation.judge import Judge
 from ctx_compress_rag.evaluation.lingua import LLMLingua2
 from ctx_compress_rag.evaluation.perplexity import perplexity_table, reconstruction_perplexity
 from ctx_compress_rag.evaluation.plots import plot_panels
-from ctx_compress_rag.evaluation.questions import Question, questions_of, spread
+from ctx_compress_rag.evaluation.questions import Question, questions_of
 from ctx_compress_rag.stores.codecs import check_codec
 
 

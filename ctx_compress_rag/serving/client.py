@@ -8,8 +8,7 @@ import io
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import cache, partial
-from queue import SimpleQueue
+from functools import cache
 from typing import Any, Literal
 
 import httpx
@@ -17,8 +16,8 @@ import torch
 
 from ctx_compress_rag.adaptation.decoder import Adapted, AdaptiveDecoder
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Put
-from ctx_compress_rag.decoding.generation import Generation, Sampling
+from ctx_compress_rag.decoding.answers import Answers
+from ctx_compress_rag.decoding.generation import Generation, Put, Sampling
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.decoding.structured import closed_schema
 from ctx_compress_rag.errors import ConfigError, ServerError
@@ -95,22 +94,15 @@ class ServerDecoder(AdaptiveDecoder):
         Raises:
             ServerError: the server cannot be reached, refuses, or ends in the middle of an answer.
         """
-        queue: SimpleQueue[tuple[int, str | Generation | BaseException]] = SimpleQueue()
         prepared, cancels = self.prepare(prompts), list[Callable[[], None]]()
-        done: dict[int, Generation] = {}
+        answers = Answers(len(prepared))
         try:
             for index, prompt in enumerate(prepared):
-                cancels.append(self.begin(prompt, sampling, partial(_put_at, queue, index)))
-            while len(done) < len(prepared):
-                index, answer = queue.get()
-                if isinstance(answer, BaseException):
-                    raise answer
-                if isinstance(answer, Generation):
-                    done[index] = answer
+                cancels.append(self.begin(prompt, sampling, answers.of(index)))
+            return answers.wait()
         finally:
             for cancel in cancels:
                 cancel()
-        return [done[index] for index in range(len(prepared))]
 
     def begin(self, prompt: Prompt, sampling: Sampling, put: Put) -> Callable[[], None]:
         if sampling.extractive:
@@ -260,10 +252,6 @@ class ServerDecoder(AdaptiveDecoder):
 
 class _Busy(Exception):
     """The server is not ready for a request."""
-
-
-def _put_at(queue: SimpleQueue[Any], index: int, answer: str | Generation | BaseException) -> None:
-    queue.put((index, answer))
 
 
 @cache

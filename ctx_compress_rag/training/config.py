@@ -133,7 +133,9 @@ class OptimConfig(Strict):
         if self.shard == "all" and self.average is not None:
             raise ValueError("average needs whole weights, which no process has with shard: all: leave one of them out")
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
-            raise ValueError(f"batch_size {self.batch_size} is no multiple of micro_batch_size {self.micro_batch_size}")
+            raise ValueError(
+                f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
+            )
         if self.schedule == "linear" and self.final_learning_rate >= self.learning_rate:
             raise ValueError(f"final_learning_rate {self.final_learning_rate} must be below {self.learning_rate}")
         return self

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.config import ProbeConfig
-from ctx_compress_rag.data.examples import Example, read_jsonl
+from ctx_compress_rag.data.examples import Example, read_jsonl, spread
 from ctx_compress_rag.decoding.batches import generate, in_batches
 from ctx_compress_rag.decoding.generation import Generation, Sampling
 from ctx_compress_rag.decoding.splice import splice
@@ -74,8 +74,7 @@ def _questions(config: ProbeConfig) -> list[Example]:
     examples = [e for e in read_jsonl(config.file, unanswerable=True) if e.turns[0].answers]
     if not examples:
         raise DataError(f"no question of the probe's {config.file} has an answer: give it some that have")
-    step = max(1, len(examples) // config.questions)
-    return examples[::step][: config.questions]
+    return spread(examples, config.questions)
 
 
 def _answers(prompts: Sequence[Prompt], embed: Any, tokenizer: Any, reading: Reading, longest: int) -> list[str]:
