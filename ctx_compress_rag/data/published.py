@@ -316,7 +316,10 @@ def _open_domain(row: Row, passages: int = 20) -> Iterator[Example]:
 
 
 def _narrative(row: Row) -> Iterator[Example]:
-    """Questions about a story's summary. The papers read whole stories, 16,000 tokens on average."""
+    """Questions about a story's summary, as in Simple Context Compression (appendix A.1).
+
+    Read As Human reads whole stories, 16,000 tokens on average.
+    """
     answers = [answer["text"] for answer in row["answers"]]
     yield _example(row["question"]["text"], answers, [row["document"]["summary"]["text"]])
 

@@ -25,7 +25,8 @@ class SentenceSlotsCompressor(Compressor):
 
     - "sentence": a sentence. The ratio is then nominal: it changes nothing.
     - "passage": the whole passage, as in xRAG. The ratio is nominal too.
-    - "tokens": sentences merged or cut to at most `ratio` decoder tokens (section 4.10).
+    - "tokens": sentences merged or cut to at most `ratio` decoder tokens, for any ratio. The paper halves sentences or
+      joins three (section 4.10).
 
     A store's window is the most tokens that a unit of any kind may have: a longer passage or sentence
     becomes several. The encoder cuts off text beyond its own longest input, so choose a window that fits.
