@@ -87,7 +87,7 @@ def read_report(path: Path) -> dict[str, Any]:
     """Read a bundle's training report, empty if there is none; raises BundleError if it is damaged."""
     try:
         report = json.loads(path.read_bytes()) if path.exists() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BundleError(f"{path} is damaged ({error}): fetch or make the bundle again") from error
     if not isinstance(report, dict):
         raise BundleError(f"{path} holds a {type(report).__name__}, not a JSON object: fetch or make the bundle again")
@@ -97,11 +97,17 @@ def read_report(path: Path) -> dict[str, Any]:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read a file's tensors, unpacked from 8 bits; raises BundleError if it is missing or damaged."""
     try:
-        return from_int8(load_file(path))
+        tensors = from_int8(load_file(path))
     except FileNotFoundError:
         raise BundleError(f"the bundle is incomplete: {path} is missing") from None
     except (SafetensorError, OSError) as error:
         raise BundleError(f"{path} is damaged ({error}): fetch or make the bundle again") from error
+    for name, value in tensors.items():
+        if not value.is_floating_point() or not value.isfinite().all():
+            raise BundleError(
+                f"{path} is damaged ({name} holds a NaN, an infinity or whole numbers): fetch or make the bundle again"
+            )
+    return tensors
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ class Strict(BaseModel):
             here, so that existing bundles keep their config, and with it their fingerprint.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     left_out: ClassVar[frozenset[str]] = frozenset()
 
     @model_serializer(mode="wrap")

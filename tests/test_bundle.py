@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -215,6 +216,18 @@ def test_unknown_and_impossible_values_are_refused_by_name(folder: Path, change:
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("part", ["compressor", "reader"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 3])
+def test_weights_that_are_not_finite_numbers_are_named(folder: Path, part: str, value: float) -> None:
+    path = folder / part / "adapter_model.safetensors"
+    state = load_file(path)
+    name = max(state)
+    state[name] = torch.full_like(state[name], value, dtype=torch.int32 if value == 3 else None)
+    save_file(state, path)
+    with pytest.raises(BundleError, match=f"{re.escape(str(path))} is damaged .*{re.escape(name)} holds a NaN"):
+        Bundle.from_pretrained(folder, device="cpu")
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe{}"])
 def test_a_config_that_is_no_json_object_is_refused(folder: Path, content: bytes) -> None:
     (folder / "config.json").write_bytes(content)
@@ -222,7 +235,7 @@ def test_a_config_that_is_no_json_object_is_refused(folder: Path, content: bytes
         Bundle.from_pretrained(folder, device="cpu")
 
 
-@pytest.mark.parametrize("content", ["[]", "3", "null", '"steps"', "{"])
+@pytest.mark.parametrize("content", ["[]", "3", "null", '"steps"', "{", "[" * 100_000])
 def test_a_report_that_is_no_object_is_named(folder: Path, content: str) -> None:
     (folder / "training_report.json").write_text(content)
     with pytest.raises(BundleError, match=r"training_report\.json (holds a \w+, not a JSON object|is damaged)"):

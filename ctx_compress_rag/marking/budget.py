@@ -17,6 +17,7 @@ TEXT = 0
 """In place of a factor: the passage stays text."""
 
 _LEAST_SHARE = 0.9
+_MOST_BITS = 1 << 30  # that the search for better ratios may hold: 128 MB, about a second
 
 
 def allot(
@@ -40,6 +41,7 @@ def allot(
     - No passage is read at a coarser ratio than a less relevant one. (A passage with a single slot left
       cannot be made coarser, and is not compared.)
     - At least 90% of the budget is used if any ratios in this order can do so; otherwise as much as possible.
+      (For thousands of passages and a large budget, finding them would take minutes: the first choice stays.)
 
     Args:
         tokens: tokens of each passage's text.
@@ -69,7 +71,8 @@ def allot(
         )
     ratios = [base_ratio * factor or 1 for factor in levels]
     wanted = _graded(costs, ratios, [math.log2(1 + rank) for rank in ranks], budget)
-    if _total(costs, wanted) < _LEAST_SHARE * budget:
+    search = len(order) * len(levels) * budget
+    if _total(costs, wanted) < _LEAST_SHARE * budget and search <= _MOST_BITS:
         wanted = _nearest(costs, wanted, budget)
     chosen = dict(zip(order, wanted, strict=True))
     return [levels[chosen[i]] if slots[i] else TEXT for i in range(len(tokens))]

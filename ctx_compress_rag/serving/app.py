@@ -242,6 +242,7 @@ class _Service:
             token_budget=body.token_budget,
             scope=request.state.tenant,
             question=body.question,
+            on_unreadable="error",
         )
         shown = await unless_gone(request.receive, asyncio.get_running_loop().run_in_executor(self.writer, work))
         self._metrics.passages.inc(len(texts))

@@ -152,7 +152,8 @@ class SoftContextStore(OfThisProcess):
             todo = {key: passage for key, passage in passages.items() if key not in same}
             present = self._companion.existing(list(todo))
             relabel = self._lookup.matching("text_hash", records.text_hash, todo)
-            self._companion.update({key: records.labels(self.fingerprint, key, todo[key]) for key in relabel})
+            signer = self._keyring.signer()
+            self._companion.update({key: records.labels(self.fingerprint, key, todo[key], signer) for key in relabel})
             self._compress({key: passage for key, passage in todo.items() if key not in relabel}, scope, progress)
         return AddReport(len(todo) - len(present), len(present), len(same))
 

@@ -222,8 +222,14 @@ def _utf8(text: str, label: str) -> bytes:
 
 def _scalars(metadata: Mapping[Any, Any]) -> dict[str, Scalar]:
     return {
-        key: value
-        for key, value in metadata.items()
-        if isinstance(key, str)
-        and (value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)))
+        key: value for key, value in metadata.items() if isinstance(key, str) and _storable(key) and _storable(value)
     }
+
+
+def _storable(value: object) -> bool:
+    """Whether a value is a scalar that JSON in UTF-8 can hold, and that other programs read as it is."""
+    if isinstance(value, str):
+        return not any("\ud800" <= letter <= "\udfff" for letter in value)
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**63
+    return value is None or (isinstance(value, float) and math.isfinite(value))

@@ -25,6 +25,8 @@ from ctx_compress_rag.stores.scopes import name_in_record, own_id
 Record = dict[str, str | int]
 
 SEAL = "seal"
+_METADATA_SEAL = "metadata_seal"
+_WITH_METADATA = "with metadata"  # in the seal of a record whose metadata have a seal of their own
 
 MAX_UNPACKED_BYTES = 16 << 20
 """A stored text that unpacks to more is not read: a few megabytes of zlib can hold gigabytes."""
@@ -44,9 +46,14 @@ def full_hash(fingerprint: str, key: str, passage: Passage) -> str:
     return _hash(fingerprint, key, passage.text, _json(passage.metadata))
 
 
-def labels(fingerprint: str, key: str, passage: Passage) -> Record:
+def labels(fingerprint: str, key: str, passage: Passage, signer: MarkerCodec) -> Record:
     """The fields of a record that depend on the metadata."""
-    return {"full_hash": full_hash(fingerprint, key, passage), "metadata": _json(passage.metadata)}
+    metadata = _json(passage.metadata)
+    return {
+        "full_hash": full_hash(fingerprint, key, passage),
+        "metadata": metadata,
+        _METADATA_SEAL: signer.seal("metadata", key, metadata),
+    }
 
 
 def payload_of(passage: Passage, soft: SoftContext, codec: str) -> str:
@@ -74,10 +81,10 @@ def record(key: str, passage: Passage, payload: str, *, fingerprint: str, marker
         "marker": marker,
         "slots": soft.n_slots,
         "tokens": soft.n_tokens,
-        **labels(fingerprint, key, passage),
+        **labels(fingerprint, key, passage, signer),
     }
     row[_PAYLOAD_HASH] = _hash(payload)
-    return row | {SEAL: signer.seal(*sealed_fields(key, row))}
+    return row | {SEAL: signer.seal(*sealed_fields(key, row), _WITH_METADATA)}
 
 
 def sealed_anew(key: str, row: Mapping[str, Any], fingerprint: str, signer: MarkerCodec) -> Record:
@@ -85,13 +92,14 @@ def sealed_anew(key: str, row: Mapping[str, Any], fingerprint: str, signer: Mark
     text = read_passage(key, row, fingerprint).text
     read_soft(key, row)
     fresh: Record = {"marker": name_in_record(signer.passage(text), key), _PAYLOAD_HASH: _hash(row["payload"])}
-    return fresh | {SEAL: signer.seal(*sealed_fields(key, {**row, **fresh}))}
+    fresh[_METADATA_SEAL] = signer.seal("metadata", key, row["metadata"])
+    return fresh | {SEAL: signer.seal(*sealed_fields(key, {**row, **fresh}), _WITH_METADATA)}
 
 
 def sealed_fields(key: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     """What a record's seal covers: its id and scope, a hash of its text, its marker name, its counts, its payload.
 
-    Text and payload are covered by their hashes; the metadata are not covered, since they can change alone.
+    Text and payload are covered by their hashes. The metadata, which can change alone, have a seal of their own.
 
     Raises:
         PayloadError: a field is missing or of another type.
@@ -112,7 +120,14 @@ def check_seal(key: str, stored: Mapping[str, Any], signer: MarkerCodec) -> None
             "it has no seal: an early version wrote it, or somebody else did; if nobody else could, "
             "`ctx-compress repair --reseal` seals it",
         )
-    if not isinstance(seal, str) or not hmac.compare_digest(seal.encode(), signer.seal(*fields).encode()):
+
+    def seals(given: object, *sealed: str) -> bool:
+        return isinstance(given, str) and hmac.compare_digest(given.encode(), signer.seal(*sealed).encode())
+
+    whole = seals(seal, *fields, _WITH_METADATA) and seals(
+        stored.get(_METADATA_SEAL), "metadata", key, stored["metadata"]
+    )
+    if not whole and not seals(seal, *fields):  # earlier versions did not seal the metadata
         raise _damaged(
             own_id(key),
             "it was changed after sealing, or sealed with another key: set CTX_COMPRESS_KEY to that key; if it "

@@ -7,6 +7,7 @@ process where the app has its own engine open: two SQLite libraries in one proce
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -21,6 +22,7 @@ from ctx_compress_rag.stores.pages import pages
 
 DATABASE = "chroma.sqlite3"
 _VALUE = "coalesce(m.string_value, m.int_value, m.float_value, m.bool_value)"
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _IDS = 500  # older SQLite takes 999 values in one statement
 
 
@@ -44,6 +46,11 @@ class SqliteClient:
             if not found:
                 raise NotFoundError(f"Collection [{name}] does not exist")
             [(id, segment, index)] = found
+            if not _UUID.fullmatch(index):  # a path: `repair` deletes the folder of this name
+                raise StoreError(
+                    f"the index of the collection {name!r} in {self._file} has the name {index!r}, which Chroma never "
+                    "gives: the database was changed; restore a backup"
+                )
             values = rows(
                 "select key, coalesce(str_value, int_value, float_value, bool_value) from collection_metadata "
                 "where collection_id = ?",

@@ -69,12 +69,10 @@ def answer_ids(tokenizer: Any, answer: str) -> list[int]:
 
 
 def _render(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
-    from jinja2 import TemplateError
-
     messages = [dict(message) for message in chat]
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
+    except Exception as error:  # a template is a program: it may raise anything
         raise _Refusal(f"refuses roles {[message['role'] for message in chat]}: {error}") from error
     for message in chat:
         # Templates trim messages, and some leave out the thoughts of earlier answers.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
@@ -19,7 +19,7 @@ class WorldData(Strict):
     split: Literal["train", "dev", "test"] = "train"
     seed: int = 0
     examples: int = Field(gt=0)
-    passages: list[int] = Field(default=[1, 2, 3, 4, 4, 4], min_length=1)
+    passages: list[Annotated[int, Field(ge=1)]] = Field(default=[1, 2, 3, 4, 4, 4], min_length=1)
     named: float | None = Field(default=None, ge=0, le=1)
     alike: float = Field(default=0.0, ge=0, le=1)
 
@@ -76,6 +76,9 @@ class DataConfig(Strict):
         return self
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimConfig(Strict):
     """Optimisation; the defaults are those of Simple Context Compression, table 6.
 
@@ -103,7 +106,7 @@ class OptimConfig(Strict):
     muon_learning_rate: float | None = Field(default=None, gt=0)
     schedule: Literal["cosine", "linear"] = "cosine"
     warmup_ratio: float = Field(default=0.05, ge=0, lt=1)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
     average: float | None = Field(default=None, gt=0, lt=1)
@@ -178,7 +181,7 @@ class BaseRecipe(Strict):
 
     stage: str
     output: Path
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     optim: OptimConfig = OptimConfig()
 
 

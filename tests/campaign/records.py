@@ -1,6 +1,6 @@
 """Fields of records changed at random behind the store's back; then everything is read in every way.
 
-Left alone are `metadata`, `full_hash` and what Chroma itself keeps: a record's seal does not cover them.
+Left alone are `full_hash` and what Chroma itself keeps: a record's seals do not cover them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from helpers.store import WordBundle
 
 COUNTED = ["changed records", "reads", "refused with the library's own error", "read as before"]
 FAULTS = ["read wrong", "raw errors"]
-FIELDS = ("payload", "payload_hash", "text", "text_hash", "marker", "slots", "tokens", "seal")
+FIELDS = ("payload", "payload_hash", "text", "text_hash", "marker", "slots", "tokens", "metadata", "metadata_seal", "seal")
 PASSAGES = 20
 
 

@@ -110,6 +110,12 @@ def test_a_chat_template_that_drops_the_context_is_named(
             decoder.generate([chat])
 
 
+def test_a_chat_template_that_fails_is_named(decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder.bundle.tokenizer, "chat_template", "{{ range(10 ** 9) | list }}")
+    with pytest.raises(ConfigError, match="the decoder's chat template .*too big"):
+        decoder.prepare([[{"role": "user", "content": "Who hums?"}]])
+
+
 def test_a_system_message_that_a_template_drops_goes_before_the_first_question(
     decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

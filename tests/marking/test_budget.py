@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -87,6 +89,18 @@ def test_the_best_stay_text_and_the_rest_get_coarser() -> None:
     # c = 4: ratios of at least 4, 6.3, 8 and 9.3 are 4, 8, 8 and 12, that is 25 + 13 + 13 + 9 slots.
     assert allot([100] * 4, [25] * 4, 60, base_ratio=4) == [1, 2, 2, 3]
     assert allot([100] * 4, [25] * 4, 400, base_ratio=4) == [TEXT] * 4
+
+
+def test_thousands_of_passages_need_little_memory() -> None:
+    rng = random.Random(1)
+    tokens = [250_000, *(rng.randint(50, 1_000) for _ in range(2_047))]
+    slots = [-(-count // 4) for count in tokens]
+    tracemalloc.start()
+    factors = allot(tokens, slots, 249_999, base_ratio=4)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 200e6
+    assert sum(-(-s // f) if f else t for t, s, f in zip(tokens, slots, factors, strict=True)) <= 249_999
 
 
 def test_scores_decide_the_order_and_nothing_else() -> None:

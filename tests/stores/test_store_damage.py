@@ -47,6 +47,11 @@ DAMAGE: dict[str, Callable[[Row, Row], Row]] = {
     "zero slots of a right checksum": lambda row, other: {"payload": codecs.encode(WordBundle().at("x", 4))},
     "a scale of 3e38": loud,
     "no seal": lambda row, other: {"seal": ""},
+    "other metadata": lambda row, other: {"metadata": '{"source": "https://elsewhere.example"}'},
+    "another passage's metadata": lambda row, other: {
+        key: value for key, value in other.items() if key in ("metadata", "metadata_seal", "full_hash")
+    },
+    "metadata of unknown origin": lambda row, other: {"metadata_seal": None},
 }
 
 

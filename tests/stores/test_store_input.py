@@ -15,7 +15,7 @@ import pytest
 
 from ctx_compress_rag.errors import ConfigError, RatioError, StoreError, StoreWriteError
 from ctx_compress_rag.marking.mark import mark
-from ctx_compress_rag.stores import SoftContextStore, SyncReport
+from ctx_compress_rag.stores import Passage, SoftContextStore, SyncReport
 from ctx_compress_rag.stores.passages import MAX_CHARACTERS
 from helpers.store import WordBundle, add, assert_same, passage
 
@@ -37,6 +37,14 @@ def test_a_collection_s_passages_are_added(store: SoftContextStore, app: Any, gi
     assert store.add(give(app), progress=False).added == 300
     kept = store.get_passages([f"p{n}" for n in range(300)])
     assert [each and (each.text, each.metadata) for each in kept] == [(passage(n), {"n": n}) for n in range(300)]
+
+
+@pytest.mark.parametrize("odd", [{"title": "\ud800"}, {"\udfff": 1}, {"n": 10**5000}, {"n": -(2**63) - 1}])
+def test_metadata_that_cannot_be_stored_are_left_out(store: SoftContextStore, odd: dict[str, Any]) -> None:
+    given = [Passage(passage(0), "p0", {"page": 2**63 - 1, "kept": "é😀", "none": None, "yes": True} | odd)]
+    assert store.add(given, progress=False).added == 1
+    [kept] = store.get_passages(["p0"])
+    assert kept is not None and kept.metadata == {"page": 2**63 - 1, "kept": "é😀", "none": None, "yes": True}
 
 
 @pytest.mark.parametrize(

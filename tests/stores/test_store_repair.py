@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from ctx_compress_rag.app.upkeep import back_up_store, repair_store, vacuum_stor
 from ctx_compress_rag.errors import PayloadError, StoreError
 from ctx_compress_rag.stores import Passage, SoftContextStore
 from ctx_compress_rag.stores.keys import KEY_FILE
+from ctx_compress_rag.stores.markers import MarkerCodec
 from ctx_compress_rag.text.minilm import passage_vectors
 from helpers.forked import Forked, run_python
 from helpers.store import WRITE, WordBundle, add, assert_same, passage
@@ -108,6 +110,42 @@ def test_vectors_of_an_index_are_embedded_again_and_those_of_an_app_are_left(tmp
     assert near["distances"][0][0] == pytest.approx(0, abs=1e-5)
     client.close()
     assert repair_store(tmp_path / "store").rebuilt.records == {"passages-ctx": 20}  # a sound index is left
+
+
+@pytest.mark.parametrize("name", ["victim", "."])
+def test_repair_deletes_no_folder_but_an_index(tmp_path: Path, name: str) -> None:
+    """The database of a store from someone else may name any folder as an index."""
+    folder, victim = tmp_path / "store", tmp_path / "victim"
+    with SoftContextStore(folder, WordBundle(), key=KEY) as store:
+        add(store, 3)
+    victim.mkdir()
+    (victim / "thesis.txt").write_text("the only copy")
+    forged = str(victim) if name == "victim" else name
+    with closing(sqlite3.connect(folder / "chroma.sqlite3")) as database, database:
+        database.execute("update segments set id = ? where scope = 'VECTOR'", (forged,))
+    with pytest.raises(StoreError, match=f"{re.escape(repr(forged))}, which Chroma never gives"):
+        repair_store(folder)
+    assert (victim / "thesis.txt").exists() and (folder / "chroma.sqlite3").stat().st_size > 0
+
+
+def test_metadata_changed_alone_are_sealed_again(tmp_path: Path) -> None:
+    bundle = WordBundle()
+    with SoftContextStore(tmp_path, bundle, key=KEY) as store:
+        store.add([Passage(passage(0), "p0", {"page": 1})], progress=False)
+        store.add([Passage(passage(0), "p0", {"page": 2})], progress=False)
+        assert len(bundle.calls) == 1
+        assert store.get_passages(["p0"])[0].metadata == {"page": 2} and store.damaged() == []
+
+
+def test_records_of_versions_that_did_not_seal_metadata_are_read(tmp_path: Path) -> None:
+    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
+        add(store, 1)
+        raw = chromadb.PersistentClient(tmp_path).get_collection("passages-ctx", embedding_function=None)
+        row = dict(raw.get(ids=["p0"])["metadatas"][0])
+        fields = (str(row[name]) for name in ("text_hash", "marker", "slots", "tokens", "payload_hash"))
+        seal = MarkerCodec(KEY, store.fingerprint).seal("p0", *fields)
+        raw.update(ids=["p0"], metadatas=[{"seal": seal, "metadata_seal": None}])
+        assert store.damaged() == [] and store.get_passages(["p0"])[0].text == passage(0)
 
 
 def strip_seals(folder: Path) -> None:

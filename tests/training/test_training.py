@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import random
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +225,10 @@ def test_processes_that_share_weights_draw_no_ratio_for_each_example() -> None:
         ("demo/teacher", {"stepz": 3}, "stepz"),
         ("demo/teacher", {"optim": {"batch_size": 6, "micro_batch_size": 4}}, "micro_batch_size"),
         ("demo/teacher", {"optim": {"steps": 0}}, "steps"),
+        ("demo/teacher", {"optim": {"learning_rate": float("inf")}}, "learning_rate"),
+        ("demo/teacher", {"optim": {"betas": [2, -1]}}, "betas"),
+        ("demo/teacher", {"seed": -1}, "seed"),
+        ("demo/teacher", {"data": {"world": {"examples": 4, "passages": [0]}}}, "passages"),
         ("demo/teacher", {"data": {"files": []}}, "files or world"),
         ("demo/teacher", {"data": {"files": ["x.jsonl"], "templates": ["no places"]}}, "no places"),
         ("demo/teacher", {"stage": "alchemy"}, "^[^:]*: stage: 'alchemy' is unknown: give one of .*'teacher'"),
@@ -240,6 +246,15 @@ def test_impossible_recipes_are_refused_by_name(name: str, change: dict[str, Any
     recipe = yaml.safe_load((SHIPPED / f"{name}.yaml").read_text()) | change
     with pytest.raises(ConfigError, match=named):
         parse_recipe(recipe, "test")
+
+
+def test_yaml_that_unfolds_to_gigabytes_is_refused_at_once() -> None:
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in pairwise("abcdefghij")]
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="seed"):
+        parse_recipe({"stage": "teacher", "seed": yaml.safe_load("\n".join(lines))["j"]}, "test")
+    assert time.monotonic() - began < 5
 
 
 def test_a_lora_teacher_reads_full_text_in_the_bundle(decoder: Path, tmp_path: Path) -> None:

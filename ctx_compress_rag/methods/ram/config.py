@@ -14,9 +14,9 @@ from ctx_compress_rag.ratios import check_reduction
 class RamConfig(MethodConfig):
     """RAM (Read As Human): close reading of the segments a question needs, skimming of the rest.
 
-    The paper names no adapters; we read it as training encoder and decoder fully. `close_reading: false` skims every segment. `skimming`
-    pools a skimmed segment with weights from the question ("query"), as a plain "average", or drops it
-    ("none"). These switches are the ablations of section 4.5.
+    The paper names no adapters; we read it as training encoder and decoder fully. `close_reading: false` skims every
+    segment. `skimming` pools a skimmed segment with weights from the question ("query"), as a plain "average", or
+    drops it ("none"). These switches are the ablations of section 4.5.
     """
 
     name: Literal["ram"] = "ram"
