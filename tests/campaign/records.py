@@ -19,7 +19,18 @@ from helpers.store import WordBundle
 
 COUNTED = ["changed records", "reads", "refused with the library's own error", "read as before"]
 FAULTS = ["read wrong", "raw errors"]
-FIELDS = ("payload", "payload_hash", "text", "text_hash", "marker", "slots", "tokens", "metadata", "metadata_seal", "seal")
+FIELDS = (
+    "payload",
+    "payload_hash",
+    "text",
+    "text_hash",
+    "marker",
+    "slots",
+    "tokens",
+    "metadata",
+    "metadata_seal",
+    "seal",
+)
 PASSAGES = 20
 
 
