@@ -91,15 +91,18 @@ def index(
                 f"--collection takes no {', '.join(refused)}: your app's collection keeps its own passages and vectors"
             )
         quiet_models()
-        done = compress_collection(store, collection, bundle or ENGLISH, codec, ray, device=device, dtype=dtype)
-        print(f"collection {collection}: {done.added} passages compressed, {done.unchanged} unchanged")
+        bundle = bundle or ENGLISH
+        done = compress_collection(store, collection, bundle, codec, ray, device=device, dtype=dtype)
+        counts = f"{done.added} passages compressed, {done.unchanged} unchanged"
+        print(f"collection {collection}: {counts}, with {bundle}")
         return
     given = open_input(str(path))  # before models are loaded and a store is made
     quiet_models()
     with open_index(store, bundle, codec=codec, create=True, embedder=embedder, device=device, dtype=dtype) as opened:
         note_what_it_reads(opened.bundle)
         report = update_index(opened, given, chunk_tokens=chunk_tokens, prune=prune, ray_workers=ray)
-    print(f"{report.files} {given.kind} in {path}: {report.added} passages compressed, {report.unchanged} unchanged")
+    counts = f"{report.added} passages compressed, {report.unchanged} unchanged"
+    print(f"{report.files} {given.kind} in {path}: {counts}, with {opened.bundle.config.name}")
     if skipped := given.skipped():
         print(printable(skipped))
     if report.replaced or report.pruned:

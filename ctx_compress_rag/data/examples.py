@@ -86,27 +86,48 @@ def _row(line: str, place: str, unanswerable: bool) -> tuple[tuple[str, ...], Tu
     try:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()  # "\\ud83d" alone is valid JSON, but cannot be tokenised
-        question, answers = row["question"], row["answers"]
-        context = [f"{p['title']}\n{p['text']}" for p in row["passages"]] if "passages" in row else row["context"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{place}: expected an object with question, answers and context ({error})") from None
-    if not isinstance(context, str | list):
-        raise DataError(f"{place}: context must be a string or a list of strings, got {str(context)[:80]!r}")
-    passages = (context,) if isinstance(context, str) else tuple(context)
-    if not isinstance(question, str) or not isinstance(answers, list) or not all(isinstance(a, str) for a in answers):
-        raise DataError(f"{place}: question must be a string and answers a list of strings")
-    filled = bool(passages) and all(isinstance(p, str) and p.strip() for p in passages)
-    if not (answers or unanswerable) or not filled:
-        raise DataError(f"{place}: answers and passages must not be empty")
-    subject = row.get("subject", "")
-    if not isinstance(subject, str):
-        raise DataError(f"{place}: subject must be a string, got {str(subject)[:80]!r}")
+    except UnicodeEncodeError:
+        raise DataError(f"{place}: half of a surrogate pair is not a character: decode the text again") from None
+    except ValueError as error:
+        raise DataError(f"{place}: this is not JSON ({error}): give an object, in one line") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: {_shown(row)} is not an object: give one with question, answers and context")
+    name = "passages" if "passages" in row else "context"
+    if missing := [key for key in ("question", "answers", name) if key not in row]:
+        raise DataError(f'{place}: there is no "{missing[0]}" in it: give question, answers and context')
+    question, answers, context, subject = row["question"], row["answers"], row[name], row.get("subject", "")
+    for key, value in (("question", question), ("subject", subject)):
+        if not isinstance(value, str):
+            raise DataError(f"{place}: {key}={_shown(value)}: give a string")
+    if not _are_strings(answers):
+        raise DataError(f"{place}: answers={_shown(answers)}: give a list of strings")
+    if not (answers or unanswerable):
+        raise DataError(f"{place}: answers is empty: give one or more")
+    if name == "passages":
+        try:
+            context = [f"{p['title']}\n{p['text']}" for p in context]
+        except (KeyError, TypeError):
+            raise DataError(f"{place}: passages={_shown(context)}: give objects with title and text") from None
+    passages = [context] if isinstance(context, str) else context
+    if not _are_strings(passages):
+        raise DataError(f"{place}: context={_shown(context)}: give a string or a list of strings")
+    if not passages or not all(map(str.strip, passages)):
+        raise DataError(f"{place}: {name} is empty, or a passage in it: give one passage or more, none blank")
+    passages = tuple(passages)
     return passages, Turn(question, tuple(answers), subject, _evidence(row.get("evidence", []), passages, place))
+
+
+def _are_strings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:80]
 
 
 def _evidence(given: Any, passages: Sequence[str], place: str) -> tuple[str, ...]:
     if not isinstance(given, list) or not all(isinstance(part, str) and part.strip() for part in given):
-        raise DataError(f"{place}: evidence must be a list of strings, none of them blank, got {str(given)[:80]!r}")
+        raise DataError(f"{place}: evidence must be a list of strings, none of them blank, got {_shown(given)}")
     for part in given:
         if not any(part in passage for passage in passages):
             raise DataError(f"{place}: no passage contains the evidence {part[:80]!r}: copy it exactly from a passage")
@@ -141,22 +162,29 @@ def _plain(text: str) -> str:
     return " ".join(text.lower().split())
 
 
-def check_held_out(training: Sequence[Example], held_out: Sequence[Example], passages: bool = True) -> None:
+def check_held_out(
+    training: Sequence[Example],
+    held_out: Sequence[Example],
+    passages: bool = True,
+    source: str = "the training data",
+    remedy: str = "remove it",
+) -> None:
     """Refuse training data that shares a passage or a question with held-out data.
 
     Ignores case and whitespace. Strict on purpose: a shared question is refused even if it is asked about other
     passages. Blank questions (of rows that hold only passages) and requests for a summary may be shared. With
-    `passages=False`, so may passages: both sides are then retrieved from one corpus.
+    `passages=False`, so may passages: both sides are then retrieved from one corpus. The message begins with `source`
+    and ends with `remedy`.
 
     Raises:
         DataError: a passage or question is shared; the message names the first.
     """
     test_passages = {_plain(p) for e in held_out for p in e.passages if passages}
     test_questions = {_plain(t.question) for e in held_out for t in e.turns} - {"", _plain(SUMMARY_REQUEST)}
-    for number, example in enumerate(training):
+    for example in training:
         for passage in example.passages:
             if _plain(passage) in test_passages:
-                raise DataError(f"training example {number} contains a held-out passage: {passage[:80]!r}; remove it")
+                raise DataError(f"{source} contains a held-out passage: {passage[:80]!r}; {remedy}")
         for turn in example.turns:
             if _plain(turn.question) in test_questions:
-                raise DataError(f"training example {number} contains a held-out question: {turn.question!r}; remove it")
+                raise DataError(f"{source} contains a held-out question: {turn.question!r}; {remedy}")

@@ -11,6 +11,7 @@ import sys
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from ctx_compress_rag.decoding.decoder import Message, Sampling
 
@@ -33,6 +34,12 @@ def _schema(schema: dict[str, Any]) -> str:
     return text
 
 
+def _zero(number: float) -> float:
+    if number:
+        raise PydanticCustomError("literal_error", "not 0", {"expected": "0"})
+    return number
+
+
 def _kind(value: object) -> str:
     return "(list)" if isinstance(value, list) else "(text)"
 
@@ -44,7 +51,7 @@ OneText = Annotated[Text, Tag("(text)")]
 Stop = Annotated[str, Field(max_length=1000), AfterValidator(_unicode)]
 List = Tag("(list)")
 EITHER = Discriminator(_kind)
-Zero = Annotated[float, Field(ge=0, le=0)]
+Zero = Annotated[float, AfterValidator(_zero)]
 
 _SCHEMA_CHARACTERS = 1 << 16  # reading one of this length takes half a second, in which everyone waits
 

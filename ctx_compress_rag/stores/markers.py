@@ -184,9 +184,9 @@ class MarkerCodec:
             kinds = [kind for kind in _KINDS if hmac.compare_digest(tag, self._tag(kind, scope, id, slots))]
             if not kinds and on_unreadable == "error":
                 raise UnreadableMarkerError(
-                    f"{match[0]} was not made with this key for scope {scope!r}, or was changed: give the key it was "
-                    "made with (CTX_COMPRESS_KEY) and its scope, retrieve again, or choose on_unreadable='warn' to "
-                    "keep such markers as text"
+                    f"{match[0]} was not made with this key for scope {scope!r}, or was changed: give the "
+                    "postprocessor and the LLM the same scope and key (CTX_COMPRESS_KEY), retrieve again, or choose "
+                    "on_unreadable='warn' to keep such markers as text"
                 )
             if not kinds:
                 continue

@@ -33,6 +33,9 @@ def load_examples(recipe: Recipe) -> list[Example]:
     else:
         files = [_allowed(read_jsonl(file, data.max_turns), data, held_out) for file in data.files]
         files += [text_examples(text.file, text.words) * text.weight for text in data.texts]
+        remedy = "remove it, or set data.leave_out_held_out: true"
+        for path, examples in zip(data.files, files, strict=False):  # before the files are mixed; texts come after them
+            check_held_out(examples, held_out, source=str(path), remedy=remedy)
         for each in files if data.guard else []:
             never_train_on().check(each)
         seed = data.part.seed if data.part else recipe.seed

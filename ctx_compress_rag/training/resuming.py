@@ -24,7 +24,8 @@ _RECIPE_FILE = "recipe.json"
 _PROGRESS_FILE = "progress.json"
 _WRITTEN = ("output", "folder")  # keys of paths that a training writes: solved contexts are kept in `folder`
 
-# These set how a step is computed and where results are kept, not the results; more `steps` prolong a training.
+# These set how a step is computed and where results are kept, not the results; another number of `steps` sets
+# when a training ends.
 _MAY_CHANGE = {
     "output",
     "optim.steps",

@@ -36,7 +36,7 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
         deadline: when to stop, in seconds of `time.monotonic`.
 
     Raises:
-        ConfigError: its output holds checkpoints of a recipe with other settings.
+        ConfigError: its output holds checkpoints of a recipe with other settings, or a file that it reads is missing.
         TimeUpError: the deadline came first; the same call resumes there.
     """
     recipe = load_recipe(path)
@@ -44,6 +44,7 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
         return recipe.output
     if deadline is not None and time.monotonic() >= deadline:
         raise TimeUpError(f"{path}: not started; the same command resumes there")
+    check_inputs([recipe])  # before a model is loaded
     if resume:
         refuse_another(recipe)
     _prepare(recipe)

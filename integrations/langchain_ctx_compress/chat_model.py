@@ -233,7 +233,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         The schema is not added to the prompt, which has to ask for its fields.
 
         Args:
-            schema: a pydantic class, whose objects are returned, or a TypedDict or JSON schema, for dicts.
+            schema: a pydantic class, whose objects are returned, or a TypedDict or JSON schema, for plain JSON values.
             include_raw: return a dict of the message (`raw`), the object (`parsed`) and the error
                 (`parsing_error`).
             kwargs: other models' `method` and `strict` are accepted and ignored.
@@ -245,7 +245,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         """
         if unknown := sorted(kwargs.keys() - {"method", "strict"}):
             raise ConfigError(f"with_structured_output has no option {unknown[0]!r}: it takes include_raw")
-        wanted = {"type": "json_schema", "json_schema": {"schema": convert_to_json_schema(schema)}}
+        wanted = {"type": "json_schema", "json_schema": {"schema": _json_schema(schema)}}
         llm, parse = self.bind(response_format=wanted), RunnableLambda(partial(parsed, schema))
         if not include_raw:
             return llm | parse
@@ -276,6 +276,12 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
 
     def _response_metadata(self, done: Generation) -> dict[str, Any]:
         return {"model_name": self.model_name, "finish_reason": done.finish_reason, "slots": done.slots}
+
+
+def _json_schema(schema: dict[str, Any] | type) -> dict[str, Any]:
+    # LangChain's conversion keeps nothing but the title of a schema without `properties`, so only tools go through it.
+    is_tool = isinstance(schema, dict) and schema.keys() & {"name", "function", "toolSpec"}
+    return convert_to_json_schema(schema) if is_tool or not isinstance(schema, dict) else schema
 
 
 def _usage(done: Generation) -> UsageMetadata:

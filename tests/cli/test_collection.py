@@ -30,7 +30,7 @@ def test_passages_are_compressed_in_the_dtype_and_on_the_device(
     run: Any, command: list[object], bundle_folder: Path, tmp_path: Path, dtype: str
 ) -> None:
     assert run(*command, "--dtype", dtype, "--device", "cpu", "--codec", "fp16") == 0
-    assert "1 passages compressed, 0 unchanged" in run.out
+    assert f"1 passages compressed, 0 unchanged, with {bundle_folder}\n" in run.out
     collection = chromadb.PersistentClient(str(tmp_path / "chroma")).get_collection("docs", embedding_function=None)
     with SoftContextStore(collection, Bundle.from_pretrained(bundle_folder)) as store:
         [stored] = store.get(["orla"])

@@ -79,6 +79,16 @@ def test_a_guarded_stage_trains_on_no_held_out_question_or_passage(
     assert load() == {(each["context"],) for each in [*good, bad]}  # other people's data may share a question
 
 
+def test_a_held_out_example_is_named_with_its_file_and_the_remedies(tmp_path: Path) -> None:
+    good, bad = (
+        write(tmp_path / f"{name}.jsonl", [row(f"The {name} passage.", f"Who is {name}?")]) for name in ("good", "bad")
+    )
+    data = {"files": [str(good), str(bad)], "held_out": [str(bad)]}
+    recipe = parse_recipe({"stage": "teacher", "output": "out", "decoder": "nowhere", "data": data}, "here")
+    with pytest.raises(DataError, match=r"^\S*bad.jsonl contains a held-out passage: .*data.leave_out_held_out: true$"):
+        load_examples(recipe)  # type: ignore[arg-type]
+
+
 def test_recipes_of_bundles_scored_with_held_out_sets_are_guarded() -> None:
     english = [f"smollm2/{path.stem}" for path in (SHIPPED / "smollm2").iterdir()]
     assert len(english) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,22 +33,28 @@ def test_jsonl_round_trip_and_grouping(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("row", "said"),
     [
-        '{"question": "Q"}',
-        "[1]",
-        "{",
-        '{"question": "Q", "answers": [], "context": "c"}',
-        '{"question": "Q", "answers": ["a"], "context": 5}',
-        '{"question": "Q", "answers": ["a"], "context": []}',
-        '{"question": "Q", "answers": ["a"], "passages": []}',
-        r'{"question": "Q", "answers": ["a"], "context": "cut in the middle of an emoji \ud83d"}',
+        ('{"answers": ["a"], "context": "c"}', 'there is no "question" in it: give question, answers and context'),
+        ('{"question": "Q", "answers": ["a"]}', 'there is no "context" in it: give question, answers and context'),
+        ("[1]", "[1] is not an object: give one with question, answers and context"),
+        ("{", "this is not JSON (Expecting "),
+        ('{"question": 5, "answers": ["a"], "context": "c"}', "question=5: give a string"),
+        ('{"question": "Q", "answers": [5], "context": "c"}', "answers=[5]: give a list of strings"),
+        ('{"question": "Q", "answers": "a", "context": "c"}', "answers='a': give a list of strings"),
+        ('{"question": "Q", "answers": [], "context": "c"}', "answers is empty: give one or more"),
+        ('{"question": "Q", "answers": ["a"], "context": 5}', "context=5: give a string or a list of strings"),
+        ('{"question": "Q", "answers": ["a"], "context": []}', "context is empty, or a passage in it: give one"),
+        ('{"question": "Q", "answers": ["a"], "context": ["c", " "]}', "context is empty, or a passage in it: give"),
+        ('{"question": "Q", "answers": ["a"], "passages": []}', "passages is empty, or a passage in it: give one"),
+        ('{"question": "Q", "answers": ["a"], "passages": ["c"]}', "passages=['c']: give objects with title and text"),
+        (r'{"question": "Q", "answers": ["a"], "context": "cut emoji \ud83d"}', "half of a surrogate pair is not a"),
     ],
 )
-def test_a_bad_row_is_named(tmp_path: Path, row: str) -> None:
+def test_a_bad_row_is_named(tmp_path: Path, row: str, said: str) -> None:
     good = json.dumps({"question": "Q", "answers": ["a"], "context": "c"})
     (tmp_path / "data.jsonl").write_text(f"{good}\n{row}\n")
-    with pytest.raises(DataError, match=r"data\.jsonl:2"):
+    with pytest.raises(DataError, match=re.escape(f"data.jsonl:2: {said}")):
         read_jsonl(tmp_path / "data.jsonl")
 
 
@@ -65,7 +72,7 @@ def test_a_file_that_is_no_jsonl_is_named(tmp_path: Path) -> None:
 def test_held_out_passages_and_questions_never_reach_training() -> None:
     held_out = world_examples("test", 0, 8)
     check_held_out(world_examples("train", 0, 200), held_out)
-    with pytest.raises(DataError, match="passage"):
+    with pytest.raises(DataError, match="^the training data contains a held-out passage: .*; remove it$"):
         check_held_out([*world_examples("train", 0, 3), held_out[3]], held_out)
     with pytest.raises(DataError, match="passage"):  # typed off
         check_held_out([replace(held_out[3], passages=(held_out[3].passages[0].upper() + "\n",))], held_out)

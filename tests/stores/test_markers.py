@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctx_compress_rag.errors import ConfigError, RatioError
+from ctx_compress_rag.errors import ConfigError, RatioError, UnreadableMarkerError
 from ctx_compress_rag.stores.markers import MAX_FACTOR, Marker, MarkerCodec, current_scope, defused, scope
 
 KEY = b"k" * 32
@@ -74,6 +74,14 @@ def test_a_forged_marker_is_logged_once_and_stays(caplog: pytest.LogCaptureFixtu
     assert [record.message for record in caplog.records] == [
         "2 marker(s) in the text were not made with this key for scope 't', or were cut: left as literal text"
     ]
+
+
+def test_a_marker_of_another_scope_is_refused_with_the_remedy() -> None:
+    """The app's likeliest mistake is a postprocessor without the LLM's scope."""
+    with pytest.raises(
+        UnreadableMarkerError, match="for scope 'alice'.*give the postprocessor and the LLM the same scope"
+    ):
+        CODEC.split(CODEC.write("p" * 17, 1, 3, "default"), "alice", "error")
 
 
 @pytest.mark.parametrize("before", ["", "[", "[[", "a[[[[["])

@@ -54,6 +54,14 @@ def test_what_a_later_recipe_lacks_is_said_before_the_first_is_run(decoder: Path
         check_inputs([load_recipe(recipe) for recipe in reversed(recipes)])
 
 
+def test_a_missing_teacher_is_said_before_the_decoder_is_loaded(decoder: Path, tmp_path: Path) -> None:
+    settings = yaml.safe_load(write_recipe(decoder, "distillation", tmp_path / "out", {"steps": 1}).read_text())
+    settings |= {"decoder": str(tmp_path / "nowhere"), "teacher": str(tmp_path / "teacher")}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    with pytest.raises(ConfigError, match=r"teacher'.* does not exist"):
+        run_recipe(tmp_path / "recipe.yaml")
+
+
 # Reductions, ratios and episodes are drawn again at each step.
 DRAWN: dict[str, dict[str, Any]] = {
     "distillation": {"curriculum": [{"step": 0, "ratios": [4, 8], "sample": 1}], "reconstruction_weight": 0.5},
@@ -130,15 +138,17 @@ def test_a_fault_in_a_recipe_loses_no_checkpoint(decoder: Path, tmp_path: Path) 
     recipe = _recipe(decoder, tmp_path / "cut")
     with killed(after=3):
         run_recipe(recipe)
-    with pytest.raises(DataError, match="no data file"):
-        run_recipe(_recipe(decoder, tmp_path / "cut", data="absent.jsonl"), resume=False)
+    (decoder / "empty.jsonl").touch()
+    with pytest.raises(DataError, match="contains no examples"):
+        run_recipe(_recipe(decoder, tmp_path / "cut", data="empty.jsonl"), resume=False)
     run_recipe(_recipe(decoder, tmp_path / "cut"))
     assert report(tmp_path / "cut")["resumed"] is True
 
 
 def test_a_recipe_that_never_began_is_mended(decoder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no data file"):
-        run_recipe(_recipe(decoder, tmp_path / "run", data="absent.jsonl"))
+    (decoder / "empty.jsonl").touch()
+    with pytest.raises(DataError, match="contains no examples"):
+        run_recipe(_recipe(decoder, tmp_path / "run", data="empty.jsonl"))
     run_recipe(_recipe(decoder, tmp_path / "run"))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import pytest
 from langchain.agents import create_agent
@@ -49,6 +49,27 @@ def test_a_pydantic_class_a_typed_dict_and_a_schema(llm: ChatCompressedContext) 
     Tower.model_validate(llm.with_structured_output(Tower.model_json_schema()).invoke("The tower?"))
     said = llm.with_structured_output(TowerDict).invoke("The tower?")
     assert isinstance(said, dict) and set(said) == {"built", "material"} and isinstance(said["built"], int)
+
+
+@pytest.mark.parametrize(
+    ("schema", "kind"),
+    [
+        ({"title": "Years", "type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}, list),
+        ({"title": "Year", "type": "string", "maxLength": 3}, str),
+        ({"title": "Year", "$ref": "#/$defs/year", "$defs": {"year": {"type": "boolean"}}}, bool),
+        ({"title": "Year", "anyOf": [{"type": "null"}]}, type(None)),
+        ({"enum": ["stone", "wood"]}, str),
+        ({"type": "object", "properties": {"built": {"type": "boolean"}}, "required": ["built"]}, dict),
+    ],
+)
+def test_a_schema_of_any_root_is_enforced(llm: ChatCompressedContext, schema: dict[str, Any], kind: type) -> None:
+    assert isinstance(llm.with_structured_output(schema).invoke("The tower?"), kind)
+
+
+def test_a_tool_is_taken_as_its_parameters(llm: ChatCompressedContext) -> None:
+    function = {"name": "Tower", "description": "A tower.", "parameters": Tower.model_json_schema()}
+    for tool in (function, {"type": "function", "function": function}):
+        Tower.model_validate(llm.with_structured_output(tool).invoke("The tower?"))
 
 
 async def test_in_a_chain_over_markers_sampled_streamed_and_async(app: App, llm: ChatCompressedContext) -> None:
@@ -104,6 +125,8 @@ def test_what_cannot_be_enforced_is_refused(app: App, llm: ChatCompressedContext
         Sampling(json_schema=5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="response_format="):
         llm.invoke("hi", response_format={"type": "json_object"})
+    with pytest.raises(ConfigError, match="Invalid type: objekt"):
+        llm.with_structured_output({"title": "Tower", "type": "objekt"}).invoke("hi")
     with pytest.raises(ConfigError, match="no option 'tools'"):
         llm.with_structured_output(Tower, tools=[])
 
