@@ -24,7 +24,7 @@ from chromadb.errors import ChromaError
 
 from ctx_compress_rag.errors import StoreError, StoreLockedError, StoreWriteError
 from ctx_compress_rag.stores import lock
-from ctx_compress_rag.stores.sqlite import DATABASE, SqliteClient
+from ctx_compress_rag.stores.sqlite import DATABASE, JOURNAL, SqliteClient
 
 _LOOK_SECONDS = 5.0  # how often a reader checks whether a server has been started
 _TOKEN = 8
@@ -105,8 +105,9 @@ class Folder:
             with self.reading(timeout) as client:
                 yield client
             return
-        with lock.reader(self.path, timeout):
-            yield self.sqlite()
+        with lock.reader(self.path, timeout) as handle:
+            # A writer that was killed leaves a journal, which only an engine can undo: reading here may not write.
+            yield self._readable(handle) if (self.path / JOURNAL).exists() else self.sqlite()
 
     @contextmanager
     def alone(self, timeout: float = lock.DEFAULT_TIMEOUT) -> Iterator[None]:

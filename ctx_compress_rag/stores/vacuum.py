@@ -33,14 +33,13 @@ def vacuum(folder: Folder) -> int:
     """
     database = folder.path / DATABASE
     before = database.stat().st_size
-    names = [collection.name for collection in folder.sqlite().collections()]
     usual: dict[str, int] = {}
     with folder.writing() as client:
-        for name in names:
-            collection = client.get_collection(name, embedding_function=None)
+        for collection in client.list_collections():
             threshold = (collection.configuration.get("hnsw") or {}).get("sync_threshold")
             if threshold and collection._model.dimension is not None:  # otherwise nothing was ever written to it
-                usual[name] = _CHROMAS_OWN if threshold == _AT_ONCE else threshold  # a vacuum was interrupted
+                # The minimum is what an interrupted vacuum left.
+                usual[collection.name] = _CHROMAS_OWN if threshold == _AT_ONCE else threshold
                 collection.modify(configuration={"hnsw": {"sync_threshold": _AT_ONCE}})
     with folder.writing() as client:  # a new engine, which has the new thresholds
         for name, threshold in usual.items():

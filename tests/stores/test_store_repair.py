@@ -19,7 +19,7 @@ from ctx_compress_rag.stores import Passage, SoftContextStore
 from ctx_compress_rag.stores.keys import KEY_FILE
 from ctx_compress_rag.text.minilm import passage_vectors
 from helpers.forked import Forked, run_python
-from helpers.store import WRITE, WordBundle, add, assert_same, passage
+from helpers.store import LEAVE_JOURNAL, WRITE, WordBundle, add, assert_same, passage
 
 N = 130  # beyond 100 Chroma writes an index
 KEY = b"sixteen bytes or more"
@@ -245,6 +245,16 @@ def test_vacuum_leaves_nothing_of_what_was_deleted(tmp_path: Path, kept: int) ->
         assert len(store) == kept and store.damaged() == []
         for i in range(kept):
             assert_same(store.get([f"p{i}"])[0], bundle.at(passage(i), 4))
+
+
+def test_vacuum_may_come_first_after_a_kill_in_the_middle_of_a_transaction(tmp_path: Path) -> None:
+    folder, bundle = tmp_path / "store", WordBundle()
+    with SoftContextStore(folder, bundle) as store:
+        add(store, 40)
+    assert run_python(LEAVE_JOURNAL, folder).returncode == -9
+    vacuum_store(folder)
+    with SoftContextStore(folder, bundle) as store:
+        assert len(store) == 40 and store.damaged() == []
 
 
 def found(folder: Path) -> tuple[bool, bool]:
