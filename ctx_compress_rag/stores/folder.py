@@ -23,8 +23,8 @@ from chromadb.api.shared_system_client import SharedSystemClient
 from chromadb.errors import ChromaError
 
 from ctx_compress_rag.errors import StoreError, StoreLockedError, StoreWriteError
-from ctx_compress_rag.stores import lock
-from ctx_compress_rag.stores.sqlite import DATABASE, SqliteClient
+from ctx_compress_rag.stores import lock, unfinished
+from ctx_compress_rag.stores.sqlite import DATABASE, JOURNAL, SqliteClient
 
 _LOOK_SECONDS = 5.0  # how often a reader checks whether a server has been started
 _TOKEN = 8
@@ -105,8 +105,9 @@ class Folder:
             with self.reading(timeout) as client:
                 yield client
             return
-        with lock.reader(self.path, timeout):
-            yield self.sqlite()
+        with lock.reader(self.path, timeout) as handle:
+            # A writer that was killed leaves a journal, which only an engine can undo: reading here may not write.
+            yield self._readable(handle) if (self.path / JOURNAL).exists() else self.sqlite()
 
     @contextmanager
     def alone(self, timeout: float = lock.DEFAULT_TIMEOUT) -> Iterator[None]:
@@ -139,6 +140,8 @@ class Folder:
     ) -> Iterator[ClientAPI]:
         """A client for exclusive writing: opened after taking the lock, and so as new as the files.
 
+        First undoes what an interrupted vacuum left.
+
         Args:
             timeout: see `alone`, also for the errors.
             before: called after taking the lock and before opening the client.
@@ -153,9 +156,17 @@ class Folder:
                 self._engine = self._opened()
                 self._mine.client = self._engine
             try:
+                unfinished.undo(self._engine, self.path)
                 yield self._engine
             finally:
                 self._mine.client = None
+
+    def reopened(self) -> ClientAPI:
+        """Inside `writing`: a new client in place of the one that it gave."""
+        with self._mutex:
+            self._close()
+            self._engine = self._mine.client = self._opened()
+            return self._engine
 
     def sqlite(self) -> SqliteClient:
         """A client that reads records through SQLite alone."""

@@ -21,6 +21,7 @@ from ctx_compress_rag.errors import StoreError
 from ctx_compress_rag.stores.pages import pages
 
 DATABASE = "chroma.sqlite3"
+JOURNAL = f"{DATABASE}-journal"
 _VALUE = "coalesce(m.string_value, m.int_value, m.float_value, m.bool_value)"
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _IDS = 500  # older SQLite takes 999 values in one statement
@@ -75,6 +76,11 @@ class SqliteClient:
             with closing(sqlite3.connect(f"file:{quote(str(self._file))}?mode=ro", uri=True, timeout=30)) as database:
                 yield lambda statement, values=(): database.execute(statement, values).fetchall()
         except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_READONLY_ROLLBACK:
+                raise StoreError(
+                    f"cannot read {self._file}: a writer was stopped in the middle, and {JOURNAL} must be undone "
+                    "first: open the store once as a user who may write to the folder"
+                ) from error
             raise StoreError(
                 f"cannot read {self._file} ({error}): check that this user may read it, and that a supported version "
                 "of Chroma made it"

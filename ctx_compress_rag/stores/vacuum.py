@@ -13,18 +13,16 @@ from typing import Any
 from ctx_compress_rag.errors import StoreError
 from ctx_compress_rag.stores.folder import Folder
 from ctx_compress_rag.stores.sqlite import DATABASE
+from ctx_compress_rag.stores.unfinished import AT_ONCE, PASSING, note, undo
 
-_AT_ONCE = 2  # Chroma's minimum: after this many writes it writes the index and empties the log
-_CHROMAS_OWN = 1000
-_PASSING = [f"ctx-compress-vacuum-{number}" for number in range(_AT_ONCE)]
 _FULL_TEXT = "embedding_fulltext_search"
 
 
 def vacuum(folder: Folder) -> int:
     """Overwrite deleted records and free their space; return the bytes freed.
 
-    Nobody else reads or writes meanwhile. The vectors of deleted records stay in the index of a collection that is
-    searched.
+    Nobody else reads or writes meanwhile. After an interruption, the next write to the folder restores what this
+    changes for a moment. The vectors of deleted records stay in the index of a collection that is searched.
 
     Raises:
         StoreError: the database is damaged, or the disk has no room for a second copy of it.
@@ -33,22 +31,22 @@ def vacuum(folder: Folder) -> int:
     """
     database = folder.path / DATABASE
     before = database.stat().st_size
-    names = [collection.name for collection in folder.sqlite().collections()]
-    usual: dict[str, int] = {}
     with folder.writing() as client:
-        for name in names:
-            collection = client.get_collection(name, embedding_function=None)
+        written: dict[str, int] = {}
+        for collection in client.list_collections():
             threshold = (collection.configuration.get("hnsw") or {}).get("sync_threshold")
             if threshold and collection._model.dimension is not None:  # otherwise nothing was ever written to it
-                usual[name] = _CHROMAS_OWN if threshold == _AT_ONCE else threshold  # a vacuum was interrupted
-                collection.modify(configuration={"hnsw": {"sync_threshold": _AT_ONCE}})
-    with folder.writing() as client:  # a new engine, which has the new thresholds
-        for name, threshold in usual.items():
+                written[collection.name] = threshold
+        note(client, folder.path, written)
+        for name in written:
+            collection = client.get_collection(name, embedding_function=None)
+            collection.modify(configuration={"hnsw": {"sync_threshold": AT_ONCE}})
+        client = folder.reopened()  # has the new thresholds
+        for name in written:
             collection = client.get_collection(name, embedding_function=None)
             vector: Any = [1.0] + [0.0] * ((collection._model.dimension or 1) - 1)
-            collection.upsert(_PASSING, [vector] * _AT_ONCE)
-            collection.delete(_PASSING)
-            collection.modify(configuration={"hnsw": {"sync_threshold": threshold}})
+            collection.upsert(PASSING, [vector] * AT_ONCE)
+        undo(client, folder.path)
     with folder.alone():
         try:
             with closing(sqlite3.connect(database)) as rows:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from ctx_compress_rag.stores import AddReport, SoftContextStore, companion
 from ctx_compress_rag.stores.lock import LOCK_FILE, READERS_FILE, TURN_FILE
 from helpers.forked import run_python
 from helpers.server import chroma_server
-from helpers.store import WRITE, WordBundle, add, assert_same, passage
+from helpers.store import LEAVE_JOURNAL, WRITE, WordBundle, add, assert_same, passage
 
 
 def test_kill_in_the_middle_loses_nothing_and_a_rerun_completes(tmp_path: Path, bundle: WordBundle) -> None:
@@ -48,6 +48,29 @@ SoftContextStore(sys.argv[1], Dying()).add([passage(i, 300) for i in range(200)]
             assert torch.equal(one.slots, other.slots)
         assert store.get_passages(ids) == reference.get_passages(ids)
         assert store.add(texts, ids).unchanged == 200
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        (lambda store: add(store, 41), AddReport(added=1, updated=0, unchanged=40)),
+        (lambda store: store.marker("p0", 4) in mark(store, [passage(0)], ["p0"])[0], True),
+        (lambda store: store.has([passage(0)], ["p0"]), [True]),
+        (lambda store: len(store.ids()), 40),
+        (lambda store: store.info().passages, 40),
+        (len, 40),
+    ],
+)
+def test_after_a_kill_in_the_middle_of_a_transaction_any_call_may_come_first(
+    tmp_path: Path, bundle: WordBundle, first: Callable[[SoftContextStore], object], expected: object
+) -> None:
+    with SoftContextStore(tmp_path, bundle) as store:
+        add(store, 40)
+        assert run_python(LEAVE_JOURNAL, tmp_path).returncode == -9
+        assert first(store) == expected
+        assert not (tmp_path / "chroma.sqlite3-journal").exists()
+        assert store.damaged() == []
+        assert_same(store.get(["p39"])[0], bundle.at(passage(39), 4))
 
 
 @contextmanager
@@ -157,6 +180,33 @@ with SoftContextStore(sys.argv[1], bundle, key=b"sixteen bytes or more") as stor
     run = run_python(code, folder)
     assert run.stdout.splitlines()[:2] == ["True 30 2 16", "[True] ['p0', 'p1']"], run
     assert "refused: cannot write to the store" in run.stdout
+
+
+def test_a_read_only_folder_that_a_killed_writer_left_says_who_has_to_open_it(
+    tmp_path: Path, bundle: WordBundle
+) -> None:
+    """As another user, who may not undo the journal."""
+    if os.name != "posix" or os.getuid() != 0:
+        pytest.skip("needs a second user")
+    code = f"""{WRITE}
+import os
+from ctx_compress_rag.errors import StoreError
+bundle = WordBundle()
+os.setuid(65534)
+try:
+    SoftContextStore(sys.argv[1], bundle, key=b"sixteen bytes or more")
+except StoreError as error:
+    print(error)
+"""
+    folder = tmp_path / "chroma"
+    with SoftContextStore(folder, bundle, key=b"sixteen bytes or more") as store:
+        add(store, 40)
+    assert run_python(LEAVE_JOURNAL, folder).returncode == -9
+    for path in [folder, *folder.parents, folder / "chroma.sqlite3-journal"]:
+        if path.is_relative_to(tempfile.gettempdir()) and path != Path(tempfile.gettempdir()):
+            path.chmod(0o755)
+    run = run_python(code, folder)
+    assert "chroma.sqlite3-journal must be undone first: open the store once as a user who may write" in run.stdout, run
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o700])

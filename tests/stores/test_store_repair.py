@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sqlite3
@@ -21,7 +22,7 @@ from ctx_compress_rag.stores.keys import KEY_FILE
 from ctx_compress_rag.stores.markers import MarkerCodec
 from ctx_compress_rag.text.minilm import passage_vectors
 from helpers.forked import Forked, run_python
-from helpers.store import WRITE, WordBundle, add, assert_same, passage
+from helpers.store import LEAVE_JOURNAL, WRITE, WordBundle, add, assert_same, passage
 
 N = 130  # beyond 100 Chroma writes an index
 KEY = b"sixteen bytes or more"
@@ -283,6 +284,170 @@ def test_vacuum_leaves_nothing_of_what_was_deleted(tmp_path: Path, kept: int) ->
         assert len(store) == kept and store.damaged() == []
         for i in range(kept):
             assert_same(store.get([f"p{i}"])[0], bundle.at(passage(i), 4))
+
+
+def test_vacuum_may_come_first_after_a_kill_in_the_middle_of_a_transaction(tmp_path: Path) -> None:
+    folder, bundle = tmp_path / "store", WordBundle()
+    with SoftContextStore(folder, bundle) as store:
+        add(store, 40)
+    assert run_python(LEAVE_JOURNAL, folder).returncode == -9
+    vacuum_store(folder)
+    with SoftContextStore(folder, bundle) as store:
+        assert len(store) == 40 and store.damaged() == []
+
+
+DIE = """
+import os, signal, sys, chromadb
+from ctx_compress_rag.app.upkeep import vacuum_store
+name, left = sys.argv[2], int(sys.argv[3])
+usual = getattr(chromadb.Collection, name)
+def dying(*args, **kwargs):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return usual(*args, **kwargs)
+setattr(chromadb.Collection, name, dying)
+vacuum_store(sys.argv[1])
+"""
+"""A vacuum that is killed before its n-th call of a method of Chroma's collections."""
+
+
+def with_an_apps_collection(folder: Path) -> None:
+    client = chromadb.PersistentClient(folder)
+    configuration: Any = {"hnsw": {"sync_threshold": 50, "batch_size": 10}}
+    mine = client.create_collection("passages", configuration=configuration, embedding_function=None)
+    mine.add([f"p{i}" for i in range(3)], [[float(i), 1.0] for i in range(3)], documents=["a", "b", "c"])
+    client.close()
+    with SoftContextStore(folder, WordBundle()) as store:
+        add(store, 3)
+
+
+def ids_and_threshold(folder: Path) -> dict[str, tuple[list[str], int]]:
+    client = chromadb.PersistentClient(folder)
+    collections = client.list_collections()
+    state = {each.name: (each.get()["ids"], each.configuration["hnsw"]["sync_threshold"]) for each in collections}
+    client.close()
+    return state  # type: ignore[return-value]
+
+
+AS_BEFORE = {"passages": (["p0", "p1", "p2"], 50), "passages-ctx": (["p0", "p1", "p2"], 100)}
+
+
+def write_anything(folder: Path) -> None:
+    with SoftContextStore(folder, WordBundle()) as store:
+        store.delete(["p2"])
+        add(store, 3)
+
+
+@pytest.mark.parametrize("mend", [write_anything, vacuum_store, repair_store])
+@pytest.mark.parametrize(
+    ("method", "nth"), [("modify", 1), ("modify", 2), ("upsert", 1), ("upsert", 2), ("delete", 1), ("modify", 3)]
+)
+def test_what_a_killed_vacuum_left_is_undone(
+    tmp_path: Path, method: str, nth: int, mend: Callable[[Path], object]
+) -> None:
+    folder = tmp_path / "store"
+    with_an_apps_collection(folder)
+    assert run_python(DIE, folder, method, nth).returncode == -9
+    assert (method, nth) == ("modify", 1) or ids_and_threshold(folder) != AS_BEFORE
+    assert (folder / "ctx-compress.vacuum.json").exists()
+    mend(folder)
+    assert ids_and_threshold(folder) == AS_BEFORE
+    assert not list(folder.glob("ctx-compress.vacuum*"))
+
+
+def test_a_vacuum_leaves_each_threshold_as_it_was(tmp_path: Path) -> None:
+    with_an_apps_collection(tmp_path)
+    client = chromadb.PersistentClient(tmp_path)
+    client.get_collection("passages", embedding_function=None).modify(configuration={"hnsw": {"sync_threshold": 2}})
+    client.close()
+    vacuum_store(tmp_path)
+    assert ids_and_threshold(tmp_path) == {**AS_BEFORE, "passages": (["p0", "p1", "p2"], 2)}
+
+
+NOTED: dict[str, Any] = {"tenant": "default_tenant", "database": "default_database"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "[" * 100_000,
+        '"\\ud800"',
+        json.dumps(NOTED),
+        json.dumps({**NOTED, "sync_threshold": 7}),
+        *(
+            json.dumps({**NOTED, "sync_threshold": {"passages": wrong}})
+            for wrong in ("7", 0, -1, 1.5, True, None, 1 << 64)
+        ),
+    ],
+)
+def test_a_damaged_note_of_a_vacuum_is_dropped_with_a_warning(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_an_apps_collection(tmp_path)
+    note = tmp_path / "ctx-compress.vacuum.json"
+    note.write_text(content)
+    write_anything(tmp_path)
+    assert ids_and_threshold(tmp_path) == AS_BEFORE
+    assert not note.exists()
+    [warning] = caplog.messages
+    assert f"{note} is damaged" in warning and "run `ctx-compress vacuum`" in warning
+
+
+def test_a_note_of_a_vacuum_changes_nothing_that_a_vacuum_did_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever can write to the folder can write the note, and the app may have set a threshold since."""
+    with_an_apps_collection(tmp_path)
+    note = tmp_path / "ctx-compress.vacuum.json"
+    note.write_text(json.dumps({**NOTED, "sync_threshold": {"passages": 7, "gone": 9, "../x": 9, "": 9}}))
+    write_anything(tmp_path)
+    assert ids_and_threshold(tmp_path) == AS_BEFORE
+    assert not note.exists() and not caplog.messages
+    note.write_text(json.dumps({**NOTED, "database": "another", "sync_threshold": {"passages": 7}}))
+    write_anything(tmp_path)
+    assert note.exists()  # for a store in that database
+
+
+def test_an_apps_damaged_index_keeps_no_other_collection_from_being_written_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "store"
+    client = chromadb.PersistentClient(folder)
+    small: Any = {"hnsw": {"sync_threshold": 5, "batch_size": 5}}
+    apps = client.create_collection("apps", configuration=small, embedding_function=None)
+    apps.add([f"p{i}" for i in range(20)], [[float(i)] for i in range(20)])
+    client.close()
+    [index] = [path for path in folder.iterdir() if path.is_dir()]
+    with SoftContextStore(folder, WordBundle()) as store:
+        add(store, 3)
+    assert run_python(DIE, folder, "upsert", 1).returncode == -9
+    (index / "header.bin").write_bytes(b"")
+    write_anything(folder)
+    assert "may still be in collection 'apps'" in caplog.text and "passages-ctx" not in caplog.text
+    assert repair_store(folder).rebuilt.broken == ["apps"]
+    client = chromadb.PersistentClient(folder)
+    thresholds = {each.name: each.configuration["hnsw"]["sync_threshold"] for each in client.list_collections()}
+    assert thresholds == {"apps": 5, "passages-ctx": 100}
+    client.delete_collection("apps")
+    client.close()
+    write_anything(folder)
+    assert not (folder / "ctx-compress.vacuum.json").exists()
+
+
+def test_a_link_in_place_of_a_vacuums_files_is_not_followed(tmp_path: Path) -> None:
+    folder, precious = tmp_path / "store", tmp_path / "precious"
+    with_an_apps_collection(folder)
+    precious.write_text("words")
+    for name in ("ctx-compress.vacuum.json", "ctx-compress.vacuum.json.part"):
+        (folder / name).symlink_to(precious)
+    vacuum_store(folder)
+    assert precious.read_text() == "words" and ids_and_threshold(folder) == AS_BEFORE
 
 
 def found(folder: Path) -> tuple[bool, bool]:
