@@ -10,8 +10,7 @@ import json
 import sys
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from ctx_compress_rag.decoding.decoder import Message, Sampling
 
@@ -34,10 +33,8 @@ def _schema(schema: dict[str, Any]) -> str:
     return text
 
 
-def _zero(number: float) -> float:
-    if number:
-        raise PydanticCustomError("literal_error", "not 0", {"expected": "0"})
-    return number
+def _zero(value: object) -> object:
+    return 0 if value == 0 else value  # 0.0, which no literal can be
 
 
 def _kind(value: object) -> str:
@@ -51,7 +48,7 @@ OneText = Annotated[Text, Tag("(text)")]
 Stop = Annotated[str, Field(max_length=1000), AfterValidator(_unicode)]
 List = Tag("(list)")
 EITHER = Discriminator(_kind)
-Zero = Annotated[float, AfterValidator(_zero)]
+Zero = Annotated[Literal[0], BeforeValidator(_zero)]
 
 _SCHEMA_CHARACTERS = 1 << 16  # reading one of this length takes half a second, in which everyone waits
 
