@@ -152,12 +152,10 @@ class Folder:
         with self.alone(timeout):
             if before is not None:
                 before()
-            with self._mutex:
-                self._engine = self._opened()
-                self._mine.client = self._engine
+            client = self.reopened()
             try:
-                unfinished.undo(self._engine, self.path)
-                yield self._engine
+                unfinished.undo(client, self.path)
+                yield client
             finally:
                 self._mine.client = None
 
