@@ -17,6 +17,7 @@ def question_prompt(
     ratio: int | None = None,
     template: str = TEMPLATES[0],
     *,
+    token_budget: int | None = None,
     as_text: bool = False,
 ) -> list[dict[str, str]]:
     """The chat messages that ask a question about passages, in the form that decoders are trained on.
@@ -29,13 +30,23 @@ def question_prompt(
         hits: the passages; an empty list asks without context.
         ratio: source tokens per slot, or the reduction of close reading; by default the smallest.
         template: the prompt, see `text.prompts`; a bundle's own is `config.asked_by`.
+        token_budget: in place of a ratio, the maximum tokens of all passages; the nearest get the finest ratios.
         as_text: give the passages as text.
 
     Raises:
-        RatioError: the ratio cannot be made from what is stored.
+        ConfigError: a ratio and a budget are given, or the bundle takes no budget.
+        RatioError: the ratio cannot be made from what is stored, or the passages do not fit into the budget.
     """
     texts = [hit.text for hit in hits]
     if not as_text:
         shorter = {} if ratio is None else size(store.bundle, ratio)
-        texts = mark(store, texts, [hit.id for hit in hits], question=question, **shorter)
+        texts = mark(
+            store,
+            texts,
+            [hit.id for hit in hits],
+            token_budget=token_budget,
+            scores=[hit.similarity for hit in hits],
+            question=question,
+            **shorter,
+        )
     return messages(template, PASSAGE_SEPARATOR.join(texts), question)

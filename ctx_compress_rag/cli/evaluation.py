@@ -67,7 +67,7 @@ def eval_(
         str | None, typer.Option(metavar="CODEC", help="How slots are stored: int8, fp16 or int4.")
     ] = None,
     no_extraction: Annotated[
-        bool, typer.Option("--no-extraction", help="Leave out the baseline that needs MiniLM.")
+        bool, typer.Option("--no-extraction", help="Leave out what needs MiniLM: extraction and the token budget.")
     ] = False,
     llmlingua: Annotated[
         str | None,
@@ -97,7 +97,8 @@ def eval_(
     """Score a bundle against its baselines.
 
     These are full text, no context, and truncation, extraction and LLMLingua-2 with as many tokens as the soft context.
-    The default ratios are 4 8 16 32 64 128.
+    With several passages in a prompt, also the soft context within a token budget: as many tokens, but finer ratios for
+    passages that MiniLM finds more similar to the question. The default ratios are 4 8 16 32 64 128.
     """
     from ctx_compress_rag.bundle import Bundle
     from ctx_compress_rag.bundle_folder import SHIPPED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from textwrap import indent
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,6 +27,10 @@ from ctx_compress_rag.cli.shared import (
     printable,
     quiet_models,
 )
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.app.indexing import IndexReport
+    from ctx_compress_rag.bulk import Added
 
 _ANSWER_TOKENS = 512
 
@@ -93,22 +97,24 @@ def index(
         quiet_models()
         bundle = bundle or ENGLISH
         done = compress_collection(store, collection, bundle, codec, ray, device=device, dtype=dtype)
-        counts = f"{done.added} passages compressed, {done.unchanged} unchanged"
-        print(f"collection {collection}: {counts}, with {bundle}")
+        print(_compressed(f"collection {collection}", done, bundle))
         return
     given = open_input(str(path))  # before models are loaded and a store is made
     quiet_models()
     with open_index(store, bundle, codec=codec, create=True, embedder=embedder, device=device, dtype=dtype) as opened:
         note_what_it_reads(opened.bundle)
         report = update_index(opened, given, chunk_tokens=chunk_tokens, prune=prune, ray_workers=ray)
-    counts = f"{report.added} passages compressed, {report.unchanged} unchanged"
-    print(f"{report.files} {given.kind} in {path}: {counts}, with {opened.bundle.config.name}")
+    print(_compressed(f"{report.files} {given.kind} in {path}", report, opened.bundle.config.name))
     if skipped := given.skipped():
         print(printable(skipped))
     if report.replaced or report.pruned:
         print(f"removed passages: {report.replaced} of changed files, {report.pruned} of deleted ones")
     if report.vanished:
         print(f"kept passages of deleted files: {report.vanished} (--prune removes them)")
+
+
+def _compressed(what: str, done: Added | IndexReport, bundle: str) -> str:
+    return f"{what}: {done.added} passages compressed, {done.unchanged} unchanged, with {bundle}"
 
 
 @command("ask", '"How long does the warranty last?" --ratio 8')
@@ -124,6 +130,14 @@ def ask(
             metavar="R",
             help="Source tokens per slot, a multiple of the store's; for a ram bundle, how many times shorter the "
             "passages become.  [default: the smallest]",
+        ),
+    ] = None,
+    token_budget: Annotated[
+        int | None,
+        typer.Option(
+            "--token-budget",
+            metavar="N",
+            help="In place of a ratio: maximum tokens of all passages; the nearest get the finest ratios.",
         ),
     ] = None,
     k: Annotated[int, typer.Option("--k", metavar="N", help="Passages to retrieve.")] = 4,
@@ -158,7 +172,7 @@ def ask(
         [hits] = opened.search([question], k)
         config = opened.bundle.config
         asked_by = template or config.asked_by
-        prompt = question_prompt(opened.store, question, hits, ratio, asked_by, as_text=text)
+        prompt = question_prompt(opened.store, question, hits, ratio, asked_by, token_budget=token_budget, as_text=text)
         decoder = (
             TransformersDecoder(opened.bundle, opened.store)
             if server is None

@@ -30,8 +30,9 @@ from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, messages
 
 RATIOS = (4, 8, 16, 32, 64, 128)
 FULL, NONE, SOFT, TRUNCATED, EXTRACTED = "full text", "no context", "soft context", "truncation", "extraction"
+BUDGETED = "soft context, token budget"
 LINGUA = "LLMLingua-2"
-SHORTENED = (SOFT, TRUNCATED, EXTRACTED, LINGUA)
+SHORTENED = (SOFT, BUDGETED, TRUNCATED, EXTRACTED, LINGUA)
 """The systems that have a ratio."""
 
 ANSWER_TOKENS = 32
@@ -117,17 +118,17 @@ def answer(
     log: str | Path | None = None,
     progress: bool = True,
 ) -> SystemAnswers:
-    """Answer every question with each of `systems`: FULL, NONE, SOFT, TRUNCATED, EXTRACTED, LINGUA.
+    """Answer every question with each of `systems`: FULL, NONE, or one of `SHORTENED`.
 
     The other arguments are those of `evaluate`.
 
     Raises:
-        ConfigError: extraction without an encoder, or LLMLingua-2 without its model.
+        ConfigError: extraction or a token budget without an encoder, or LLMLingua-2 without its model.
         RatioError: a ratio cannot be made.
     """
     check_ratios(bundle, ratios)
-    if EXTRACTED in systems and encoder is None:
-        raise ConfigError("extraction needs a sentence encoder: give one, or leave extraction out")
+    if encoder is None and (needy := [system for system in (EXTRACTED, BUDGETED) if system in systems]):
+        raise ConfigError(f"{needy[0]} needs a sentence encoder: give one, or leave it out")
     if LINGUA in systems and lingua is None:
         raise ConfigError("LLMLingua-2 needs its model: give it as lingua, or leave LLMLingua-2 out")
     about = conditions(bundle, questions, lingua, codec, template, max_new_tokens, extractive)
@@ -167,12 +168,13 @@ class _Prompts:
     template: str
     _budgets: dict[tuple[Question, int], int] = field(default_factory=dict)
     _ranked: dict[Question, list[RankedSentence]] = field(default_factory=dict)
+    _relevance: dict[Question, list[float]] = field(default_factory=dict)
 
     def make(self, key: Key, q: Question) -> list[Message]:
         return prompt_of(self.template, self._texts(*key, q), q.question)
 
     def make_anew(self, key: Key, q: Question) -> list[Message]:
-        """Like `make` for a question asked for the first time: only the token budget stays cached."""
+        """Like `make` for a question asked for the first time: only the token budget and what retrieval knows stay."""
         self._ranked.pop(q, None)
         return self.make(key, q)
 
@@ -182,6 +184,8 @@ class _Prompts:
         if system == SOFT:
             return self._soft(q, ratio)
         tokenizer, budget = self.decoder.bundle.tokenizer, self._budget(q, ratio)
+        if system == BUDGETED:
+            return mark(self.store, q.passages, token_budget=budget, scores=self._scores(q))
         if system == TRUNCATED:
             return truncate(q.passages, tokenizer, budget)
         if system == LINGUA:
@@ -197,6 +201,14 @@ class _Prompts:
         if (q, ratio) not in self._budgets:
             self._budgets[q, ratio] = sum(map(self.decoder.count_tokens, self._soft(q, ratio)))
         return self._budgets[q, ratio]
+
+    def _scores(self, q: Question) -> list[float]:
+        """Cosine of the question with each passage, as a retriever would give it."""
+        if q not in self._relevance:
+            assert self.encoder is not None
+            vectors = self.encoder.encode([q.question, *q.passages], normalize_embeddings=True, show_progress_bar=False)
+            self._relevance[q] = (vectors[1:] @ vectors[0]).tolist()
+        return self._relevance[q]
 
     def _rank(self, q: Question) -> list[RankedSentence]:
         if q not in self._ranked:
@@ -230,7 +242,7 @@ def _answers(
             answers[key] = Answers(
                 [text for text, _ in given],
                 float(np.mean([tokens for _, tokens in given])),
-                prompts.store.info().payload_bytes / len(prompts.store) if key[0] == SOFT else None,
+                prompts.store.info().payload_bytes / len(prompts.store) if key[0] in (SOFT, BUDGETED) else None,
             )
     if not cost:
         return answers

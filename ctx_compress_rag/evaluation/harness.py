@@ -12,11 +12,13 @@ import numpy as np
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import (
+    BUDGETED,
     EXTRACTED,
     FULL,
     LINGUA,
     NONE,
     RATIOS,
+    SHORTENED,
     SOFT,
     TRUNCATED,
     Key,
@@ -107,13 +109,14 @@ def evaluate(
 
     Soft contexts take the path that they take in an application: a store, its codec, markers and the splice.
     Truncation, extraction and LLMLingua-2 get as many tokens for each question as the soft context takes: its slots,
-    and the text that close reading (RAM) keeps.
+    and the text that close reading (RAM) keeps. So does a token budget, which reads the passages most similar to
+    the question at finer ratios; it is scored if prompts have several passages and slots can be merged.
 
     Args:
         bundle: the bundle to score; its decoder also reads the baselines.
         questions: questions with their passages.
         ratios: multiples of the bundle's base ratio; for RAM, 2 or more.
-        encoder: a sentence-transformers model for extraction; None leaves extraction out.
+        encoder: a sentence-transformers model for extraction and the token budget; None leaves both out.
         lingua: None leaves LLMLingua-2 out.
         judge: a chat model that says whether each answer is right (see `judge_answers`); None leaves judging out.
         cost: also measure the cost of a question with each system, over five questions.
@@ -126,8 +129,13 @@ def evaluate(
             way, are reused. Give each `encoder` its own log. A judge's replies go into judged.jsonl in the same folder.
         progress: show a progress bar.
     """
-    systems = [FULL, NONE, SOFT, TRUNCATED]
-    systems += [system for system, there in ((EXTRACTED, encoder), (LINGUA, lingua)) if there is not None]
+    several = any(len(q.passages) > 1 for q in questions)
+    optional = {
+        BUDGETED: encoder is not None and several and bundle.compressor.nestable,
+        EXTRACTED: encoder is not None,
+        LINGUA: lingua is not None,
+    }
+    systems = [FULL, NONE, SOFT, TRUNCATED, *(system for system, there in optional.items() if there)]
     answers = answer(
         bundle,
         questions,
@@ -260,7 +268,7 @@ def table(scores: Sequence[Score]) -> str:
 def save(scores: Sequence[Score], folder: str | Path, about: dict[str, Any]) -> None:
     """Write scores.json, scores.md, scores.png and normalised.png; `about` says how they were made."""
     folder = report.write(folder, "scores", table(scores), {**about, "scores": [asdict(s) for s in scores]})
-    by_system = {system: [s for s in scores if s.system == system] for system in (SOFT, EXTRACTED, TRUNCATED, LINGUA)}
+    by_system = {system: [s for s in scores if s.system == system] for system in SHORTENED}
     curves = [
         report.curve(system, [(s.ratio or 0, s.f1, 1.96 * s.f1_error) for s in rows])
         for system, rows in by_system.items()
@@ -276,7 +284,7 @@ def save(scores: Sequence[Score], folder: str | Path, about: dict[str, Any]) -> 
 def normalised_curves(scores: Sequence[Score]) -> list[Curve]:
     """Teacher-normalised F1 against ratio, with its intervals; no curve if full text gains nothing."""
     curves = []
-    for system in (SOFT, EXTRACTED, TRUNCATED, LINGUA):
+    for system in SHORTENED:
         kept = [(s.ratio or 0, s.normalized) for s in scores if s.system == system and s.normalized is not None]
         if kept:
             ratios, shares = [ratio for ratio, _ in kept], [share for _, share in kept]

@@ -169,6 +169,14 @@ def test_ask_with_text_is_what_transformers_answers(run: Any, store: Path, bundl
     assert (answer, int(tokens)) == (expected, ids.shape[1])
 
 
+def test_ask_keeps_a_token_budget(run: Any, store: Path) -> None:
+    assert run("ask", QUESTION, "--store", store, "--k", 3, "--token-budget", 12) == 0
+    slots = int(run.out.partition(" of them slots")[0].rpartition(" ")[2])
+    assert 11 <= slots <= 12  # nine tenths, at least
+    assert run("ask", QUESTION, "--store", store, "--ratio", 8, "--token-budget", 12) == 2
+    assert "ratio=8 and token_budget=12: give one of them" in run.err
+
+
 def test_ask_reads_slots_at_the_ratio(run: Any, store: Path, bundle_folder: Path) -> None:
     tokenizer = Bundle.from_pretrained(bundle_folder, device="cpu").tokenizer
     for ratio, option in ((4, []), (4, ["--ratio", 4]), (16, ["--ratio", 16])):

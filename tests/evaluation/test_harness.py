@@ -11,10 +11,14 @@ import pytest
 
 from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
-from ctx_compress_rag.evaluation.answering import EXTRACTED, FULL, NONE, SOFT, TRUNCATED
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.evaluation.answering import BUDGETED, EXTRACTED, FULL, NONE, SOFT, TRUNCATED, answer
 from ctx_compress_rag.evaluation.harness import evaluate, save, table
 from ctx_compress_rag.evaluation.questions import questions_of
+from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.metrics import token_f1
+from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.text.minilm import load_minilm
 from ctx_compress_rag.text.prompts import TEMPLATES, messages
 from helpers.ram import plain_ids
 
@@ -57,6 +61,29 @@ def test_full_text_scores_are_those_of_single_answers(tiny_bundle: Any, scores: 
         chat = messages(TEMPLATES[0], "\n\n".join(q.passages), q.question)
         f1.append(token_f1(decoder.generate([chat], Sampling(max_new_tokens=6))[0].text, q.answers))
     assert scores[0].f1 == pytest.approx(np.mean(f1))
+
+
+def test_a_token_budget_is_scored_with_as_many_tokens_and_the_cosines_of_passages(
+    tiny_bundle: Any, tmp_path: Path
+) -> None:
+    encoder = load_minilm()
+    options: dict[str, Any] = {"encoder": encoder, "max_new_tokens": 6, "progress": False}
+    answers = answer(tiny_bundle, QUESTIONS, (16,), [NONE, SOFT, BUDGETED], **options)
+    assert answers[BUDGETED, 16].prompt_tokens <= answers[SOFT, 16].prompt_tokens
+    store = SoftContextStore(tmp_path, tiny_bundle)
+    decoder = TransformersDecoder(tiny_bundle, store)
+    for q, given in zip(QUESTIONS, answers[BUDGETED, 16].texts, strict=True):
+        asked = encoder.encode(q.question)
+        cosines = [float(encoder.similarity(asked, encoder.encode(passage))) for passage in q.passages]
+        budget = sum(-(-len(plain_ids(tiny_bundle, passage)) // 16) for passage in q.passages)
+        texts = mark(store, q.passages, token_budget=budget, scores=cosines)
+        chat = messages(TEMPLATES[0], "\n\n".join(texts), q.question)
+        assert given == decoder.generate([chat], Sampling(max_new_tokens=6))[0].text.strip()
+    with pytest.raises(ConfigError, match=f"{BUDGETED} needs a sentence encoder"):
+        answer(tiny_bundle, QUESTIONS, (16,), [BUDGETED])
+    one = questions_of(world_examples("test", 0, 2, max_turns=1, passages=(1,)))
+    for questions, there in ((QUESTIONS, True), (one, False)):
+        assert (BUDGETED in {s.system for s in evaluate(tiny_bundle, questions, (16,), **options)}) is there
 
 
 def test_scores_are_saved_as_json_table_and_picture(tmp_path: Path, scores: Any) -> None:

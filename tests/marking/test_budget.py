@@ -84,10 +84,12 @@ def test_many_passages_use_nine_tenths(tokens: list[int], part: float) -> None:
 
 
 def test_the_best_stay_text_and_the_rest_get_coarser() -> None:
-    # log2(1 + k) is 1, 1.58, 2, 2.32: with the first as text (c = 1) all others have the base ratio.
-    assert allot([100] * 4, [25] * 4, 190, base_ratio=4) == [TEXT, 1, 1, 1]
-    # c = 4: ratios of at least 4, 6.3, 8 and 9.3 are 4, 8, 8 and 12, that is 25 + 13 + 13 + 9 slots.
-    assert allot([100] * 4, [25] * 4, 60, base_ratio=4) == [1, 2, 2, 3]
+    # c = 0.8125: ratios of at least 0.8, 3.25, 13 and 52 are the text, 25, 7 and 2 slots.
+    assert allot([100] * 4, [25] * 4, 134, base_ratio=4) == [TEXT, 1, 4, 13]
+    # c = 1.25: ratios of at least 1.25, 5, 20 and 80 use 25 + 13 + 5 + 1 of 45.
+    assert allot([100] * 4, [25] * 4, 45, base_ratio=4) == [1, 2, 5, 25]
+    # They leave too much of 60: the last two get finer, the better of them first.
+    assert allot([100] * 4, [25] * 4, 60, base_ratio=4) == [1, 2, 3, 4]
     assert allot([100] * 4, [25] * 4, 400, base_ratio=4) == [TEXT] * 4
 
 
