@@ -308,7 +308,10 @@ def recorded_store(folder: str | Path, collection: str) -> SoftContextStore:
         try:
             about = client.get_collection(connection.companion, embedding_function=None).metadata or {}
         except NotFoundError:
-            raise StoreError(f"{connection.where} holds no soft contexts: run `ctx-compress index` first") from None
+            raise StoreError(
+                f"{connection.where} holds no index: make one with `ctx-compress index`; SoftContextStore.info() "
+                "describes an app's own collection"
+            ) from None
     return SoftContextStore(str(folder), _Recorded(about), collection=collection)
 
 

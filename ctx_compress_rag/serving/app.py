@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
-from ctx_compress_rag.errors import ConfigError, CtxCompressError
+from ctx_compress_rag.errors import ConfigError, CtxCompressError, StoreWriteError
 from ctx_compress_rag.extras import needs
-from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.marking.mark import check_size, mark
 from ctx_compress_rag.prompt import PromptLike
 from ctx_compress_rag.serving import replies
 from ctx_compress_rag.serving.answers import ClientGoneError, answer, unless_gone
@@ -27,6 +27,7 @@ from ctx_compress_rag.serving.malformed import malformed
 from ctx_compress_rag.serving.metrics import Metrics
 from ctx_compress_rag.serving.requests import ChatCompletion, Completion, Compress, Generate
 from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.stores.markers import defused
 
 with needs("serve"):
     from fastapi import FastAPI, Request
@@ -36,6 +37,7 @@ with needs("serve"):
     from starlette.exceptions import HTTPException
 
 _THREADS = 4  # for reading prompts; the model and writing have threads of their own
+_TEXTS_AT_A_TIME = 32  # of one request; then other requests are compressed
 
 
 @dataclass(frozen=True)
@@ -228,26 +230,38 @@ class _Service:
     async def compress(self, body: Compress, request: Request) -> Response:
         """Make markers for texts. A passage's id is a hash of its text: no client can change or name another's.
 
-        Compression that has begun is finished; if it still waits when its client disconnects, it is cancelled.
+        A part of the texts that has begun is finished; parts that wait when the client disconnects are cancelled.
         """
         if body.model is not None:
             self.check_model(body.model)
+        check_size(self._store, body.ratio, body.reduction, body.token_budget, "compress")
         texts = body.texts()
-        work: Callable[[], list[str]] = partial(
+        shown = await unless_gone(request.receive, self._marked(texts, body, request.state.tenant))
+        self._metrics.passages.inc(len(texts))
+        data = [{"object": "marker", "index": index, "text": text} for index, text in enumerate(shown)]
+        return JSONResponse({"object": "list", "model": self._name, "data": data})
+
+    async def _marked(self, texts: Sequence[str], body: Compress, scope: str | None) -> list[str]:
+        def store(part: Sequence[str]) -> None:
+            plain = [text for text in part if text.strip() and defused(text) == text]  # `mark` expands the others
+            with suppress(StoreWriteError):  # `mark` leaves them as text
+                self._store.ensure(plain, scope=scope)
+
+        loop = asyncio.get_running_loop()
+        for start in range(0, len(texts), _TEXTS_AT_A_TIME):
+            await loop.run_in_executor(self.writer, store, texts[start : start + _TEXTS_AT_A_TIME])
+        work = partial(
             mark,
             self._store,
             texts,
             ratio=body.ratio,
             reduction=body.reduction,
             token_budget=body.token_budget,
-            scope=request.state.tenant,
+            scope=scope,
             question=body.question,
             on_unreadable="error",
         )
-        shown = await unless_gone(request.receive, asyncio.get_running_loop().run_in_executor(self.writer, work))
-        self._metrics.passages.inc(len(texts))
-        data = [{"object": "marker", "index": index, "text": text} for index, text in enumerate(shown)]
-        return JSONResponse({"object": "list", "model": self._name, "data": data})
+        return await loop.run_in_executor(self.writer, work)
 
 
 def _explained(request: Request, error: Exception) -> Exception:

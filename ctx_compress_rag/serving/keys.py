@@ -52,7 +52,7 @@ def find_keys(file: str | Path | None = None) -> ApiKeys | None:
     """
     if file is not None:
         try:
-            return _parse(Path(file).read_text(encoding="utf-8"), str(file))
+            return _parse(Path(file).read_text(encoding="utf-8-sig"), str(file))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the API keys {str(file)!r}: {error}") from error
     given = os.environ.get(KEYS_VARIABLE)

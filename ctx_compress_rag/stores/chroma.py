@@ -193,9 +193,10 @@ class SoftContextStore(OfThisProcess):
             progress: show a progress bar.
             scope: tenant or user whose passages the collection holds; by default as in `add`.
         """
+        before = self.ids(scope)  # what others store after the collection was read is not deleted
         passages = list(passages_in(collection))
         report = self.add(passages, progress=progress, scope=scope)
-        gone = sorted(set(self.ids(scope)) - {str(passage.id) for passage in passages})
+        gone = sorted(set(before) - {str(passage.id) for passage in passages})
         return SyncReport(report.added, report.updated, report.unchanged, self.delete(gone, scope))
 
     def ensure(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[str]:

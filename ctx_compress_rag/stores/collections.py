@@ -27,11 +27,13 @@ def passages_in(collection: chromadb.Collection) -> Iterator[Passage]:
     """The passages of a collection, read page by page; records without a text, or with a blank one, are skipped.
 
     Raises:
-        ConfigError: it is not a collection.
+        ConfigError: it is not a collection, or holds soft contexts itself.
     """
     if not isinstance(collection, chromadb.Collection):
         kind = f"{type(collection).__module__}.{type(collection).__qualname__}"
         raise ConfigError(f"{kind} is not a chromadb.Collection: give client.get_collection(NAME) of a Chroma client")
+    if "ctx_format" in (collection.metadata or {}):
+        raise ConfigError(f"{collection.name!r} holds soft contexts itself: give the app's own collection")
     for ids in pages(collection.get(include=[])["ids"]):
         part: Any = collection.get(ids=ids, include=["documents", "metadatas"])
         rows = zip(part["ids"], part["documents"], part["metadatas"], strict=True)

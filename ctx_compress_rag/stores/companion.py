@@ -91,6 +91,11 @@ class Companion:
         self._about: dict[str, Any] = {}
         try:
             self.count()
+            if not self._about and connection.folder is not None and not connection.folder.writable:
+                raise StoreWriteError(
+                    f"{connection.where} has no collection {connection.companion!r}, and this user may not make one "
+                    "there: correct the collection's name, or change the folder's permissions"
+                )
         except BaseException:
             connection.close()
             raise

@@ -81,6 +81,11 @@ class Folder:
         with self._mutex:
             self._close()
 
+    @property
+    def writable(self) -> bool:
+        """Whether this user may write to folder and database; True if there is no database yet."""
+        return not os.path.exists(self.path / DATABASE) or _may_write(self.path)
+
     @contextmanager
     def reading(self, timeout: float = lock.DEFAULT_TIMEOUT) -> Iterator[ClientAPI | SqliteClient | None]:
         """A client to read with while no other process writes; None if nothing was ever written.
@@ -115,8 +120,13 @@ class Folder:
 
         Raises:
             StoreLockedError: others wrote for longer than `timeout` seconds, or a Chroma server runs on the folder.
-            StoreWriteError: the folder is read-only.
+            StoreWriteError: the folder or its database is read-only.
         """
+        if not self.writable:
+            raise StoreWriteError(
+                f"cannot write to the store {self.path}: this user may not write to the folder or to {DATABASE} in it: "
+                "change their permissions"
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -17,10 +17,12 @@ import torch
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
+from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.keys import KEY_VARIABLE
 from ctx_compress_rag.text.prompts import TEMPLATES
 from helpers.cli import assert_same_contents, contents, write_docs
 from helpers.forked import run_python
+from helpers.store import WordBundle
 
 QUESTION = "Who is the mayor of the town?"
 
@@ -224,6 +226,13 @@ def test_info(run: Any, store: Path, bundle_folder: Path) -> None:
     share = int(lines["payload bytes"].replace(",", "")) / disk
     assert disk == sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
     assert lines["payload share"] == f"{share:.0%}"
+
+
+def test_info_of_a_store_that_is_no_index_says_what_describes_it(run: Any, tmp_path: Path) -> None:
+    with SoftContextStore(tmp_path, WordBundle(), collection="docs") as store:
+        store.add(["a passage"], progress=False)
+    message = run.fails("info", "--store", tmp_path)
+    assert "holds no index" in message and "SoftContextStore.info()" in message
 
 
 # errors

@@ -19,7 +19,9 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv(KEYS_VARIABLE, f"{ONE} anna,{TWO} bert")
     file = tmp_path / "keys"
     file.write_text(f"# of the tenants\n\n  {ONE}\tberta \n{TWO} bert\n")
-    for keys, first in ((find_keys(), "anna"), (find_keys(file), "berta")):
+    windows = tmp_path / "windows"
+    windows.write_text(f"{ONE} anna\n{TWO} bert\n", encoding="utf-8-sig")
+    for keys, first in ((find_keys(), "anna"), (find_keys(file), "berta"), (find_keys(windows), "anna")):
         assert keys is not None
         assert keys.scope_of(f"Bearer {ONE}") == keys.scope_of(f"bearer  {ONE}") == first
         assert keys.scope_of(f"Bearer {TWO}") == "bert"

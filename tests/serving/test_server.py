@@ -19,7 +19,7 @@ from ctx_compress_rag.serving.app import Limits, create_app
 from ctx_compress_rag.stores import SoftContextStore
 from helpers.decoding import held, wait_for
 from helpers.langchain import QUESTION, TEXTS
-from helpers.serving import ANNA, WAIT, chat, client, directly, json_format, listening, marker, post
+from helpers.serving import ANNA, BERT, WAIT, chat, client, directly, json_format, listening, marker, post
 
 
 def test_a_chat_completion_is_the_decoders_own_answer(
@@ -212,6 +212,38 @@ def test_what_nobody_waits_for_is_not_compressed(
     last = "The mill of Stavely was built of oak."
     post(url, "compress", {"input": last})
     assert store.has([*texts, last], scope="anna") == [True, False, True]
+    store.delete(store.ids("anna"), "anna")
+
+
+def test_many_texts_keep_no_other_tenant_waiting(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder
+) -> None:
+    texts = [f"House {number} of Stavely was built of oak." for number in range(320)]
+
+    def ask(text: str | list[str], key: str) -> float:
+        assert post(url, "compress", {"input": text}, key).is_success
+        return time.monotonic()
+
+    with ThreadPoolExecutor(2) as pool:
+        with held(decoder.bundle):
+            many = pool.submit(ask, texts, ANNA)
+            time.sleep(0.5)
+            one = pool.submit(ask, "The mill of Stavely was built of oak.", BERT)
+            time.sleep(0.2)
+        assert one.result(WAIT) < many.result(WAIT)
+    for scope in ("anna", "bert"):
+        store.delete(store.ids(scope), scope)
+
+
+def test_of_many_texts_only_the_part_that_has_begun_is_compressed_for_nobody(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder
+) -> None:
+    texts = [f"Barn {number} of Stavely was built of oak." for number in range(100)]
+    with held(decoder.bundle), pytest.raises(httpx.ReadTimeout):
+        post(url, "compress", {"input": texts}, timeout=1)
+    post(url, "compress", {"input": "The mill of Stavely was built of oak."})  # waits for what has begun
+    stored = store.has(texts, scope="anna")
+    assert stored[0] and not stored[-1]
     store.delete(store.ids("anna"), "anna")
 
 

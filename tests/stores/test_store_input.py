@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 from ctx_compress_rag.errors import ConfigError, RatioError, StoreError, StoreWriteError
 from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import Passage, SoftContextStore, SyncReport
 from ctx_compress_rag.stores.passages import MAX_CHARACTERS
 from helpers.store import WordBundle, add, assert_same, passage
@@ -77,6 +78,28 @@ def test_sync_follows_a_collection(store: SoftContextStore, app: Any, bundle: Wo
     assert store.ids("tenant") == ["p1"]
     with pytest.raises(ConfigError, match="not a chromadb.Collection"):
         store.sync("app")  # type: ignore[arg-type]
+
+
+def test_sync_deletes_nothing_if_it_gets_the_soft_contexts_themselves(store: SoftContextStore, tmp_path: Path) -> None:
+    store.add(["a passage"], ["p"], progress=False)
+    companion = chromadb.PersistentClient(tmp_path / "chroma").get_collection(store.info().collection)
+    with pytest.raises(ConfigError, match="holds soft contexts itself"):
+        store.sync(companion)
+    assert store.ids() == ["p"]
+
+
+def test_sync_keeps_what_is_added_while_it_compresses(tmp_path: Path, app: Any) -> None:
+    class Meanwhile(WordBundle):
+        def compress(self, texts: Sequence[str], ratio: int | None = None) -> list[SoftContext]:
+            app.upsert(["late"], [[0.0]], documents=["a late text"])
+            other.add(["a late text"], ["late"], progress=False)
+            return super().compress(texts, ratio)
+
+    folder = tmp_path / "chroma"
+    with SoftContextStore(folder, WordBundle()) as other, SoftContextStore(folder, Meanwhile()) as store:
+        other.add(["an old text"], ["old"], progress=False)
+        assert store.sync(app, progress=False).deleted == 1
+        assert "late" in store.ids() and "old" not in store.ids()
 
 
 @pytest.mark.parametrize("ratio", [0, -4, 3, 10**9])

@@ -170,6 +170,10 @@ with SoftContextStore(sys.argv[1], bundle, key=b"sixteen bytes or more") as stor
         store.add([passage(5)], ["p5"], progress=False)
     except StoreWriteError as error:
         print("refused:", error)
+try:
+    SoftContextStore(sys.argv[1], bundle, key=b"sixteen bytes or more", collection="typo")
+except StoreWriteError as error:
+    print("none:", error)
 """
     folder = tmp_path / "chroma"
     with SoftContextStore(folder, bundle, key=b"sixteen bytes or more") as store:
@@ -180,6 +184,29 @@ with SoftContextStore(sys.argv[1], bundle, key=b"sixteen bytes or more") as stor
     run = run_python(code, folder)
     assert run.stdout.splitlines()[:2] == ["True 30 2 16", "[True] ['p0', 'p1']"], run
     assert "refused: cannot write to the store" in run.stdout
+    assert "has no collection 'typo-ctx', and this user may not make one" in run.stdout
+
+
+def test_a_read_only_database_can_be_queried(tmp_path: Path, bundle: WordBundle) -> None:
+    """In a folder that this user may write to: another user has made the files."""
+    if os.name != "posix" or os.getuid() != 0:
+        pytest.skip("needs a second user")
+    code = f"""{WRITE}
+import os
+from ctx_compress_rag.marking.mark import mark
+bundle = WordBundle()
+os.setuid(65534)
+with SoftContextStore(sys.argv[1], bundle, key=b"sixteen bytes or more") as store:
+    print(mark(store, [passage(1), passage(5)], ["p1", "p5"]) == [store.marker("p1", 4), passage(5)])
+"""
+    folder = tmp_path / "chroma"
+    with SoftContextStore(folder, bundle, key=b"sixteen bytes or more") as store:
+        add(store, 2)
+    for path in [folder, *folder.rglob("*"), *folder.parents]:
+        if path.is_relative_to(tempfile.gettempdir()) and path != Path(tempfile.gettempdir()):
+            path.chmod(0o644 if path.name == "chroma.sqlite3" else 0o777)
+    run = run_python(code, folder)
+    assert run.stdout == "True\n", run
 
 
 def test_a_read_only_folder_that_a_killed_writer_left_says_who_has_to_open_it(

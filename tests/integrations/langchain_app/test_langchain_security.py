@@ -15,13 +15,15 @@ from langchain_core.documents import Document
 from langchain_core.load import dumpd, dumps, load, loads
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import RunnableLambda
 
-from ctx_compress_rag import markers
+from ctx_compress_rag import SoftContextStore, markers
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, UnreadableMarkerError
 from ctx_compress_rag.stores.keys import KEY_FILE, KEY_VARIABLE
 from helpers.attacks import ATTACKS
 from helpers.decoding import prefills
 from helpers.langchain import QUESTION, SOURCES, TEXTS, App, Recorder, open_app, rag
+from langchain_ctx_compress import CompressedContextPostprocessor
 
 # Newer versions of langchain-core ask what may be loaded.
 CORE = {"allowed_objects": "core"} if "allowed_objects" in inspect.signature(loads).parameters else {}
@@ -48,6 +50,18 @@ async def test_markers_belong_to_their_scope(app: App) -> None:
         assert read(app.llm().invoke(anna.page_content)) == slots
         assert read(await app.llm().ainvoke(anna.page_content)) == slots
         assert read([chunk async for chunk in app.llm().astream(anna.page_content)][-1]) == slots
+
+
+def test_a_stream_has_the_scope_of_where_it_is_read(app: App, tmp_path: Path) -> None:
+    secret = Document("The code of Anna's safe is seven.", id="safe")
+    with SoftContextStore(tmp_path, app.store.bundle, scope="nobody") as store:
+        chain = RunnableLambda(lambda _: [secret]) | CompressedContextPostprocessor(store=store)
+        with markers.scope("anna"):
+            late = chain.stream(QUESTION)
+        assert list(late) and (store.ids("nobody"), store.ids("anna")) == (["safe"], [])
+        assert store.has([secret.page_content], ["safe"], scope="ben") == [False]
+        with markers.scope("anna"):
+            assert list(chain.stream(QUESTION)) and store.ids("anna") == ["safe"]
 
 
 def test_sources_are_not_restored_beyond_all_measure(app: App) -> None:
