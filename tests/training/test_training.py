@@ -226,12 +226,15 @@ def test_processes_that_share_weights_draw_no_ratio_for_each_example() -> None:
         ("demo/teacher", {"optim": {"batch_size": 6, "micro_batch_size": 4}}, "micro_batch_size"),
         ("demo/teacher", {"optim": {"steps": 0}}, "steps"),
         ("demo/teacher", {"optim": {"learning_rate": float("inf")}}, "learning_rate"),
+        ("demo/teacher", {"optim": {"learning_rate": 1e-5}}, "final_learning_rate 2e-05 must be below learning_rate"),
         ("demo/teacher", {"optim": {"betas": [2, -1]}}, "betas"),
         ("demo/teacher", {"seed": -1}, "seed"),
         ("demo/teacher", {"data": {"world": {"examples": 4, "passages": [0]}}}, "passages"),
         ("demo/teacher", {"data": {"files": []}}, "files or world"),
         ("demo/teacher", {"data": {"files": ["x.jsonl"], "templates": ["no places"]}}, "no places"),
         ("demo/teacher", {"stage": "alchemy"}, "^[^:]*: stage: 'alchemy' is unknown: give one of .*'teacher'"),
+        ("mean_pooling/compressor", {"ratios": []}, "ratios: List should have at least 1 item"),
+        ("ram/ram", {"reductions": []}, "reductions: List should have at least 1 item"),
         # A teacher may train for days before the compressor's recipe begins: ratios are checked before.
         ("mean_pooling/compressor", {"ratios": [4, 6]}, "ratio 6 cannot be made from slots stored at 4"),
         (
