@@ -26,7 +26,7 @@ from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
 from helpers import architectures
 from helpers.models import widen
 from helpers.ram import after_hole, plain_ids
-from helpers.training import write_recipe
+from helpers.training import losses, report, write_recipe
 
 NO_SLOTS = torch.zeros(1, 1, dtype=torch.bool)
 EXAMPLES = [
@@ -355,3 +355,15 @@ def test_a_long_passage_is_cut_and_its_answer_kept(tiny_bundle: Any) -> None:
     same = DistillationCollator(builder, TEMPLATES[:1], 64, seed=0)([long])
     assert torch.equal(same["text_prompts"][0].ids(), batch["input_ids"][0])
     assert same["passages"].input_ids.shape == (1, 64)
+
+
+@pytest.mark.parametrize("every", [2, 9])
+def test_the_report_includes_the_steps_since_the_last_log(decoder: Path, tmp_path: Path, every: int) -> None:
+    each, rarely = (
+        report(run_recipe(write_recipe(decoder, "adapter", tmp_path / name, {"steps": 3, "log_every": log_every})))
+        for name, log_every in (("each", 1), ("rarely", every))
+    )
+    curve = losses(tmp_path / "each")
+    assert losses(tmp_path / "rarely")[-1] == pytest.approx(curve[2] if every == 2 else sum(curve) / 3, rel=1e-5)
+    assert rarely["tokens"] == each["tokens"] > 0
+    assert rarely["final_loss"] == losses(tmp_path / "rarely")[-1]
