@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import shutil
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -367,3 +368,20 @@ def test_the_report_includes_the_steps_since_the_last_log(decoder: Path, tmp_pat
     assert losses(tmp_path / "rarely")[-1] == pytest.approx(curve[2] if every == 2 else sum(curve) / 3, rel=1e-5)
     assert rarely["tokens"] == each["tokens"] > 0
     assert rarely["final_loss"] == losses(tmp_path / "rarely")[-1]
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_teacher_of_another_decoder_is_warned_of(
+    decoder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, other: bool
+) -> None:
+    """It may fit in shape, and answers wrong."""
+    run_recipe(write_recipe(decoder, "adapter", tmp_path / "teacher", {"steps": 1}))
+    own = decoder
+    if other:
+        own = shutil.copytree(decoder, tmp_path / "other")
+    run_recipe(
+        write_recipe(
+            decoder, "distillation", tmp_path / "out", {"steps": 1}, decoder=str(own), teacher=str(tmp_path / "teacher")
+        )
+    )
+    assert (f"was trained on the decoder '{decoder}', not '{own}'" in caplog.text) is other
