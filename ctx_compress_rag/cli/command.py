@@ -68,7 +68,7 @@ def command(name: str, example: str) -> Callable[[Run], Run]:
             try:
                 run(**options)
             except KeyboardInterrupt:
-                _stop("interrupted; the same command resumes where it stopped", 130)
+                _stop("interrupted; the same command resumes from what was saved", 130)
             except Exception as error:
                 message = _explained(error)
                 if message is None:

@@ -60,7 +60,7 @@ class CompressionRecipe(Recipe):
     teacher: Path | None = None
     method: AnyMethodConfig | None = None
     base_ratio: int = Field(default=4, gt=0)
-    ratios: list[int] = [4, 8, 16, 32, 64, 128]
+    ratios: list[int] = Field(default=[4, 8, 16, 32, 64, 128], min_length=1)
     window: int = Field(default=1024, gt=0)
     curriculum: list[RatioStep] = []
     fit_passages: int = Field(default=0, ge=0)
@@ -240,7 +240,9 @@ class RamRecipe(CompressionRecipe):
 
     stage: Literal["ram"]
     base_ratio: int = Field(default=50, gt=0)
-    ratios: list[int] = Field(default=[2, 4, 8, 16, 32], validation_alias=AliasChoices("reductions", "ratios"))
+    ratios: list[int] = Field(
+        default=[2, 4, 8, 16, 32], min_length=1, validation_alias=AliasChoices("reductions", "ratios")
+    )
     window: int = Field(default=1000, gt=0)
     temperature: float = Field(default=0.1, gt=0)
     contrastive: bool = True

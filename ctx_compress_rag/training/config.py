@@ -139,8 +139,9 @@ class OptimConfig(Strict):
             raise ValueError(
                 f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
             )
-        if self.schedule == "linear" and self.final_learning_rate >= self.learning_rate:
-            raise ValueError(f"final_learning_rate {self.final_learning_rate} must be below {self.learning_rate}")
+        rate, final = self.learning_rate, self.final_learning_rate
+        if final > rate or (self.schedule == "linear" and final == rate):
+            raise ValueError(f"final_learning_rate {final} must be below learning_rate {rate}")
         return self
 
     @property

@@ -133,7 +133,9 @@ class _Hooks(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.trainer.average:
             self.trainer.average.add(state.global_step)
-        due = state.global_step % self.job.probe_every == 0 or state.global_step == state.max_steps
+        last = state.global_step == state.max_steps
+        control.should_log |= last  # the report has the loss and tokens of all steps
+        due = state.global_step % self.job.probe_every == 0 or last
         if self.job.probe and due:
             model = cast(nn.Module, self.trainer.model)
             model.eval()

@@ -50,6 +50,8 @@ def text_probe(decoder: Any, tokenizer: Any, config: ProbeConfig, template: str,
 
 def soft_probe(bundle: Bundle, config: ProbeConfig) -> Probe:
     """EM and F1 of a bundle's decoder that reads soft contexts, at each ratio."""
+    for ratio in config.ratios:
+        bundle.check_ratio(ratio)  # now, not after the steps before the first probe
     questions, builder = _questions(config), PromptBuilder(bundle.tokenizer)
     asked = [builder.question(bundle.config.asked_by, builder.holes(len(q.passages)), _asked(q)) for q in questions]
 

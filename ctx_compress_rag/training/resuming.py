@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -80,12 +81,20 @@ def _paths(settings: Any) -> Iterator[Path]:
 
 
 def file_digests(recipe: BaseRecipe) -> dict[str, str]:
-    """SHA-256 of the existing files that a recipe reads, by path."""
-    return {str(path): sha256(path) for path in inputs(recipe) if path.is_file()}
+    """SHA-256 of the files that a recipe reads, and of the weights in its folders, by path. Leaves out missing ones."""
+    models = {getattr(recipe, key, None) for key in ("decoder", "bundle")}
+    paths = {*inputs(recipe), *(Path(name) for name in models if isinstance(name, str))}
+    return {str(path): sha256(path) if path.is_file() else _weights_digest(path) for path in paths if path.exists()}
+
+
+def _weights_digest(folder: Path) -> str:
+    """SHA-256 of a decoder's, an adapter's or a bundle's weights: 64 hex digits."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*/*.safetensors"))  # a bundle's
+    return hashlib.sha256(" ".join(f"{file.name} {sha256(file)}" for file in files).encode()).hexdigest()
 
 
 def changed_files(recipe: BaseRecipe, before: Mapping[str, str]) -> list[str]:
-    """The files of a recipe whose contents have changed. A file that is missing or newly named does not count."""
+    """The files and folders whose contents have changed. One that is missing or newly named does not count."""
     return [path for path, digest in file_digests(recipe).items() if before.get(path, digest) != digest]
 
 

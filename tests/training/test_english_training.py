@@ -16,7 +16,7 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.data.world import world_examples
-from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.errors import DataError, RatioError
 from ctx_compress_rag.flops import counting
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.quantization import from_int8, to_int8
@@ -25,7 +25,7 @@ from ctx_compress_rag.training.objectives.distillation import DistillationCollat
 from ctx_compress_rag.training.recipes import recipe_names
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.throughput import Meter
-from helpers.training import losses, report, settings_of
+from helpers.training import losses, report, settings_of, write_recipe
 
 
 def stages(decoder: Path, folder: Path) -> list[str]:
@@ -81,6 +81,19 @@ def test_a_probe_that_cannot_score_is_refused_before_training(decoder: Path, tmp
     with pytest.raises(DataError, match=r"no question of the probe's .*dev\.jsonl has an answer"):
         run_recipe(first)
     assert not list((tmp_path / "1" / "checkpoints").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "ratio", "said"), [("answer", 3, "ratio 3 does not divide"), ("ram", 8, "of 4 tokens")]
+)
+def test_a_probe_of_an_impossible_ratio_is_refused_before_training(
+    decoder: Path, tmp_path: Path, stage: str, ratio: int, said: str
+) -> None:
+    """The first probe may come hours later, and before the first checkpoint."""
+    probe = {"file": str(decoder / "data.jsonl"), "questions": 2, "every": 2, "ratios": [ratio]}
+    with pytest.raises(RatioError, match=said):
+        run_recipe(write_recipe(decoder, stage, tmp_path / "out", {"steps": 2, "save_every": 1}, probe=probe))
+    assert not list((tmp_path / "out" / "checkpoints").glob("*"))
 
 
 def test_a_time_limit_saves_a_checkpoint_and_the_same_command_goes_on(

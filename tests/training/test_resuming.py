@@ -133,6 +133,32 @@ def test_files_with_other_contents_do_not_continue(decoder: Path, tmp_path: Path
     assert run_recipe(recipe) == tmp_path / "cut"
 
 
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("read", ["teacher", "decoder", "bundle"])
+def test_what_a_recipe_starts_from_may_not_be_trained_again(
+    decoder: Path, tmp_path: Path, read: str, finished: bool
+) -> None:
+    """A bundle must not be of a teacher, a decoder or an earlier bundle that is no longer there."""
+    first = {"teacher": "adapter", "decoder": "teacher", "bundle": "answer"}[read]
+    start = write_recipe(decoder, first, tmp_path / "start", {"steps": 2})
+    run_recipe(start)
+    folder = tmp_path / "start" / ("bundle" if read == "bundle" else "")
+    changes = {"decoder": None, "method": None} if read == "bundle" else {}
+    recipe = write_recipe(
+        decoder, "distillation", tmp_path / "then", {"steps": 4, "save_every": 2}, **changes, **{read: str(folder)}
+    )
+    with nullcontext() if finished else killed(after=3, within="then"):
+        run_recipe(recipe)
+    assert is_finished(load_recipe(recipe)) is finished
+    write_recipe(decoder, first, tmp_path / "start", {"steps": 3})
+    run_recipe(start)
+    assert not is_finished(load_recipe(recipe))
+    with pytest.raises(ConfigError, match=f"{folder} with other contents.*--no-resume"):
+        run_recipe(recipe)
+    run_recipe(recipe, resume=False)
+    assert is_finished(load_recipe(recipe))
+
+
 def test_a_fault_in_a_recipe_loses_no_checkpoint(decoder: Path, tmp_path: Path) -> None:
     """Not even where the training was to begin anew."""
     recipe = _recipe(decoder, tmp_path / "cut")

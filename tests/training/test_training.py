@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import shutil
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +27,7 @@ from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
 from helpers import architectures
 from helpers.models import widen
 from helpers.ram import after_hole, plain_ids
-from helpers.training import write_recipe
+from helpers.training import losses, report, write_recipe
 
 NO_SLOTS = torch.zeros(1, 1, dtype=torch.bool)
 EXAMPLES = [
@@ -226,12 +227,15 @@ def test_processes_that_share_weights_draw_no_ratio_for_each_example() -> None:
         ("demo/teacher", {"optim": {"batch_size": 6, "micro_batch_size": 4}}, "micro_batch_size"),
         ("demo/teacher", {"optim": {"steps": 0}}, "steps"),
         ("demo/teacher", {"optim": {"learning_rate": float("inf")}}, "learning_rate"),
+        ("demo/teacher", {"optim": {"learning_rate": 1e-5}}, "final_learning_rate 2e-05 must be below learning_rate"),
         ("demo/teacher", {"optim": {"betas": [2, -1]}}, "betas"),
         ("demo/teacher", {"seed": -1}, "seed"),
         ("demo/teacher", {"data": {"world": {"examples": 4, "passages": [0]}}}, "passages"),
         ("demo/teacher", {"data": {"files": []}}, "files or world"),
         ("demo/teacher", {"data": {"files": ["x.jsonl"], "templates": ["no places"]}}, "no places"),
         ("demo/teacher", {"stage": "alchemy"}, "^[^:]*: stage: 'alchemy' is unknown: give one of .*'teacher'"),
+        ("mean_pooling/compressor", {"ratios": []}, "ratios: List should have at least 1 item"),
+        ("ram/ram", {"reductions": []}, "reductions: List should have at least 1 item"),
         # A teacher may train for days before the compressor's recipe begins: ratios are checked before.
         ("mean_pooling/compressor", {"ratios": [4, 6]}, "ratio 6 cannot be made from slots stored at 4"),
         (
@@ -352,3 +356,32 @@ def test_a_long_passage_is_cut_and_its_answer_kept(tiny_bundle: Any) -> None:
     same = DistillationCollator(builder, TEMPLATES[:1], 64, seed=0)([long])
     assert torch.equal(same["text_prompts"][0].ids(), batch["input_ids"][0])
     assert same["passages"].input_ids.shape == (1, 64)
+
+
+@pytest.mark.parametrize("every", [2, 9])
+def test_the_report_includes_the_steps_since_the_last_log(decoder: Path, tmp_path: Path, every: int) -> None:
+    each, rarely = (
+        report(run_recipe(write_recipe(decoder, "adapter", tmp_path / name, {"steps": 3, "log_every": log_every})))
+        for name, log_every in (("each", 1), ("rarely", every))
+    )
+    curve = losses(tmp_path / "each")
+    assert losses(tmp_path / "rarely")[-1] == pytest.approx(curve[2] if every == 2 else sum(curve) / 3, rel=1e-5)
+    assert rarely["tokens"] == each["tokens"] > 0
+    assert rarely["final_loss"] == losses(tmp_path / "rarely")[-1]
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_teacher_of_another_decoder_is_warned_of(
+    decoder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, other: bool
+) -> None:
+    """It may fit in shape, and answers wrong."""
+    run_recipe(write_recipe(decoder, "adapter", tmp_path / "teacher", {"steps": 1}))
+    own = decoder
+    if other:
+        own = shutil.copytree(decoder, tmp_path / "other")
+    run_recipe(
+        write_recipe(
+            decoder, "distillation", tmp_path / "out", {"steps": 1}, decoder=str(own), teacher=str(tmp_path / "teacher")
+        )
+    )
+    assert (f"was trained on the decoder '{decoder}', not '{own}'" in caplog.text) is other

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -38,6 +40,8 @@ from ctx_compress_rag.training.objectives.reconstruction import ReconstructionCo
 from ctx_compress_rag.training.objectives.teacher_targets import FOLDER, KeptTargets, teacher_digest
 from ctx_compress_rag.training.probe import soft_probe
 from ctx_compress_rag.training.stage import Stage, register
+
+logger = logging.getLogger(__name__)
 
 Objective = Callable[[Any, Bundle], tuple[SlotObjective, Collate]]
 """Makes the loss and the collator from a recipe and the bundle to train."""
@@ -125,6 +129,8 @@ def start_bundle(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
     if recipe.bundle is not None:
         return Bundle.from_pretrained(recipe.bundle, device=training_device(), changes=settings)
     assert recipe.decoder is not None
+    if recipe.teacher is not None and isinstance(recipe.decoder, str):
+        _compare_decoders(recipe.teacher, recipe.decoder)
     model, tokenizer = load_decoder(recipe.decoder, recipe.revision, training_device())
     decoder: str | GgufDecoder | None = recipe.decoder
     revision = recipe.revision
@@ -140,6 +146,19 @@ def start_bundle(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
         slots = [soft.slots for soft in bundle.compress([p for e in examples[:8] for p in e.passages])]
         bundle.reader.initialise(float(torch.cat(slots).pow(2).mean().sqrt()))
     return bundle
+
+
+def _compare_decoders(teacher: Path, decoder: str) -> None:
+    """Warn of a teacher for another decoder. Not an error: a decoder's folder may have been moved."""
+    file = teacher / "adapter_config.json"
+    own = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path") if file.exists() else None
+    if own and Path(own).resolve() != Path(decoder).resolve():
+        logger.warning(
+            "teacher %s was trained on the decoder %r, not %r: if these differ, train it on yours",
+            teacher,
+            own,
+            decoder,
+        )
 
 
 def _fit_reader(bundle: Bundle, examples: list[Example], passages: int) -> None:
