@@ -15,6 +15,7 @@ from ctx_compress_rag.backbone import Backbone, load_decoder
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.data.examples import Example
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.text.prompts import PromptBuilder
 from ctx_compress_rag.text.tokenising import text_ids
@@ -137,7 +138,10 @@ def start_bundle(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
     if isinstance(decoder, str) and Path(decoder).is_dir():
         decoder, revision = None if recipe.copy_decoder else str(Path(decoder).resolve()), None
     config = BundleConfig(decoder=decoder, revision=revision, **settings)
-    bundle = Bundle.build(config, Backbone(model, tokenizer), teacher=recipe.teacher)
+    backbone = Backbone(model, tokenizer)
+    if backbone.window is not None and recipe.window > backbone.window:
+        raise ConfigError(f"window {recipe.window} is longer than the decoder's {backbone.window} positions: lower it")
+    bundle = Bundle.build(config, backbone, teacher=recipe.teacher)
     if recipe.reader_from_teacher:
         bundle.reader_from_teacher()
     if recipe.fit_passages:
