@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 INT8_FILE = "model.int8.safetensors"
 
-_PEFT_PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
+"""What peft puts before the names of the model that it adapts."""
 
 
 def choose_device(device: str | torch.device | None = None) -> tuple[torch.device, torch.dtype]:
@@ -323,7 +324,7 @@ class Backbone:
 
         # Adapters never contain embeddings here; by default, peft would ask the hub whether they might.
         state = get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False)
-        return {f"{_PEFT_PREFIX}{key}": value.detach().cpu().contiguous() for key, value in state.items()}
+        return {f"{PEFT_PREFIX}{key}": value.detach().cpu().contiguous() for key, value in state.items()}
 
     def load_adapter_state(self, name: str, state: dict[str, Tensor]) -> None:
         """Load weights that `adapter_state` returned.
@@ -343,7 +344,7 @@ class Backbone:
                     f"adapter {name!r} does not fit its config: {key} has shape {tuple(value.shape)}, "
                     f"not {tuple(expected[key].shape)}"
                 )
-        plain = {key.removeprefix(_PEFT_PREFIX): value for key, value in state.items()}
+        plain = {key.removeprefix(PEFT_PREFIX): value for key, value in state.items()}
         set_peft_model_state_dict(self.model, plain, adapter_name=name)
 
     def copy_adapter(self, source: str, target: str) -> None:

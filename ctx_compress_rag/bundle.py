@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.backbone import INT8_FILE, Backbone, load_decoder
 from ctx_compress_rag.bundle_folder import (
+    ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
     CONFIG_FILE,
     DECODER_FOLDER,
@@ -418,8 +419,8 @@ def add_teacher(backbone: Backbone, folder: Path) -> None:
     """
     from peft import LoraConfig
 
-    if not (folder / "adapter_config.json").exists():
-        raise BundleError(f"the teacher {str(folder)!r} is not a peft adapter folder: it has no adapter_config.json")
+    if not (folder / ADAPTER_CONFIG_FILE).exists():
+        raise BundleError(f"the teacher {str(folder)!r} is not a peft adapter folder: it has no {ADAPTER_CONFIG_FILE}")
     backbone.add_adapter(TEACHER, LoraConfig.from_pretrained(str(folder)))
     backbone.load_adapter_state(TEACHER, read_adapter(folder))
 

@@ -22,8 +22,11 @@ REPORT_FILE = "training_report.json"
 DECODER_FOLDER = "decoder"
 TEACHER = "teacher"
 WEIGHTS_FILE = "model.safetensors"
-ADAPTER_FILE = "adapter_model.safetensors"
 INT8_ADAPTER_FILE = "adapter_model.int8.safetensors"
+
+# The names that peft gives to an adapter's files.
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
 
 
 def find_bundle(name_or_path: str | Path, revision: str | None) -> Path:

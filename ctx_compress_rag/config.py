@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.errors import ConfigError, shown
 from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.methods.registry import AnyMethodConfig
 from ctx_compress_rag.settings import Strict
@@ -78,7 +77,7 @@ def checked(name: str, value: object, rule: TypeAdapter[T]) -> T:
         return rule.validate_python(value)
     except ValidationError as error:
         said = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{name}={reprlib.repr(value)}: {said}") from None
+        raise ConfigError(f"{name}={shown(value)}: {said}") from None
 
 
 def whole(name: str, value: object) -> int:
@@ -112,16 +111,11 @@ def _explained(fault: Mapping[str, Any]) -> str:
         case "missing":
             return f"{where} is missing: give it"
         case "extra_forbidden":
-            return f"{where}={_short(fault['input'])!r} is unknown: leave it out, or correct its name"
+            return f"{where}={shown(fault['input'])} is unknown: leave it out, or correct its name"
         case "union_tag_invalid":
             known = fault["ctx"]
             named = ".".join(filter(None, (where, known["discriminator"].strip("'"))))
             return f"{named}: {known['tag']!r} is unknown: give one of {known['expected_tags']}"
     said = f"{where or 'config'}: {fault['msg'].removeprefix('Value error, ')}"
     # A rule about several values has all of them as its input.
-    return said if isinstance(fault["input"], dict) else f"{said} (got {_short(fault['input'])!r})"
-
-
-def _short(value: object) -> str:
-    # YAML of a few lines can hold a value whose whole text takes hours to write.
-    return value[:80] if isinstance(value, str) else reprlib.repr(value)[:80]
+    return said if isinstance(fault["input"], dict) else f"{said} (got {shown(fault['input'])})"

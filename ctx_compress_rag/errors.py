@@ -1,5 +1,13 @@
 """The library's errors. Each message names the wrong value and says what to do."""
 
+import reprlib
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: at most about 80 characters, however long or deep it is."""
+    # YAML of a few lines can hold a value whose whole text takes hours to write.
+    return repr(value[:80]) if isinstance(value, str) else reprlib.repr(value)[:80]
+
 
 class CtxCompressError(Exception):
     """Base class of all errors that this library defines."""

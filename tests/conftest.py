@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +74,11 @@ def bundle_folder(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest
     from helpers.cli import save_bundle
 
     return save_bundle(make_tiny_bundle(), tmp_path_factory.mktemp("bundle"))
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """This process alone, as torch.distributed sees it."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

@@ -17,14 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from ctx_compress_rag.backbone import PEFT_PREFIX
+from ctx_compress_rag.bundle_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from ctx_compress_rag.errors import BundleError, ConfigError
 
 SEPARATE = frozenset({"q_proj", "k_proj", "v_proj"})
 FUSED = "qkv_proj"
 
-_PEFT_PREFIX = "base_model.model."
-_CONFIG_FILE = "adapter_config.json"
-_WEIGHTS_FILE = "adapter_model.safetensors"
 # Settings of peft adapters that are not plain low-rank factors, and that we cannot read.
 _UNREAD = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "layers_to_transform", "modules_to_save")
 
@@ -157,9 +156,9 @@ class Adapter:
         ).save_pretrained(str(folder))
         tensors = {}
         for name in self.a:
-            tensors[f"{_PEFT_PREFIX}{name}.lora_A.weight"] = self.a[name].detach().float().cpu().contiguous()
-            tensors[f"{_PEFT_PREFIX}{name}.lora_B.weight"] = (factor * self.b[name].detach().float()).cpu().contiguous()
-        save_file(tensors, folder / _WEIGHTS_FILE)
+            tensors[f"{PEFT_PREFIX}{name}.lora_A.weight"] = self.a[name].detach().float().cpu().contiguous()
+            tensors[f"{PEFT_PREFIX}{name}.lora_B.weight"] = (factor * self.b[name].detach().float()).cpu().contiguous()
+        save_file(tensors, folder / ADAPTER_FILE)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, model: Any) -> Adapter:
@@ -174,8 +173,8 @@ class Adapter:
         """
         folder = Path(folder)
         try:
-            config = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
-            tensors = load_file(folder / _WEIGHTS_FILE)
+            config = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
+            tensors = load_file(folder / ADAPTER_FILE)
         except (OSError, ValueError, SafetensorError) as error:
             raise BundleError(f"{str(folder)!r} is not a peft adapter folder ({error})") from error
         unread = [key for key in _UNREAD if config.get(key)]
@@ -185,8 +184,8 @@ class Adapter:
                 f"the adapter in {folder} has {what[0]}: only plain LoRA of one rank can be adapted further"
             )
         shapes, rank = projections(model), int(config["r"])
-        expected = {f"{_PEFT_PREFIX}{n}.lora_A.weight": (rank, shape[0]) for n, shape in shapes.items()}
-        expected |= {f"{_PEFT_PREFIX}{n}.lora_B.weight": (shape[1], rank) for n, shape in shapes.items()}
+        expected = {f"{PEFT_PREFIX}{n}.lora_A.weight": (rank, shape[0]) for n, shape in shapes.items()}
+        expected |= {f"{PEFT_PREFIX}{n}.lora_B.weight": (shape[1], rank) for n, shape in shapes.items()}
         odd = sorted(k for k in tensors.keys() | expected if k not in tensors or tensors[k].shape != expected.get(k))
         if odd:
             raise BundleError(
@@ -195,8 +194,8 @@ class Adapter:
             )
         device = model.device
         return cls(
-            {n: tensors[f"{_PEFT_PREFIX}{n}.lora_A.weight"].float().to(device) for n in shapes},
-            {n: tensors[f"{_PEFT_PREFIX}{n}.lora_B.weight"].float().to(device) for n in shapes},
+            {n: tensors[f"{PEFT_PREFIX}{n}.lora_A.weight"].float().to(device) for n in shapes},
+            {n: tensors[f"{PEFT_PREFIX}{n}.lora_B.weight"].float().to(device) for n in shapes},
             config["lora_alpha"] / rank,
         )
 

@@ -18,6 +18,7 @@ from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDec
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
 from ctx_compress_rag.adaptation.updates import sgd
+from ctx_compress_rag.bundle_folder import ADAPTER_FILE
 from ctx_compress_rag.config import explain
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.prompt import Prompt
@@ -27,7 +28,6 @@ BASE_FOLDER = "base"
 
 _CONFIG_FILE = "config.json"
 _WEIGHTS_FILE = "model.safetensors"
-_PREFIX_FILE = "adapter_model.safetensors"
 _PREFIX_KEY = "prompt_embeddings"
 
 
@@ -88,7 +88,7 @@ class PromptTuning(Adaptation):
             task_type="CAUSAL_LM",
             inference_mode=True,
         ).save_pretrained(str(folder))
-        save_file({_PREFIX_KEY: self.prefix.detach().float().cpu().contiguous()}, folder / _PREFIX_FILE)
+        save_file({_PREFIX_KEY: self.prefix.detach().float().cpu().contiguous()}, folder / ADAPTER_FILE)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, decoder: AdaptiveDecoder) -> PromptTuning:
@@ -97,7 +97,7 @@ class PromptTuning(Adaptation):
         Raises:
             BundleError: it is missing, or its width is not that of the decoder's embeddings.
         """
-        prefix = _read(Path(folder) / _PREFIX_FILE).get(_PREFIX_KEY)
+        prefix = _read(Path(folder) / ADAPTER_FILE).get(_PREFIX_KEY)
         if prefix is None or prefix.ndim != 2 or prefix.shape[1] != decoder.bundle.backbone.dim:
             what = "no prompt" if prefix is None else f"a prompt of shape {tuple(prefix.shape)}"
             raise BundleError(f"{folder} has {what}: this decoder needs vectors of width {decoder.bundle.backbone.dim}")

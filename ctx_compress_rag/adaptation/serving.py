@@ -15,9 +15,9 @@ from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDec
 from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
 from ctx_compress_rag.adaptation.methods import BaseAdapter, PredictedUpdate, PromptTuning, as_read
 from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle_folder import ADAPTER_CONFIG_FILE
 from ctx_compress_rag.errors import BundleError, ConfigError
 
-_PEFT_CONFIG = "adapter_config.json"
 _LOADED: WeakKeyDictionary[Bundle, dict[Path, tuple[list[tuple[Path, int]], Adaptation]]] = WeakKeyDictionary()
 
 
@@ -75,7 +75,7 @@ def load_adaptation(folder: str | Path, decoder: AdaptiveDecoder) -> Adaptation:
     stamp = [(file, file.stat().st_mtime_ns) for file in sorted(folder.rglob("*"))]
     kept = _LOADED.setdefault(decoder.bundle, {})
     if folder not in kept or kept[folder][0] != stamp:
-        saved = (folder / _PEFT_CONFIG).exists()
+        saved = (folder / ADAPTER_CONFIG_FILE).exists()
         found = _saved_adapter(folder, decoder) if saved else PredictedUpdate.from_pretrained(folder, decoder)
         kept[folder] = (stamp, found)
     return kept[folder][1]
@@ -83,7 +83,7 @@ def load_adaptation(folder: str | Path, decoder: AdaptiveDecoder) -> Adaptation:
 
 def _saved_adapter(folder: Path, decoder: AdaptiveDecoder) -> BaseAdapter | PromptTuning:
     try:
-        kind = json.loads((folder / _PEFT_CONFIG).read_text(encoding="utf-8")).get("peft_type")
+        kind = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8")).get("peft_type")
     except (OSError, ValueError) as error:
         raise BundleError(f"{str(folder)!r} is not a peft adapter folder ({error})") from error
     if kind == "PROMPT_TUNING":

@@ -26,6 +26,7 @@ from ctx_compress_rag.cli.shared import (
     Template,
     check_template,
     note_what_it_reads,
+    print_report,
     quiet_models,
     read_text,
 )
@@ -363,7 +364,6 @@ def bench(
 
     from ctx_compress_rag.app.chunking import chunk
     from ctx_compress_rag.bundle import Bundle
-    from ctx_compress_rag.evaluation import report
     from ctx_compress_rag.evaluation.speed import first_token, indexing_speed, random_bundle, speed_table
 
     given = read_text(text)
@@ -384,14 +384,11 @@ def bench(
         from ctx_compress_rag.evaluation.training_speed import training_speed, training_table
 
         steps = training_speed(opened, chunks)
-        text = training_table(steps)
-        report.write(output, "training", text, asdict(steps))
-        print(f"{text}\n\nalso in {output}")
+        print_report(output, "training", training_table(steps), asdict(steps))
         return
     with tempfile.TemporaryDirectory() as folder:
         speed = indexing_speed(opened, chunks, folder)
     longest = sorted(chunks, key=len)[-4:]
     first = first_token(random_bundle(opened.tokenizer), longest, [ratio])[ratio]
-    text = speed_table(speed, first, ratio)
-    report.write(output, "bench", text, {"indexing": asdict(speed), "first_token": asdict(first), "ratio": ratio})
-    print(f"{text}\n\nalso in {output}")
+    record = {"indexing": asdict(speed), "first_token": asdict(first), "ratio": ratio}
+    print_report(output, "bench", speed_table(speed, first, ratio), record)

@@ -18,6 +18,7 @@ from ctx_compress_rag.cli.shared import (
     ServerKey,
     Store,
     note_what_it_reads,
+    print_report,
     quiet_models,
 )
 
@@ -121,7 +122,6 @@ def time_callers(bundle: Bundle, passages: Sequence[str], callers: int, ratio: i
 
     from ctx_compress_rag.decoding.decoder import TransformersDecoder
     from ctx_compress_rag.errors import ConfigError
-    from ctx_compress_rag.evaluation import report
     from ctx_compress_rag.evaluation.concurrency import concurrency, concurrency_table, endless
     from ctx_compress_rag.marking.mark import mark
     from ctx_compress_rag.stores import SoftContextStore
@@ -138,9 +138,7 @@ def time_callers(bundle: Bundle, passages: Sequence[str], callers: int, ratio: i
             text = PASSAGE_SEPARATOR.join(mark(store, own, ratio=ratio))
             chats.append(messages(TEMPLATES[0], text, "What is it about?"))
         found = concurrency(TransformersDecoder(bundle, store, batch_size=callers), chats)
-    text = concurrency_table(found)
-    report.write(output, "concurrency", text, {**asdict(found), "ratio": ratio})
-    print(f"{text}\n\nalso in {output}")
+    print_report(output, "concurrency", concurrency_table(found), {**asdict(found), "ratio": ratio})
 
 
 def time_first_tokens(
@@ -152,7 +150,6 @@ def time_first_tokens(
 
     from ctx_compress_rag.decoding.decoder import TransformersDecoder
     from ctx_compress_rag.errors import ConfigError
-    from ctx_compress_rag.evaluation import report
     from ctx_compress_rag.evaluation.speed import first_token, first_token_table
     from ctx_compress_rag.serving.client import ServerDecoder
 
@@ -161,6 +158,5 @@ def time_first_tokens(
     there = partial(ServerDecoder, server=server, api_key=server_key) if server is not None else TransformersDecoder
     longest = sorted(passages, key=len)[-count:]
     found = first_token(bundle, longest, [ratio for ratio in bundle.config.ratios if ratio <= 16], 5, there)
-    text = first_token_table(found)
-    report.write(output, "first_token", text, {str(ratio): asdict(first) for ratio, first in found.items()})
-    print(f"{text}\n\nalso in {output}")
+    record = {str(ratio): asdict(first) for ratio, first in found.items()}
+    print_report(output, "first_token", first_token_table(found), record)

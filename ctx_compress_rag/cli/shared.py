@@ -94,6 +94,14 @@ def check_template(template: str | None) -> None:
         raise ConfigError(f"--template {template!r} lacks {{context}} or {{question}}: add it")
 
 
+def print_report(output: str, name: str, text: str, record: object) -> None:
+    """Print tables, and write them and their numbers to a folder, as `name`.md and `name`.json."""
+    from ctx_compress_rag.evaluation import report
+
+    report.write(output, name, text, record)
+    print(f"{text}\n\nalso in {output}")
+
+
 def note_what_it_reads(bundle: Bundle) -> None:
     """Print a note if the bundle was not trained for general text."""
     if bundle.config.reads != type(bundle.config).model_fields["reads"].default:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from ctx_compress_rag.data.examples import SUMMARY_REQUEST, Example, read_jsonl
-from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.errors import DataError, shown
 
 FILE = Path(__file__).with_name("held_out.npz")
 
@@ -72,20 +72,19 @@ class HeldOut:
         """Whether an example has a held-out passage or question."""
         return any(map(self.has_passage, example.passages)) or any(self.has_question(t.question) for t in example.turns)
 
-    def check(self, examples: Iterable[Example]) -> None:
+    def check(self, examples: Iterable[Example], source: object) -> None:
         """Refuse training data with a held-out passage or question.
 
         Raises:
-            DataError: there is one; the message names the first.
+            DataError: there is one; the message names the first, and the `source` of the examples.
         """
-        for number, example in enumerate(examples):
-            if self.shares(example):
-                shown = next((p for p in example.passages if self.has_passage(p)), example.turns[0].question)
-                raise DataError(
-                    f"training example {number} holds a passage or question of the sets that English bundles are "
-                    f"scored with: {shown[:80]!r}; remove such examples, or set data.leave_out_held_out: true instead "
-                    "of refuse_held_out"
-                )
+        for example in filter(self.shares, examples):
+            first = next((p for p in example.passages if self.has_passage(p)), example.turns[0].question)
+            raise DataError(
+                f"{source} holds a passage or question of the sets that English bundles are scored with: "
+                f"{shown(first)}; remove such examples, or set data.leave_out_held_out: true instead of "
+                "refuse_held_out"
+            )
 
 
 @cache

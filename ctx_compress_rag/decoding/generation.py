@@ -22,7 +22,7 @@ from transformers import (
 from ctx_compress_rag.config import checked
 from ctx_compress_rag.decoding.quoting import QuoteProcessor
 from ctx_compress_rag.decoding.structured import JsonProcessor, schema_text
-from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.errors import ConfigError, shown
 from ctx_compress_rag.prompt import Prompt
 
 FinishReason = Literal["stop", "length"]
@@ -119,7 +119,7 @@ def _schema_of(response_format: object) -> Any:
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return schema
     raise ConfigError(
-        f"response_format={repr(response_format)[:80]}: give "
+        f"response_format={shown(response_format)}: give "
         '{"type": "json_schema", "json_schema": {"schema": ...}}, or use with_structured_output'
     )
 

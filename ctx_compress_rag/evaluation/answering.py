@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -59,6 +59,30 @@ class Answers:
     cost: Cost | None = None
 
 
+class Asking(TypedDict, total=False):
+    """How to ask: keywords of `answer`, `evaluate` and `evaluate_sets`.
+
+    Attributes:
+        encoder: a sentence-transformers model for extraction and the token budget; None leaves both out.
+        lingua: None leaves LLMLingua-2 out.
+        cost: also measure the cost of a question with each system, over five questions.
+        codec: how slots are stored; None takes the store's default.
+        template: the prompt, see `text.prompts`; None takes the bundle's.
+        max_new_tokens: longest answer; None takes the bundle's, or 32.
+        extractive: every system's answers quote what it is given, text or the passages of its slots (see `Sampling`).
+        batch_size: questions per forward pass.
+    """
+
+    encoder: Any
+    lingua: LLMLingua2 | None
+    cost: bool
+    codec: str | None
+    template: str | None
+    max_new_tokens: int | None
+    extractive: bool
+    batch_size: int
+
+
 Key = tuple[str, int | None]
 """System and ratio."""
 SystemAnswers = dict[Key, Answers]
@@ -72,8 +96,12 @@ def conditions(
     template: str | None = None,
     max_new_tokens: int | None = None,
     extractive: bool = False,
+    **_: Any,
 ) -> dict[str, Any]:
-    """Everything that answers depend on except system and ratio, with defaults filled in, as JSON values."""
+    """Everything that answers depend on except system and ratio, with defaults filled in, as JSON values.
+
+    The rest of `Asking` changes no answer.
+    """
     return {
         "version": __version__,
         "fingerprint": bundle.fingerprint,
@@ -120,7 +148,7 @@ def answer(
 ) -> SystemAnswers:
     """Answer every question with each of `systems`: FULL, NONE, or one of `SHORTENED`.
 
-    The other arguments are those of `evaluate`.
+    The other arguments are those of `evaluate` and `Asking`.
 
     Raises:
         ConfigError: extraction or a token budget without an encoder, or LLMLingua-2 without its model.

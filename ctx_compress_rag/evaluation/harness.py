@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -21,13 +21,13 @@ from ctx_compress_rag.evaluation.answering import (
     SHORTENED,
     SOFT,
     TRUNCATED,
+    Asking,
     Key,
     SystemAnswers,
     answer,
 )
 from ctx_compress_rag.evaluation.cost import Cost, cost_table
 from ctx_compress_rag.evaluation.judge import Judge, judge_answers
-from ctx_compress_rag.evaluation.lingua import LLMLingua2
 from ctx_compress_rag.evaluation.plots import Curve, plot_scores
 from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.metrics import (
@@ -40,7 +40,7 @@ from ctx_compress_rag.metrics import (
     token_f1,
 )
 
-KEPT = {"full text": 1.0, "no context": 0.0}
+KEPT = {FULL: 1.0, NONE: 0.0}
 KEPT_LABEL = "teacher-normalised F1"
 
 
@@ -93,17 +93,10 @@ def evaluate(
     questions: Sequence[Question],
     ratios: Sequence[int] = RATIOS,
     *,
-    encoder: Any | None = None,
-    lingua: LLMLingua2 | None = None,
     judge: Judge | None = None,
-    cost: bool = False,
-    codec: str | None = None,
-    template: str | None = None,
-    max_new_tokens: int | None = None,
-    extractive: bool = False,
-    batch_size: int = 16,
     log: str | Path | None = None,
     progress: bool = True,
+    **asking: Unpack[Asking],
 ) -> list[Score]:
     """Score answers from full text, without context, and from the context shortened in each way.
 
@@ -116,42 +109,20 @@ def evaluate(
         bundle: the bundle to score; its decoder also reads the baselines.
         questions: questions with their passages.
         ratios: multiples of the bundle's base ratio; for RAM, 2 or more.
-        encoder: a sentence-transformers model for extraction and the token budget; None leaves both out.
-        lingua: None leaves LLMLingua-2 out.
         judge: a chat model that says whether each answer is right (see `judge_answers`); None leaves judging out.
-        cost: also measure the cost of a question with each system, over five questions.
-        codec: how slots are stored; None takes the store's default.
-        template: the prompt, see `text.prompts`; None takes the bundle's.
-        max_new_tokens: longest answer; None takes the bundle's, or 32.
-        extractive: every system's answers quote what it is given, text or the passages of its slots (see `Sampling`).
-        batch_size: questions per forward pass.
         log: a JSONL file that keeps the answers; those that it already has, for the same questions asked in the same
             way, are reused. Give each `encoder` its own log. A judge's replies go into judged.jsonl in the same folder.
         progress: show a progress bar.
+        asking: how to ask.
     """
-    several = any(len(q.passages) > 1 for q in questions)
+    encoder, several = asking.get("encoder"), any(len(q.passages) > 1 for q in questions)
     optional = {
         BUDGETED: encoder is not None and several and bundle.compressor.nestable,
         EXTRACTED: encoder is not None,
-        LINGUA: lingua is not None,
+        LINGUA: asking.get("lingua") is not None,
     }
     systems = [FULL, NONE, SOFT, TRUNCATED, *(system for system, there in optional.items() if there)]
-    answers = answer(
-        bundle,
-        questions,
-        ratios,
-        systems,
-        encoder=encoder,
-        lingua=lingua,
-        cost=cost,
-        codec=codec,
-        template=template,
-        max_new_tokens=max_new_tokens,
-        extractive=extractive,
-        batch_size=batch_size,
-        log=log,
-        progress=progress,
-    )
+    answers = answer(bundle, questions, ratios, systems, log=log, progress=progress, **asking)
     judged_log = None if log is None else Path(log).with_name("judged.jsonl")
     verdicts = None if judge is None else _verdicts(judge, questions, answers, judged_log, progress)
     return scores_of(questions, answers, verdicts)

@@ -18,20 +18,13 @@ _XLABEL = "source tokens per slot (compression ratio)"
 
 @dataclass(frozen=True)
 class Curve:
-    """A system's score at each ratio, with the bounds of its error bars if they are known."""
+    """A system's score at each ratio, with the bounds of its error bars."""
 
     label: str
     ratios: Sequence[float]
     scores: Sequence[float]
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
-
-    def __post_init__(self) -> None:
-        if (self.low is None) != (self.high is None):
-            raise ConfigError(f"curve {self.label!r} has one bound of its error bars: give low and high, or neither")
-        sizes = {len(values) for values in (self.ratios, self.scores, self.low, self.high) if values is not None}
-        if len(sizes) != 1:
-            raise ConfigError(f"curve {self.label!r} has values of different lengths: {sorted(sizes)}")
+    low: Sequence[float]
+    high: Sequence[float]
 
 
 def plot_scores(
@@ -131,12 +124,10 @@ def _check(curves: Sequence[Curve]) -> None:
 
 def _draw(axes: Any, curves: Sequence[Curve], levels: Mapping[str, float], ticks: Sequence[float]) -> None:
     for i, curve in enumerate(curves):
-        bars = None
-        if curve.low is not None and curve.high is not None:
-            bars = [
-                [max(score - low, 0.0) for score, low in zip(curve.scores, curve.low, strict=True)],
-                [max(high - score, 0.0) for score, high in zip(curve.scores, curve.high, strict=True)],
-            ]
+        bars = [
+            [max(score - low, 0.0) for score, low in zip(curve.scores, curve.low, strict=True)],
+            [max(high - score, 0.0) for score, high in zip(curve.scores, curve.high, strict=True)],
+        ]
         axes.errorbar(
             curve.ratios,
             curve.scores,
@@ -161,5 +152,5 @@ def _draw(axes: Any, curves: Sequence[Curve], levels: Mapping[str, float], ticks
 
 
 def _top(curves: Sequence[Curve], levels: Mapping[str, float]) -> float:
-    highest = max([*levels.values(), *(value for curve in curves for value in curve.high or curve.scores)])
+    highest = max([*levels.values(), *(value for curve in curves for value in curve.high)])
     return max(1.0, highest) * 1.05

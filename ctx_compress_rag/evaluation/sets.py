@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, Unpack
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.data.examples import read_jsonl, spread
@@ -14,7 +14,7 @@ from ctx_compress_rag.data.mixing import accompanied
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.evaluation.answering import ANSWER_TOKENS, check_ratios, conditions, prompt_of
+from ctx_compress_rag.evaluation.answering import ANSWER_TOKENS, Asking, check_ratios, conditions, prompt_of
 from ctx_compress_rag.evaluation.harness import (
     KEPT,
     KEPT_LABEL,
@@ -25,7 +25,6 @@ from ctx_compress_rag.evaluation.harness import (
     table,
 )
 from ctx_compress_rag.evaluation.judge import Judge
-from ctx_compress_rag.evaluation.lingua import LLMLingua2
 from ctx_compress_rag.evaluation.perplexity import perplexity_table, reconstruction_perplexity
 from ctx_compress_rag.evaluation.plots import plot_panels
 from ctx_compress_rag.evaluation.questions import Question, questions_of
@@ -56,18 +55,11 @@ def evaluate_sets(
     ratios: Sequence[int],
     output: str | Path,
     *,
-    encoder: Any | None = None,
-    lingua: LLMLingua2 | None = None,
     judge: Judge | None = None,
-    cost: bool = False,
-    codec: str | None = None,
     perplexity: bool = False,
-    template: str | None = None,
-    max_new_tokens: int | None = None,
-    extractive: bool = False,
-    batch_size: int = 16,
     in_domain: Sequence[str] = (),
     card: bool = False,
+    **asking: Unpack[Asking],
 ) -> str:
     """Score each set; write answers, scores and plots, and for several sets also a joint table and plot.
 
@@ -79,18 +71,11 @@ def evaluate_sets(
         sets: questions by the name of their set.
         ratios: see `evaluate`.
         output: a folder; each of several sets gets a folder in it.
-        encoder: see `evaluate`.
-        lingua: see `evaluate`.
         judge: see `evaluate`.
-        cost: see `evaluate`.
-        codec: see `evaluate`.
         perplexity: also score how well passages are reconstructed from their slots.
-        template: see `evaluate`.
-        max_new_tokens: see `evaluate`.
-        extractive: see `evaluate`.
-        batch_size: see `evaluate`.
         in_domain: names of the sets like the bundle's training data; they and the others get means of their own, too.
         card: also write the scores into the bundle's model card.
+        asking: how to ask.
 
     Returns: the tables.
 
@@ -100,11 +85,12 @@ def evaluate_sets(
         RatioError: a ratio cannot be made.
     """
     check_ratios(bundle, ratios)
-    if codec is not None:
+    if (codec := asking.get("codec")) is not None:
         check_codec(codec)
     if unknown := sorted(set(in_domain) - set(sets)):
         raise ConfigError(f"in_domain names {unknown[0]!r}, which is not one of the sets: {', '.join(sets)}")
-    fit = {name: fitting(bundle, asked, template, max_new_tokens) for name, asked in sets.items()}
+    template, longest = asking.get("template"), asking.get("max_new_tokens")
+    fit = {name: fitting(bundle, asked, template, longest) for name, asked in sets.items()}
     for name, questions in fit.items():
         answered = sum(bool(q.answers) for q in questions)
         if answered < 2:
@@ -117,7 +103,7 @@ def evaluate_sets(
     for name, questions in fit.items():
         about: dict[str, Any] = {
             "bundle": bundle.config.name,
-            **conditions(bundle, questions, lingua, codec, template, max_new_tokens, extractive),
+            **conditions(bundle, questions, **asking),
             "data": name,
             "questions": len(questions),
             "too_long": len(sets[name]) - len(questions),
@@ -130,21 +116,8 @@ def evaluate_sets(
             passages = list(dict.fromkeys(passage for question in questions for passage in question.passages))
             perplexities = reconstruction_perplexity(bundle, passages, ratios)
             about["reconstruction_perplexity"] = [asdict(each) for each in perplexities]
-        scores = results[name] = evaluate(
-            bundle,
-            questions,
-            ratios,
-            encoder=encoder,
-            lingua=lingua,
-            judge=judge,
-            cost=cost,
-            codec=codec,
-            template=template,
-            max_new_tokens=max_new_tokens,
-            extractive=extractive,
-            batch_size=batch_size,
-            log=place / "answers.jsonl",
-        )
+        log = place / "answers.jsonl"
+        scores = results[name] = evaluate(bundle, questions, ratios, judge=judge, log=log, **asking)
         save(scores, place, about)
         if card:
             _add_to_card(bundle, name, scores, len(questions))

@@ -2,54 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
-from pydantic import SecretStr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
 from ctx_compress_rag.adaptation import serving
 from ctx_compress_rag.adaptation.decoder import Adaptation, AdaptiveDecoder
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.config import explain
+from ctx_compress_rag.decoding.decoder import BATCH_SIZE, Sampling
+from ctx_compress_rag.decoding.generation import given_options
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.serving.client import ServerDecoder
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import OnUnreadable, scope
+from ctx_compress_rag.stores.markers import OnUnreadable, check_scope, scope
 
 LOADING = ("device", "dtype", "device_map", "attn_implementation", "quantization_config")
 """Fields of the LLM classes that are options of `Bundle.from_pretrained`."""
 
 
-class DecoderLLM:
-    """A mixin for a pydantic class with the fields below; comes before the framework's own base class.
+class DecoderLLM(BaseModel):
+    """The base of a framework's LLM class; comes before the framework's own base class, which documents the fields.
 
     The fields from `device` to `quantization_config` load the store's bundle a second time, for this LLM; without any
     of them, the store's own bundle answers.
     """
 
-    if TYPE_CHECKING:  # not seen by pydantic: each framework's class declares its own
-        store: SoftContextStore
-        on_missing: Literal["error", "text"]
-        on_unreadable: OnUnreadable
-        scope: str | None
-        predictor: str | Path | None
-        batch_size: int
-        device: str | torch.device | None
-        dtype: str | torch.dtype | None
-        device_map: str | dict[str, Any] | None
-        attn_implementation: str | None
-        quantization_config: Any
-        server: str | None
-        api_key: SecretStr | None
-        timeout: float
-        max_retries: int
-        _decoder: AdaptiveDecoder | None
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
-        def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-            """Pydantic's."""
+    store: SoftContextStore = Field(exclude=True, repr=False)
+    max_tokens: int = Sampling.max_new_tokens
+    temperature: float = Sampling.temperature
+    top_p: float = Sampling.top_p
+    top_k: int = Sampling.top_k
+    stop: list[str] | None = None
+    seed: int | None = None
+    extractive: bool = False
+    on_missing: Literal["error", "text"] = "error"
+    on_unreadable: OnUnreadable = "error"
+    scope: str | None = None
+    predictor: str | Path | None = None
+    batch_size: int = Field(default=BATCH_SIZE, ge=1)
+    device: str | torch.device | None = Field(default=None, exclude=True)
+    dtype: str | torch.dtype | None = Field(default=None, exclude=True)
+    device_map: str | dict[str, Any] | None = None
+    attn_implementation: str | None = None
+    quantization_config: Any = Field(default=None, exclude=True, repr=False)
+    server: str | None = None
+    api_key: SecretStr | None = Field(default=None, exclude=True)
+    timeout: float = 120.0
+    max_retries: int = 2
+
+    _decoder: AdaptiveDecoder | None = PrivateAttr(None)
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**given_options(fields))
+        except ValidationError as error:
+            raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
+        if self.scope is not None:
+            check_scope(self.scope)
+        Sampling.of(self, {})  # impossible values are refused here, not at the first question
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: the model and the store belong to this process."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Sequence
 from typing import Any
 
+from ctx_compress_rag.errors import shown
 from ctx_compress_rag.serving.faults import RequestError
 
 _NO_OBJECT = ("model_attributes_type", "model_type", "dict_type", "dict_attributes_type")
@@ -27,7 +27,7 @@ def malformed(faults: Sequence[Any]) -> RequestError:
 
 
 def _said(where: str, found: Any) -> str:
-    value, context = reprlib.repr(found["input"])[:80], found.get("ctx", {})  # what was sent may be long and deep
+    value, context = shown(found["input"]), found.get("ctx", {})
     match found["type"]:
         case "missing":
             return f"{where} is missing: send it"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable
@@ -15,7 +14,9 @@ from ctx_compress_rag.prompt import Quotable, QuotedToken
 from ctx_compress_rag.text.tokenising import TextTokens, between_controls, text_tokens
 
 # Accents and vowel signs belong to the letter before them; the joiners occur within words of Persian and Hindi.
-_MARKS = "".join(c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c)[0] == "M") + "\u200c\u200d"
+# Planes 2, 3 and those above 14 hold no marks, and looking through them takes most of the time.
+_PLANES = map(chr, chain(range(0x20000), range(0xE0000, 0xF0000)))
+_MARKS = "".join(c for c in _PLANES if unicodedata.category(c)[0] == "M") + "\u200c\u200d"
 # EUR1,200.5 and 4:51 are one word each, and so is each character of Chinese and Japanese, which have no spaces.
 _LETTER = rf"(?!{CHARACTER.pattern})\w"
 _WORD = re.compile(rf"{CHARACTER.pattern}[{_MARKS}]*|{_LETTER}(?:{_LETTER}|[{_MARKS}]|(?<=\d)[.,:](?=\d))*")
@@ -34,8 +35,8 @@ def quotable(texts: Iterable[str], tokenizer: Any) -> Quotable:
     tokens: list[QuotedToken | None] = []
     starts: dict[int, list[tuple[tuple[QuotedToken, ...], int]]] = defaultdict(list)
     alone: dict[str, tuple[QuotedToken, ...]] = {}
-    for text in chain.from_iterable(between_controls(tokenizer, text) for text in texts):
-        read, before = text_tokens(tokenizer, text), len(tokens)
+    for text, read in chain.from_iterable(between_controls(tokenizer, text) for text in texts):
+        before = len(tokens)
         own = _quoted(text, tokenizer, read)
         begins = {match.start() for pattern in (_WORD, _SPACED) for match in pattern.finditer(text)}
         ends = [0, *(end for _, end in read.offsets)]

@@ -72,12 +72,16 @@ def text_parts(tokenizer: Any, text: str) -> list[str]:
     return [part for part, _ in _tokenised(tokenizer, whole_characters(text), control_ids(tokenizer))]
 
 
-def between_controls(tokenizer: Any, text: str) -> list[str]:
-    """The parts of the text (mostly one) between what the tokenizer reads as control tokens."""
+def between_controls(tokenizer: Any, text: str) -> list[tuple[str, TextTokens]]:
+    """The parts of the text (mostly one) between what the tokenizer reads as control tokens, and their tokens."""
     text = whole_characters(text)
-    spans = _control_spans(tokenizer, text, _encoded(tokenizer, text), control_ids(tokenizer))
+    tokens = _encoded(tokenizer, text)
+    spans = _control_spans(tokenizer, text, tokens, control_ids(tokenizer))
+    if not spans:
+        return [(text, tokens)]
     bounds = [0, *(place for span in spans for place in span), len(text)]
-    return [text[a:b] for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
+    parts = [text[a:b] for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
+    return [(part, text_tokens(tokenizer, part)) for part in parts]
 
 
 def text_tokens(tokenizer: Any, text: str) -> TextTokens:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
+from pathlib import Path
 
+from ctx_compress_rag.data.config import TextData
 from ctx_compress_rag.data.examples import Example, check_held_out, read_jsonl, without_long
 from ctx_compress_rag.data.held_out import HeldOut
 from ctx_compress_rag.data.held_out import held_out as never_train_on
@@ -29,22 +31,16 @@ def load_examples(recipe: Recipe) -> list[Example]:
                 part.split, part.seed, part.examples, data.max_turns, part.passages, part.named, part.alike
             )
         ]
-        held_out += world_examples("test", 0, 400) + world_examples("dev", 0, 400)
+        check_held_out(examples, [*held_out, *world_examples("test", 0, 400), *world_examples("dev", 0, 400)])
     else:
-        files = [_allowed(read_jsonl(file, data.max_turns), data, held_out) for file in data.files]
-        files += [text_examples(text.file, text.words) * text.weight for text in data.texts]
-        remedy = "remove it, or set data.leave_out_held_out: true"
-        for path, examples in zip(data.files, files, strict=False):  # before the files are mixed; texts come after them
-            check_held_out(examples, held_out, source=str(path), remedy=remedy)
-        for each in files if data.guard else []:
-            never_train_on().check(each)
+        files = [_questions(file, data, held_out) for file in data.files]
+        files += [_rows(text, data, held_out) * text.weight for text in data.texts]
         seed = data.part.seed if data.part else recipe.seed
         if data.mix:
             examples = mix(files, data.mix, seed, recipe.optim.batch_size)
         else:
             examples = [example for file in files for example in file]
             random.Random(seed).shuffle(examples)  # files are mixed, as the paper mixes its datasets
-    check_held_out(examples, held_out)
     if not examples:
         raise DataError("the recipe's data holds no examples: give more data, or leave out fewer examples")
     if data.part:
@@ -52,12 +48,24 @@ def load_examples(recipe: Recipe) -> list[Example]:
     return examples
 
 
-def _allowed(examples: list[Example], data: DataConfig, held_out: list[Example]) -> list[Example]:
+def _questions(file: Path, data: DataConfig, held_out: list[Example]) -> list[Example]:
     """The examples of a file without those that are too long or, with `leave_out_held_out`, held out."""
-    examples = without_long(examples, data.most_words)
-    if data.guard != "leave out":
-        return examples
-    guards = [never_train_on(), *([HeldOut.of(held_out)] if held_out else [])]
-    kept = [example for example in examples if not any(guard.shares(example) for guard in guards)]
-    logger.info("%d of %d examples left out: they overlap held-out data", len(examples) - len(kept), len(examples))
-    return kept
+    examples = without_long(read_jsonl(file, data.max_turns), data.most_words)
+    if data.guard == "leave out":
+        guards = [never_train_on(), *([HeldOut.of(held_out)] if held_out else [])]
+        kept = [example for example in examples if not any(guard.shares(example) for guard in guards)]
+        logger.info("%d of %d examples left out: they overlap held-out data", len(examples) - len(kept), len(examples))
+        examples = kept
+    elif data.guard == "refuse":
+        never_train_on().check(examples, file)
+    check_held_out(examples, held_out, source=str(file), remedy="remove it, or set data.leave_out_held_out: true")
+    return examples
+
+
+def _rows(text: TextData, data: DataConfig, held_out: list[Example]) -> list[Example]:
+    """The rows of a text, checked for held-out passages."""
+    rows = text_examples(text.file, text.words)
+    if data.guard:
+        never_train_on().check(rows, text.file)
+    check_held_out(rows, held_out, source=str(text.file))
+    return rows

@@ -143,6 +143,11 @@ def last_checkpoint(output: Path, steps: int, main: bool) -> Path | None:
     return whole[-1]
 
 
+def steps_saved(output: Path) -> int:
+    """The step of the last checkpoint, complete or not; 0 if there is none."""
+    return max(map(_step, _all(output)), default=0)
+
+
 def _all(output: Path) -> list[Path]:
     """All checkpoints, in the order of their steps."""
     return sorted((output / FOLDER).glob("checkpoint-*"), key=_step)

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-import torch
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.language_models.chat_models import agenerate_from_stream
@@ -18,16 +16,14 @@ from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
 
 from ctx_compress_rag.adaptation import AdaptiveDecoder, serving
-from ctx_compress_rag.config import explain
-from ctx_compress_rag.decoding.decoder import BATCH_SIZE, Generation, Sampling
-from ctx_compress_rag.decoding.generation import OPTIONS, given_options
+from ctx_compress_rag.decoding.decoder import Generation, Sampling
+from ctx_compress_rag.decoding.generation import OPTIONS
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.serving.llm import DecoderLLM
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import OnUnreadable, check_scope, current_scope
+from ctx_compress_rag.stores.markers import current_scope
 from langchain_ctx_compress.messages import parsed, to_chat
 
 # LangChain's own code gives these to any chat model; only a server uses them.
@@ -84,51 +80,18 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    store: SoftContextStore = Field(exclude=True, repr=False)
-    max_tokens: int = Sampling.max_new_tokens
-    temperature: float = Sampling.temperature
-    top_p: float = Sampling.top_p
-    top_k: int = Sampling.top_k
-    stop: list[str] | None = None
-    seed: int | None = None
-    extractive: bool = False
-    on_missing: Literal["error", "text"] = "error"
-    on_unreadable: OnUnreadable = "error"
-    scope: str | None = None
     streaming: bool = False
-    predictor: str | Path | None = None
-    batch_size: int = Field(default=BATCH_SIZE, ge=1)
-    device: str | torch.device | None = None
-    dtype: str | torch.dtype | None = None
-    device_map: str | dict[str, Any] | None = None
-    attn_implementation: str | None = None
-    quantization_config: Any = Field(None, exclude=True, repr=False)
-    server: str | None = None
-    api_key: SecretStr | None = None
-    timeout: float = 120.0
-    max_retries: int = 2
 
-    _decoder: AdaptiveDecoder | None = PrivateAttr(None)
     _adapted: str | None = PrivateAttr(None)
-
-    def __init__(self, **kwargs: Any) -> None:
-        try:
-            super().__init__(**kwargs)
-        except ValidationError as error:
-            raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
-        if self.scope is not None:
-            check_scope(self.scope)
-        self._sampling(None, {})  # impossible values are refused here, not at the first question
 
     @model_validator(mode="before")
     @classmethod
     def _drop_unmeant(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        values = given_options(values)
-        if values.get("server") is not None:
-            return {name: value for name, value in values.items() if value is not None or name not in _OF_REMOTE_MODELS}
-        return {name: value for name, value in values.items() if name not in _OF_REMOTE_MODELS}
+        remote = values.get("server") is not None
+        unmeant = {name for name in _OF_REMOTE_MODELS if not remote or values.get(name) is None}
+        return {name: value for name, value in values.items() if name not in unmeant}
 
     @property
     def model_name(self) -> str:

@@ -39,6 +39,7 @@ from ctx_compress_rag.text.tokenising import bos_id, text_ids
 from helpers import architectures
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, plain_copy, random_adapter
 from helpers.decoding import by_transformers
+from helpers.models import draw_lora
 
 SHORT = Sampling(max_new_tokens=8)
 
@@ -47,9 +48,7 @@ SHORT = Sampling(max_new_tokens=8)
 def bundle(make_tiny_bundle: Any) -> Any:
     """With adapters of its own for compressor and reader that do something."""
     made = make_tiny_bundle(seed=5)
-    for name, parameter in made.backbone.model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
+    draw_lora(made.backbone.model, 0.1)
     return made
 
 

@@ -22,6 +22,7 @@ from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.stores import SoftContextStore
 from helpers import architectures
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, plain_copy, random_adapter
+from helpers.models import draw_lora
 
 CONFIG = PredictorConfig(inner_steps=2, inner_learning_rate=0.01, demonstrations=3, hidden=16, code=8)
 
@@ -32,8 +33,7 @@ def bundle(make_tiny_bundle: Any) -> Any:
     for name, parameter in made.backbone.model.named_parameters():
         if "lora_" not in name and "proj" in name:
             parameter.mul_(10)  # wide, so that what is attended to matters
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
+    draw_lora(made.backbone.model, 0.1)
     return made
 
 

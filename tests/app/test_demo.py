@@ -56,7 +56,7 @@ def test_the_paragraphs_of_wikipedia_hold_the_answers_and_are_held_out_of_traini
         (needed,) = question.needs
         assert any(answer in text_of[needed] for answer in question.answers)
         with pytest.raises(DataError, match="scored with"):
-            held_out().check([Example((text_of[needed],), (Turn(question.text, question.answers),))])
+            held_out().check([Example((text_of[needed],), (Turn(question.text, question.answers),))], "the demo")
 
 
 @pytest.mark.slow

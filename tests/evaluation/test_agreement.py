@@ -22,6 +22,7 @@ from ctx_compress_rag.evaluation.agreement import Agreement, Asked, agreement, a
 from ctx_compress_rag.metrics import normalize_answer
 from helpers.cli import save_bundle, write_docs
 from helpers.langchain import talkative_bundle
+from helpers.models import draw_lora
 from helpers.ram import ram_bundle
 
 PASSAGES = (
@@ -42,9 +43,7 @@ TOKENS = 6
 def bundle(make_tiny_bundle: Callable[..., Any]) -> Any:
     """A bundle whose decoder reads slots otherwise than text."""
     bundle = talkative_bundle(make_tiny_bundle)
-    for name, parameter in bundle.backbone.model.named_parameters():
-        if "lora_B.reader" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
+    draw_lora(bundle.backbone.model, 0.3, "reader")
     return bundle
 
 

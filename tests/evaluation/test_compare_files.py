@@ -33,7 +33,7 @@ from ctx_compress_rag.metrics import token_f1
 from ctx_compress_rag.text.prompts import TEMPLATES
 from ctx_compress_rag.training.examples import load_examples
 from helpers.decoding import by_transformers
-from helpers.models import save_tiny_llama
+from helpers.models import draw_lora, save_tiny_llama
 from helpers.training import killed
 
 LONG = "A word " * 200
@@ -53,9 +53,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path
     (folder / "train.jsonl.gz").write_bytes(gzip.compress(rows.read_bytes()))
     decoder = save_tiny_llama(tiny_tokenizer, folder / "model")
     teacher = get_peft_model(decoder, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
-    for name, parameter in teacher.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
+    draw_lora(teacher, 0.3)
     teacher.save_pretrained(folder / "teacher")
     return folder
 

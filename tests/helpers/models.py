@@ -45,6 +45,13 @@ def read_both_ways(bundle: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
+def draw_lora(model: Any, std: float = 1.0, adapter: str = "") -> None:
+    """Draw the LoRA factors that start at zero, so that adapters (or the one of this name) change what is computed."""
+    for name, parameter in model.named_parameters():
+        if f"lora_B.{adapter}" in name:
+            torch.nn.init.normal_(parameter, std=std)
+
+
 def widen(*modules: Any, seed: int = 0, std: float = 0.5) -> None:
     """Draw every matrix anew, LoRA's too, so wide that each input and each adapter matters."""
     torch.manual_seed(seed)

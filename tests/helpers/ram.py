@@ -16,7 +16,7 @@ from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.methods.ram.config import RamConfig
 from ctx_compress_rag.text.prompts import PromptBuilder
 from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
-from helpers.models import tiny_llama
+from helpers.models import draw_lora, tiny_llama
 
 FROZEN = {"mode": "frozen"}
 EXAMPLES = [
@@ -127,9 +127,7 @@ def move(bundle: Bundle) -> None:
     """Random numbers in what training starts at zero or at another module's values."""
     torch.manual_seed(5)
     with torch.no_grad():
-        for name, parameter in bundle.backbone.model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.1)
+        draw_lora(bundle.backbone.model, 0.1)
         for module in (bundle.compressor, bundle.reader):
             for parameter in module.parameters():
                 if parameter is not bundle.backbone.embeddings.weight:

@@ -1,4 +1,4 @@
-"""A tiny sentence-transformers model in a folder, and bundles that use it."""
+"""A tiny sentence-transformers model in a folder, bundles that use it, and a tokenizer unlike the others."""
 
 from __future__ import annotations
 
@@ -33,6 +33,18 @@ def save_encoder(folder: Path, tokenizer: Any, seed: int = 0, dim: int = DIM) ->
     transformer = modules.Transformer(str(folder / "bert"), max_seq_length=128)
     SentenceTransformer(modules=[transformer, modules.Pooling(dim, "mean")], device="cpu").save(str(folder))
     return folder
+
+
+def unigram(texts: list[str]) -> Any:
+    """A unigram tokenizer: other tokens and other offsets than byte-level BPE's."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=120, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
 def sentence_bundle(like: Any, method: Any, base_ratio: int = 8, max_tokens: int = 256) -> Any:

@@ -20,6 +20,7 @@ from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.prompt import Prompt
 from helpers import architectures
 from helpers.arcaligner import LORA, alone, make_reader, merged_model, prompts, read
+from helpers.models import draw_lora
 from helpers.plain_llama import llama_layer, rms_norm
 
 WAIT = 120
@@ -279,9 +280,7 @@ def test_adapters_of_others_do_not_matter() -> None:
     backbone.add_adapter("compressor", lora_config(TuneConfig(rank=2)))
     reader = ArcAlignerReader(backbone, 12, plain.config)
     backbone.add_adapter("teacher", lora_config(TuneConfig(rank=3)))
-    for name, parameter in backbone.model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter)
+    draw_lora(backbone.model)
     reader.load_saved_state(plain.saved_state())
     assert torch.equal(read(reader, batch).logits, soft)
     for adapter in ("compressor", "teacher"):

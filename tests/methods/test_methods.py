@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -328,11 +328,3 @@ def test_weights_that_are_shared_out_give_the_same_gradients(
     assert before.keys() == after.keys()
     assert [name for name, weight in before.items() if not torch.equal(after[name], weight)] == []
     bundle.compress(PASSAGES)
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    """This process alone, as torch.distributed sees it."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()

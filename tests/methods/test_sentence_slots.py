@@ -16,8 +16,6 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer
 from sentencex import segment
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import BundleError, ConfigError
@@ -27,7 +25,7 @@ from ctx_compress_rag.methods.sentence_slots.config import SentenceSlotsConfig
 from ctx_compress_rag.text.minilm import load_minilm
 from ctx_compress_rag.text.sentences import sentences, split
 from ctx_compress_rag.training.objectives.likelihood import LikelihoodLoss
-from helpers.sentences import DIM, save_encoder, sentence_bundle
+from helpers.sentences import DIM, save_encoder, sentence_bundle, unigram
 
 TEXTS = [
     "Dr. Olu Vane was born in Kessmar in 1903. She loved the sea! Her first job was at the salt works of Pell, "
@@ -38,16 +36,7 @@ TEXTS = [
 FROZEN = {"mode": "frozen"}
 
 
-def _metaspace() -> PreTrainedTokenizerFast:
-    """A unigram tokenizer: other tokens and other offsets than byte-level BPE's."""
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=120, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False)
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-
-
-METASPACE = _metaspace()
+METASPACE = unigram(TEXTS)
 
 
 @pytest.fixture(scope="module")

@@ -153,6 +153,13 @@ def test_what_cannot_be_stored_stays_text_with_a_warning(
     assert "passages new, newer (another process is writing" in caplog.text
 
 
+def open_to_all(path: Path) -> None:
+    """Let other users read it and the folders that it is in."""
+    for each in [path, *path.parents]:
+        if each.is_relative_to(tempfile.gettempdir()) and each != Path(tempfile.gettempdir()):
+            each.chmod(0o755)
+
+
 def test_a_read_only_folder_can_be_queried(tmp_path: Path, bundle: WordBundle) -> None:
     """As another user, whom files and folder do not belong to."""
     if os.name != "posix" or os.getuid() != 0:
@@ -178,9 +185,7 @@ except StoreWriteError as error:
     folder = tmp_path / "chroma"
     with SoftContextStore(folder, bundle, key=b"sixteen bytes or more") as store:
         add(store, 2)
-    for path in [folder, *folder.parents]:
-        if path.is_relative_to(tempfile.gettempdir()) and path != Path(tempfile.gettempdir()):
-            path.chmod(0o755)
+    open_to_all(folder)
     run = run_python(code, folder)
     assert run.stdout.splitlines()[:2] == ["True 30 2 16", "[True] ['p0', 'p1']"], run
     assert "refused: cannot write to the store" in run.stdout
@@ -229,9 +234,7 @@ except StoreError as error:
     with SoftContextStore(folder, bundle, key=b"sixteen bytes or more") as store:
         add(store, 40)
     assert run_python(LEAVE_JOURNAL, folder).returncode == -9
-    for path in [folder, *folder.parents, folder / "chroma.sqlite3-journal"]:
-        if path.is_relative_to(tempfile.gettempdir()) and path != Path(tempfile.gettempdir()):
-            path.chmod(0o755)
+    open_to_all(folder / "chroma.sqlite3-journal")
     run = run_python(code, folder)
     assert "chroma.sqlite3-journal must be undone first: open the store once as a user who may write" in run.stdout, run
 

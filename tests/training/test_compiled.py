@@ -20,12 +20,7 @@ from helpers.training import settings_of
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_layers_with_lora_share_their_compiled_code(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
-    counter = CompileCounter()
-    compile_with = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda layer, dynamic: compile_with(layer, backend=counter, dynamic=dynamic)
-    )
+def test_layers_with_lora_share_their_compiled_code(traced: CompileCounter, dynamic: bool) -> None:
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2
     )
@@ -35,7 +30,7 @@ def test_layers_with_lora_share_their_compiled_code(monkeypatch: pytest.MonkeyPa
     for length in (6, 9) if dynamic else (6, 6):
         vectors = torch.randn(2, length, 16, requires_grad=True)
         model(inputs_embeds=vectors, use_cache=False).logits.sum().backward()
-    assert counter.frame_count == 1
+    assert traced.frame_count == 1
 
 
 @pytest.mark.parametrize("copied", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from ctx_compress_rag.training.objectives.teacher_targets import FOLDER, KeptTar
 from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.adaptation import random_adapter
+from helpers.models import draw_lora
 from helpers.processes import run_by
 from helpers.training import UNLIKE, killed, losses, report, write_recipe
 
@@ -101,9 +101,7 @@ def test_the_teacher_reads_what_is_not_kept(
 ) -> None:
     """The loss of a batch is the same whichever of its examples were kept; with all tokens it is the exact one."""
     bundle = make_tiny_bundle(seed=3)
-    for name, parameter in bundle.backbone.model.named_parameters():
-        if "lora_B.reader" in name:
-            torch.nn.init.normal_(parameter)
+    draw_lora(bundle.backbone.model, adapter="reader")
     of_answers: Any = (DistillationLoss(bundle), DistillationCollator)
     if stage == "answer":
         of_answers = (LikelihoodLoss(bundle, self_distillation=2.0), AnswerCollator)

@@ -25,7 +25,7 @@ from ctx_compress_rag.training.recipes import SHIPPED, load_recipe, parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
 from helpers import architectures
-from helpers.models import widen
+from helpers.models import draw_lora, widen
 from helpers.ram import after_hole, plain_ids
 from helpers.training import losses, report, write_recipe
 
@@ -43,9 +43,7 @@ EXAMPLES = [
 def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
     """Eq. 5 and 6 one example, token and ratio at a time, in float64."""
     bundle = make_tiny_bundle(seed=3)
-    for name, parameter in bundle.backbone.model.named_parameters():
-        if "lora_B.reader" in name:
-            torch.nn.init.normal_(parameter)
+    draw_lora(bundle.backbone.model, adapter="reader")
     objective = DistillationLoss(bundle)
     objective.ratios = [4, 8]
     collate = DistillationCollator(PromptBuilder(bundle.tokenizer), ["{context}\n\n{question}"], 512, seed=0)

@@ -87,6 +87,11 @@ class Results:
     missing: list[str]
 
     @property
+    def entries(self) -> list[EntryRow]:
+        """The rows of entries, without the baselines'."""
+        return [row for row in self.rows if row.costs]
+
+    @property
     def ratios(self) -> list[int]:
         """All ratios that anything was scored at."""
         return sorted({ratio for row in self.rows for ratio in row.cells})
@@ -181,7 +186,7 @@ def _costs(row: EntryRow) -> dict[str, str]:
 def methods_shown(found: Results) -> list[str]:
     """For each entry, whether it reads its slots, by three standard errors, at 4x or its finest ratio."""
     lines = []
-    for row in (row for row in found.rows if row.costs):
+    for row in found.entries:
         gains = [(float(np.mean(gain)), standard_error(gain)) for gain in row.over(found.none)]
         verdict = "shown" if all(mean > _SHOWN_BY * error for mean, error in gains) else "not shown"
         none, other = (f"{mean:+.3f} ± {error:.3f}" for mean, error in gains)
@@ -193,7 +198,7 @@ def methods_shown(found: Results) -> list[str]:
 def orderings(comparison: Comparison, found: Results) -> list[str]:
     """For each of the papers' orderings, whether it held, by the difference in F1 over the same questions."""
     rows = {row.name: row for row in found.rows}
-    reads = {name: _reads(row, found.none) for name, row in rows.items() if row.costs}
+    reads = {row.name: _reads(row, found.none) for row in found.entries}
     return [_ordering(ordering, rows, reads) for ordering in comparison.orderings]
 
 
@@ -288,11 +293,10 @@ def save(comparison: Comparison, folder: Path) -> Results:
     """
     found = read_report(comparison, folder)
     report.write(folder, "compare", text(comparison, found))
-    entries = [row for row in found.rows if row.costs]
-    if entries:
+    if found.entries:
         plot_panels(
             folder / "compare.png",
-            _panels(entries),
+            _panels(found.entries),
             [_curve(row) for row in found.rows if not row.costs],
             {FULL: float(np.mean(found.full)), NONE: float(np.mean(found.none))},
             found.ratios,

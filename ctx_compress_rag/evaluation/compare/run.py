@@ -61,6 +61,7 @@ from ctx_compress_rag.text.prompts import shares
 from ctx_compress_rag.training.compression_config import CompressionRecipe
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.objectives.reconstruction import passages_of
+from ctx_compress_rag.training.resuming import steps_saved
 from ctx_compress_rag.training.run import run_recipe
 
 BASELINES = "baselines"
@@ -281,7 +282,7 @@ def _steps_done(recipe: CompressionRecipe) -> int:
     """Steps of a stage that are on disk."""
     if (recipe.output / REPORT_FILE).exists():
         return recipe.optim.steps
-    return max((int(f.name.split("-")[1]) for f in (recipe.output / "checkpoints").glob("checkpoint-*")), default=0)
+    return steps_saved(recipe.output)
 
 
 def run_job(job: EntryJob) -> None:

@@ -37,7 +37,7 @@ def _texts(recipe: RepeatAndAnswerRecipe, examples: list[Example]) -> list[str]:
     for text in recipe.data.texts:
         rows = text_examples(text.file, text.words)
         if recipe.data.guard:
-            held_out().check(rows)
+            held_out().check(rows, text.file)
         passages += [row.passages[0] for row in rows] * text.weight
     random.Random(recipe.seed).shuffle(passages)
     return passages

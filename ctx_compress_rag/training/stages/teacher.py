@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ctx_compress_rag.backbone import load_decoder
+from ctx_compress_rag.bundle_folder import ADAPTER_CONFIG_FILE
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.data.world import tokenizer_texts
 from ctx_compress_rag.errors import ConfigError
@@ -154,14 +155,14 @@ def _started(recipe: TeacherRecipe) -> tuple[Any, Any]:
     from peft import PeftConfig, PeftModel, get_peft_model
 
     name, revision, device = recipe.decoder or "", recipe.revision, training_device()
-    if isinstance(name, str) and (Path(name) / "adapter_config.json").exists():
+    if isinstance(name, str) and (Path(name) / ADAPTER_CONFIG_FILE).exists():
         if recipe.tune.mode != "lora":
             raise ConfigError(f"{name} is a LoRA adapter: continue with `tune.mode: lora`, not {recipe.tune.mode}")
         adapter = PeftConfig.from_pretrained(name)
         if not adapter.base_model_name_or_path:  # made on a GGUF file
             raise ConfigError(
-                f"{name}/adapter_config.json does not name the adapter's decoder: save that decoder as a transformers "
-                "folder, and set base_model_name_or_path to its path"
+                f"{name}/{ADAPTER_CONFIG_FILE} does not name the adapter's decoder: save that decoder as a "
+                "transformers folder, and set base_model_name_or_path to its path"
             )
         base, tokenizer = load_decoder(adapter.base_model_name_or_path, revision or adapter.revision, device)
         return PeftModel.from_pretrained(base, name, is_trainable=True), tokenizer

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing
-from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 
-import torch
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -21,22 +19,18 @@ from llama_index.core.base.llms.types import (
     MessageRole,
     TextBlock,
 )
-from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
+from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
 from llama_index.core.types import Model
 
-from ctx_compress_rag.adaptation import Adapted, AdaptiveDecoder, serving
+from ctx_compress_rag.adaptation import Adapted, serving
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import explain
-from ctx_compress_rag.decoding.decoder import BATCH_SIZE, Generation, Message, Sampling
-from ctx_compress_rag.decoding.generation import given_options
+from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.serving.llm import DecoderLLM
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import OnUnreadable, check_scope
 from llama_index.llms.ctx_compress.streams import in_thread
 from llama_index.llms.ctx_compress.structured import schema_of
 
@@ -99,40 +93,12 @@ class CompressedContextLLM(DecoderLLM, LLM):
 
     model_config = ConfigDict(extra="forbid")
 
-    store: SoftContextStore = Field(exclude=True, repr=False)
-    max_tokens: int = Sampling.max_new_tokens
-    temperature: float = Sampling.temperature
-    top_p: float = Sampling.top_p
-    top_k: int = Sampling.top_k
     stop: list[str] = Field(default_factory=list)
-    seed: int | None = None
-    extractive: bool = False
-    on_missing: Literal["error", "text"] = "error"
-    on_unreadable: OnUnreadable = "error"
-    scope: str | None = None
-    predictor: str | Path | None = None
-    batch_size: int = Field(default=BATCH_SIZE, ge=1)
-    device: str | torch.device | None = Field(default=None, exclude=True)
-    dtype: str | torch.dtype | None = Field(default=None, exclude=True)
-    device_map: str | dict[str, Any] | None = None
-    attn_implementation: str | None = None
-    quantization_config: Any = Field(default=None, exclude=True, repr=False)
-    server: str | None = None
-    api_key: SecretStr | None = Field(default=None, exclude=True)
-    timeout: float = 120.0
-    max_retries: int = 2
 
-    _decoder: AdaptiveDecoder | None = PrivateAttr(None)
     _json: dict[str, Any] = PrivateAttr(default_factory=dict)  # an option of each call, if every answer has to be JSON
 
     def __init__(self, **fields: Any) -> None:
-        try:
-            super().__init__(**given_options(fields))
-        except ValidationError as error:
-            raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
-        if self.scope is not None:
-            check_scope(self.scope)
-        self._sampling({})  # impossible values are refused here, not at the first question
+        super().__init__(**fields)
         _ = self.decoder
 
     @classmethod
