@@ -16,7 +16,7 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.data.world import world_examples
-from ctx_compress_rag.errors import DataError, RatioError
+from ctx_compress_rag.errors import ConfigError, DataError, RatioError
 from ctx_compress_rag.flops import counting
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.quantization import from_int8, to_int8
@@ -94,6 +94,12 @@ def test_a_probe_of_an_impossible_ratio_is_refused_before_training(
     with pytest.raises(RatioError, match=said):
         run_recipe(write_recipe(decoder, stage, tmp_path / "out", {"steps": 2, "save_every": 1}, probe=probe))
     assert not list((tmp_path / "out" / "checkpoints").glob("*"))
+
+
+def test_a_window_beyond_the_decoders_positions_is_refused(decoder: Path, tmp_path: Path) -> None:
+    """Some decoders would train at positions that they never learned, others raise an IndexError."""
+    with pytest.raises(ConfigError, match="window 2048 is longer than the decoder's 1024 positions"):
+        run_recipe(write_recipe(decoder, "answer", tmp_path / "out", window=2048))
 
 
 def test_a_time_limit_saves_a_checkpoint_and_the_same_command_goes_on(
