@@ -35,23 +35,53 @@ If the store cannot be written to, "compress" also keeps the text, with a warnin
 
 
 def settled(
-    store: SoftContextStore, ratio: int | None, reduction: int | None, mode: str | None = None
+    store: SoftContextStore,
+    ratio: int | None,
+    reduction: int | None,
+    token_budget: int | None = None,
+    on_missing: str = "compress",
+    scope: str | None = None,
+    on_unreadable: str = "warn",
+    mode: str | None = None,
 ) -> tuple[int | None, int | None]:
     """Ratio and reduction, with deprecated arguments translated: `ratio=` of a RAM bundle was the reduction.
 
+    Refuses arguments that `mark` could never serve with this store.
+
     Raises:
-        ConfigError: the mode does not fit the bundle.
+        ConfigError: more than one size is given, or one that the store's bundle cannot use; the budget is below 1; the
+            scope is blank; or `on_missing`, `on_unreadable` or `mode` is unknown.
+        RatioError: the ratio cannot be made from the store's base ratio, or the reduction is below 2.
     """
-    closely = store.bundle.compressor.question_aware
+    closely, name = store.bundle.compressor.question_aware, store.bundle.config.name
     if mode is not None:
         if mode != ("close_reading" if closely else "soft"):
-            name = store.bundle.config.name
             raise ConfigError(f"mode={mode!r} is not that of bundle {name!r}: leave it out, each bundle has its own")
         warnings.warn("mode= is deprecated: leave it out, each bundle has its own", DeprecationWarning, stacklevel=3)
     if closely and ratio is not None and reduction is None:
         message = f"ratio={ratio} is deprecated for a bundle that reads closely (ram): give reduction={ratio}"
         warnings.warn(message, DeprecationWarning, stacklevel=3)
-        return None, ratio
+        ratio, reduction = None, ratio
+    check_on_unreadable(on_unreadable)
+    if scope is not None:
+        marking.check_scope(scope)
+    if on_missing not in get_args(OnMissing):
+        raise ConfigError(f"on_missing={on_missing!r}: choose one of {', '.join(get_args(OnMissing))}")
+    sizes = {"ratio": ratio, "reduction": reduction, "token_budget": token_budget}
+    given = [f"{key}={value}" for key, value in sizes.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)}: give one of them, the other follows from it")
+    if token_budget is not None and token_budget < 1:
+        raise ConfigError(f"token_budget={token_budget}: a budget is a number of tokens, 1 or more")
+    if closely:
+        if token_budget is not None:
+            raise ConfigError(f"{given[0]}: bundle {name!r} reads closely (ram): give a reduction instead")
+        if reduction is not None:
+            check_reduction(reduction)
+    elif reduction is not None:
+        raise ConfigError(f"{given[0]}: bundle {name!r} was not trained to choose what to read (ram): give a ratio")
+    elif ratio is not None:
+        store.merge_factor(ratio)
     return ratio, reduction
 
 
@@ -65,45 +95,6 @@ class Size(TypedDict, total=False):
 def size(bundle: Compresses, number: int) -> Size:
     """The number as a keyword argument of `mark`: the reduction for a RAM bundle, the ratio for any other."""
     return {"reduction": number} if bundle.compressor.question_aware else {"ratio": number}
-
-
-def check_size(
-    store: SoftContextStore,
-    ratio: int | None,
-    reduction: int | None,
-    token_budget: int | None,
-    on_missing: str,
-    scope: str | None = None,
-    on_unreadable: str = "warn",
-) -> None:
-    """Refuse arguments that `mark` could never serve with this store.
-
-    Raises:
-        ConfigError: more than one size is given, or one that the store's bundle cannot use; the budget is below 1; the
-            scope is blank; or `on_missing` or `on_unreadable` is unknown.
-        RatioError: the ratio cannot be made from the store's base ratio, or the reduction is below 2.
-    """
-    check_on_unreadable(on_unreadable)
-    if scope is not None:
-        marking.check_scope(scope)
-    if on_missing not in get_args(OnMissing):
-        raise ConfigError(f"on_missing={on_missing!r}: choose one of {', '.join(get_args(OnMissing))}")
-    sizes = {"ratio": ratio, "reduction": reduction, "token_budget": token_budget}
-    given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)}: give one of them, the other follows from it")
-    if token_budget is not None and token_budget < 1:
-        raise ConfigError(f"token_budget={token_budget}: a budget is a number of tokens, 1 or more")
-    name = store.bundle.config.name
-    if store.bundle.compressor.question_aware:
-        if ratio is not None or token_budget is not None:
-            raise ConfigError(f"{given[0]}: bundle {name!r} reads closely (ram): give a reduction instead")
-        if reduction is not None:
-            check_reduction(reduction)
-    elif reduction is not None:
-        raise ConfigError(f"{given[0]}: bundle {name!r} was not trained to choose what to read (ram): give a ratio")
-    elif ratio is not None:
-        store.merge_factor(ratio)
 
 
 def mark(
@@ -160,8 +151,8 @@ def mark(
     ratio = None if ratio is None else whole("ratio", ratio)
     token_budget = None if token_budget is None else whole("token_budget", token_budget)
     closely = store.bundle.compressor.question_aware
-    ratio, reduction = settled(store, ratio, None if reduction is None else whole("reduction", reduction))
-    check_size(store, ratio, reduction, token_budget, on_missing, scope, on_unreadable)
+    reduction = None if reduction is None else whole("reduction", reduction)
+    ratio, reduction = settled(store, ratio, reduction, token_budget, on_missing, scope, on_unreadable)
     if closely and not (question and question.strip()):
         raise ConfigError(
             "close reading needs the question: give it to compress_documents (LangChain; a "

@@ -15,7 +15,7 @@ from typing import Any
 from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, StoreWriteError
 from ctx_compress_rag.extras import needs
-from ctx_compress_rag.marking.mark import check_size, mark
+from ctx_compress_rag.marking.mark import mark, settled
 from ctx_compress_rag.prompt import PromptLike
 from ctx_compress_rag.serving import replies
 from ctx_compress_rag.serving.answers import ClientGoneError, answer, unless_gone
@@ -234,7 +234,7 @@ class _Service:
         """
         if body.model is not None:
             self.check_model(body.model)
-        check_size(self._store, body.ratio, body.reduction, body.token_budget, "compress")
+        settled(self._store, body.ratio, body.reduction, body.token_budget)
         texts = body.texts()
         shown = await unless_gone(request.receive, self._marked(texts, body, request.state.tenant))
         self._metrics.passages.inc(len(texts))

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any, NoReturn, Self
+from typing import Any
 
 from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.runnables import RunnableConfig, RunnableSerializable
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict
 
-from ctx_compress_rag.config import explain
-from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.marking.mark import OnMissing, check_size, mark, settled, stored_ids, try_expand
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import OnUnreadable, quietly
+from ctx_compress_rag.marking.mark import try_expand
+from ctx_compress_rag.marking.postprocessor import MarkingPostprocessor
+from ctx_compress_rag.stores.markers import quietly
 from langchain_ctx_compress.sources import checked, restore_sources
 
 
-class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializable[Sequence[Document], list[Document]]):
+class CompressedContextPostprocessor(
+    MarkingPostprocessor, BaseDocumentCompressor, RunnableSerializable[Sequence[Document], list[Document]]
+):
     """Replaces the text of retrieved documents by markers of their stored soft contexts.
 
     Works as a step of an LCEL chain and wherever a document compressor is expected
@@ -59,40 +59,9 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
         RatioError: the ratio cannot be made from what is stored.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+    model_config = ConfigDict(extra="forbid")
 
-    store: SoftContextStore = Field(exclude=True, repr=False)
-    ratio: int | None = None
-    reduction: int | None = None
-    token_budget: int | None = None
     score_key: str = "relevance_score"
-    on_missing: OnMissing = "compress"
-    on_unreadable: OnUnreadable = "warn"
-    scope: str | None = None
-
-    def __init__(self, *, mode: str | None = None, **kwargs: Any) -> None:
-        try:
-            super().__init__(**kwargs)
-        except ValidationError as error:
-            raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
-        self.ratio, self.reduction = settled(self.store, self.ratio, self.reduction, mode)
-        check_size(
-            self.store,
-            self.ratio,
-            self.reduction,
-            self.token_budget,
-            self.on_missing,
-            self.scope,
-            self.on_unreadable,
-        )
-
-    def __getstate__(self) -> NoReturn:
-        """Refuse to be pickled: the store belongs to this process."""
-        raise ConfigError(f"{type(self).__name__} holds a store of this process: create it in the other process")
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """A copy with settings of its own; the store is shared."""
-        return self.model_copy()
 
     def compress_documents(
         self, documents: Sequence[Document], query: str = "", callbacks: Callbacks | None = None
@@ -114,19 +83,8 @@ class CompressedContextPostprocessor(BaseDocumentCompressor, RunnableSerializabl
             text = try_expand(self.store, document.page_content, self.scope, quietly(self.on_unreadable))
             document.page_content = document.page_content if text is None else text
         texts = [document.page_content for document in done]
-        markers = mark(
-            self.store,
-            texts,
-            stored_ids(self.store, texts, [document.id for document in done], self.scope),
-            ratio=self.ratio,
-            reduction=self.reduction,
-            token_budget=self.token_budget,
-            scores=self._scores(done),
-            on_missing=self.on_missing,
-            scope=self.scope,
-            question=query,
-            on_unreadable=self.on_unreadable,
-        )
+        ids = [document.id for document in done]
+        markers = self._marked(texts, ids, self._scores(done), query)
         for document, marker in zip(done, markers, strict=True):
             document.page_content = marker
         return done

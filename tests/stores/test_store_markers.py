@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadError, RatioError, StoreError
-from ctx_compress_rag.marking.mark import check_size, expand, mark
+from ctx_compress_rag.marking.mark import expand, mark, settled
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.keys import KEY_FILE, KEY_VARIABLE
 from ctx_compress_rag.stores.markers import scope
@@ -108,7 +108,7 @@ def test_slots_that_do_not_nest_are_not_merged(tmp_path: Path) -> None:
     with SoftContextStore(tmp_path, WordBundle(nestable=False)) as store:
         add(store, 1)
         assert store.split(store.marker("p0", 4))[0].slots == 8
-        for refused in (lambda: store.marker("p0", 8), lambda: check_size(store, 8, None, None, "compress")):
+        for refused in (lambda: store.marker("p0", 8), lambda: settled(store, 8, None)):
             with pytest.raises(RatioError, match="cannot be merged"):
                 refused()
 

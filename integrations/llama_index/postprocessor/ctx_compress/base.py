@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NoReturn, Self
 
-from llama_index.core.bridge.pydantic import Field, ValidationError
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.instrumentation.span import active_span_id
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 
-from ctx_compress_rag.config import explain
-from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.marking.mark import OnMissing, check_size, mark, settled, stored_ids
+from ctx_compress_rag.marking.mark import OnMissing
+from ctx_compress_rag.marking.postprocessor import MarkingPostprocessor
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.markers import OnUnreadable, quietly
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text
@@ -24,7 +21,7 @@ from llama_index.postprocessor.ctx_compress.sources import restored
 _for_citations: ContextVar[bool] = ContextVar("ctx_compress_for_citations", default=False)
 
 
-class CompressedContextPostprocessor(BaseNodePostprocessor):
+class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor):
     """Replaces retrieved texts by the markers of their stored soft contexts, for `CompressedContextLLM`.
 
     Goes after the retriever, last among the postprocessors. A passage is looked up in the store by its node's
@@ -67,13 +64,6 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         StoreError: with nodes, the store cannot be reached.
     """
 
-    store: SoftContextStore = Field(exclude=True, repr=False)
-    ratio: int | None = None
-    reduction: int | None = None
-    token_budget: int | None = None
-    on_missing: OnMissing = "compress"
-    on_unreadable: OnUnreadable = "warn"
-    scope: str | None = None
     replace_text: bool = False
 
     def __init__(
@@ -90,44 +80,23 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         mode: str | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
-        fields: dict[str, Any] = {
-            "store": store,
-            "ratio": ratio,
-            "reduction": reduction,
-            "token_budget": token_budget,
-            "on_missing": on_missing,
-            "on_unreadable": on_unreadable,
-            "scope": scope,
-            "replace_text": replace_text,
-            "callback_manager": callback_manager or CallbackManager([]),
-        }
-        try:
-            super().__init__(**fields)
-        except ValidationError as error:
-            raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
-        self.ratio, self.reduction = settled(self.store, self.ratio, self.reduction, mode)
-        check_size(
-            self.store,
-            self.ratio,
-            self.reduction,
-            self.token_budget,
-            self.on_missing,
-            self.scope,
-            self.on_unreadable,
+        super().__init__(
+            mode=mode,
+            store=store,
+            ratio=ratio,
+            reduction=reduction,
+            token_budget=token_budget,
+            on_missing=on_missing,
+            on_unreadable=on_unreadable,
+            scope=scope,
+            replace_text=replace_text,
+            callback_manager=callback_manager or CallbackManager([]),
         )
 
     @classmethod
     def class_name(cls) -> str:
         """The class's name, for serialisation."""
         return "CompressedContextPostprocessor"
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """A copy with settings of its own; the store is shared."""
-        return self.model_copy()
-
-    def __getstate__(self) -> NoReturn:
-        """Refuse to be pickled: LlamaIndex would drop the store, even from this object."""
-        raise ConfigError(f"{type(self).__name__} holds a store of this process: create it in the other process")
 
     def postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None, query_str: str | None = None
@@ -151,18 +120,11 @@ class CompressedContextPostprocessor(BaseNodePostprocessor):
         nodes = restored(nodes, self.store, self.scope, quietly(self.on_unreadable))
         read = {place: own_text(scored.node) for place, scored in enumerate(nodes) if is_text(scored.node)}
         texts = list(read.values())
-        marked = mark(
-            self.store,
+        marked = self._marked(
             texts,
-            stored_ids(self.store, texts, [nodes[place].node.node_id for place in read], self.scope),
-            ratio=self.ratio,
-            reduction=self.reduction,
-            token_budget=self.token_budget,
-            scores=[nodes[place].score for place in read],
-            on_missing=self.on_missing,
-            scope=self.scope,
-            question=query_bundle.query_str if query_bundle else None,
-            on_unreadable=self.on_unreadable,
+            [nodes[place].node.node_id for place in read],
+            [nodes[place].score for place in read],
+            query_bundle.query_str if query_bundle else None,
         )
         changed = {place: new for (place, old), new in zip(read.items(), marked, strict=True) if new != old}
         return [
