@@ -153,11 +153,11 @@ def test_what_cannot_be_stored_stays_text_with_a_warning(
     assert "passages new, newer (another process is writing" in caplog.text
 
 
-def open_to_all(path: Path) -> None:
-    """Let other users read it and the folders that it is in."""
+def open_to_all(path: Path, mode: int = 0o755) -> None:
+    """Let other users read it and the folders that it is in, or what `mode` says."""
     for each in [path, *path.parents]:
         if each.is_relative_to(tempfile.gettempdir()) and each != Path(tempfile.gettempdir()):
-            each.chmod(0o755)
+            each.chmod(mode)
 
 
 def test_a_read_only_folder_can_be_queried(tmp_path: Path, bundle: WordBundle) -> None:
@@ -207,9 +207,9 @@ with SoftContextStore(sys.argv[1], bundle, key=b"sixteen bytes or more") as stor
     folder = tmp_path / "chroma"
     with SoftContextStore(folder, bundle, key=b"sixteen bytes or more") as store:
         add(store, 2)
-    for path in [folder, *folder.rglob("*"), *folder.parents]:
-        if path.is_relative_to(tempfile.gettempdir()) and path != Path(tempfile.gettempdir()):
-            path.chmod(0o644 if path.name == "chroma.sqlite3" else 0o777)
+    open_to_all(folder, 0o777)
+    for path in folder.rglob("*"):
+        path.chmod(0o644 if path.name == "chroma.sqlite3" else 0o777)
     run = run_python(code, folder)
     assert run.stdout == "True\n", run
 
