@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def load_examples(recipe: Recipe) -> list[Example]:
-    """The recipe's training examples, checked against its held-out files."""
+    """The recipe's training examples, checked against its held-out files and its probe's questions."""
     data = recipe.data
-    held_out = [e for file in data.held_out for e in read_jsonl(file, unanswerable=True)]
+    held_out = held_out_by(recipe)
     if data.world:
         examples = [
             example
@@ -34,7 +34,7 @@ def load_examples(recipe: Recipe) -> list[Example]:
         check_held_out(examples, [*held_out, *world_examples("test", 0, 400), *world_examples("dev", 0, 400)])
     else:
         files = [_questions(file, data, held_out) for file in data.files]
-        files += [_rows(text, data, held_out) * text.weight for text in data.texts]
+        files += [load_rows(text, data, held_out) * text.weight for text in data.texts]
         seed = data.part.seed if data.part else recipe.seed
         if data.mix:
             examples = mix(files, data.mix, seed, recipe.optim.batch_size)
@@ -46,6 +46,12 @@ def load_examples(recipe: Recipe) -> list[Example]:
     if data.part:
         return [examples[(data.part.start + number) % len(examples)] for number in range(data.part.examples)]
     return examples
+
+
+def held_out_by(recipe: Recipe) -> list[Example]:
+    """What a recipe must not train on: its held-out files and its probe's questions."""
+    files = [*recipe.data.held_out, *([recipe.probe.file] if recipe.probe else [])]
+    return [example for file in files for example in read_jsonl(file, unanswerable=True)]
 
 
 def _questions(file: Path, data: DataConfig, held_out: list[Example]) -> list[Example]:
@@ -62,8 +68,8 @@ def _questions(file: Path, data: DataConfig, held_out: list[Example]) -> list[Ex
     return examples
 
 
-def _rows(text: TextData, data: DataConfig, held_out: list[Example]) -> list[Example]:
-    """The rows of a text, checked for held-out passages."""
+def load_rows(text: TextData, data: DataConfig, held_out: list[Example]) -> list[Example]:
+    """The rows of a text, checked for passages that are held out."""
     rows = text_examples(text.file, text.words)
     if data.guard:
         never_train_on().check(rows, text.file)

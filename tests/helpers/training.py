@@ -13,6 +13,7 @@ import yaml
 from transformers import Trainer
 
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.data.world import world_examples
 from helpers.adaptation import random_adapter
 from helpers.methods import COMPREXIT, SMALL_LORA
 from helpers.models import save_tiny_llama
@@ -71,6 +72,7 @@ def save_decoder(folder: Path, tokenizer: Any) -> Path:
     model = save_tiny_llama(tokenizer, folder, tie_word_embeddings=False)
     random_adapter(model, 2, seed=0).save_pretrained(folder / "base")
     write_jsonl(folder / "data.jsonl", UNLIKE)
+    write_jsonl(folder / "probe.jsonl", world_examples("dev", 1, 4, max_turns=1, passages=(1,)))
     return folder
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_jsonl
 from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.errors import ConfigError, DataError, RatioError
 from ctx_compress_rag.flops import counting
@@ -83,6 +83,27 @@ def test_a_probe_that_cannot_score_is_refused_before_training(decoder: Path, tmp
     assert not list((tmp_path / "1" / "checkpoints").glob("*"))
 
 
+def test_a_probe_of_training_questions_is_refused(decoder: Path, tmp_path: Path) -> None:
+    first, _ = stages(decoder, tmp_path)
+    train = read_jsonl(tmp_path / "train.jsonl")
+    write_jsonl(tmp_path / "dev.jsonl", [*read_jsonl(tmp_path / "dev.jsonl"), train[7]])
+    with pytest.raises(DataError, match=r"train\.jsonl contains a held-out passage"):
+        run_recipe(first)
+    assert not list((tmp_path / "1" / "checkpoints").glob("*"))
+
+
+def test_a_text_to_repeat_shares_nothing_with_held_out_files(decoder: Path, tmp_path: Path) -> None:
+    held_out = read_jsonl(decoder / "probe.jsonl")[0]
+    (tmp_path / "novel.txt").write_text(held_out.passages[0])
+    data = {
+        "files": [str(decoder / "data.jsonl")],
+        "texts": [{"file": str(tmp_path / "novel.txt"), "words": 500}],
+        "held_out": [str(decoder / "probe.jsonl")],
+    }
+    with pytest.raises(DataError, match=r"novel\.txt contains a held-out passage"):
+        run_recipe(write_recipe(decoder, "packed", tmp_path / "out", {"steps": 1, "batch_size": 1}, data=data))
+
+
 @pytest.mark.parametrize(
     ("stage", "ratio", "said"), [("answer", 3, "ratio 3 does not divide"), ("ram", 8, "of 4 tokens")]
 )
@@ -90,7 +111,7 @@ def test_a_probe_of_an_impossible_ratio_is_refused_before_training(
     decoder: Path, tmp_path: Path, stage: str, ratio: int, said: str
 ) -> None:
     """The first probe may come hours later, and before the first checkpoint."""
-    probe = {"file": str(decoder / "data.jsonl"), "questions": 2, "every": 2, "ratios": [ratio]}
+    probe = {"file": str(decoder / "probe.jsonl"), "questions": 2, "every": 2, "ratios": [ratio]}
     with pytest.raises(RatioError, match=said):
         run_recipe(write_recipe(decoder, stage, tmp_path / "out", {"steps": 2, "save_every": 1}, probe=probe))
     assert not list((tmp_path / "out" / "checkpoints").glob("*"))

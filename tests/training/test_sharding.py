@@ -32,7 +32,7 @@ PROBED = ("adapter", "answer, full")
 
 
 def _recipe(decoder: Path, name: str, folder: Path, micro: int, **optim: Any) -> Path:
-    questions = {"file": str(decoder / "data.jsonl"), "every": 5, "questions": 2, "ratios": [4]}
+    questions = {"file": str(decoder / "probe.jsonl"), "every": 5, "questions": 2, "ratios": [4]}
     optim = {"steps": 10, "micro_batch_size": micro, **optim}
     return write_recipe(decoder, name, folder, optim, probe=questions if name in PROBED else None)
 

@@ -6,12 +6,10 @@ import random
 from dataclasses import replace
 
 from ctx_compress_rag.data.examples import Example
-from ctx_compress_rag.data.held_out import held_out
-from ctx_compress_rag.data.texts import text_examples
 from ctx_compress_rag.text.prompts import PromptBuilder
 from ctx_compress_rag.training.compiled import make_fast
 from ctx_compress_rag.training.compression_config import RepeatAndAnswerRecipe
-from ctx_compress_rag.training.examples import load_examples
+from ctx_compress_rag.training.examples import held_out_by, load_examples, load_rows
 from ctx_compress_rag.training.loop import Job
 from ctx_compress_rag.training.objectives.packed import LONGEST, PackedSlotData, PackedSlotLoss, collate_packed
 from ctx_compress_rag.training.stage import Stage, register
@@ -34,11 +32,9 @@ def start(recipe: RepeatAndAnswerRecipe, resume: bool) -> Job:
 def _texts(recipe: RepeatAndAnswerRecipe, examples: list[Example]) -> list[str]:
     """The passages to repeat: those of the questions and the rows of the texts, checked for held-out ones."""
     passages = list(dict.fromkeys(passage for example in examples for passage in example.passages))
+    held_out = held_out_by(recipe) if recipe.data.texts else []
     for text in recipe.data.texts:
-        rows = text_examples(text.file, text.words)
-        if recipe.data.guard:
-            held_out().check(rows, text.file)
-        passages += [row.passages[0] for row in rows] * text.weight
+        passages += [row.passages[0] for row in load_rows(text, recipe.data, held_out)] * text.weight
     random.Random(recipe.seed).shuffle(passages)
     return passages
 
