@@ -185,6 +185,13 @@ class BaseRecipe(Strict):
     seed: int = Field(default=0, ge=0, lt=2**32)
     optim: OptimConfig = OptimConfig()
 
+    @field_validator("output", mode="before")
+    @classmethod
+    def _named(cls, output: Any) -> Any:
+        if isinstance(output, str) and not output.strip():
+            raise ValueError("it is empty: give a folder for what the recipe writes")
+        return output
+
 
 class Recipe(BaseRecipe):
     """What every recipe that trains on examples has."""

@@ -228,6 +228,7 @@ def test_processes_that_share_weights_draw_no_ratio_for_each_example() -> None:
         ("demo/teacher", {"optim": {"learning_rate": 1e-5}}, "final_learning_rate 2e-05 must be below learning_rate"),
         ("demo/teacher", {"optim": {"betas": [2, -1]}}, "betas"),
         ("demo/teacher", {"seed": -1}, "seed"),
+        ("demo/teacher", {"output": ""}, "output: .*it is empty: give a folder"),
         ("demo/teacher", {"data": {"world": {"examples": 4, "passages": [0]}}}, "passages"),
         ("demo/teacher", {"data": {"files": []}}, "files or world"),
         ("demo/teacher", {"data": {"files": ["x.jsonl"], "templates": ["no places"]}}, "no places"),
