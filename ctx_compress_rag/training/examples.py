@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 def load_examples(recipe: Recipe) -> list[Example]:
     """The recipe's training examples, checked against its held-out files and its probe's questions."""
     data = recipe.data
-    held_out = held_out_by(recipe)
+    held_out = _held_out(recipe)
     if data.world:
         examples = [
             example
@@ -34,7 +34,7 @@ def load_examples(recipe: Recipe) -> list[Example]:
         check_held_out(examples, [*held_out, *world_examples("test", 0, 400), *world_examples("dev", 0, 400)])
     else:
         files = [_questions(file, data, held_out) for file in data.files]
-        files += [load_rows(text, data, held_out) * text.weight for text in data.texts]
+        files += [_rows(text, data, held_out) * text.weight for text in data.texts]
         seed = data.part.seed if data.part else recipe.seed
         if data.mix:
             examples = mix(files, data.mix, seed, recipe.optim.batch_size)
@@ -48,8 +48,14 @@ def load_examples(recipe: Recipe) -> list[Example]:
     return examples
 
 
-def held_out_by(recipe: Recipe) -> list[Example]:
-    """What a recipe must not train on: its held-out files and its probe's questions."""
+def load_texts(recipe: Recipe) -> list[Example]:
+    """The rows of the recipe's texts alone, each as often as its text's weight says, checked like all examples."""
+    held_out = _held_out(recipe) if recipe.data.texts else []
+    return [row for text in recipe.data.texts for row in _rows(text, recipe.data, held_out) * text.weight]
+
+
+def _held_out(recipe: Recipe) -> list[Example]:
+    """What the recipe must not train on: its held-out files and its probe's questions."""
     files = [*recipe.data.held_out, *([recipe.probe.file] if recipe.probe else [])]
     return [example for file in files for example in read_jsonl(file, unanswerable=True)]
 
@@ -68,7 +74,7 @@ def _questions(file: Path, data: DataConfig, held_out: list[Example]) -> list[Ex
     return examples
 
 
-def load_rows(text: TextData, data: DataConfig, held_out: list[Example]) -> list[Example]:
+def _rows(text: TextData, data: DataConfig, held_out: list[Example]) -> list[Example]:
     """The rows of a text, checked for passages that are held out."""
     rows = text_examples(text.file, text.words)
     if data.guard:

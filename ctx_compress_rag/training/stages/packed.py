@@ -9,7 +9,7 @@ from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.text.prompts import PromptBuilder
 from ctx_compress_rag.training.compiled import make_fast
 from ctx_compress_rag.training.compression_config import RepeatAndAnswerRecipe
-from ctx_compress_rag.training.examples import held_out_by, load_examples, load_rows
+from ctx_compress_rag.training.examples import load_examples, load_texts
 from ctx_compress_rag.training.loop import Job
 from ctx_compress_rag.training.objectives.packed import LONGEST, PackedSlotData, PackedSlotLoss, collate_packed
 from ctx_compress_rag.training.stage import Stage, register
@@ -32,9 +32,7 @@ def start(recipe: RepeatAndAnswerRecipe, resume: bool) -> Job:
 def _texts(recipe: RepeatAndAnswerRecipe, examples: list[Example]) -> list[str]:
     """The passages to repeat: those of the questions and the rows of the texts, checked for held-out ones."""
     passages = list(dict.fromkeys(passage for example in examples for passage in example.passages))
-    held_out = held_out_by(recipe) if recipe.data.texts else []
-    for text in recipe.data.texts:
-        passages += [row.passages[0] for row in load_rows(text, recipe.data, held_out)] * text.weight
+    passages += [row.passages[0] for row in load_texts(recipe)]
     random.Random(recipe.seed).shuffle(passages)
     return passages
 
