@@ -314,6 +314,7 @@ def train(
         logging_steps=optim.log_every,
         seed=seed,
         report_to=[],
+        disable_tqdm=False,  # commands that keep transformers quiet (`compare`) also show the bar
         remove_unused_columns=False,
         dataloader_pin_memory=False,
         label_names=[],

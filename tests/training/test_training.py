@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 
+from ctx_compress_rag.cli.shared import quiet_models
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.errors import ConfigError
@@ -367,6 +368,15 @@ def test_the_report_includes_the_steps_since_the_last_log(decoder: Path, tmp_pat
     assert losses(tmp_path / "rarely")[-1] == pytest.approx(curve[2] if every == 2 else sum(curve) / 3, rel=1e-5)
     assert rarely["tokens"] == each["tokens"] > 0
     assert rarely["final_loss"] == losses(tmp_path / "rarely")[-1]
+
+
+def test_a_bar_is_shown_although_transformers_is_quiet(
+    decoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quiet_models()
+    run_recipe(write_recipe(decoder, "adapter", tmp_path / "out", {"steps": 2}))
+    assert "2/2 [" in capsys.readouterr().err
+
 
 
 @pytest.mark.parametrize("other", [False, True])
