@@ -179,7 +179,10 @@ def to_passages(
         ConfigError: as `to_passage`, or the numbers of ids and documents differ, or an id is given twice.
     """
     if isinstance(documents, str) or not isinstance(documents, Iterable):
-        raise ConfigError(f"documents must be a list, got {type(documents).__name__}: put a single text into a list")
+        raise ConfigError(
+            f"documents must be a list, got {type(documents).__name__}: put a single text into a list, and in place of "
+            "a framework's vector store give its chromadb collection"
+        )
     items = list(documents)
     if isinstance(ids, str):
         raise ConfigError(f"ids must be a list, got the str {ids!r}")

@@ -14,7 +14,14 @@ from langchain_core.language_models.chat_models import agenerate_from_stream
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, RunnablePassthrough
+from langchain_core.runnables import (
+    Runnable,
+    RunnableLambda,
+    RunnableMap,
+    RunnablePassthrough,
+    RunnableSerializable,
+)
+from langchain_core.runnables.utils import AnyConfigurableField
 from langchain_core.utils.function_calling import convert_to_json_schema
 from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
 
@@ -215,6 +222,21 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         both = RunnablePassthrough.assign(parsed=itemgetter("raw") | parse, parsing_error=lambda _: None)
         neither = RunnablePassthrough.assign(parsed=lambda _: None)
         return RunnableMap(raw=llm) | both.with_fallbacks([neither], exception_key="parsing_error")
+
+    def configurable_fields(
+        self, **fields: AnyConfigurableField
+    ) -> RunnableSerializable[LanguageModelInput, AIMessage]:
+        """A model whose options a call's config may set.
+
+        Raises:
+            ConfigError: this model is adapted: LangChain makes a new one from the options alone.
+        """
+        if self._adapted is not None:
+            raise ConfigError(
+                "configurable_fields would lose the adaptation, since LangChain makes a new model from the options: "
+                f"give {', '.join(fields)} to bind() or to the call"
+            )
+        return super().configurable_fields(**fields)
 
     def _resolve_model_profile(self) -> Any:  # the oldest langchain-core lacks its class
         return {"structured_output": True, "tool_calling": False}

@@ -51,6 +51,8 @@ def test_beside_langchain_chroma(
         # Both are called Chroma: the message says which one it is, and which is needed.
         with pytest.raises(ConfigError, match=r"langchain_chroma\S*Chroma is not a chromadb.Collection: give client"):
             store.sync(vectors)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"got Chroma: .* give its chromadb collection"):
+            store.add(vectors)  # type: ignore[arg-type]
     assert len(vectors.similarity_search(passage(2), k=10)) == 5
 
 

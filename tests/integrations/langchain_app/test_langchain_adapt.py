@@ -10,6 +10,7 @@ import pytest
 import torch
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.runnables import ConfigurableField
 
 from ctx_compress_rag import BundleError, ConfigError
 from ctx_compress_rag.adaptation import (
@@ -177,6 +178,14 @@ def test_answers_are_cached_apart(app: App, predictor: Path) -> None:
         # Adapted anew to the same demonstrations it is the same model.
         assert llm.adapt(QUESTIONS, BaseAdapter(models[1].decoder.adapted.adapter)).invoke(QUESTION).content == first[1]
     assert seen == []
+
+
+def test_configurable_fields_never_lose_the_adaptation(app: App, predictor: Path) -> None:
+    llm, field = app.llm(predictor=predictor), ConfigurableField(id="longest")
+    shorter = llm.configurable_fields(max_tokens=field).with_config(configurable={"longest": 2})
+    assert shorter.invoke(QUESTION).content == llm.invoke(QUESTION, max_tokens=2).content
+    with pytest.raises(ConfigError, match=r"lose the adaptation.*max_tokens to bind\(\)"):
+        llm.adapt(DEMONSTRATIONS).configurable_fields(max_tokens=field)
 
 
 def test_what_cannot_be_adapted_says_why(app: App, predictor: Path, tmp_path: Path) -> None:

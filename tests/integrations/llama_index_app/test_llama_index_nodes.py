@@ -12,6 +12,7 @@ import pytest
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.schema import Document, ImageNode, MetadataMode, NodeWithScore, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.workflow import JsonSerializer
 
 from ctx_compress_rag.errors import ConfigError, MissingPassageError
 from ctx_compress_rag.extras import MissingExtraError
@@ -133,6 +134,14 @@ def test_a_saved_node_is_the_plain_one(app: App, nodes: list[NodeWithScore]) -> 
             old.text, old.metadata, old.node.relationships,
         )  # fmt: skip
         assert loaded.get_content(MetadataMode.LLM) == old.node.get_content(MetadataMode.LLM)
+
+
+def test_a_node_in_the_context_of_a_workflow_is_saved_as_the_plain_one(app: App, nodes: list[NodeWithScore]) -> None:
+    serializer = JsonSerializer()
+    marked = [node.node for node in app.postprocessor().postprocess_nodes(nodes)]
+    again = serializer.deserialize(serializer.serialize(marked))
+    assert again == serializer.deserialize(serializer.serialize([node.node for node in nodes]))
+    assert [type(node) for node in again] == [TextNode] * len(nodes)
 
 
 # Budget

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, Node, TextNode
@@ -40,6 +40,11 @@ class CompressedTextNode(TextNode):
     def class_name(cls) -> str:
         """The plain node's name: what a saved node is loaded as."""
         return TextNode.class_name()
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> TextNode:  # type: ignore[override]
+        """The plain node. A workflow's context loads a saved node by its type, not by the class's name."""
+        return TextNode.from_dict(data, **kwargs)
 
     def get_content(self, metadata_mode: MetadataMode = MetadataMode.NONE) -> str:
         """The text with the metadata of `metadata_mode`; for the LLM, the marker in place of the text."""
