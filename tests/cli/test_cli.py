@@ -127,7 +127,7 @@ def passages_shown(sources: str) -> list[tuple[str, str]]:
 
 
 def test_a_terminal_obeys_nothing_that_a_file_holds(
-    run: Any, bundle_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run: Any, bundle_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Escape codes, marks that turn the writing and bytes that are no text, in names and in passages."""
     docs, target = tmp_path / "docs", tmp_path / "chroma"
@@ -140,6 +140,9 @@ def test_a_terminal_obeys_nothing_that_a_file_holds(
     assert not set(run.out) & set("\x1b\x07\r\u202e")
     assert "[1] red\ufffd[31m\ufffd.txt (" in run.out
     assert "Anna\ufffd]0;mine\ufffd is the mayor.\n    She is\ttall." in run.out
+    monkeypatch.setenv(KEY_VARIABLE, "other" * 8)
+    assert run("ask", QUESTION, "--store", target) == 0
+    assert "record cannot be read: passage 'red\\x1b[31m" in caplog.text and "\x1b" not in caplog.text
 
 
 def test_a_file_name_that_is_no_text_is_shown_with_its_bytes(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
