@@ -13,7 +13,7 @@ from chromadb.errors import NotFoundError
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.app.chunking import chunk
-from ctx_compress_rag.app.inputs import Input
+from ctx_compress_rag.app.inputs import Input, as_text
 from ctx_compress_rag.app.passage_index import PassageIndex, check_there, make_passage
 from ctx_compress_rag.bulk import Added, CompressPassages, Soft, fill, shown, total
 from ctx_compress_rag.bulk.on_ray import fill_on_ray
@@ -53,7 +53,7 @@ class _Cut:
     """Iterates lazily over the passages of an input, and keeps their ids and sources, but no texts."""
 
     def __init__(self, given: Input, index: PassageIndex, chunk_tokens: int) -> None:
-        self.root = str(given.path.resolve())
+        self.root = as_text(str(given.path.resolve()))
         self.stored = index.sources(self.root)
         self.ids: set[str] = set()
         self.sources: set[str] = set()  # only those of stored passages

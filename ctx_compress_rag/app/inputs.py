@@ -7,8 +7,9 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
+from stat import S_ISREG
 from typing import Any, NamedTuple
 
 from ctx_compress_rag.app.documents import DOCUMENTS, TEXTS, read_file, readable
@@ -62,7 +63,8 @@ class Input(ABC):
 class FolderInput(Input):
     """The text files and documents of a folder and its subfolders, sorted by name, without hidden ones.
 
-    Files that are empty or cannot be read are skipped with a warning; files of other types are counted.
+    Files that are empty, and files and folders that cannot be read, are skipped with a warning; files of other types
+    and links to folders are counted.
 
     Raises:
         DataError: there is no such folder, or no text in it that can be read.
@@ -77,47 +79,68 @@ class FolderInput(Input):
                 f"{str(path)!r} is not a folder: give the folder of your {', '.join(suffixes)} files, or a "
                 f"{', '.join(JSONL + PARQUET)} file"
             )
+        super().__init__(path, 0)
         self.files: list[Path] = []
         self._other: Counter[str] = Counter()
+        self._closed: list[str] = []
         self._unread: list[str] = []
         self._empty = 0
-        for file in sorted(path.rglob("*")):
-            if any(part.startswith(".") for part in file.relative_to(path).parts) or file.is_dir():
-                continue
-            if not file.is_file():
-                self._other["broken links and devices"] += 1
-            elif file.suffix.lower() in suffixes:
-                self.files.append(file)
-            else:
-                self._other[file.suffix.lower() or "without a suffix"] += 1
-        super().__init__(path, sum(file.stat().st_size for file in self.files))
+        for folder, subfolders, names in os.walk(path, onerror=self._cannot_list):
+            here = Path(folder)
+            subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+            self._other["links to folders"] += sum((here / name).is_symlink() for name in subfolders)
+            self.bytes += sum(self._found(here / name, suffixes) for name in sorted(names) if name[0] != ".")
+        self.files.sort()
+        self._other = +self._other
         if not any(map(_has_text, self.files)):
             none = f"it has no {', '.join(suffixes[:-1])} or {suffixes[-1]} files{_hint(self._other)}"
             reason = f"none of its {len(self.files)} files can be read or has text" if self.files else none
             raise DataError(f"nothing to index in {str(path)!r}: {reason}")
 
+    def _cannot_list(self, error: OSError) -> None:
+        logger.warning("skipped %r: it cannot be read (%s)", error.filename, error.strerror)
+        self._closed.append(as_text(Path(error.filename).relative_to(self.path).as_posix()) + "/")
+
+    def _found(self, file: Path, suffixes: Sequence[str]) -> int:
+        """Take in or count a file; its size if it is to be read."""
+        try:
+            about = file.stat()
+            regular, size = S_ISREG(about.st_mode), about.st_size
+        except OSError as error:
+            # A folder may be listed and yet deny its files: reading them will fail, and say so.
+            regular, size = isinstance(error, PermissionError), 0
+        if not regular:
+            self._other["broken links and devices"] += 1
+        elif file.suffix.lower() in suffixes:
+            self.files.append(file)
+            return size
+        else:
+            self._other[file.suffix.lower() or "without a suffix"] += 1
+        return 0
+
     def texts(self) -> Iterator[Text]:
         self._unread, self._empty = [], 0
         for file in self.files:
-            # Ids and Chroma need text: bytes of a name that are not UTF-8 are escaped.
-            source = os.fsencode(file.relative_to(self.path).as_posix()).decode(errors="backslashreplace")
+            source = as_text(file.relative_to(self.path).as_posix())
             try:
-                size = file.stat().st_size
                 text = read_file(file)
+                size = file.stat().st_size
             except (DataError, OSError) as error:
-                logger.warning("skipped %s: %s", file, error)
+                logger.warning("skipped %r: %s", str(file), error)
                 self._unread.append(source)
                 continue
             if not text.strip():
-                logger.warning("skipped %s: it is empty", file)
+                logger.warning("skipped %r: it is empty", str(file))
                 self._empty += 1
             yield Text(source, text, not source.lower().endswith(TEXTS[0]), size)
 
     def cannot_read(self, source: str) -> bool:
-        return source in self._unread
+        return source in self._unread or source.startswith(tuple(self._closed))
 
     def skipped(self) -> str:
         unread = Counter(PurePath(name).suffix.lower() for name in self._unread)
+        if self._closed:
+            unread["folders"] = len(self._closed)
         if not (self._empty or unread or self._other):
             return ""
         parts = [f"{self._empty} empty", f"{unread.total()} unreadable{_by_type(unread)}"]
@@ -134,7 +157,7 @@ class Jsonl(Input):
                 if line.strip():
                     try:
                         row = json.loads(line)
-                    except ValueError as error:
+                    except (ValueError, RecursionError) as error:
                         raise DataError(f"{self.path}, line {number}: not JSON ({error}): correct it") from error
                     yield _of_row(row, f"{self.path}, line {number}", len(line))
 
@@ -159,12 +182,19 @@ class Parquet(Input):
             raise DataError(f"cannot read {str(self.path)!r} as Parquet ({error})") from error
 
 
+def as_text(path: str) -> str:
+    """A path as text that ids and Chroma take: bytes that are not UTF-8 are escaped."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
 def open_input(path: str | Path) -> Input:
     """The texts of a folder, or of a JSONL or Parquet file.
 
     Raises:
         DataError: there is no such folder or file, or no text in the folder that can be read.
     """
+    if not str(path):
+        raise DataError("the path to index is empty: give a folder or a file")  # Path("") is the current folder
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix not in JSONL + PARQUET or path.is_dir():
@@ -180,11 +210,12 @@ def _of_row(row: Any, where: str, size: int) -> Text:
     text = row.get("text") if isinstance(row, dict) else None
     if not isinstance(text, str):
         raise DataError(f'{where}: there is no "text" of type str in it: give rows such as {{"text": ..., "id": ...}}')
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: the text is not valid Unicode ({error.reason}): decode it again") from error
     id = row.get("id")
+    for name, value in (("text", text), ("id", "" if id is None else str(id))):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{where}: the {name} is not valid Unicode ({error.reason}): decode it again") from error
     return Text(content_id(text) if id is None else str(id), text, False, size)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -20,6 +22,8 @@ from ctx_compress_rag.cli import evaluation  # isort: skip # noqa: F401
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code: 0, 2 for an error that the user can fix, 130 if interrupted."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what a terminal's encoding lacks must not end a command
     try:
         app(args=argv, prog_name="ctx-compress")
     except SystemExit as done:

@@ -104,7 +104,7 @@ def index(
     with open_index(store, bundle, codec=codec, create=True, embedder=embedder, device=device, dtype=dtype) as opened:
         note_what_it_reads(opened.bundle)
         report = update_index(opened, given, chunk_tokens=chunk_tokens, prune=prune, ray_workers=ray)
-    print(_compressed(f"{report.files} {given.kind} in {path}", report, opened.bundle.config.name))
+    print(printable(_compressed(f"{report.files} {given.kind} in {path}", report, opened.bundle.config.name)))
     if skipped := given.skipped():
         print(printable(skipped))
     if report.replaced or report.pruned:

@@ -88,7 +88,7 @@ def _row(line: str, place: str, unanswerable: bool) -> tuple[tuple[str, ...], Tu
         json.dumps(row, ensure_ascii=False).encode()  # "\\ud83d" alone is valid JSON, but cannot be tokenised
     except UnicodeEncodeError:
         raise DataError(f"{place}: half of a surrogate pair is not a character: decode the text again") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: this is not JSON ({error}): give an object, in one line") from None
     if not isinstance(row, dict):
         raise DataError(f"{place}: {shown(row)} is not an object: give one with question, answers and context")

@@ -173,7 +173,7 @@ def mark(
         except StoreWriteError as error:
             stored = store.has([texts[i] for i in wanted], [names[i] for i in wanted], scope)
             left = [names[i] for i, there in zip(wanted, stored, strict=True) if not there]
-            logger.warning("left as text, since they cannot be stored: passages %s (%s)", ", ".join(left), error)
+            logger.warning("left as text, since they cannot be stored: passages %s (%s)", left, error)
     else:
         stored = store.has([texts[i] for i in wanted], [names[i] for i in wanted], scope)
         missing = [names[i] for i, there in zip(wanted, stored, strict=True) if not there]
@@ -224,7 +224,7 @@ def _is_whole(
             store.delete([id], scope)
             store.add([Passage(text, id, stored.metadata)], progress=False, scope=scope)
     except (PayloadError, StoreWriteError) as error:
-        _excuse(error, on_unreadable, "left as text, since its record cannot be read: passage %s (%s)", id)
+        _excuse(error, on_unreadable, "left as text, since its record cannot be read: passage %r (%s)", id)
         return False
     return True
 

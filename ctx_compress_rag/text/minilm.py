@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.extras import needs
+from ctx_compress_rag.text.tokenising import whole_characters
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -64,4 +65,4 @@ def question_vectors(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
 
 
 def _vectors(encode: Callable[..., Any], texts: Sequence[str]) -> Any:
-    return encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
+    return encode([whole_characters(text) for text in texts], normalize_embeddings=True, show_progress_bar=False)

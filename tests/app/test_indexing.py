@@ -94,8 +94,8 @@ def test_text_files_are_read_and_others_left_alone(tmp_path: Path, caplog: pytes
     )
     warnings = sorted(record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     assert len(warnings) == 2
-    assert "empty.txt: it is empty" in warnings[0]
-    assert "latin.txt: it is not UTF-8 (byte 3)" in warnings[1] and "iconv" in warnings[1]
+    assert "empty.txt': it is empty" in warnings[0]
+    assert "latin.txt': it is not UTF-8 (byte 3)" in warnings[1] and "iconv" in warnings[1]
 
 
 def test_a_file_in_utf_16_is_told_its_encoding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +20,7 @@ from ctx_compress_rag.app.passage_index import PassageIndex
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import DataError, StoreError
 from ctx_compress_rag.stores import SoftContextStore
-from helpers.cli import contents, paragraphs
+from helpers.cli import contents, paragraphs, without_rights
 
 ROWS = [{"id": f"row{n}", "text": text} for n, text in enumerate(paragraphs(3))]
 
@@ -56,7 +58,9 @@ def test_rows_are_what_files_are_in_a_folder(index: PassageIndex, tmp_path: Path
         ('{"txt": "a"}', 'line 2: there is no "text"'),
         ('{"text": 3}', 'line 2: there is no "text"'),
         ('["text"]', 'line 2: there is no "text"'),
-        (r'{"text": "\ud800"}', "line 2: .*not valid Unicode"),
+        (r'{"text": "\ud800"}', "line 2: the text is not valid Unicode"),
+        (r'{"text": "a", "id": "\ud800"}', "line 2: the id is not valid Unicode"),
+        ('{"text": ' + "[" * 100_000, "line 2: not JSON"),
     ],
 )
 def test_a_bad_row_is_named_and_the_rows_of_the_store_stay(
@@ -129,10 +133,46 @@ def test_an_apps_own_collection(tmp_path: Path, bundle_folder: Path) -> None:
         compress_collection(tmp_path / "chroma", "dogs", str(bundle_folder))
 
 
-def test_links_to_nothing_and_devices_are_counted(tmp_path: Path) -> None:
+def test_links_to_nothing_or_to_folders_and_devices_are_counted(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("A text.", encoding="utf-8")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path)
     os.mkfifo(tmp_path / "pipe.txt")
     given = open_input(tmp_path)
     assert [text.source for text in given.texts()] == ["one.txt"]
-    assert "2 of other types (2 broken links and devices)" in given.skipped()
+    assert "3 of other types (2 broken links and devices, 1 links to folders)" in given.skipped()
+
+
+READ = """
+import json, sys
+from ctx_compress_rag.app.inputs import open_input
+
+given = open_input(sys.argv[1])
+read = [text.source for text in given.texts()]
+print(json.dumps([read, [given.cannot_read(source) for source in sys.argv[2:]], given.skipped()]))
+"""
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444])
+def test_what_is_in_a_folder_that_cannot_be_read_is_not_gone(tmp_path: Path, mode: int) -> None:
+    """`--prune` removed it. A folder of the second kind can be listed, but its files cannot be opened."""
+    for name in ("closed/a.txt", "closed.txt", "open.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("A text.")
+    (tmp_path / "closed").chmod(mode)
+    command = [*without_rights(), sys.executable, "-c", READ, tmp_path, "closed/a.txt", "closed.txt", "gone.txt"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    (tmp_path / "closed").chmod(0o755)
+    assert done.returncode == 0, done.stderr
+    read, cannot, skipped = json.loads(done.stdout)
+    assert (read, cannot) == (["closed.txt", "open.txt"], [True, False, False])
+    assert skipped == f"skipped files: 0 empty, 1 unreadable (1 {'.txt' if mode else 'folders'})"
+    assert f"closed{'/a.txt' if mode else ''}': it cannot be read (Permission denied)" in done.stderr
+
+
+def test_no_path_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one.txt").write_text("A text.")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="path to index is empty"):
+        open_input("")
+    assert [text.source for text in open_input(".").texts()] == ["one.txt"]

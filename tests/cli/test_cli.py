@@ -21,7 +21,7 @@ from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.keys import KEY_VARIABLE
 from ctx_compress_rag.text.prompts import TEMPLATES
 from helpers.cli import assert_same_contents, contents, write_docs
-from helpers.forked import run_python
+from helpers.forked import COMMAND, run_python
 from helpers.store import WordBundle
 
 QUESTION = "Who is the mayor of the town?"
@@ -126,28 +126,49 @@ def passages_shown(sources: str) -> list[tuple[str, str]]:
     return [(dedent(text).strip(), file) for file, text in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def test_a_terminal_obeys_nothing_that_a_file_holds(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
+def test_a_terminal_obeys_nothing_that_a_file_holds(
+    run: Any, bundle_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Escape codes, marks that turn the writing and bytes that are no text, in names and in passages."""
     docs, target = tmp_path / "docs", tmp_path / "chroma"
     docs.mkdir()
     (docs / "red\x1b[31m\u202e.txt").write_bytes(b"Anna\x1b]0;mine\x07 is the mayor.\r\nShe is\ttall.")
+    (docs / "empty\x1b[31m.txt").touch()
     assert run("index", docs, "--store", target, "--bundle", bundle_folder) == 0
+    assert "empty\\x1b[31m.txt': it is empty" in caplog.text and "\x1b" not in caplog.text
     assert run("ask", QUESTION, "--store", target) == 0
     assert not set(run.out) & set("\x1b\x07\r\u202e")
     assert "[1] red\ufffd[31m\ufffd.txt (" in run.out
     assert "Anna\ufffd]0;mine\ufffd is the mayor.\n    She is\ttall." in run.out
+    monkeypatch.setenv(KEY_VARIABLE, "other" * 8)
+    assert run("ask", QUESTION, "--store", target) == 0
+    assert "record cannot be read: passage 'red\\x1b[31m" in caplog.text and "\x1b" not in caplog.text
 
 
 def test_a_file_name_that_is_no_text_is_shown_with_its_bytes(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
-    docs = tmp_path / "docs"
+    """A folder's too, and a question with such bytes is asked."""
+    docs = tmp_path / os.fsdecode(b"doc\xe9")
     docs.mkdir()
     (docs / os.fsdecode(b"caf\xe9.txt")).write_text("Anna is the mayor.")
     index = ["index", docs, "--store", tmp_path / "chroma", "--prune"]
     assert run(*index, "--bundle", bundle_folder) == 0
-    assert run("ask", QUESTION, "--store", tmp_path / "chroma") == 0
+    assert f"1 files in {tmp_path}/doc\ufffd: 1 passages" in run.out
+    assert run("ask", os.fsdecode(b"caf\xe9?"), "--store", tmp_path / "chroma") == 0
     assert "[1] caf\\xe9.txt (" in run.out
     assert run(*index) == 0
     assert "0 passages compressed, 1 unchanged" in run.out
+
+
+def test_what_the_output_cannot_encode_is_a_question_mark(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
+    """As in a Windows console, or a pipe from there."""
+    docs, target = tmp_path / "docs", tmp_path / "chroma"
+    docs.mkdir()
+    (docs / "a.txt").write_text("Köln 東京", encoding="utf-8")
+    assert run("index", docs, "--store", target, "--bundle", bundle_folder) == 0
+    command = [sys.executable, "-c", COMMAND, "ask", QUESTION, "--store", target]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "cp1252"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode("cp1252").splitlines()[-1] == "    Köln ??"
 
 
 def test_ask_with_text_is_what_transformers_answers(run: Any, store: Path, bundle_folder: Path) -> None:

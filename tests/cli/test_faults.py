@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +18,7 @@ from ctx_compress_rag.cli.command import app
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
+from helpers.cli import without_rights
 from helpers.forked import run_python
 
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
@@ -127,16 +126,11 @@ for path in (Path(store, "ctx-compress.lock"), Path(store, "chroma.sqlite3"), Pa
 @pytest.mark.slow
 def test_a_store_that_cannot_be_written_is_one_line(run: Any, bundle_folder: Path, docs: Path, tmp_path: Path) -> None:
     """Its lock, its database and its folder."""
-    under: tuple[str, ...] = ()
-    if os.geteuid() == 0:  # root may write anywhere, unless it gives that up
-        if not shutil.which("setpriv"):
-            pytest.skip("needs setpriv, or another user than root")
-        under = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
     store = tmp_path / "chroma"
     assert run("index", docs, "--bundle", bundle_folder, "--store", store) == 0
     (docs_of_more := tmp_path / "more").mkdir()
     (docs_of_more / "new.txt").write_text("A passage that is new.")
-    command = [*under, sys.executable, "-c", INDEXED_THRICE, str(docs_of_more), str(store)]
+    command = [*without_rights(), sys.executable, "-c", INDEXED_THRICE, str(docs_of_more), str(store)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     lines = done.stderr.splitlines()

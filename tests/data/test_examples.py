@@ -39,6 +39,7 @@ def test_jsonl_round_trip_and_grouping(tmp_path: Path) -> None:
         ('{"question": "Q", "answers": ["a"]}', 'there is no "context" in it: give question, answers and context'),
         ("[1]", "[1] is not an object: give one with question, answers and context"),
         ("{", "this is not JSON (Expecting "),
+        ("[" * 100_000, "this is not JSON (maximum recursion"),
         ('{"question": 5, "answers": ["a"], "context": "c"}', "question=5: give a string"),
         ('{"question": "Q", "answers": [5], "context": "c"}', "answers=[5]: give a list of strings"),
         ('{"question": "Q", "answers": "a", "context": "c"}', "answers='a': give a list of strings"),

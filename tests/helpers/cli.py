@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import chromadb
+import pytest
 import torch
 
 from ctx_compress_rag.data.world import World
@@ -66,6 +69,15 @@ def write_documents(folder: Path, word: str) -> None:
     ]
     body = "".join(f"{number} 0 obj\n{each}\nendobj\n" for number, each in enumerate(objects, 1))
     (folder / "report.pdf").write_text(f"%PDF-1.4\n{body}trailer << /Root 1 0 R /Size 5 >>\n%%EOF\n")
+
+
+def without_rights() -> tuple[str, ...]:
+    """What precedes a command that permissions hold for: root may read and write anywhere, unless it gives that up."""
+    if os.geteuid():
+        return ()
+    if not shutil.which("setpriv"):
+        pytest.skip("needs setpriv, or another user than root")
+    return ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
 
 
 def contents(store: Path) -> dict[str, tuple[Any, ...]]:
