@@ -378,7 +378,6 @@ def test_a_bar_is_shown_although_transformers_is_quiet(
     assert "2/2 [" in capsys.readouterr().err
 
 
-
 @pytest.mark.parametrize("other", [False, True])
 def test_a_teacher_of_another_decoder_is_warned_of(
     decoder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, other: bool
