@@ -11,17 +11,8 @@ from llama_index.core.schema import TextNode
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
+from helpers.langchain import WordEmbeddings
 from helpers.store import WordBundle, assert_same, passage
-
-
-class FewWords:
-    """Three-dimensional embeddings, as LangChain wants them: real ones are not the point here."""
-
-    def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        return [self.embed_query(text) for text in texts]
-
-    def embed_query(self, text: str) -> list[float]:
-        return [float(text.count(c)) for c in "135"]
 
 
 @pytest.mark.parametrize("absolute", [True, False])
@@ -32,7 +23,7 @@ def test_beside_langchain_chroma(
 
     monkeypatch.chdir(tmp_path)
     folder = str(tmp_path / "chroma") if absolute else "./relative-chroma"
-    vectors = Chroma(collection_name="docs", embedding_function=FewWords(), persist_directory=folder)
+    vectors = Chroma(collection_name="docs", embedding_function=WordEmbeddings(), persist_directory=folder)
     documents = [Document(page_content=passage(i), metadata={"source": f"{i}.txt"}) for i in range(6)]
     ids = vectors.add_documents(documents)
     with SoftContextStore(folder, bundle, collection="docs") as store:
