@@ -6,8 +6,12 @@ from pathlib import Path
 
 import chromadb
 import pytest
+from langchain_chroma import Chroma
 from langchain_core.documents import Document
+from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core.embeddings import MockEmbedding
 from llama_index.core.schema import TextNode
+from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
@@ -19,8 +23,6 @@ from helpers.store import WordBundle, assert_same, passage
 def test_beside_langchain_chroma(
     tmp_path: Path, bundle: WordBundle, monkeypatch: pytest.MonkeyPatch, absolute: bool
 ) -> None:
-    from langchain_chroma import Chroma
-
     monkeypatch.chdir(tmp_path)
     folder = str(tmp_path / "chroma") if absolute else "./relative-chroma"
     vectors = Chroma(collection_name="docs", embedding_function=WordEmbeddings(), persist_directory=folder)
@@ -46,10 +48,6 @@ def test_beside_langchain_chroma(
 
 
 def test_beside_llama_index_chroma(tmp_path: Path, bundle: WordBundle) -> None:
-    from llama_index.core import StorageContext, VectorStoreIndex
-    from llama_index.core.embeddings import MockEmbedding
-    from llama_index.vector_stores.chroma import ChromaVectorStore
-
     client = chromadb.PersistentClient(tmp_path)
     collection = client.create_collection("docs", embedding_function=None)
     nodes = [TextNode(text=passage(i), metadata={"source": f"{i}.txt"}) for i in range(5)]

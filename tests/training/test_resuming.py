@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import Trainer
 
@@ -224,8 +225,6 @@ def test_a_checkpoint_that_was_cut_off_is_not_read(
 def test_a_result_that_could_not_be_written_takes_no_further_step(
     decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from peft import PeftModel
-
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
