@@ -77,6 +77,22 @@ def bundle_folder(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest
 
 
 @pytest.fixture
+def compressed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that bundles compress, in order; compression itself is as ever."""
+    from ctx_compress_rag.bundle import Bundle
+
+    seen: list[str] = []
+    compress = Bundle.compress
+
+    def watched(self: Bundle, texts: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.extend(texts)
+        return compress(self, texts, *args, **kwargs)
+
+    monkeypatch.setattr(Bundle, "compress", watched)
+    return seen
+
+
+@pytest.fixture
 def process_group() -> Iterator[None]:
     """This process alone, as torch.distributed sees it."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

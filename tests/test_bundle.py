@@ -19,6 +19,7 @@ from ctx_compress_rag.backbone import load_decoder
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.gguf import GgufDecoder
 from helpers.models import read_both_ways, widen
 
 PROMPT = torch.arange(20, 50).unsqueeze(0)
@@ -277,6 +278,8 @@ def test_an_unreachable_hub_is_a_bundle_error(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(BundleError, match="cannot fetch the bundle 'someone/nothing' from the hub"):
         Bundle.from_pretrained("someone/nothing")
+    with pytest.raises(BundleError, match=r"cannot fetch 'tiny.gguf' of 'someone/tiny' from the hub"):
+        load_decoder(GgufDecoder(repo="someone/tiny", file="tiny.gguf"))
 
 
 def test_pushing_uploads_a_folder_that_loads(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,13 +213,6 @@ def test_a_file_of_a_hub_repository(written: tuple[Path, Any], monkeypatch: pyte
     torch.testing.assert_close(logits(model), logits(written[1]), atol=1e-4, rtol=1e-4)
 
 
-def test_an_unreachable_hub_is_a_bundle_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(BundleError, match=r"cannot fetch 'tiny.gguf' of 'someone/tiny' from the hub"):
-        load_decoder(GgufDecoder(repo="someone/tiny", file="tiny.gguf"))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

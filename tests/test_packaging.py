@@ -173,7 +173,7 @@ def test_a_missing_package_is_named_with_its_extra() -> None:
 )
 def test_shipped_recipes_are_valid(name: str) -> None:
     [file] = [folder / name for folder in FOLDERS if (folder / name).exists()]
-    assert load_recipe(file) == load_recipe(name.removesuffix(".yaml"))
+    assert load_recipe(file) == load_recipe(name) == load_recipe(name.removesuffix(".yaml"))
 
 
 @pytest.fixture(scope="module")

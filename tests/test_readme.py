@@ -131,22 +131,13 @@ def test_store_code(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_adaptation_code(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a predictor that was not trained: what it predicts is applied, kept, and leaves `llm` as it is."""
-    import torch
-
     from ctx_compress_rag import Bundle, SoftContextStore
-    from ctx_compress_rag.adaptation import AdaptiveDecoder, PredictedUpdate
-    from ctx_compress_rag.adaptation.methods import PredictorConfig
-    from helpers.adaptation import random_adapter
+    from helpers.adaptation import save_predictor
     from langchain_ctx_compress import ChatCompressedContext
 
     (block,) = (b for b in _blocks("python") if "Demonstration" in b)
     bundle = Bundle.from_pretrained("demo")
-    config = PredictorConfig(inner_steps=2, inner_learning_rate=0.01, demonstrations=3, hidden=16, code=8)
-    made = PredictedUpdate.build(random_adapter(bundle.backbone.model, 4, seed=8), AdaptiveDecoder(bundle), config)
-    with torch.no_grad():
-        for parameter in made.predictor.parameters():
-            parameter.normal_(std=0.5)
-    made.save_pretrained(workplace / "runs/rag_gd/demo/rag_gd_k5")
+    save_predictor(bundle, workplace / "runs/rag_gd/demo/rag_gd_k5")
     given: dict[str, Any] = {}
     _run(block, given)
     plain, adapted = capsys.readouterr().out.rstrip("\n").split(" -> ")

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from ctx_compress_rag.adaptation import (
     Adapted,
@@ -89,8 +91,6 @@ def test_every_attention_block_is_adapted() -> None:
 
 
 def test_other_attention_is_refused_by_name() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     with pytest.raises(ConfigError, match="GPT2LMHeadModel.*none of them"):
         projections(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=10)))
     llama = architectures.model("Llama")
@@ -130,8 +130,6 @@ def test_peft_loads_what_is_saved_to_the_same_outputs(
     name: str, scale: float | None, rank: int, tmp_path: Path
 ) -> None:
     """Of a sum, too; and with the adapter's scale, though peft's lora_alpha, scale * rank, is a whole number."""
-    from peft import PeftModel
-
     model = architectures.model(name)
     if scale is None:
         adapter = random_adapter(model, 4, seed=7).plus(random_adapter(model, 4, seed=8, scale=1.0))
@@ -152,8 +150,6 @@ def test_peft_loads_what_is_saved_to_the_same_outputs(
 
 
 def test_an_adapter_that_peft_made_is_read(tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-
     model = architectures.model("Llama")
     config = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
     theirs = get_peft_model(architectures.model("Llama"), config)
@@ -174,8 +170,6 @@ def test_an_adapter_that_peft_made_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused_by_name(settings: dict[str, Any], named: str, tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-
     whole = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj"]} | settings
     get_peft_model(architectures.model("Llama"), LoraConfig(**whole)).save_pretrained(tmp_path)
     with pytest.raises(BundleError, match=named):
@@ -336,8 +330,6 @@ def test_impossible_demonstrations_are_refused_by_name(decoder: AdaptiveDecoder)
 
 def test_a_soft_prefix_reads_as_pefts(tmp_path: Path) -> None:
     """Saved as peft's prompt tuning, and read by peft to the same logits."""
-    from peft import PeftModel
-
     model = architectures.model("Llama")
     prefix = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     PromptTuning(prefix).save_pretrained(tmp_path, "someone/decoder")

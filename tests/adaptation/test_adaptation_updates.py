@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional as F
 
 from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, Demonstration, PredictedUpdate, TestTimeSGD
 from ctx_compress_rag.adaptation.adapter import projections
-from ctx_compress_rag.adaptation.methods import PredictorConfig
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
 from ctx_compress_rag.adaptation.updates import answer_losses, inner_products, matching_loss, norms, sgd, sgd_path
 from ctx_compress_rag.backbone import Backbone
@@ -21,10 +21,8 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.stores import SoftContextStore
 from helpers import architectures
-from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, plain_copy, random_adapter
+from helpers.adaptation import DEMONSTRATIONS, PREDICTOR, QUESTIONS, drawn, merged_copy, plain_copy, random_adapter
 from helpers.models import draw_lora
-
-CONFIG = PredictorConfig(inner_steps=2, inner_learning_rate=0.01, demonstrations=3, hidden=16, code=8)
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +55,6 @@ def _row_ids(bundle: Any, d: Demonstration) -> tuple[torch.Tensor, int]:
 
 def _plain_sgd(bundle: Any, base: Adapter, demonstrations: Any, steps: int, rate: float) -> dict[str, torch.Tensor]:
     """Eq. 8 with peft and torch's own SGD, one row at a time: the change of each projection's weight, in float64."""
-    from peft import LoraConfig, get_peft_model
-
     plain = plain_copy(bundle.backbone.model)
     config = LoraConfig(
         r=base.rank, lora_alpha=int(base.scale * base.rank), target_modules=["q_proj", "k_proj", "v_proj"]
@@ -163,14 +159,6 @@ def test_slots_are_demonstrations_too(bundle: Any, base: Adapter, tmp_path: Any)
         assert (up - down) / 2e-2 == pytest.approx(float(gradient.norm()), rel=0.05)
 
 
-def _random(generator: torch.Generator, shapes: Any, rank: int, rows: int, size: float, scale: float) -> Adapter:
-    return Adapter(
-        {n: size * torch.randn(rows, rank, d_in, generator=generator) for n, (d_in, _) in shapes.items()},
-        {n: size * torch.randn(rows, d_out, rank, generator=generator) for n, (_, d_out) in shapes.items()},
-        scale,
-    )
-
-
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_the_matching_loss_is_the_papers_on_whole_matrices(data: st.DataObject) -> None:
@@ -180,8 +168,8 @@ def test_the_matching_loss_is_the_papers_on_whole_matrices(data: st.DataObject) 
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     ranks, rows = (data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))), data.draw(st.integers(1, 3))
     scale = st.floats(0.1, 4.0)
-    one = _random(generator, shapes, ranks[0], rows, data.draw(scale), data.draw(scale))
-    two = _random(generator, shapes, ranks[1], rows, data.draw(scale), data.draw(scale))
+    one = drawn(shapes, ranks[0], generator, data.draw(scale), data.draw(scale), rows)
+    two = drawn(shapes, ranks[1], generator, data.draw(scale), data.draw(scale), rows)
     weight = data.draw(st.floats(0.0, 2.0))
     losses = matching_loss(one, two, weight)
     products = inner_products(one, two)
@@ -254,7 +242,7 @@ def test_calibrated_updates_start_at_their_targets_size(decoder: AdaptiveDecoder
     contexts = [decoder.rows([d]) for d in (*DEMONSTRATIONS, *QUESTIONS)]
     target = sgd(decoder, contexts, base, 1, 1e-3).change()
     pooled = pooled_states(decoder, contexts, base)
-    predictor = PredictedUpdate.build(base, decoder, CONFIG).predictor
+    predictor = PredictedUpdate.build(base, decoder, PREDICTOR).predictor
     predictor.calibrate(pooled, norms(target))
     read = (pooled - predictor.centre) / predictor.spread
     torch.testing.assert_close(read.mean(0), torch.zeros(32), atol=1e-4, rtol=0)
@@ -267,13 +255,11 @@ def test_a_predicted_update_is_saved_and_is_a_peft_adapter(
     decoder: AdaptiveDecoder, bundle: Any, base: Adapter, tmp_path: Any
 ) -> None:
     """The predictor comes back to the same update, and the update loads in peft at twice the base's rank."""
-    from peft import PeftModel
-
     torch.manual_seed(1)
-    made = PredictedUpdate.build(base, decoder, CONFIG)
+    made = PredictedUpdate.build(base, decoder, PREDICTOR)
     made.save_pretrained(tmp_path / "predictor", "someone/decoder")
     loaded = PredictedUpdate.from_pretrained(tmp_path / "predictor", decoder)
-    assert loaded.config == CONFIG.model_copy(update={"fingerprint": decoder.fingerprint(None)})
+    assert loaded.config == PREDICTOR.model_copy(update={"fingerprint": decoder.fingerprint(None)})
     one, two = (decoder.adapt(DEMONSTRATIONS, x).adapted.adapter for x in (made, loaded))
     assert one is not None and two is not None and one.rank == 8
     assert all(torch.equal(one.b[n], two.b[n]) and torch.equal(one.a[n], two.a[n]) for n in one.a)
@@ -298,7 +284,7 @@ def test_a_predictor_takes_passages_as_it_was_trained_with(bundle: Any, base: Ad
     with SoftContextStore(tmp_path, bundle, key=b"k" * 32) as store:
         decoder = AdaptiveDecoder(bundle, store)
         at = {ratio: [d.marked(store, ratio) for d in DEMONSTRATIONS] for ratio in (4, 8)}
-        update = PredictedUpdate.build(base, decoder, CONFIG.model_copy(update={"ratio": 8}))
+        update = PredictedUpdate.build(base, decoder, PREDICTOR.model_copy(update={"ratio": 8}))
         assert decoder.adapt(at[8], update).adapted.adapter is not None
         first, *_ = at[8]
         with pytest.raises(ConfigError, match="soft contexts of ratio 8, and demonstration 0 has no passages: give"):
@@ -316,7 +302,7 @@ def test_a_predictor_takes_passages_as_it_was_trained_with(bundle: Any, base: Ad
                 decoder.adapt(demonstrations, update)
             with pytest.raises(ConfigError, match=named):
                 update.mean_over(decoder, [at[8], demonstrations])
-        reads_text = PredictedUpdate.build(base, decoder, CONFIG)
+        reads_text = PredictedUpdate.build(base, decoder, PREDICTOR)
         asked = replace(DEMONSTRATIONS[1], question=f"What of {at[4][1].passages[0]}?")
         for other in (at[4][1], asked):
             with pytest.raises(ConfigError, match=f"passages are text, and demonstration 1 has passages .* {four}"):

@@ -12,12 +12,15 @@ import chromadb
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from langchain_chroma import Chroma
+from langchain_core.embeddings import Embeddings
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.models import Dense
 
 from ctx_compress_rag.app.chunking import chunk
 from ctx_compress_rag.app.indexing import IndexReport, update_index
 from ctx_compress_rag.app.inputs import Input, open_input
 from ctx_compress_rag.app.passage_index import PassageIndex, inspect_index, make_passage, open_index
-from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError, DataError, FingerprintMismatchError, StoreError
 from ctx_compress_rag.text.minilm import load_minilm
 from helpers.cli import contents, paragraphs, write_docs, write_documents
@@ -166,20 +169,6 @@ def test_a_file_or_a_missing_path_is_no_folder(tmp_path: Path) -> None:
 # Indexing
 
 
-@pytest.fixture
-def compressed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts that were compressed, in order; compression itself is as ever."""
-    seen: list[str] = []
-    real = Bundle.compress
-
-    def watched(self: Bundle, texts: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.extend(texts)
-        return real(self, texts, *args, **kwargs)
-
-    monkeypatch.setattr(Bundle, "compress", watched)
-    return seen
-
-
 def update(index: PassageIndex, folder: Path, **options: Any) -> IndexReport:
     return update_index(index, open_input(folder), progress=False, **options)
 
@@ -282,9 +271,6 @@ def test_retrieval_is_by_cosine_of_minilm(index: PassageIndex, tmp_path: Path) -
 
 def test_the_embedder_is_kept_with_the_index(tmp_path: Path, bundle_folder: Path) -> None:
     """MiniLM with another last layer, in a folder: the index is of its vectors, and no other may search it."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.models import Dense
-
     half, store = tmp_path / "half", tmp_path / "chroma"
     encoder = SentenceTransformer(modules=[*load_minilm(), Dense(384, 192, bias=False)], device="cpu")
     encoder.save(str(half))
@@ -316,9 +302,6 @@ def test_an_index_made_before_there_was_a_choice_is_minilms(tmp_path: Path, bund
 
 
 def test_langchain_opens_the_collection(index: PassageIndex, tmp_path: Path) -> None:
-    from langchain_chroma import Chroma
-    from langchain_core.embeddings import Embeddings
-
     class MiniLM(Embeddings):
         def embed_documents(self, texts: list[str]) -> list[list[float]]:
             return [self.embed_query(text) for text in texts]

@@ -17,7 +17,11 @@ from ctx_compress_rag.cli import main
 from ctx_compress_rag.cli.command import app
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.data.world import world_examples
-from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.errors import RatioError
+from ctx_compress_rag.evaluation.answering import answer
+from ctx_compress_rag.evaluation.questions import Question
+from ctx_compress_rag.training.recipes import SHIPPED
 from helpers.cli import without_rights
 from helpers.forked import run_python
 
@@ -145,8 +149,6 @@ def test_a_store_that_cannot_be_written_is_one_line(run: Any, bundle_folder: Pat
 @pytest.fixture
 def no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever answers a question has begun to work."""
-    from ctx_compress_rag.decoding.decoder import TransformersDecoder
-
     monkeypatch.setattr(TransformersDecoder, "generate", lambda *_, **__: pytest.fail("a question was answered"))
 
 
@@ -177,10 +179,6 @@ def test_eval_refuses_before_it_answers(run: Any, bundle_folder: Path, tmp_path:
 
 @pytest.mark.usefixtures("no_answers")
 def test_ratios_are_checked_by_what_a_method_can_do(make_tiny_bundle: Any) -> None:
-    from ctx_compress_rag.errors import RatioError
-    from ctx_compress_rag.evaluation.answering import answer
-    from ctx_compress_rag.evaluation.questions import Question
-
     questions = [Question(("text",), "what?", ("text",))] * 2
     for method, ratio in (({}, 6), ({"name": "compression_tokens"}, 5), ({"name": "ram", "segment_tokens": 4}, 1)):
         bundle: Bundle = make_tiny_bundle(**method)
@@ -189,10 +187,6 @@ def test_ratios_are_checked_by_what_a_method_can_do(make_tiny_bundle: Any) -> No
 
 
 # Recipes
-
-
-def test_a_recipe_is_found_with_and_without_its_suffix() -> None:
-    assert load_recipe("demo/teacher.yaml") == load_recipe("demo/teacher")
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "name: mine\n"])

@@ -188,16 +188,23 @@ def test_retrieved_passages_take_the_place_of_a_sets_own(name: str, tmp_path: Pa
     assert written(tmp_path) == [("Who drew it?", accepted, JOINED, ()) for accepted in answers]
 
 
-@pytest.mark.parametrize("name", HUB)
-def test_a_row_of_the_hub_becomes_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub cannot be asked here: `datasets` gives rows of its form."""
+def hub_of(monkeypatch: pytest.MonkeyPatch, *rows: Any, script: bool = False) -> list[Any]:
+    """The hub cannot be asked here: `datasets` gives these rows; what it is asked for."""
     asked: list[Any] = []
 
     def load_dataset(*names: Any, **options: Any) -> list[Any]:
         asked.append((names, options))
-        return [HUB[name], HUB[name]]
+        if script and "revision" not in options:
+            raise RuntimeError("Dataset scripts are no longer supported, but found hotpot_qa.py")
+        return list(rows)
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    return asked
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_row_of_the_hub_becomes_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = hub_of(monkeypatch, HUB[name], HUB[name])
     assert convert(name, None, tmp_path / "out.jsonl", split="train", limit=1) == 1
     assert written(tmp_path) == [FILES[name][1]]
     assert asked == [(SETS[name].hub, {"split": "train", "streaming": True})]
@@ -206,15 +213,7 @@ def test_a_row_of_the_hub_becomes_the_same(name: str, tmp_path: Path, monkeypatc
 def test_a_set_with_a_loading_script_is_read_from_its_conversion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
-
-    def load_dataset(*names: Any, **options: Any) -> list[Any]:
-        asked.append((names, options))
-        if "revision" not in options:
-            raise RuntimeError("Dataset scripts are no longer supported, but found hotpot_qa.py")
-        return [HUB["hotpotqa"]]
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    asked = hub_of(monkeypatch, HUB["hotpotqa"], script=True)
     assert convert("hotpotqa", None, tmp_path / "out.jsonl") == 1
     assert written(tmp_path) == [WIKI_ROW]
     options = {"data_dir": "distractor", "revision": "refs/convert/parquet", "split": "validation", "streaming": True}
@@ -268,7 +267,7 @@ def test_one_split_of_a_file_with_all_is_written(tmp_path: Path) -> None:
 def test_hidden_answers_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test split of TriviaQA on the hub."""
     hidden = HUB["triviaqa"] | {"answer": {"value": "<unk>", "aliases": []}}
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: [hidden]))
+    hub_of(monkeypatch, hidden)
     with pytest.raises(DataError, match="triviaqa has no question with an answer in the split 'test'"):
         convert("triviaqa", None, tmp_path / "out.jsonl", split="test")
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.generation import TextWatch, choosers, end_ids
@@ -100,8 +101,6 @@ def test_what_is_streamed_is_never_taken_back(tiny_tokenizer: Any, text: str, st
 
 def byte_tokens(text: str) -> list[str]:
     """One token per UTF-8 byte, in the byte-level alphabet."""
-    from tokenizers import pre_tokenizers
-
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
     return [character for piece, _ in pieces for character in piece]
 

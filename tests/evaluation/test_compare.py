@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.text.prompts import TEMPLATES, messages
 from ctx_compress_rag.training.examples import load_examples
 from helpers import architectures
+from helpers.decoding import wait_for
 from helpers.training import killed
 
 STEPS = 4
@@ -355,25 +355,18 @@ def test_workers_end_with_the_command(command: list[str], tmp_path: Path) -> Non
     long = [*command, "--output", str(tmp_path), "--entries", "coarse", "--jobs", "2", "--budget", "4000"]
     started = subprocess.Popen([sys.executable, "-m", "ctx_compress_rag.cli", *long], stderr=subprocess.DEVNULL)
     try:
-        _wait_until(lambda: any(tmp_path.glob("entries/coarse/1/checkpoints/checkpoint-*")))
+        wait_for(lambda: any(tmp_path.glob("entries/coarse/1/checkpoints/checkpoint-*")), seconds=300)
         children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
         assert children
     finally:
         started.kill()
         started.wait()
-    _wait_until(lambda: not any(_alive(pid) for pid in children))
+    wait_for(lambda: not any(_alive(pid) for pid in children))
 
 
 def _alive(pid: str) -> bool:
     status = Path(f"/proc/{pid}/status")
     return status.exists() and "\nState:\tZ" not in status.read_text()
-
-
-def _wait_until(met: Callable[[], bool], seconds: float = 300) -> None:
-    end = time.monotonic() + seconds
-    while not met():
-        assert time.monotonic() < end
-        time.sleep(0.2)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ctx_compress_rag.adaptation import Adapter, Demonstration
+from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, Demonstration, PredictedUpdate
 from ctx_compress_rag.adaptation.adapter import projections
+from ctx_compress_rag.adaptation.methods import PredictorConfig
 
 DEMONSTRATIONS = [
     Demonstration(
@@ -27,18 +29,34 @@ QUESTIONS = [
     Demonstration("Where was Ada Halson born?", ("Ada Halson was born in Kormoor.", "Kormoor is old."), "Kormoor"),
     Demonstration("Who is the mayor of Kormoor?", ("The mayor of Kormoor is Vera Holmby.",), "Vera Holmby"),
 ]
+PREDICTOR = PredictorConfig(inner_steps=2, inner_learning_rate=0.01, demonstrations=3, hidden=16, code=8)
 
 
 def random_adapter(model: Any, rank: int, seed: int, size: float = 0.3, scale: float = 2.0, rows: int = 0) -> Adapter:
     """An adapter with normal factors for a decoder's Q/K/V projections."""
-    generator = torch.Generator().manual_seed(seed)
+    return drawn(projections(model), rank, torch.Generator().manual_seed(seed), size, scale, rows)
+
+
+def drawn(shapes: Any, rank: int, generator: torch.Generator, size: float, scale: float, rows: int = 0) -> Adapter:
+    """An adapter with normal factors for matrices of these widths."""
     lead = (rows,) if rows else ()
-    shapes = projections(model)
     return Adapter(
         {n: size * torch.randn(*lead, rank, d_in, generator=generator) for n, (d_in, _) in shapes.items()},
         {n: size * torch.randn(*lead, d_out, rank, generator=generator) for n, (_, d_out) in shapes.items()},
         scale,
     )
+
+
+def save_predictor(bundle: Any, folder: Path, ratio: int | None = None) -> Path:
+    """A predictor of random weights, whose updates are large enough to change answers."""
+    decoder, config = AdaptiveDecoder(bundle), PREDICTOR.model_copy(update={"ratio": ratio})
+    torch.manual_seed(3)
+    made = PredictedUpdate.build(random_adapter(bundle.backbone.model, 4, seed=8), decoder, config)
+    with torch.no_grad():
+        for parameter in made.predictor.parameters():
+            parameter.normal_(std=0.5)
+    made.save_pretrained(folder)
+    return folder
 
 
 def plain_copy(model: Any) -> Any:

@@ -30,9 +30,9 @@ def in_thread(work: Callable[[], Any]) -> Any:
         pool.shutdown(wait=False)
 
 
-def wait_for(condition: Callable[[], object]) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = WAIT) -> None:
     """Wait until it is true; fails where it never is."""
-    until = time.monotonic() + WAIT
+    until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.005)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from uuid import UUID
 
 import chromadb
@@ -21,6 +21,7 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_core.tracers.base import BaseTracer
+from pydantic import BaseModel, Field
 
 from ctx_compress_rag import SoftContextStore, TransformersDecoder
 from ctx_compress_rag.decoding.decoder import Sampling
@@ -37,6 +38,13 @@ SOURCES = [Document(id=name, page_content=text, metadata={"source": f"{name}.txt
 QUESTION = "Who built the old tower?"
 TOKENS = 12
 CHAT = ChatPromptTemplate([("system", "Answer from the context.\n\n{context}"), ("human", "{input}")])
+
+
+class Tower(BaseModel):
+    """What a passage says about a tower: a form that random weights can fill, too."""
+
+    built: int = Field(ge=0, le=9999)
+    material: Literal["stone", "wood"]
 
 
 def talkative_bundle(make_tiny_bundle: Callable[..., Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,19 +15,19 @@ from helpers.sentences import save_encoder
 
 
 @pytest.fixture(scope="module")
-def encoder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+def encoder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny sentence-transformers model."""
-    return str(save_encoder(tmp_path_factory.mktemp("sentences"), tiny_tokenizer))
+    return save_encoder(tmp_path_factory.mktemp("sentences"), tiny_tokenizer)
 
 
 @pytest.fixture(scope="module")
-def make(make_tiny_bundle: Callable[..., Any], encoder: str) -> Callable[[str, str], Bundle]:
+def make(make_tiny_bundle: Callable[..., Any], encoder: Path) -> Callable[[str, str], Bundle]:
     """A bundle of a method in one of its forms, whose every weight matters: none is what it was initialised to."""
 
     def made(name: str, form: str, seed: int = 1) -> Bundle:
         settings = MATRIX[name][form]
         if "encoder_dim" in settings:
-            settings = settings | {"encoder": encoder}
+            settings = settings | {"encoder": str(encoder)}
         bundle: Bundle = make_tiny_bundle(seed=seed, name=name, **settings)
         with torch.no_grad():
             for weight_name, weight in bundle.backbone.own_state().items():

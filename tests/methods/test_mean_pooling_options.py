@@ -11,8 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import PeftModel
 from pydantic import ValidationError
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
@@ -141,9 +143,6 @@ def test_in_every_architecture_the_first_layers_alone_are_run(name: str) -> None
 def test_lora_lies_in_the_first_layers_alone_and_is_a_peft_adapter(
     make_tiny_bundle: Callable[..., Any], tmp_path: Path
 ) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
     made = widen(make_tiny_bundle(encoder=MODES["lora"], **OPTIONS))
     assert {name.split(".layers.")[1][0] for name in made.backbone.adapter_state("compressor")} == {"0"}
     assert {name.split(".layers.")[1][0] for name in made.backbone.adapter_state("reader")} == {"0", "1"}

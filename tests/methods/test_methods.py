@@ -18,7 +18,6 @@ from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.methods.base.compressor import PassageBatch, Tokenized
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import SoftContextStore
 from ctx_compress_rag.stores.codecs import decode, encode
 from ctx_compress_rag.training.checkpointing import checkpoint_layers, layers_of
@@ -28,6 +27,7 @@ from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
 from ctx_compress_rag.training.sharding import sharded
 from ctx_compress_rag.training.stages.compression import OBJECTIVES
 from helpers.methods import MATRIX, PASSAGES, trained
+from helpers.store import assert_same
 
 CASES = [(name, form) for name in METHODS for form in MATRIX.get(name, ())]
 
@@ -69,11 +69,6 @@ def tokenized(bundle: Bundle, texts: list[str]) -> list[Tokenized]:
     return [Tokenized(text, bundle.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
 
 
-def assert_close(actual: SoftContext, expected: SoftContext, tolerance: float = 1e-4) -> None:
-    assert actual.token_counts.tolist() == expected.token_counts.tolist()
-    assert torch.linalg.norm(actual.slots - expected.slots) <= tolerance * torch.linalg.norm(expected.slots)
-
-
 # Saving and storing
 
 
@@ -112,11 +107,10 @@ def test_a_store_gives_back_what_was_compressed(bundle: Bundle, tmp_path: Path) 
             ids = store.ensure(PASSAGES)
         with SoftContextStore(tmp_path / str(ratio), bundle) as store:
             for soft, expected in zip(store.get(ids), compressed, strict=True):
-                assert soft is not None
-                assert_close(soft, expected, 0.01)
+                assert_same(soft, expected)
         for expected in compressed:
-            assert_close(decode(encode(expected, "fp16")), expected, 1e-3)
-            assert_close(decode(encode(expected, "int4")), expected, 0.2)
+            assert_same(decode(encode(expected, "fp16")), expected, 1e-3)
+            assert_same(decode(encode(expected, "int4")), expected, 0.2)
 
 
 # Batches
@@ -129,7 +123,7 @@ def test_a_batch_is_compressed_as_each_passage_alone(bundle: Bundle) -> None:
         together = bundle.compress(PASSAGES, ratio)
         alone = [bundle.compress([text], ratio)[0] for text in PASSAGES]
         for soft, expected, passage in zip(together, alone, tokenized(bundle, PASSAGES), strict=True):
-            assert_close(soft, expected)
+            assert_same(soft, expected, 1e-4)
             assert soft.n_tokens == len(passage.ids)
             assert bool((soft.token_counts > 0).all())
 
@@ -143,7 +137,7 @@ def test_training_has_the_slots_of_a_store(bundle: Bundle) -> None:
     for ratio, slots in batch.items():
         assert not slots.slots[slots.token_counts == 0].any()  # padding
         for in_training, stored in zip(slots.rows(), bundle.compress(PASSAGES, ratio), strict=True):
-            assert_close(in_training, stored)
+            assert_same(in_training, stored, 1e-4)
 
 
 def test_padding_changes_nothing_for_the_decoder(bundle: Bundle) -> None:

@@ -40,11 +40,6 @@ METASPACE = unigram(TEXTS)
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
-    return save_encoder(tmp_path_factory.mktemp("encoder"), tiny_tokenizer)
-
-
-@pytest.fixture(scope="module")
 def make(make_tiny_bundle: Callable[..., Any], encoder: Path) -> Callable[..., Any]:
     """Make a sentence-slot bundle with the tiny encoder."""
 

@@ -15,6 +15,8 @@ import chromadb
 import pytest
 import torch
 from llama_index.core.llms import ChatMessage
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, ServerError
@@ -59,11 +61,6 @@ def url(started: tuple[FakeVllm, str]) -> str:
 @pytest.fixture
 def there(talkative: Any, store: SoftContextStore, url: str) -> ServerDecoder:
     return ServerDecoder(talkative, store, server=url, api_key=KEY, timeout=WAIT)
-
-
-@pytest.fixture
-def here(talkative: Any, store: SoftContextStore) -> TransformersDecoder:
-    return TransformersDecoder(talkative, store)
 
 
 @pytest.fixture
@@ -126,10 +123,10 @@ def test_a_server_cannot_quote(fake: FakeVllm, there: ServerDecoder) -> None:
 
 
 def test_answers_and_streams_are_those_of_the_decoder_here(
-    there: ServerDecoder, here: TransformersDecoder, soft: str
+    there: ServerDecoder, decoder: TransformersDecoder, soft: str
 ) -> None:
     prompts: list[Any] = [soft, "Who kept bees?", [{"role": "user", "content": soft}]]
-    expected = here.generate(prompts, TOKENS)
+    expected = decoder.generate(prompts, TOKENS)
     assert there.generate(prompts, TOKENS) == expected
     for prompt, answer in zip(prompts, expected, strict=True):
         *pieces, last = there.stream(prompt, TOKENS)
@@ -283,9 +280,6 @@ def test_a_stream_left_early_ends_the_request(fake: FakeVllm, there: ServerDecod
 
 
 def test_what_is_exported_is_what_transformers_and_peft_read(talkative: Any, tmp_path: Path) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     command = export(talkative, tmp_path)
     decoder, reader = tmp_path / "decoder", tmp_path / "reader"
     assert command[:3] == ["vllm", "serve", str(decoder)]

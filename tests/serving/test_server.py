@@ -5,20 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import httpx
 import openai
 import pytest
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel, Field, SecretStr
+from pydantic import SecretStr
 
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.serving.app import Limits, create_app
 from ctx_compress_rag.stores import SoftContextStore
 from helpers.decoding import held, wait_for
-from helpers.langchain import QUESTION, TEXTS
+from helpers.langchain import QUESTION, TEXTS, Tower
 from helpers.serving import ANNA, BERT, WAIT, chat, client, directly, json_format, listening, marker, post
 
 
@@ -59,11 +59,6 @@ def test_options_reach_the_decoder(url: str, store: SoftContextStore, decoder: T
             expected.text,
             expected.finish_reason,
         )
-
-
-class Tower(BaseModel):
-    built: Annotated[int, Field(ge=0, le=9999)]
-    material: Literal["stone", "wood"]
 
 
 def test_answers_are_json_of_the_schema(url: str, store: SoftContextStore) -> None:
@@ -114,20 +109,15 @@ def test_completions_take_raw_prompts_one_or_several(
 def test_streams_give_the_answer_in_pieces(
     url: str, store: SoftContextStore, decoder: TransformersDecoder, kind: str
 ) -> None:
+    prompt: Any = chat(store) if kind == "chat" else "Who kept bees?"
+    expected = directly(decoder, prompt)
+    asked: Any = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}}
     if kind == "chat":
-        expected = directly(decoder, chat(store))
-        with client(url).chat.completions.create(
-            model="tiny", messages=chat(store), stream=True, stream_options={"include_usage": True}
-        ) as stream:
-            chunks: list[Any] = list(stream)
+        chunks: list[Any] = list(client(url).chat.completions.create(messages=prompt, **asked))
         assert chunks[0].choices[0].delta.role == "assistant"
         texts = [c.choices[0].delta.content or "" for c in chunks if c.choices]
     else:
-        expected = directly(decoder, "Who kept bees?")
-        with client(url).completions.create(
-            model="tiny", prompt="Who kept bees?", stream=True, stream_options={"include_usage": True}
-        ) as stream:
-            chunks = list(stream)
+        chunks = list(client(url).completions.create(prompt=prompt, **asked))
         texts = [c.choices[0].text for c in chunks if c.choices]
     assert "".join(texts) == expected.text and len([text for text in texts if text]) > 3
     assert [c.choices[0].finish_reason for c in chunks if c.choices] == [None] * (len(texts) - 1) + ["length"]

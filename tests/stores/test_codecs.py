@@ -36,6 +36,7 @@ def context(slots: np.ndarray, counts: list[int] | None = None) -> SoftContext:
 @settings(deadline=None)
 @given(matrices(float(np.float32(3e38))))
 def test_int8_is_within_its_step_in_every_column(slots: np.ndarray) -> None:
+    """Its own: channels with outliers do not drown the others."""
     back = decode(encode(context(slots), "int8")).slots.numpy().astype(np.float64)
     column = np.abs(slots.astype(np.float64)).max(axis=0)
     # Half a step of a scale at most 2**(1/8) above max/127; nothing is promised 2**31 below the largest column.
@@ -77,17 +78,6 @@ def test_token_counts_are_exact(counts: list[int], codec: str) -> None:
     back = decode(encode(context(np.ones((len(counts), 2), np.float32), counts), codec))
     assert back.token_counts.tolist() == counts
     assert back.token_counts.dtype == torch.int64
-
-
-def test_outlier_channels_do_not_drown_the_others() -> None:
-    slots = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
-    slots[:, 7] *= 300
-    back = decode(encode(context(slots), "int8")).slots.numpy()
-    rest = np.arange(64) != 7
-    assert np.linalg.norm((back - slots)[:, rest]) < 0.01 * np.linalg.norm(slots[:, rest])
-    per_slot = np.abs(slots).max(axis=1, keepdims=True) / 127  # the alternative, for comparison
-    naive = np.rint(slots / per_slot) * per_slot
-    assert np.linalg.norm((naive - slots)[:, rest]) > 0.2 * np.linalg.norm(slots[:, rest])
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))

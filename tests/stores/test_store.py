@@ -122,6 +122,7 @@ def test_changed_metadata_are_written_without_compressing(store: SoftContextStor
     assert bundle.calls == []
     assert store.get_passages(["a"])[0].metadata == {"source": "new"}
     assert_same(store.get(["a"])[0], bundle.at(passage(0), 4))
+    assert store.damaged() == []  # sealed again
     assert store.add([Passage(passage(0), "a", {"source": "new"})], progress=False).unchanged == 1
 
 

@@ -6,33 +6,26 @@ from pathlib import Path
 
 import chromadb
 import pytest
+from langchain_chroma import Chroma
 from langchain_core.documents import Document
+from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core.embeddings import MockEmbedding
 from llama_index.core.schema import TextNode
+from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores import SoftContextStore
+from helpers.langchain import WordEmbeddings
 from helpers.store import WordBundle, assert_same, passage
-
-
-class FewWords:
-    """Three-dimensional embeddings, as LangChain wants them: real ones are not the point here."""
-
-    def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        return [self.embed_query(text) for text in texts]
-
-    def embed_query(self, text: str) -> list[float]:
-        return [float(text.count(c)) for c in "135"]
 
 
 @pytest.mark.parametrize("absolute", [True, False])
 def test_beside_langchain_chroma(
     tmp_path: Path, bundle: WordBundle, monkeypatch: pytest.MonkeyPatch, absolute: bool
 ) -> None:
-    from langchain_chroma import Chroma
-
     monkeypatch.chdir(tmp_path)
     folder = str(tmp_path / "chroma") if absolute else "./relative-chroma"
-    vectors = Chroma(collection_name="docs", embedding_function=FewWords(), persist_directory=folder)
+    vectors = Chroma(collection_name="docs", embedding_function=WordEmbeddings(), persist_directory=folder)
     documents = [Document(page_content=passage(i), metadata={"source": f"{i}.txt"}) for i in range(6)]
     ids = vectors.add_documents(documents)
     with SoftContextStore(folder, bundle, collection="docs") as store:
@@ -57,10 +50,6 @@ def test_beside_langchain_chroma(
 
 
 def test_beside_llama_index_chroma(tmp_path: Path, bundle: WordBundle) -> None:
-    from llama_index.core import StorageContext, VectorStoreIndex
-    from llama_index.core.embeddings import MockEmbedding
-    from llama_index.vector_stores.chroma import ChromaVectorStore
-
     client = chromadb.PersistentClient(tmp_path)
     collection = client.create_collection("docs", embedding_function=None)
     nodes = [TextNode(text=passage(i), metadata={"source": f"{i}.txt"}) for i in range(5)]

@@ -15,7 +15,7 @@ import pytest
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadError, RatioError, StoreError
 from ctx_compress_rag.marking.mark import expand, mark, settled
 from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.keys import KEY_FILE, KEY_VARIABLE
+from ctx_compress_rag.stores.keys import KEY_FILE, KEY_VARIABLE, key_from_file
 from ctx_compress_rag.stores.markers import scope
 from ctx_compress_rag.stores.passages import content_id
 from helpers.forked import run_python
@@ -141,8 +141,6 @@ def test_the_key_is_not_in_chroma(store: SoftContextStore, tmp_path: Path) -> No
 
 
 def test_processes_that_make_the_key_at_once_agree(tmp_path: Path) -> None:
-    from ctx_compress_rag.stores.keys import key_from_file
-
     start = threading.Barrier(8)
 
     def make(_: int) -> bytes:

@@ -153,6 +153,18 @@ def test_what_cannot_be_stored_stays_text_with_a_warning(
     assert "passages new, newer (another process is writing" in caplog.text
 
 
+needs_second_user = pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="needs a second user")
+KEY = b"sixteen bytes or more"
+AS_ANOTHER_USER = f"""{WRITE}
+import os
+from ctx_compress_rag.errors import StoreError, StoreWriteError
+from ctx_compress_rag.marking.mark import mark
+folder, key, bundle = sys.argv[1], {KEY}, WordBundle()
+os.setuid(65534)
+"""
+"""The beginning of a program of a user whom files and folder do not belong to."""
+
+
 def open_to_all(path: Path, mode: int = 0o755) -> None:
     """Let other users read it and the folders that it is in, or what `mode` says."""
     for each in [path, *path.parents]:
@@ -160,16 +172,10 @@ def open_to_all(path: Path, mode: int = 0o755) -> None:
             each.chmod(mode)
 
 
+@needs_second_user
 def test_a_read_only_folder_can_be_queried(tmp_path: Path, bundle: WordBundle) -> None:
-    """As another user, whom files and folder do not belong to."""
-    if os.name != "posix" or os.getuid() != 0:
-        pytest.skip("needs a second user")
-    code = f"""{WRITE}
-import os
-from ctx_compress_rag.errors import StoreWriteError
-bundle = WordBundle()
-os.setuid(65534)
-with SoftContextStore(sys.argv[1], bundle, key=b"sixteen bytes or more") as store:
+    code = f"""{AS_ANOTHER_USER}
+with SoftContextStore(folder, bundle, key=key) as store:
     [marker] = store.split(store.marker("p1", 8))
     print(store.text_of([marker]) == [passage(1)], store.fetch([marker])[0].n_tokens, len(store), store.info().slots)
     print(store.has([passage(0)], ["p0"]), sorted(store.ids()))
@@ -178,12 +184,12 @@ with SoftContextStore(sys.argv[1], bundle, key=b"sixteen bytes or more") as stor
     except StoreWriteError as error:
         print("refused:", error)
 try:
-    SoftContextStore(sys.argv[1], bundle, key=b"sixteen bytes or more", collection="typo")
+    SoftContextStore(folder, bundle, key=key, collection="typo")
 except StoreWriteError as error:
     print("none:", error)
 """
     folder = tmp_path / "chroma"
-    with SoftContextStore(folder, bundle, key=b"sixteen bytes or more") as store:
+    with SoftContextStore(folder, bundle, key=KEY) as store:
         add(store, 2)
     open_to_all(folder)
     run = run_python(code, folder)
@@ -192,20 +198,15 @@ except StoreWriteError as error:
     assert "has no collection 'typo-ctx', and this user may not make one" in run.stdout
 
 
+@needs_second_user
 def test_a_read_only_database_can_be_queried(tmp_path: Path, bundle: WordBundle) -> None:
     """In a folder that this user may write to: another user has made the files."""
-    if os.name != "posix" or os.getuid() != 0:
-        pytest.skip("needs a second user")
-    code = f"""{WRITE}
-import os
-from ctx_compress_rag.marking.mark import mark
-bundle = WordBundle()
-os.setuid(65534)
-with SoftContextStore(sys.argv[1], bundle, key=b"sixteen bytes or more") as store:
+    code = f"""{AS_ANOTHER_USER}
+with SoftContextStore(folder, bundle, key=key) as store:
     print(mark(store, [passage(1), passage(5)], ["p1", "p5"]) == [store.marker("p1", 4), passage(5)])
 """
     folder = tmp_path / "chroma"
-    with SoftContextStore(folder, bundle, key=b"sixteen bytes or more") as store:
+    with SoftContextStore(folder, bundle, key=KEY) as store:
         add(store, 2)
     open_to_all(folder, 0o777)
     for path in folder.rglob("*"):
@@ -214,24 +215,19 @@ with SoftContextStore(sys.argv[1], bundle, key=b"sixteen bytes or more") as stor
     assert run.stdout == "True\n", run
 
 
+@needs_second_user
 def test_a_read_only_folder_that_a_killed_writer_left_says_who_has_to_open_it(
     tmp_path: Path, bundle: WordBundle
 ) -> None:
     """As another user, who may not undo the journal."""
-    if os.name != "posix" or os.getuid() != 0:
-        pytest.skip("needs a second user")
-    code = f"""{WRITE}
-import os
-from ctx_compress_rag.errors import StoreError
-bundle = WordBundle()
-os.setuid(65534)
+    code = f"""{AS_ANOTHER_USER}
 try:
-    SoftContextStore(sys.argv[1], bundle, key=b"sixteen bytes or more")
+    SoftContextStore(folder, bundle, key=key)
 except StoreError as error:
     print(error)
 """
     folder = tmp_path / "chroma"
-    with SoftContextStore(folder, bundle, key=b"sixteen bytes or more") as store:
+    with SoftContextStore(folder, bundle, key=KEY) as store:
         add(store, 40)
     assert run_python(LEAVE_JOURNAL, folder).returncode == -9
     open_to_all(folder / "chroma.sqlite3-journal")
@@ -239,21 +235,16 @@ except StoreError as error:
     assert "chroma.sqlite3-journal must be undone first: open the store once as a user who may write" in run.stdout, run
 
 
+@needs_second_user
 @pytest.mark.parametrize("mode", [0o755, 0o700])
 def test_a_store_that_nobody_made_and_this_user_cannot_make_is_refused_at_once(tmp_path: Path, mode: int) -> None:
     """In a folder that another user may read alone, or not even look into."""
-    if os.name != "posix" or os.getuid() != 0:
-        pytest.skip("needs a second user")
     closed = Path(tempfile.mkdtemp(dir=tempfile.gettempdir()))
     closed.chmod(mode)
-    code = f"""{WRITE}
-import os
-from ctx_compress_rag.errors import StoreWriteError
-bundle = WordBundle()
-os.setuid(65534)
+    code = f"""{AS_ANOTHER_USER}
 for name in ("", "new", "new/newer"):
     try:
-        SoftContextStore(os.path.join(sys.argv[1], name), bundle, key=b"sixteen bytes or more")
+        SoftContextStore(os.path.join(folder, name), bundle, key=key)
         print("opened")
     except StoreWriteError as error:
         print(error)
@@ -292,14 +283,15 @@ def test_a_link_in_place_of_a_lock_file_is_not_followed(tmp_path: Path, bundle: 
 
 
 def test_a_dead_writers_lock_is_free(tmp_path: Path, bundle: WordBundle) -> None:
-    code = f"""{WRITE}
-import os, signal
-SoftContextStore(sys.argv[1], WordBundle()).add([passage(0)], ["p0"], progress=False)
-os.kill(os.getpid(), signal.SIGKILL)
+    code = """
+import os, pathlib, signal, sys
+from ctx_compress_rag.stores.lock import writer
+with writer(pathlib.Path(sys.argv[1]), 0):
+    os.kill(os.getpid(), signal.SIGKILL)
 """
     assert run_python(code, tmp_path).returncode == -9
-    with SoftContextStore(tmp_path, bundle) as store:
-        assert add(store, 2) == AddReport(added=1, updated=0, unchanged=1)
+    with SoftContextStore(tmp_path, bundle, lock_timeout=0) as store:
+        assert add(store, 2).added == 2
 
 
 def test_a_store_carried_over_a_fork_says_so_and_leaves_the_parent_alone(tmp_path: Path) -> None:

@@ -20,8 +20,10 @@ from langchain_core.documents import Document
 
 from ctx_compress_rag.errors import ConfigError, MissingPassageError
 from ctx_compress_rag.marking.mark import expand, mark, stored_ids
-from ctx_compress_rag.stores import SoftContextStore, markers
+from ctx_compress_rag.stores import SoftContextStore, codecs, markers
+from ctx_compress_rag.stores.markers import MarkerCodec
 from ctx_compress_rag.stores.scopes import own_id, owned, record_id
+from ctx_compress_rag.stores.seven_bits import to_bytes
 from helpers.store import WordBundle, add, assert_same, passage
 from langchain_ctx_compress import CompressedContextPostprocessor
 
@@ -174,10 +176,6 @@ def test_a_scope_that_is_no_name_is_refused_everywhere(store: SoftContextStore, 
 
 def test_a_store_without_scopes_made_before_opens_and_reads(tmp_path: Path, bundle: WordBundle) -> None:
     """Records as the first release wrote them: the id alone, hashed with text and bundle."""
-    from ctx_compress_rag.stores import codecs
-    from ctx_compress_rag.stores.markers import MarkerCodec
-    from ctx_compress_rag.stores.seven_bits import to_bytes
-
     key, text = b"a key of sixteen bytes", passage(3)
 
     def digest(*fields: str) -> str:

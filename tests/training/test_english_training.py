@@ -11,7 +11,9 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
+from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_jsonl
@@ -21,6 +23,7 @@ from ctx_compress_rag.flops import counting
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.quantization import from_int8, to_int8
 from ctx_compress_rag.text.prompts import PromptBuilder, messages, shares
+from ctx_compress_rag.training import loop
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
 from ctx_compress_rag.training.recipes import recipe_names
 from ctx_compress_rag.training.run import run_recipe
@@ -75,20 +78,19 @@ def test_from_questions_to_a_bundle_in_one_command(
     assert (tmp_path / "1" / "training_report.json").stat().st_mtime_ns > before
 
 
-def test_a_probe_that_cannot_score_is_refused_before_training(decoder: Path, tmp_path: Path) -> None:
+def test_a_probe_without_answers_or_of_training_questions_is_refused_before_training(
+    decoder: Path, tmp_path: Path
+) -> None:
     first, _ = stages(decoder, tmp_path)
-    write_jsonl(tmp_path / "dev.jsonl", [Example(("Pell trades in salt.",), (Turn("Who?", ()),))])
-    with pytest.raises(DataError, match=r"no question of the probe's .*dev\.jsonl has an answer"):
-        run_recipe(first)
-    assert not list((tmp_path / "1" / "checkpoints").glob("*"))
-
-
-def test_a_probe_of_training_questions_is_refused(decoder: Path, tmp_path: Path) -> None:
-    first, _ = stages(decoder, tmp_path)
-    train = read_jsonl(tmp_path / "train.jsonl")
-    write_jsonl(tmp_path / "dev.jsonl", [*read_jsonl(tmp_path / "dev.jsonl"), train[7]])
-    with pytest.raises(DataError, match=r"train\.jsonl contains a held-out passage"):
-        run_recipe(first)
+    file = tmp_path / "dev.jsonl"
+    bare, trained = Example(("Pell trades in salt.",), (Turn("Who?", ()),)), read_jsonl(tmp_path / "train.jsonl")[7]
+    for probe, said in (
+        ([bare], r"no question of the probe's .*dev\.jsonl has an answer"),
+        ([*read_jsonl(file), trained], r"train\.jsonl contains a held-out passage"),
+    ):
+        write_jsonl(file, probe)
+        with pytest.raises(DataError, match=said):
+            run_recipe(first)
     assert not list((tmp_path / "1" / "checkpoints").glob("*"))
 
 
@@ -126,8 +128,6 @@ def test_a_window_beyond_the_decoders_positions_is_refused(decoder: Path, tmp_pa
 def test_a_time_limit_saves_a_checkpoint_and_the_same_command_goes_on(
     decoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ctx_compress_rag.training import loop
-
     (tmp_path / "whole").mkdir()
     (tmp_path / "cut").mkdir()
     whole, cut = stages(decoder, tmp_path / "whole")[0], stages(decoder, tmp_path / "cut")[0]
@@ -165,8 +165,6 @@ def test_operations_are_those_of_the_matrices() -> None:
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
 def test_small_steps_move_a_full_copy_of_a_bfloat16_decoder(make_tiny_bundle: Any, side: str) -> None:
     """1e-5 of a weight of 1 is lost in bfloat16; a trained copy is float32, what it shares is as it was."""
-    from ctx_compress_rag.backbone import Backbone
-
     plain = make_tiny_bundle(encoder={"mode": "full"}, decoder={"mode": "full"})
     method = plain.config.method.model_copy(
         update={"decoder" if side == "encoder" else "encoder": TuneConfig(mode="frozen")}
@@ -254,8 +252,6 @@ def test_a_bundle_in_eight_bits_is_smaller_and_itself_again(make_tiny_bundle: An
     assert eight < 0.8 * sixteen  # some of its matrices are too small to gain
     # Saved again without it, in the same folder, it is an ordinary transformers model.
     again.save_pretrained(tmp_path / "int8")
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "int8" / "decoder", dtype=torch.float32)
     ids = torch.arange(5, 12).unsqueeze(0)
     with torch.no_grad(), again.text_decoder() as decoder:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import Trainer
 
@@ -161,23 +162,17 @@ def test_what_a_recipe_starts_from_may_not_be_trained_again(
     assert is_finished(load_recipe(recipe))
 
 
-def test_a_fault_in_a_recipe_loses_no_checkpoint(decoder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_fault_in_a_recipe_is_mended_and_loses_no_checkpoint(decoder: Path, tmp_path: Path, begun: bool) -> None:
     """Not even where the training was to begin anew."""
-    recipe = _recipe(decoder, tmp_path / "cut")
-    with killed(after=3):
-        run_recipe(recipe)
+    if begun:
+        with killed(after=3):
+            run_recipe(_recipe(decoder, tmp_path / "cut"))
     (decoder / "empty.jsonl").touch()
     with pytest.raises(DataError, match="contains no examples"):
-        run_recipe(_recipe(decoder, tmp_path / "cut", data="empty.jsonl"), resume=False)
+        run_recipe(_recipe(decoder, tmp_path / "cut", data="empty.jsonl"), resume=not begun)
     run_recipe(_recipe(decoder, tmp_path / "cut"))
-    assert report(tmp_path / "cut")["resumed"] is True
-
-
-def test_a_recipe_that_never_began_is_mended(decoder: Path, tmp_path: Path) -> None:
-    (decoder / "empty.jsonl").touch()
-    with pytest.raises(DataError, match="contains no examples"):
-        run_recipe(_recipe(decoder, tmp_path / "run", data="empty.jsonl"))
-    run_recipe(_recipe(decoder, tmp_path / "run"))
+    assert report(tmp_path / "cut")["resumed"] is begun
 
 
 def test_how_steps_are_made_may_change(decoder: Path, whole: Path, tmp_path: Path) -> None:
@@ -226,8 +221,6 @@ def test_a_checkpoint_that_was_cut_off_is_not_read(
 def test_a_result_that_could_not_be_written_takes_no_further_step(
     decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from peft import PeftModel
-
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 

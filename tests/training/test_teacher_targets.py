@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from ctx_compress_rag.bundle import add_teacher
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
@@ -156,10 +158,6 @@ def test_half_a_file_is_made_again(tmp_path: Path) -> None:
 
 
 def test_a_teacher_is_known_by_its_weights(make_tiny_bundle: Any, tmp_path: Path) -> None:
-    from peft import LoraConfig
-
-    from ctx_compress_rag.bundle import add_teacher
-
     def taught(seed: int, alpha: int) -> Any:
         """A bundle with a teacher's adapter."""
         bundle = make_tiny_bundle(seed=3)

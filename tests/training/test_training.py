@@ -14,11 +14,18 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli.shared import quiet_models
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.data.world import world_examples
-from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.evaluation.harness import evaluate
+from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss, with_repeats
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
@@ -263,12 +270,6 @@ def test_yaml_that_unfolds_to_gigabytes_is_refused_at_once() -> None:
 
 def test_a_lora_teacher_reads_full_text_in_the_bundle(decoder: Path, tmp_path: Path) -> None:
     """The bundle's text decoder is the decoder, trained from nothing, with the teacher's adapter, which slots lack."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    from ctx_compress_rag.bundle import Bundle
-    from ctx_compress_rag.errors import BundleError
-
     data = {"world": {"seed": 50, "examples": 24, "passages": [1, 2]}, "max_turns": 2, "max_context_tokens": 256}
     shape = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
@@ -293,11 +294,6 @@ def test_a_lora_teacher_reads_full_text_in_the_bundle(decoder: Path, tmp_path: P
 
 def test_a_bundle_knows_how_it_was_asked(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its template and longest answer are what it is scored with; they are no part of its fingerprint."""
-    from ctx_compress_rag.bundle import Bundle
-    from ctx_compress_rag.decoding.decoder import TransformersDecoder
-    from ctx_compress_rag.evaluation.harness import evaluate
-    from ctx_compress_rag.evaluation.questions import Question
-
     data = {"files": [str(decoder / "data.jsonl")], "max_answer_tokens": 7}
     data["templates"] = ["Refer to {context}. {question}", TEMPLATES[0]]
     bundle = Bundle.from_pretrained(
@@ -326,7 +322,6 @@ def test_a_bundle_knows_how_it_was_asked(decoder: Path, tmp_path: Path, monkeypa
 
 def test_a_lora_teacher_is_trained_on(decoder: Path, tmp_path: Path) -> None:
     """From its adapter, which a step of no size leaves as it is; its folder has no tokenizer and no weights."""
-    from safetensors.torch import load_file
 
     def train(start: str, output: str, rate: float, mode: str = "lora") -> dict[str, torch.Tensor]:
         optim = {"steps": 1, "learning_rate": rate, "final_learning_rate": 0.0}
@@ -383,13 +378,8 @@ def test_a_teacher_of_another_decoder_is_warned_of(
     decoder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, other: bool
 ) -> None:
     """It may fit in shape, and answers wrong."""
-    run_recipe(write_recipe(decoder, "adapter", tmp_path / "teacher", {"steps": 1}))
-    own = decoder
-    if other:
-        own = shutil.copytree(decoder, tmp_path / "other")
-    run_recipe(
-        write_recipe(
-            decoder, "distillation", tmp_path / "out", {"steps": 1}, decoder=str(own), teacher=str(tmp_path / "teacher")
-        )
-    )
+    teacher = run_recipe(write_recipe(decoder, "adapter", tmp_path / "teacher", {"steps": 1}))
+    own = shutil.copytree(decoder, tmp_path / "other") if other else decoder
+    start = {"decoder": str(own), "teacher": str(teacher)}
+    run_recipe(write_recipe(decoder, "distillation", tmp_path / "out", {"steps": 1}, **start))
     assert (f"was trained on the decoder '{decoder}', not '{own}'" in caplog.text) is other

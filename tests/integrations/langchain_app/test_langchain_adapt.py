@@ -11,6 +11,7 @@ import torch
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.runnables import ConfigurableField
+from peft import PeftConfig
 
 from ctx_compress_rag import BundleError, ConfigError
 from ctx_compress_rag.adaptation import (
@@ -22,33 +23,18 @@ from ctx_compress_rag.adaptation import (
     TestTimeSGD,
     generate_together,
 )
-from ctx_compress_rag.adaptation.methods import PredictorConfig
 from ctx_compress_rag.adaptation.serving import load_adaptation
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.stores import markers
-from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, random_adapter
+from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, random_adapter, save_predictor
 from helpers.decoding import by_transformers, prefills
 from helpers.langchain import QUESTION, TOKENS, App, open_app
 from langchain_ctx_compress import ChatCompressedContext
 
-CONFIG = PredictorConfig(inner_steps=2, inner_learning_rate=0.01, demonstrations=3, hidden=16, code=8)
-
 
 @pytest.fixture(scope="module")
 def predictor(talkative: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A predictor's folder; its weights are random, and its updates large enough to change answers."""
     return save_predictor(talkative, tmp_path_factory.mktemp("predictor"))
-
-
-def save_predictor(talkative: Any, folder: Path, ratio: int | None = None) -> Path:
-    decoder, config = AdaptiveDecoder(talkative), CONFIG.model_copy(update={"ratio": ratio})
-    torch.manual_seed(3)
-    made = PredictedUpdate.build(random_adapter(talkative.backbone.model, 4, seed=8), decoder, config)
-    with torch.no_grad():
-        for parameter in made.predictor.parameters():
-            parameter.normal_(std=0.5)
-    made.save_pretrained(folder)
-    return folder
 
 
 def test_it_answers_with_the_predicted_update(app: App, predictor: Path) -> None:
@@ -91,8 +77,6 @@ def test_several_side_by_side_in_threads_and_in_one_batch(app: App, predictor: P
 
 
 def test_an_adapted_model_is_saved_as_a_peft_adapter(app: App, predictor: Path, tmp_path: Path) -> None:
-    from peft import PeftConfig
-
     llm = app.llm(predictor=predictor)
     adapted = llm.adapt(DEMONSTRATIONS)
     adapted.save_adapter(tmp_path / "saved")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from typing import Any, Literal, TypedDict
 
 import pytest
@@ -15,23 +16,15 @@ from llama_index.core import Settings, SummaryIndex
 from llama_index.core.llms import MockLLM
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import TextNode
-from pydantic import BaseModel, Field
 
 from ctx_compress_rag import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.extras import MissingExtraError
-from helpers.langchain import CHAT, App
+from helpers.langchain import CHAT, App, Tower
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
 from llama_index.llms.ctx_compress import CompressedContextLLM
 from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor as LlamaPostprocessor
-
-
-class Tower(BaseModel):
-    """What a passage says about a tower."""
-
-    built: int = Field(ge=0, le=9999)
-    material: Literal["stone", "wood"]
 
 
 class TowerDict(TypedDict):
@@ -132,8 +125,6 @@ def test_what_cannot_be_enforced_is_refused(app: App, llm: ChatCompressedContext
 
 
 def test_without_the_extra_the_message_names_it(llm: ChatCompressedContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(MissingExtraError, match=r"ctx-compress-rag\[structured\]"):
         llm.with_structured_output(Tower).invoke("The tower?")

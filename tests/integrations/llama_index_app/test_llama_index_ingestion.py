@@ -34,20 +34,6 @@ def store(collection: chromadb.Collection, app: App) -> Iterator[SoftContextStor
         yield store
 
 
-@pytest.fixture
-def compressed(app: App, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every text that the bundle compresses; it does compress it."""
-    texts: list[str] = []
-    compress = app.bundle.compress
-
-    def listening(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        texts.extend(batch)
-        return compress(batch, *args, **kwargs)
-
-    monkeypatch.setattr(app.bundle, "compress", listening)
-    return texts
-
-
 def pipeline(store: SoftContextStore, collection: chromadb.Collection | None = None, **arguments: Any) -> Any:
     vectors = None if collection is None else ChromaVectorStore(chroma_collection=collection)
     splitter = TokenTextSplitter(chunk_size=40, chunk_overlap=0)

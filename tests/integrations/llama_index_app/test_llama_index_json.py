@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Literal
 
 import pytest
 from llama_index.core.llms import ChatMessage
@@ -13,10 +12,10 @@ from llama_index.core.query_engine import RouterQueryEngine, SubQuestionQueryEng
 from llama_index.core.question_gen import LLMQuestionGenerator
 from llama_index.core.selectors import LLMMultiSelector
 from llama_index.core.tools import QueryEngineTool
-from pydantic import BaseModel
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.extras import MissingExtraError
+from helpers.langchain import Tower
 from helpers.llama_index import QUESTION, App
 
 NAMES = ["facts", 'a "summary" {of} all']
@@ -49,15 +48,9 @@ async def test_a_question_is_taken_apart(app: App) -> None:
         assert any("Sub question: " in node.text for node in response.source_nodes)
 
 
-class Tower(BaseModel):
-    """What a passage says about a tower."""
-
-    material: Literal["stone", "wood"]
-
-
 def test_a_template_with_a_pydantic_parser(app: App) -> None:
     prompt = PromptTemplate("Describe {what}.", output_parser=PydanticOutputParser(Tower))
-    Tower.model_validate_json(app.llm(max_tokens=50).predict(prompt, what="the tower"))
+    Tower.model_validate_json(app.llm(max_tokens=120).predict(prompt, what="the tower"))
 
 
 async def test_cut_json_names_the_limit(app: App) -> None:
@@ -73,7 +66,7 @@ async def test_cut_json_names_the_limit(app: App) -> None:
 
 
 async def test_a_streamed_object_is_whole_at_its_end(app: App) -> None:
-    llm, asked = app.llm(max_tokens=50), PromptTemplate("Describe the tower.")
+    llm, asked = app.llm(max_tokens=120), PromptTemplate("Describe the tower.")
     wanted = llm.structured_predict(Tower, asked)
     assert list(llm.stream_structured_predict(Tower, asked))[-1] == wanted
     assert [part async for part in await llm.astream_structured_predict(Tower, asked)][-1] == wanted

@@ -18,7 +18,7 @@ from llama_index.core.schema import MetadataMode
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.stores.markers import scope
 from helpers.langchain import while_the_decoder_is_taken
-from helpers.llama_index import MAX_TOKENS, PASSAGES, QUESTION, RATIO, TOP_K, App, watched
+from helpers.llama_index import MAX_TOKENS, PASSAGES, QUESTION, RATIO, App, Events
 from llama_index.llms.ctx_compress import CompressedContextLLM, marker_tokenizer
 
 
@@ -186,12 +186,10 @@ def test_a_marker_cut_by_a_chunk_too_small_is_logged(app: App, caplog: pytest.Lo
     assert "1 marker(s) in the text were not made with this key for scope 'default', or were cut" in caplog.text
 
 
-def test_llama_index_counts_the_slots(app: App) -> None:
+def test_llama_index_counts_the_slots(app: App, events: Events) -> None:
     counter = TokenCountingHandler()
     synthesizer = get_response_synthesizer(llm=app.llm(), callback_manager=CallbackManager([counter]))
-    nodes = app.postprocessor().postprocess_nodes(app.index.as_retriever(similarity_top_k=TOP_K).retrieve(QUESTION))
-    with watched() as events:
-        synthesizer.synthesize(QUESTION, nodes)
+    synthesizer.synthesize(QUESTION, app.postprocessor().postprocess_nodes(app.nodes()))
     usage = events.ended[0].response.raw["usage"]
     assert counter.prompt_llm_token_count == usage["prompt_tokens"]
     assert counter.completion_llm_token_count == usage["completion_tokens"]
