@@ -35,7 +35,8 @@ class DecoderLLM(BaseModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    store: SoftContextStore = Field(exclude=True, repr=False)
+    # Frozen: what the decoder is made with, which a later assignment would not change.
+    store: SoftContextStore = Field(exclude=True, repr=False, frozen=True)
     max_tokens: int = Sampling.max_new_tokens
     temperature: float = Sampling.temperature
     top_p: float = Sampling.top_p
@@ -43,20 +44,20 @@ class DecoderLLM(BaseModel):
     stop: list[str] | None = None
     seed: int | None = None
     extractive: bool = False
-    on_missing: Literal["error", "text"] = "error"
-    on_unreadable: OnUnreadable = "error"
+    on_missing: Literal["error", "text"] = Field(default="error", frozen=True)
+    on_unreadable: OnUnreadable = Field(default="error", frozen=True)
     scope: str | None = None
     predictor: str | Path | None = None
-    batch_size: int = Field(default=BATCH_SIZE, ge=1)
-    device: str | torch.device | None = Field(default=None, exclude=True)
-    dtype: str | torch.dtype | None = Field(default=None, exclude=True)
-    device_map: str | dict[str, Any] | None = None
-    attn_implementation: str | None = None
-    quantization_config: Any = Field(default=None, exclude=True, repr=False)
-    server: str | None = None
-    api_key: SecretStr | None = Field(default=None, exclude=True)
-    timeout: float = 120.0
-    max_retries: int = 2
+    batch_size: int = Field(default=BATCH_SIZE, ge=1, frozen=True)
+    device: str | torch.device | None = Field(default=None, exclude=True, frozen=True)
+    dtype: str | torch.dtype | None = Field(default=None, exclude=True, frozen=True)
+    device_map: str | dict[str, Any] | None = Field(default=None, frozen=True)
+    attn_implementation: str | None = Field(default=None, frozen=True)
+    quantization_config: Any = Field(default=None, exclude=True, repr=False, frozen=True)
+    server: str | None = Field(default=None, frozen=True)
+    api_key: SecretStr | None = Field(default=None, exclude=True, frozen=True)
+    timeout: float = Field(default=120.0, frozen=True)
+    max_retries: int = Field(default=2, frozen=True)
 
     _decoder: AdaptiveDecoder | None = PrivateAttr(None)
 

@@ -142,3 +142,14 @@ def test_a_postprocessor_refuses_impossible_options(
     unknown = ConfigError if kind is LangChainPostprocessor else TypeError
     with pytest.raises(error or unknown, match=message):
         kind(**{"store": app.store, **options})
+
+
+@pytest.mark.parametrize("llm", [ChatCompressedContext, CompressedContextLLM])
+def test_what_the_decoder_is_made_with_cannot_change(app: App, llm: Any) -> None:
+    """It would change nothing once the LLM has answered; options of an answer can change."""
+    one = llm(store=app.store)
+    for name, value in {"store": app.store, "on_missing": "text", "batch_size": 2, "server": "http://x"}.items():
+        with pytest.raises(ValueError, match=f"{name}\n.*frozen"):
+            setattr(one, name, value)
+    one.max_tokens = 1
+    assert one.max_tokens == 1
