@@ -132,6 +132,6 @@ def teacher_digest(bundle: Bundle) -> str:
             digest.update(f"{name} {module.scaling[TEACHER]} ".encode())
     for name, weight in model.named_parameters():
         if "lora_" not in name or f".{TEACHER}." in name:  # other adapters are the student's
-            digest.update(f"{name.replace('.base_layer.', '.')} {weight.dtype} {tuple(weight.shape)} ".encode())
+            digest.update(f"{name.replace('base_layer.', '')} {weight.dtype} {tuple(weight.shape)} ".encode())
             digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
