@@ -6,11 +6,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from ctx_compress_rag.bundle_folder import REPORT_FILE
@@ -24,6 +26,8 @@ from ctx_compress_rag.training.stage import STAGES
 
 logger = logging.getLogger(__name__)
 
+_LOCK_FILE = "training.lock"
+
 
 def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = None) -> Path:
     """Run a recipe to its end and return its output folder.
@@ -36,7 +40,8 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
         deadline: when to stop, in seconds of `time.monotonic`.
 
     Raises:
-        ConfigError: its output holds checkpoints of a recipe with other settings, or a file that it reads is missing.
+        ConfigError: its output holds checkpoints of a recipe with other settings, another process is training into it,
+            or a file that the recipe reads is missing.
         TimeUpError: the deadline came first; the same call resumes there.
     """
     recipe = load_recipe(path)
@@ -45,20 +50,21 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
     if deadline is not None and time.monotonic() >= deadline:
         raise TimeUpError(f"{path}: not started; the same command resumes there")
     check_inputs([recipe])  # before a model is loaded
-    if resume:
-        refuse_another(recipe)
     _prepare(recipe)
-    logger.info("%s: %d steps, seed %d, into %s", path, recipe.optim.steps, recipe.seed, recipe.output)
-    job = STAGES[recipe.stage].start(recipe, resume)
-    if is_main_process():
-        begin(recipe, resume)  # only now: an error in the recipe must not remove earlier checkpoints
-    report = train(job, recipe.optim, recipe.output, recipe.seed, resume, deadline)
-    if is_main_process():
-        report |= {"recipe": recipe.model_dump(mode="json"), FILES_KEY: file_digests(recipe)}
-        job.save(report)
-        write_json(recipe.output / REPORT_FILE, report)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()  # the next recipe may need what the main process has written
+    with _alone(recipe.output):
+        if resume:
+            refuse_another(recipe)
+        logger.info("%s: %d steps, seed %d, into %s", path, recipe.optim.steps, recipe.seed, recipe.output)
+        job = STAGES[recipe.stage].start(recipe, resume)
+        if is_main_process():
+            begin(recipe, resume)  # only now: an error in the recipe must not remove earlier checkpoints
+        report = train(job, recipe.optim, recipe.output, recipe.seed, resume, deadline)
+        if is_main_process():
+            report |= {"recipe": recipe.model_dump(mode="json"), FILES_KEY: file_digests(recipe)}
+            job.save(report)
+            write_json(recipe.output / REPORT_FILE, report)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # the next recipe may need what the main process has written
     return recipe.output
 
 
@@ -88,6 +94,25 @@ def _prepare(recipe: BaseRecipe) -> None:
     # this setting when they start, so set it before any work.
     torch.set_flush_denormal(True)
     recipe.output.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    """Keep other trainings out of this folder: two would delete each other's checkpoints."""
+    if not is_main_process():
+        yield
+        return
+    lock = FileLock(output / _LOCK_FILE, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise ConfigError(
+            f"another process is training into {str(output)!r}: wait until it ends, stop it, or choose another output"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def is_finished(recipe: BaseRecipe) -> bool:

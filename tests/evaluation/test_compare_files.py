@@ -17,8 +17,10 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.data.world import world_examples
+from ctx_compress_rag.decoder_identity import write_decoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.answering import FULL, prompt_of
+from ctx_compress_rag.evaluation.compare import decoder as compare_decoder
 from ctx_compress_rag.evaluation.compare.config import (
     SHIPPED,
     Budget,
@@ -149,6 +151,21 @@ def test_the_merged_decoder_is_the_decoder_with_its_teacher(files: Path, tmp_pat
         found = made(ids).logits
     assert (wanted - without).abs().max() > 20 * (wanted - found).abs().max()
     assert all(torch.equal(p, p.bfloat16().float()) for p in made.parameters())
+
+
+def test_two_runs_may_merge_at_the_same_time(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slower one keeps what the faster one has written, and leaves nothing else behind."""
+    arguments = (str(files / "model"), str(files / "teacher"), tmp_path / "decoder")
+
+    def overtaken(*args: Any) -> None:
+        monkeypatch.setattr(compare_decoder, "write_decoder", write_decoder)
+        merge_teacher(*arguments)
+        write_decoder(*args)
+
+    monkeypatch.setattr(compare_decoder, "write_decoder", overtaken)
+    merge_teacher(*arguments)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["decoder"]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "decoder")
 
 
 # The command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.training.recipes import load_recipe
 from ctx_compress_rag.training.run import check_inputs, is_finished, run_recipe
+from helpers.forked import COMMAND, Forked
 from helpers.processes import run_by
 from helpers.training import UNLIKE, killed, losses, report, write_recipe
 
@@ -244,3 +246,20 @@ def test_two_processes_take_the_same_batches(decoder: Path, whole: Path, tmp_pat
     """Where the examples end within a batch, too."""
     run_by(2, tmp_path / "told", ("train", _recipe(decoder, tmp_path / "shared")))
     _assert_the_same(whole, tmp_path / "shared")
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_one_training_at_a_time_writes_a_folder(decoder: Path, tmp_path: Path, resume: bool) -> None:
+    """A second one is refused, and takes nothing from the first; after the first is killed, it may train."""
+    folder = tmp_path / "out"
+    recipe = _recipe(decoder, folder, steps=100_000, save_every=1)
+    with Forked(COMMAND, "train", recipe):
+        deadline = time.monotonic() + 120
+        while not list(folder.glob("checkpoints/checkpoint-*/progress.json")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        with pytest.raises(ConfigError, match="another process is training into .*out"):
+            run_recipe(recipe, resume)
+        assert list(folder.glob("checkpoints/checkpoint-*/progress.json"))
+    run_recipe(_recipe(decoder, folder, steps=1), resume=False)
+    assert report(folder)["steps"] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -47,7 +48,13 @@ def merge_teacher(decoder: str | GgufDecoder, teacher: str, folder: Path) -> Non
     write_decoder(backbone.model, backbone.tokenizer, part)
     weights = {name: value.to(torch.bfloat16) for name, value in backbone.own_state().items()}
     save_file(weights, part / WEIGHTS_FILE, metadata={"format": "pt"})
-    part.replace(folder)
+    try:
+        part.rename(folder)
+    except OSError:
+        shutil.rmtree(part)
+        if not folder.exists():
+            raise
+        # Otherwise another run of the same comparison has just written the same decoder.
 
 
 def decoder_sha256(decoder: str | GgufDecoder) -> str | None:
