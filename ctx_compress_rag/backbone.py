@@ -308,7 +308,7 @@ class Backbone:
         state: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():  # names a tied weight once
             if "lora_" not in name:
-                state[name.replace(".base_layer.", ".")] = parameter.detach().cpu().contiguous()
+                state[name.replace("base_layer.", "")] = parameter.detach().cpu().contiguous()
         return state
 
     def load_own_state(self, state: dict[str, Tensor]) -> None:
@@ -316,7 +316,7 @@ class Backbone:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if "lora_" not in name:
-                    parameter.copy_(state[name.replace(".base_layer.", ".")])
+                    parameter.copy_(state[name.replace("base_layer.", "")])
 
     def adapter_state(self, name: str) -> dict[str, Tensor]:
         """Adapter `name`'s weights by the names that peft's files use."""

@@ -275,6 +275,9 @@ class Bundle(OfThisProcess):
         """
         folder = Path(folder)
         check_free(folder)
+        # Until all weights are written, what is left of an earlier bundle must not load.
+        for name in (CONFIG_FILE, REPORT_FILE, "README.md"):
+            (folder / name).unlink(missing_ok=True)
         pack = _packing(int8)
         for part, module in self._parts().items():
             (folder / part).mkdir(parents=True, exist_ok=True)

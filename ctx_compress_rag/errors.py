@@ -29,6 +29,10 @@ class TimeUpError(CtxCompressError):
     """Training stopped at its time limit, and a checkpoint is saved: the same command resumes."""
 
 
+class TrainingError(CtxCompressError):
+    """Training failed: its loss or its weights are NaN or infinite, and further steps cannot change that."""
+
+
 class StoreError(CtxCompressError):
     """The store cannot be opened, read or written as asked."""
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ctx_compress_rag import backbone as backbone_module
+from ctx_compress_rag import bundle as bundle_module
 from ctx_compress_rag.backbone import load_decoder
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
@@ -65,6 +66,27 @@ def test_a_saved_bundle_loads_and_saves_again_with_the_same_bits(made: Any, save
     for name in files:
         if name.suffix == ".safetensors":
             assert (saved / name).read_bytes() == (tmp_path / name).read_bytes(), name
+
+
+def test_a_bundle_that_is_half_overwritten_does_not_load(
+    folder: Path, make_tiny_bundle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = make_tiny_bundle(seed=7)
+    written = []
+
+    def full(state: Any, file: Path, **options: Any) -> None:
+        written.append(file)
+        if len(written) == 2:
+            raise OSError(28, "No space left on device")
+        save_file(state, file, **options)
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(bundle_module, "save_file", full)
+        other.save_pretrained(folder)
+    with pytest.raises(BundleError, match="not a bundle"):
+        Bundle.from_pretrained(folder, device="cpu")
+    other.save_pretrained(folder)
+    assert Bundle.from_pretrained(folder, device="cpu").fingerprint == other.fingerprint
 
 
 def test_report_and_card_are_kept(saved: Path) -> None:

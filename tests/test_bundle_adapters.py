@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
@@ -18,7 +18,7 @@ from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.training.recipes import parse_recipe
-from helpers.models import read_both_ways, tiny_llama
+from helpers.models import draw_lora, read_both_ways, tiny_llama
 
 NAMES = ["compressor", "reader", "teacher"]
 TUNE = TuneConfig(rank=64, alpha=32)  # wide enough for matrices that are worth 8 bits
@@ -104,6 +104,25 @@ def test_in_half_precision_all_three_are_ordinary_peft_adapters(made: Bundle, tm
             torch.testing.assert_close(tuned(input_ids=PROMPT).logits, expected, atol=1e-4, rtol=1e-4)
             with tuned.disable_adapter():
                 assert (tuned(input_ids=PROMPT).logits - expected).abs().max() > 0.1
+
+
+def test_experts_are_adapted_saved_and_loaded(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """peft wraps the experts of a layer twice, once for each of their two matrices."""
+    torch.manual_seed(4)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    sizes = {"vocab_size": len(tiny_tokenizer), "head_dim": 16, "tie_word_embeddings": True}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, **sizes)).eval()
+    config = BundleConfig(name="tiny", method={"name": "mean_pooling"}, base_ratio=4, ratios=[4], max_tokens=64)
+    made = Bundle.build(config, Backbone(model, tiny_tokenizer))
+    draw_lora(model, std=0.1)
+    made.save_pretrained(tmp_path)
+    assert any("experts" in name for name in load_file(tmp_path / "reader" / "adapter_model.safetensors"))
+    assert same(Bundle.from_pretrained(tmp_path, device="cpu"), made)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "decoder", dtype=torch.float32).eval()
+    tuned = PeftModel.from_pretrained(plain, tmp_path / "reader").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(tuned(input_ids=PROMPT).logits, logits(made)[1], atol=1e-4, rtol=1e-4)
 
 
 def test_without_8_bits_the_teacher_is_kept_as_it_was(made: Bundle, tmp_path: Path) -> None:

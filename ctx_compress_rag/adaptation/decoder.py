@@ -126,7 +126,7 @@ class AdaptiveDecoder(TransformersDecoder):
         for name, weight in self.bundle.backbone.model.named_parameters():
             if "lora_" not in name or f".{TEACHER}." in name:
                 part = weight.detach().flatten()[:_SAMPLED].bfloat16().float().cpu()
-                digest.update(f"{name.replace('.base_layer.', '.')} {tuple(weight.shape)}".encode())
+                digest.update(f"{name.replace('base_layer.', '')} {tuple(weight.shape)}".encode())
                 digest.update(part.numpy().tobytes())
         return digest.hexdigest()
 

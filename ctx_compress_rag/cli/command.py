@@ -68,7 +68,8 @@ def command(name: str, example: str) -> Callable[[Run], Run]:
             try:
                 run(**options)
             except KeyboardInterrupt:
-                _stop("interrupted; the same command resumes from what was saved", 130)
+                anew = ", without --no-resume," if options.get("no_resume") else ""
+                _stop(f"interrupted; the same command{anew} resumes from what was saved", 130)
             except Exception as error:
                 message = _explained(error)
                 if message is None:

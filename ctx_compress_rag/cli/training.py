@@ -78,4 +78,4 @@ def train(
             folder = run_recipe(name, resume=not no_resume, deadline=deadline)
             print(f"{name}: {'finished before, in' if before else 'written to'} {folder}")
     except TimeUpError as stop:
-        print(stop)
+        print(f"{stop}, without --no-resume" if no_resume else stop)

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 
-from ctx_compress_rag.errors import ConfigError, TimeUpError
+from ctx_compress_rag.errors import ConfigError, TimeUpError, TrainingError
 from ctx_compress_rag.figures import new_figure, save
 from ctx_compress_rag.flops import counting
 from ctx_compress_rag.training.averaging import WeightAverage
@@ -30,10 +30,10 @@ from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.muon import MuonAdamW
 from ctx_compress_rag.training.parts import FOLDER, load_parts, save_parts
 from ctx_compress_rag.training.resuming import FOLDER as CHECKPOINTS
-from ctx_compress_rag.training.resuming import finish_checkpoint, last_checkpoint, progress_of
+from ctx_compress_rag.training.resuming import finish_checkpoint, last_checkpoint, progress_of, writing
 from ctx_compress_rag.training.sharding import at_hand, is_shared_out, sharded
 from ctx_compress_rag.training.throughput import Meter
-from ctx_compress_rag.training.trained import load_trained_state, trained, trained_state
+from ctx_compress_rag.training.trained import all_finite, load_trained_state, trained, trained_state
 from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 logger = logging.getLogger(__name__)
@@ -163,6 +163,18 @@ class _Trainer(Trainer):
     began: float
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        loss = self._metered_step(model, inputs, num_items_in_batch)
+        if not loss.isfinite():
+            raise self._diverged(f"the loss of step {self.state.global_step + 1} is {loss.item()}")
+        return loss
+
+    def _diverged(self, what: str) -> TrainingError:
+        return TrainingError(
+            f"{self.args.output_dir}: {what}, and further steps cannot change that: lower optim.learning_rate, and "
+            "start again with --no-resume"
+        )
+
+    def _metered_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
         self.meter.see(inputs)
         sampled = self.state.global_step % max(1, self.state.max_steps // _COUNTED_STEPS) == 0
         if not sampled or self.meter.sampled_at == self.state.global_step:
@@ -215,13 +227,17 @@ class _Trainer(Trainer):
             save_file(trained_state(cast(nn.Module, self.model)), folder / _TRAINED_FILE)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()  # each process writes a part
-        if self.args.should_save:
-            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"  # type: ignore[arg-type]
-            if self.average:
-                save_file(self.average.state(), folder / _AVERAGE_FILE)
-            finish_checkpoint(folder, self.progress())
+        step = self.state.global_step
+        if not all_finite(model):
+            raise self._diverged(f"weights are NaN or infinite after step {step}")
+        folder = Path(self.args.output_dir) / f"checkpoint-{step}"  # type: ignore[arg-type]
+        with writing(folder):
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()  # each process writes a part
+            if self.args.should_save:
+                if self.average:
+                    save_file(self.average.state(), folder / _AVERAGE_FILE)
+                finish_checkpoint(folder, self.progress())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not is_shared_out(self.model):
@@ -277,6 +293,8 @@ def train(
     Raises:
         ConfigError: the batch size cannot be divided among the processes, or the checkpoint does not fit.
         TimeUpError: the deadline came before the last step; a checkpoint is saved.
+        TrainingError: the loss or a weight became NaN or infinite.
+        OSError: a file cannot be written.
     """
     model = job.model
     processes = int(os.environ.get("WORLD_SIZE", "1"))  # under torchrun each process takes its share
@@ -312,6 +330,7 @@ def train(
         save_steps=optim.save_every,
         save_total_limit=2,
         logging_steps=optim.log_every,
+        logging_nan_inf_filter=False,  # it would log a loss of 0 instead
         seed=seed,
         report_to=[],
         disable_tqdm=False,  # commands that keep transformers quiet (`compare`) also show the bar

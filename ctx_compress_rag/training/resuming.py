@@ -7,11 +7,14 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from safetensors import SafetensorError
 
+from ctx_compress_rag.bundle_folder import REPORT_FILE
 from ctx_compress_rag.decoder_identity import sha256
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.json_files import write_json
@@ -57,13 +60,18 @@ def refuse_another(recipe: BaseRecipe) -> None:
         )
 
 
-def begin(recipe: BaseRecipe, resume: bool) -> None:
-    """Save the recipe beside its checkpoints; without `resume` earlier checkpoints are removed."""
+def begin(recipe: BaseRecipe, resume: bool, files: Mapping[str, str]) -> None:
+    """Save the recipe and the digests of its `files` beside its checkpoints.
+
+    Removes an earlier training's report and, without `resume`, its checkpoints.
+    """
     folder = recipe.output / FOLDER
+    # With an earlier report, a training that is interrupted from now on would count as finished.
+    (recipe.output / REPORT_FILE).unlink(missing_ok=True)
     if not resume:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / _RECIPE_FILE, recipe.model_dump(mode="json") | {FILES_KEY: file_digests(recipe)})
+    write_json(folder / _RECIPE_FILE, recipe.model_dump(mode="json") | {FILES_KEY: dict(files)})
 
 
 def inputs(recipe: BaseRecipe) -> Iterator[Path]:
@@ -159,6 +167,21 @@ def _whole(output: Path) -> list[Path]:
 
 def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
+
+
+@contextmanager
+def writing(what: Path) -> Iterator[None]:
+    """Name what cannot be written: on a full disk, torch and safetensors raise errors that do not say so.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        raise OSError(
+            f"cannot write {what} ({error}): check that the disk has space; the training resumes at its last checkpoint"
+        ) from error
 
 
 def finish_checkpoint(checkpoint: Path, progress: dict[str, Any]) -> None:

@@ -21,7 +21,15 @@ from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.training.config import BaseRecipe
 from ctx_compress_rag.training.loop import is_main_process, train
 from ctx_compress_rag.training.recipes import load_recipe
-from ctx_compress_rag.training.resuming import FILES_KEY, begin, changed_files, file_digests, inputs, refuse_another
+from ctx_compress_rag.training.resuming import (
+    FILES_KEY,
+    begin,
+    changed_files,
+    file_digests,
+    inputs,
+    refuse_another,
+    writing,
+)
 from ctx_compress_rag.training.stage import STAGES
 
 logger = logging.getLogger(__name__)
@@ -43,6 +51,8 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
         ConfigError: its output holds checkpoints of a recipe with other settings, another process is training into it,
             or a file that the recipe reads is missing.
         TimeUpError: the deadline came first; the same call resumes there.
+        TrainingError: the loss or a weight became NaN or infinite.
+        OSError: a file cannot be written.
     """
     recipe = load_recipe(path)
     if resume and is_finished(recipe):
@@ -55,13 +65,15 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
         if resume:
             refuse_another(recipe)
         logger.info("%s: %d steps, seed %d, into %s", path, recipe.optim.steps, recipe.seed, recipe.output)
+        files = file_digests(recipe)  # before they are read: they may be edited during the training
         job = STAGES[recipe.stage].start(recipe, resume)
         if is_main_process():
-            begin(recipe, resume)  # only now: an error in the recipe must not remove earlier checkpoints
+            begin(recipe, resume, files)  # only now: an error in the recipe must not remove earlier checkpoints
         report = train(job, recipe.optim, recipe.output, recipe.seed, resume, deadline)
         if is_main_process():
-            report |= {"recipe": recipe.model_dump(mode="json"), FILES_KEY: file_digests(recipe)}
-            job.save(report)
+            report |= {"recipe": recipe.model_dump(mode="json"), FILES_KEY: files}
+            with writing(recipe.output):
+                job.save(report)
             write_json(recipe.output / REPORT_FILE, report)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # the next recipe may need what the main process has written

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -16,6 +17,12 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
     """Values of the trained parameters, on the CPU."""
     return {name: p.detach().cpu().contiguous() for name, p in trained(model).items()}
+
+
+def all_finite(model: nn.Module) -> bool:
+    """Whether no trained parameter is NaN or infinite, in this process's part of them."""
+    parts = (p.to_local() if isinstance(p, DTensor) else p for p in trained(model).values())
+    return all(bool(part.isfinite().all()) for part in parts)
 
 
 def load_trained_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:

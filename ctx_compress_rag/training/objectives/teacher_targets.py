@@ -25,6 +25,7 @@ from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.bundle_folder import TEACHER
 from ctx_compress_rag.decoder_identity import digest_in_memory
 from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.training.resuming import writing
 
 FOLDER = "teacher_targets"
 
@@ -116,7 +117,8 @@ def _load(file: Path) -> dict[str, Tensor] | None:
 def _save(kept: dict[str, Tensor], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{uuid4().hex}.part")  # two processes may have the same prompt
-    save_file(kept, part)
+    with writing(file):
+        save_file(kept, part)
     part.replace(file)
 
 
@@ -132,6 +134,6 @@ def teacher_digest(bundle: Bundle) -> str:
             digest.update(f"{name} {module.scaling[TEACHER]} ".encode())
     for name, weight in model.named_parameters():
         if "lora_" not in name or f".{TEACHER}." in name:  # other adapters are the student's
-            digest.update(f"{name.replace('.base_layer.', '.')} {weight.dtype} {tuple(weight.shape)} ".encode())
+            digest.update(f"{name.replace('base_layer.', '')} {weight.dtype} {tuple(weight.shape)} ".encode())
             digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
