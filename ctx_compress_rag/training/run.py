@@ -65,7 +65,8 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
         if resume:
             refuse_another(recipe)
         logger.info("%s: %d steps, seed %d, into %s", path, recipe.optim.steps, recipe.seed, recipe.output)
-        files = file_digests(recipe)  # before they are read: they may be edited during the training
+        # Before they are read: they may be edited during the training.
+        files = file_digests(recipe) if is_main_process() else {}
         job = STAGES[recipe.stage].start(recipe, resume)
         if is_main_process():
             begin(recipe, resume, files)  # only now: an error in the recipe must not remove earlier checkpoints
