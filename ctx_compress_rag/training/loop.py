@@ -195,7 +195,7 @@ class _Trainer(Trainer):
         return batches, items
 
     def progress(self) -> dict[str, Any]:
-        """Tokens of all processes, and seconds, since training started."""
+        """Seconds since training started, and tokens, as if all processes had read as many as this one."""
         return {
             "tokens": self.before.get("tokens", 0) + int(self.meter.tokens) * self.args.world_size,
             "seconds": round(self.before.get("seconds", 0.0) + time.monotonic() - self.began, 2),
