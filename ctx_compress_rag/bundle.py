@@ -94,7 +94,7 @@ class Bundle(OfThisProcess):
         attn_implementation: str | None = None,
         quantization_config: Any = None,
     ) -> Bundle:
-        """Load a bundle from a folder, by shipped name (`demo`), or from the hub.
+        """Load a bundle from a folder, by shipped name (`smollm2-135m` or `demo`), or from the hub.
 
         Args:
             name_or_path: a folder, a shipped name, or a hub id such as `someone/bundle`.

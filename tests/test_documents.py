@@ -15,6 +15,7 @@ import pytest
 
 import ctx_compress_rag
 from ctx_compress_rag.cli import main
+from ctx_compress_rag.methods.registry import METHODS
 
 ROOT = Path(__file__).parents[1]
 PAPERS = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
@@ -80,6 +81,14 @@ def test_the_picture_is_what_its_script_writes() -> None:
 def test_the_table_of_memory_is_what_its_script_counts() -> None:
     script = run_path(str(ROOT / "docs" / "memory.py"))
     assert script["table"]() in (ROOT / "docs" / "larger_decoders.md").read_text(encoding="utf-8")
+
+
+def test_the_api_lists_the_settings_of_every_method() -> None:
+    """`docs/training.md` promises the fields of every recipe."""
+    page = (ROOT / "docs" / "api" / "training.md").read_text(encoding="utf-8").splitlines()
+    shipped = {name: method.config.__module__ for name, method in METHODS.items()}
+    shipped = {name: module for name, module in shipped.items() if module.startswith("ctx_compress_rag.")}
+    assert len(shipped) == 6 and all(f"::: {module}" in page for module in shipped.values())
 
 
 def test_the_command_line_page_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

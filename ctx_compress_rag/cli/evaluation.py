@@ -90,7 +90,10 @@ def eval_(
     dtype: Dtype = None,
     in_domain: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME...", help="Sets (file names without suffix) similar to the training data."),
+        typer.Option(
+            metavar="NAME...",
+            help="Sets (file names without suffix) like the training data; they and the others get means of their own.",
+        ),
     ] = None,
     card: Annotated[bool, typer.Option("--card", help="Also write the scores into BUNDLE's model card.")] = False,
     output: Output = "ctx-compress-eval",
@@ -171,7 +174,7 @@ def agree(
     """Compare answers from slots and from text.
 
     Needs no reference answers: shows what compression changes, not whether answers are right. The default ratios are
-    those of the bundle that the store can serve.
+    those that the bundle was trained for and the store can serve.
     """
     from ctx_compress_rag.app.passage_index import open_index
     from ctx_compress_rag.evaluation import agreement
@@ -303,7 +306,7 @@ def inspect(
         ),
     ],
     bundle: AnyBundle,
-    passages: Annotated[int, typer.Option(metavar="N", help="Maximum from JSONL.")] = 100,
+    passages: Annotated[int, typer.Option(metavar="N", help="Maximum number of passages from JSONL.")] = 100,
     ratio: Annotated[
         int | None, typer.Option(metavar="R", help="Source tokens per slot.  [default: the bundle's own]")
     ] = None,

@@ -41,7 +41,12 @@ Template = Annotated[
 ]
 AnswerTokens = Annotated[
     int | None,
-    typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer, in tokens.  [default: the bundle's]"),
+    typer.Option(
+        "--max-tokens",
+        metavar="N",
+        min=1,
+        help="Longest answer, in tokens.  [default: the bundle's; if it has none, 512 in ask and 32 in eval]",
+    ),
 ]
 Extractive = Annotated[bool, typer.Option("--extractive", help="Answers quote the passages word for word.")]
 Temperature = Annotated[float, typer.Option(metavar="T", help="0 always takes the most likely token.")]
@@ -49,7 +54,10 @@ BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum prompt
 Device = Annotated[str | None, typer.Option(metavar="NAME", help="cuda, mps or cpu.  [default: the first available]")]
 Dtype = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Dtype of decoder weights.  [default: bfloat16 on CUDA, float32 elsewhere]"),
+    typer.Option(
+        metavar="NAME",
+        help="Dtype of decoder weights.  [default: bfloat16 on CUDA if the GPU supports it, else float32]",
+    ),
 ]
 Server = Annotated[
     str | None,

@@ -33,10 +33,10 @@ def data(
     """Write a published data set as JSONL.
 
     Rows have question, answers, context and, for stage ram, the evidence that the set marks, as `train` and `eval` read
-    them. Sets without passages (nq, popqa, bamboogle) need a FILE with retrieved passages under "ctxs"; if hotpotqa,
-    2wikimultihopqa or musique have them, they replace the set's own. narrativeqa's context is the story's summary. Of
-    several files, FILE is triviaqa's in qa/ (pages in evidence/), narrativeqa's qaps.csv (summaries in
-    third_party/wikipedia/) or multinews' .src (summaries in .tgt).
+    them. Sets without passages (nq, popqa, bamboogle) need a FILE with retrieved passages under "ctxs". In a FILE of
+    hotpotqa, 2wikimultihopqa or musique, passages under "ctxs" replace the set's own. narrativeqa's context is the
+    story's summary. Where a set has several files, FILE is, for triviaqa, the one in qa/ (its pages are in evidence/);
+    for narrativeqa, qaps.csv (summaries in third_party/wikipedia/); for multinews, the .src file (summaries in .tgt).
     """
     from ctx_compress_rag.data.published import convert
 
