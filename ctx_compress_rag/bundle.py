@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -271,13 +272,19 @@ class Bundle(OfThisProcess):
                 library reads them; for others, such as peft or vLLM, load the bundle and save it without `int8`.
 
         Raises:
-            ConfigError: the folder is a file, or has a README.md or config.json that is not a bundle's.
+            ConfigError: the folder is a file, or has a README.md or config.json that is not a bundle's, or a teacher
+                that is no bundle's and that this bundle would be loaded with.
         """
         folder = Path(folder)
         check_free(folder)
+        old_teacher = TEACHER not in self.backbone.adapters and (folder / TEACHER).exists()
+        if old_teacher and not (folder / CONFIG_FILE).exists():
+            raise ConfigError(f"{folder / TEACHER} would be read as this bundle's teacher: give a new folder")
         # Until all weights are written, what is left of an earlier bundle must not load.
         for name in (CONFIG_FILE, REPORT_FILE, "README.md"):
             (folder / name).unlink(missing_ok=True)
+        if old_teacher:
+            shutil.rmtree(folder / TEACHER)
         pack = _packing(int8)
         for part, module in self._parts().items():
             (folder / part).mkdir(parents=True, exist_ok=True)

@@ -140,6 +140,25 @@ def test_one_form_replaces_the_other_in_the_same_folder(made: Bundle, tmp_path: 
         assert same(Bundle.from_pretrained(tmp_path / "bundle", device="cpu"), made)
 
 
+def test_a_bundle_without_a_teacher_replaces_one_that_has_it(
+    made: Bundle, make_tiny_bundle: Callable[..., Bundle], tmp_path: Path
+) -> None:
+    folder, plain = tmp_path / "bundle", make_tiny_bundle()
+    made.save_pretrained(folder)
+    plain.save_pretrained(folder)
+    assert same(Bundle.from_pretrained(folder, device="cpu"), plain)
+
+
+def test_a_teacher_that_is_no_bundles_is_left_alone(
+    make_tiny_bundle: Callable[..., Bundle], tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """As in a folder of training outputs; loading would take it for the bundle's own."""
+    file = save_teacher(tiny_tokenizer, tmp_path / "teacher") / "adapter_model.safetensors"
+    with pytest.raises(ConfigError, match="would be read as this bundle's teacher"):
+        make_tiny_bundle().save_pretrained(tmp_path)
+    assert file.exists() and not (tmp_path / "config.json").exists()
+
+
 # The reader's LoRA from the teacher's
 
 

@@ -24,6 +24,7 @@ from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.figures import new_figure, save
 from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.metrics import Interval, exact_match, paired_difference, token_f1
+from ctx_compress_rag.training.resuming import weights_digest
 
 _RATES = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the recipe's own
 
@@ -114,6 +115,7 @@ def evaluate(
     about = {
         "recipes": [recipe.model_dump(mode="json") for recipe in (recipes.base, *recipes.others)],
         "fingerprint": decoder.bundle.fingerprint,
+        "trained": [weights_digest(recipe.output) for recipe in (recipes.base, *recipes.others)],
         "data": [path.name for path in paths] or f"task families, {split}",
         "episodes": digest(chain(*apart)),
         "questions": len(episodes),

@@ -15,11 +15,13 @@ class AnswerLog:
     Args:
         file: the path; a file of the same run is continued, any other is replaced.
         about: everything that answers depend on, as JSON values.
+        questions: what each system is asked, in order. From an answer that is not to its next question, as after a
+            deleted line or a second process, its answers are given again.
     """
 
-    def __init__(self, file: str | Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, file: str | Path, about: Mapping[str, Any], questions: Sequence[str]) -> None:
         self._file = Path(file)
-        self._given: dict[tuple[str, int | None], list[dict[str, Any]]] = defaultdict(list)
+        self._given: dict[tuple[str, int | None], list[tuple[str, int]]] = defaultdict(list)
         head = json.dumps({"run": about}, ensure_ascii=False)
         lines: list[str] = []
         if self._file.is_file():
@@ -29,16 +31,19 @@ class AnswerLog:
         for line in lines[1:] if lines[:1] == kept else []:
             try:
                 row = json.loads(line if line.endswith("\n") else "")
-            except ValueError:
-                break  # cut off when the run was interrupted
-            self._given[row["system"], row["ratio"]].append(row)
-            kept.append(line)
+                given, answer = self._given[row["system"], row["ratio"]], (row["answer"], row["prompt_tokens"])
+                fits = row["question"] == questions[len(given)]
+            except (ValueError, TypeError, LookupError):
+                continue  # cut off when the run was interrupted, damaged, or of a question too many
+            if fits:
+                given.append(answer)
+                kept.append(line)
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.write_text("".join(kept), encoding="utf-8")
 
     def given(self, system: str, ratio: int | None) -> list[tuple[str, int]]:
         """A system's answers so far, in the questions' order, each with the number of its prompt's tokens."""
-        return [(row["answer"], row["prompt_tokens"]) for row in self._given[system, ratio]]
+        return list(self._given[system, ratio])
 
     def add(
         self,

@@ -161,7 +161,7 @@ def answer(
         raise ConfigError("LLMLingua-2 needs its model: give it as lingua, or leave LLMLingua-2 out")
     about = conditions(bundle, questions, lingua, codec, template, max_new_tokens, extractive)
     sampling = Sampling(max_new_tokens=about["max_new_tokens"], extractive=extractive)
-    kept = None if log is None else AnswerLog(log, about)
+    kept = None if log is None else AnswerLog(log, about, [q.question for q in questions])
     answers: SystemAnswers = {}
     # One store serves all ratios if the method is nestable or decides at question time; otherwise each ratio needs
     # its own.

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, SerializeAsAny
 
 import ctx_compress_rag.methods as methods
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import MethodConfig
 from ctx_compress_rag.methods.base.method import METHODS, Method, register
 from ctx_compress_rag.settings import any_of
@@ -24,7 +25,14 @@ for _found in pkgutil.iter_modules(methods.__path__, f"{methods.__name__}."):
     if _found.ispkg:
         import_module(_found.name)
 for _entry in entry_points(group="ctx_compress_rag.methods"):
-    _entry.load()
+    try:
+        _entry.load()
+    except Exception as error:
+        package = "" if _entry.dist is None else f" of the package {_entry.dist.name}"
+        raise ConfigError(
+            f"the method {_entry.name!r}{package} cannot be loaded ({type(error).__name__}: {error}): repair that "
+            "package, or uninstall it"
+        ) from error
 
 
 def _of_its_class(settings: Any) -> MethodConfig:

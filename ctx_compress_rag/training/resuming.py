@@ -92,10 +92,10 @@ def file_digests(recipe: BaseRecipe) -> dict[str, str]:
     """SHA-256 of the files that a recipe reads, and of the weights in its folders, by path. Leaves out missing ones."""
     models = {getattr(recipe, key, None) for key in ("decoder", "bundle")}
     paths = {*inputs(recipe), *(Path(name) for name in models if isinstance(name, str))}
-    return {str(path): sha256(path) if path.is_file() else _weights_digest(path) for path in paths if path.exists()}
+    return {str(path): sha256(path) if path.is_file() else weights_digest(path) for path in paths if path.exists()}
 
 
-def _weights_digest(folder: Path) -> str:
+def weights_digest(folder: Path) -> str:
     """SHA-256 of a decoder's, an adapter's or a bundle's weights: 64 hex digits."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*/*.safetensors"))  # a bundle's
     return hashlib.sha256(" ".join(f"{file.name} {sha256(file)}" for file in files).encode()).hexdigest()

@@ -13,6 +13,7 @@ import chromadb
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from ctx_compress_rag.adaptation import (
     Adapter,
@@ -284,6 +285,25 @@ def test_flops_are_those_of_the_matrix_products(decoder: AdaptiveDecoder) -> Non
 
 
 # The table
+
+
+def test_answers_of_other_weights_are_not_kept(tmp_path: Path, bundle_folder: Path, decoder: AdaptiveDecoder) -> None:
+    """As when an output is removed and trained again on edited files, by the same recipe."""
+    for name, file in _recipes(tmp_path, bundle_folder, steps=1).items():
+        if name != "base":
+            file.unlink()
+    command = ["adapt-eval", "--recipes", str(tmp_path / "recipes"), "--questions", "3", "--timed", "1"]
+    command += ["--max-tokens", "4", "--output", str(tmp_path / "scores")]
+    assert main(command) == 0
+    weights = tmp_path / "out" / "base" / "adapter_model.safetensors"
+    torch.manual_seed(0)
+    save_file({name: torch.randn_like(value) for name, value in load_file(weights).items()}, weights)
+    assert main(command) == 0
+    adapter = BaseAdapter(Adapter.from_pretrained(weights.parent, decoder.bundle.backbone.model))
+    answers = json.loads((tmp_path / "scores" / "answers" / "base_adapter.json").read_text())["answers"]
+    for answer, episode in zip(answers, Episodes(FamilyTasks("test"), 3, 3, seed=0), strict=True):
+        adapted = decoder.adapt(episode.support, adapter)
+        assert answer == adapted.generate([episode.query.chat()], Sampling(max_new_tokens=4))[0].text.strip()
 
 
 @pytest.mark.slow

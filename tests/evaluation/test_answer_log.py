@@ -101,6 +101,27 @@ def test_answers_of_another_run_are_not_taken(tiny_bundle: Any, asked: Asked, tm
 
 def test_any_text_is_read_back(tmp_path: Path) -> None:
     odd = ["two\nlines", "\u2028\x85\x0b\x1c", "", "{}", "🦀 \r"]
-    AnswerLog(tmp_path / "log", {"run": 1}).add(FULL, None, [("\u2029?", odd)] * len(odd), [(text, 7) for text in odd])
-    assert AnswerLog(tmp_path / "log", {"run": 1}).given(FULL, None) == [(text, 7) for text in odd]
-    assert AnswerLog(tmp_path / "log", {"run": 2}).given(FULL, None) == []
+    asked = ["\u2029?"] * len(odd)
+    log = AnswerLog(tmp_path / "log", {"run": 1}, asked)
+    log.add(FULL, None, [(question, odd) for question in asked], [(text, 7) for text in odd])
+    assert AnswerLog(tmp_path / "log", {"run": 1}, asked).given(FULL, None) == [(text, 7) for text in odd]
+    assert AnswerLog(tmp_path / "log", {"run": 2}, asked).given(FULL, None) == []
+
+
+@pytest.mark.parametrize("change", ["a line is deleted", "lines are there twice", "a line is damaged"])
+def test_answers_stay_with_their_questions(
+    tiny_bundle: Any, plain: SystemAnswers, asked: Asked, tmp_path: Path, change: str
+) -> None:
+    """Also in a file that a person edited, or that two processes wrote."""
+    log = tmp_path / "answers.jsonl"
+    scored(tiny_bundle, QUESTIONS, log)
+    lines = log.read_bytes().splitlines(keepends=True)
+    changed = {
+        "a line is deleted": lines[:2] + lines[3:],
+        "lines are there twice": lines[:6] + lines[1:],
+        "a line is damaged": [*lines[:2], b"{}\n", b"[]\n", *lines[2:]],
+    }
+    log.write_bytes(b"".join(changed[change]))
+    asked.calls = 0
+    assert scored(tiny_bundle, QUESTIONS, log) == plain
+    assert len(log.read_bytes().splitlines()) == len(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,8 @@ def test_prompts_hold_as_many_passages_as_the_budget_says(settings: dict[str, An
         ({"data": {"mix": {"passages": [2]}}}, "set by --passages"),
         ({"decoder": None}, "teacher needs decoder"),
         ({"entries": {"one": {"settings": {"data": {"mix": {}}}}}}, "may not set data.mix"),
+        ({"entries": {"baselines": {"note": "", "like": "one"}}}, "cannot be named 'baselines'"),
+        ({"entries": {"../one": {"note": "", "like": "one"}}}, "cannot be named '../one'"),
     ],
 )
 def test_faults_are_named(settings: dict[str, Any], tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -240,6 +243,52 @@ def test_other_data_are_another_comparison(
         file.write_text(yaml.safe_dump(merged(settings, {"data": changes})))
         assert main([command[0], str(file), *command[2:], "--output", str(finished)]) == 2
         assert f"holds a comparison with {name}" in capsys.readouterr().err
+
+
+def test_a_finished_comparison_may_move(
+    finished: Path, command: list[str], settings: dict[str, Any], files: Path, tmp_path: Path
+) -> None:
+    """And so may its files: what they hold is compared, not where they are."""
+    moved, elsewhere, yaml_file = tmp_path / "moved", tmp_path / "elsewhere.jsonl.gz", tmp_path / "moved.yaml"
+    shutil.copytree(finished, moved)
+    shutil.copy(files / "train.jsonl.gz", elsewhere)
+    changes = {"data": {"files": [str(elsewhere)]}}
+    yaml_file.write_text(yaml.safe_dump(merged(settings, changes), sort_keys=False))
+    trained = {file: file.stat().st_mtime_ns for file in moved.rglob("*.safetensors")}
+    assert main([command[0], str(yaml_file), *command[2:], "--output", str(moved)]) == 0
+    assert {file: file.stat().st_mtime_ns for file in moved.rglob("*.safetensors")} == trained
+    assert (moved / "compare.md").read_text() == (finished / "compare.md").read_text()
+
+
+@pytest.mark.parametrize("changes", [{"batch_size": 3}, {"entries": {"pooled": {"settings": {"seed": 5}}}}])
+@pytest.mark.parametrize("options", [["--entries", "one"], ["--table-only"]])
+def test_results_of_other_settings_are_not_reported(
+    finished: Path,
+    command: list[str],
+    settings: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    options: list[str],
+) -> None:
+    """Also not those of entries that are not trained now."""
+    file, report = tmp_path / "changed.yaml", (finished / "compare.md").read_text()
+    file.write_text(yaml.safe_dump(merged(settings, changes)))
+    assert main(["compare", str(file), *command[2:6], *options, "--output", str(finished)]) == 2
+    assert " has changed since " in capsys.readouterr().err
+    assert (finished / "compare.md").read_text() == report
+
+
+@pytest.mark.parametrize("name", ["run.json", "results/one.json", "results/baselines.json"])
+def test_a_damaged_file_is_named(
+    finished: Path, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(finished, damaged)
+    (damaged / name).write_text((damaged / name).read_text()[:40])
+    for options in ([], ["--table-only"]):
+        assert main([*command, *options, "--output", str(damaged)]) == 2
+        assert f"{damaged / name} is damaged" in capsys.readouterr().err
 
 
 def test_too_many_questions_are_refused(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

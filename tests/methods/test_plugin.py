@@ -26,13 +26,28 @@ print(type(config.method).__name__, config.method.gain)
 
 
 def test_an_installed_package_of_methods_is_found(tmp_path: Path) -> None:
-    (tmp_path / "toy_methods.py").write_text(_MODULE)
-    about = tmp_path / "toy_methods-1.0.dist-info"
+    done = _run(tmp_path, _MODULE, "-c", _USER)
+    assert done.stdout == "ToyConfig 2.5\n", done.stderr
+
+
+def test_a_package_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    """Every command fails then, whichever method it uses."""
+    done = _run(
+        tmp_path, "import no_such_module", "-m", "ctx_compress_rag.cli", "export", "demo", str(tmp_path / "out")
+    )
+    assert done.returncode == 2
+    assert "'toy' of the package toy-methods cannot be loaded (ModuleNotFoundError: No module named" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def _run(folder: Path, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python where a package with this module is installed in `folder`."""
+    (folder / "toy_methods.py").write_text(module)
+    about = folder / "toy_methods-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-methods\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[ctx_compress_rag.methods]\ntoy = toy_methods\n")
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", _USER], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    path = os.pathsep.join([str(folder), *sys.path])
+    return subprocess.run(
+        [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )
-    assert done.stdout == "ToyConfig 2.5\n", done.stderr

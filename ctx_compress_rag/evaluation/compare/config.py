@@ -26,6 +26,9 @@ from ctx_compress_rag.training.recipes import parse_recipe
 
 SHIPPED = Path(__file__).parent / "comparisons"
 
+BASELINES = "baselines"
+"""The baselines' place among the entries' results."""
+
 # Keys that would make entries unequal, or that follow from others.
 _FILLED_IN = ("name", "output", "decoder", "bundle", "ratios")
 _FILLED_IN_OF_DATA = ("files", "texts", "world", "mix", "part", "held_out", "most_words")
@@ -154,6 +157,8 @@ class Comparison(Strict):
         if self.teacher is not None and self.decoder is None:
             raise ValueError("teacher needs decoder: give the decoder that the teacher was trained for")
         for name, entry in self.entries.items():
+            if name == BASELINES or Path(name).name != name:
+                raise ValueError(f"an entry cannot be named {name!r}: results are kept in files of these names")
             if entry.like is not None and entry.like not in self.entries:
                 raise ValueError(f"entry {name} is like {entry.like!r}, which is not an entry")
             whole = self.resolved(name)

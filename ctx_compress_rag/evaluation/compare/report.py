@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,8 @@ import numpy as np
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import EXTRACTED, FULL, NONE, SOFT, TRUNCATED
-from ctx_compress_rag.evaluation.compare.config import Comparison, Ordering
-from ctx_compress_rag.evaluation.compare.run import BASELINES, RUN_FILE, shown_at
+from ctx_compress_rag.evaluation.compare.config import BASELINES, Comparison, Ordering
+from ctx_compress_rag.evaluation.compare.run import check_recipes, read_result, read_run, shown_at
 from ctx_compress_rag.evaluation.plots import MOST_CURVES, Curve, plot_panels
 from ctx_compress_rag.metrics import Interval, paired_difference, standard_error, teacher_normalized
 
@@ -101,13 +100,14 @@ def read_report(comparison: Comparison, folder: Path) -> Results:
     """Read the results in a comparison's folder.
 
     Raises:
-        ConfigError: it holds no comparison, the baselines are not scored yet, or a result is of an earlier version.
+        ConfigError: it holds no comparison, or one of entries that have changed since; the baselines are not scored
+            yet; or a file is damaged or of an earlier version.
     """
     try:
-        run = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
-        baselines = json.loads((folder / "results" / f"{BASELINES}.json").read_text(encoding="utf-8"))
+        run, baselines = read_run(folder), read_result(folder, BASELINES)
     except FileNotFoundError as error:
         raise ConfigError(f"{error.filename} is missing: run the comparison first, without --table-only") from None
+    check_recipes(comparison, folder)
     whole = {score["system"]: score for score in baselines["scores"] if score["ratio"] is None}
     full, none = whole[FULL], whole[NONE]
 
@@ -131,7 +131,7 @@ def read_report(comparison: Comparison, folder: Path) -> Results:
     for name in comparison.entries:
         file = folder / "results" / f"{name}.json"
         if file.exists():
-            result = json.loads(file.read_text(encoding="utf-8"))
+            result = read_result(folder, name)
             if "another_passage" not in result:
                 raise ConfigError(f"{file} is of an earlier version, without a control: delete it, and run again")
             found, control = cells(result["scores"], SOFT), result["another_passage"]["f1"]

@@ -7,7 +7,6 @@ with a result is not trained again; an interrupted one resumes from its last che
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -46,13 +45,13 @@ from ctx_compress_rag.evaluation.answering import (
     SystemAnswers,
     answer,
 )
-from ctx_compress_rag.evaluation.compare.config import Budget, Comparison, QuestionFiles, stage_recipes
+from ctx_compress_rag.evaluation.compare.config import BASELINES, Budget, Comparison, QuestionFiles, stage_recipes
 from ctx_compress_rag.evaluation.compare.decoder import decoder_sha256, merge_teacher, teacher_sha256
 from ctx_compress_rag.evaluation.harness import each
 from ctx_compress_rag.evaluation.questions import Question, digest, questions_of, with_other_passages
 from ctx_compress_rag.evaluation.speed import seconds_of
 from ctx_compress_rag.gguf import GgufDecoder
-from ctx_compress_rag.json_files import write_json
+from ctx_compress_rag.json_files import read_json, write_json
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.metrics import exact_match, token_f1
@@ -64,12 +63,13 @@ from ctx_compress_rag.training.objectives.reconstruction import passages_of
 from ctx_compress_rag.training.resuming import steps_saved
 from ctx_compress_rag.training.run import run_recipe
 
-BASELINES = "baselines"
 RUN_FILE = "run.json"
+_RECIPE_FILE = "recipe.yaml"
 
 _SHOWN_AT = 4
 _TIMED_PASSAGES = 50
 _POLL_SECONDS = 2.0
+_DELETE = "delete it, and run the comparison again"
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,7 @@ def compare(comparison: Comparison, names: Sequence[str], plan: Plan, jobs: int)
     questions = plan.test_questions()
     with_other_passages(questions)  # refused before anything is trained
     _claim(plan, questions)
+    check_recipes(comparison, plan.output)
     if plan.teacher is not None:
         merge_teacher(plan.decoder, plan.teacher, plan.output / "decoder")
     for job in work:
@@ -204,7 +205,7 @@ def _claim(plan: Plan, questions: Sequence[Question]) -> None:
     named = {"teacher", "test"} if weights is None else {"decoder", "teacher", "test"}
     file = plan.output / RUN_FILE
     if file.exists():
-        before = json.loads(file.read_text(encoding="utf-8"))
+        before = read_run(plan.output)
         for key, value in about.items():
             if before.get(key) != value and key not in named:
                 raise ConfigError(
@@ -216,19 +217,60 @@ def _claim(plan: Plan, questions: Sequence[Question]) -> None:
     write_json(file, about)
 
 
+def read_run(folder: Path) -> dict[str, Any]:
+    """What a folder's comparison compares.
+
+    Raises:
+        ConfigError: the file is damaged.
+        FileNotFoundError: there is none.
+    """
+    return read_json(folder / RUN_FILE, "give another --output, or delete the folder")
+
+
+def read_result(folder: Path, name: str) -> dict[str, Any]:
+    """An entry's result in a comparison's folder; raises as `read_run`."""
+    return read_json(folder / "results" / f"{name}.json", _DELETE)
+
+
+def check_recipes(comparison: Comparison, folder: Path) -> None:
+    """Refuse a comparison that describes entries otherwise than they were trained in a folder.
+
+    Entries that are not trained now count, too: the report shows their results. The folder and files may have moved.
+
+    Raises:
+        ConfigError: an entry's recipe differs from the one in the folder.
+    """
+    run = read_run(folder)
+    for name in comparison.entries:
+        place = folder / "entries" / name
+        if not (place / "1" / _RECIPE_FILE).exists():
+            continue
+        for recipe in stage_recipes(comparison, name, Budget(run["steps"], run["passages"]), run["decoder"], place):
+            file = _recipe_file(recipe)
+            if not file.exists():
+                continue
+            before = yaml.safe_load(file.read_text(encoding="utf-8"))
+            if _without_places(before) != _without_places(recipe.model_dump(mode="json", exclude_unset=True)):
+                raise ConfigError(f"the recipe of {name} has changed since {file}: delete {place} and its result")
+
+
+def _without_places(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe without the keys that say where things are; run.json has the hashes of the decoder and the files."""
+    data = {key: value for key, value in recipe["data"].items() if key not in ("files", "held_out")}
+    return {key: value for key, value in recipe.items() if key not in ("output", "bundle", "decoder")} | {"data": data}
+
+
 def _write_recipes(job: EntryJob) -> None:
     """Write the stages as recipe files, which `ctx-compress train` also takes."""
     for recipe in job.recipes:
         text = yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True), sort_keys=False)
         file = _recipe_file(recipe)
-        if file.exists() and file.read_text(encoding="utf-8") != text:
-            raise ConfigError(f"the recipe of {job.name} has changed since {file}: delete {job.folder} and its result")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
 
 
 def _recipe_file(recipe: CompressionRecipe) -> Path:
-    return recipe.output / "recipe.yaml"
+    return recipe.output / _RECIPE_FILE
 
 
 def _in_processes(todo: Sequence[EntryJob], jobs: int) -> None:
@@ -305,7 +347,7 @@ def _train_stage(recipe: CompressionRecipe) -> dict[str, Any]:
     report = recipe.output / REPORT_FILE
     if not report.exists():
         run_recipe(_recipe_file(recipe))
-    return dict(json.loads(report.read_text(encoding="utf-8")))
+    return read_json(report, _DELETE)
 
 
 def _entry_result(
