@@ -172,6 +172,11 @@ def _weights_as(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
+def own_name(name: str) -> str:
+    """A parameter's name without peft, which wraps a layer once, and experts twice."""
+    return name.replace("base_layer.", "")
+
+
 class Backbone:
     """A decoder and its adapters. One thread at a time runs it, with the adapter that the thread chose.
 
@@ -308,7 +313,7 @@ class Backbone:
         state: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():  # names a tied weight once
             if "lora_" not in name:
-                state[name.replace("base_layer.", "")] = parameter.detach().cpu().contiguous()
+                state[own_name(name)] = parameter.detach().cpu().contiguous()
         return state
 
     def load_own_state(self, state: dict[str, Tensor]) -> None:
@@ -316,7 +321,7 @@ class Backbone:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if "lora_" not in name:
-                    parameter.copy_(state[name.replace("base_layer.", "")])
+                    parameter.copy_(state[own_name(name)])
 
     def adapter_state(self, name: str) -> dict[str, Tensor]:
         """Adapter `name`'s weights by the names that peft's files use."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ctx_compress_rag.adaptation.adapter import Adapter, applied
 from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
-from ctx_compress_rag.backbone import Backbone, load_decoder
+from ctx_compress_rag.backbone import Backbone, load_decoder, own_name
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.bundle_folder import TEACHER
 from ctx_compress_rag.config import BundleConfig
@@ -126,7 +126,7 @@ class AdaptiveDecoder(TransformersDecoder):
         for name, weight in self.bundle.backbone.model.named_parameters():
             if "lora_" not in name or f".{TEACHER}." in name:
                 part = weight.detach().flatten()[:_SAMPLED].bfloat16().float().cpu()
-                digest.update(f"{name.replace('base_layer.', '')} {tuple(weight.shape)}".encode())
+                digest.update(f"{own_name(name)} {tuple(weight.shape)}".encode())
                 digest.update(part.numpy().tobytes())
         return digest.hexdigest()
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from ctx_compress_rag.backbone import own_name
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.bundle_folder import TEACHER
 from ctx_compress_rag.decoder_identity import digest_in_memory
@@ -134,6 +135,6 @@ def teacher_digest(bundle: Bundle) -> str:
             digest.update(f"{name} {module.scaling[TEACHER]} ".encode())
     for name, weight in model.named_parameters():
         if "lora_" not in name or f".{TEACHER}." in name:  # other adapters are the student's
-            digest.update(f"{name.replace('base_layer.', '')} {weight.dtype} {tuple(weight.shape)} ".encode())
+            digest.update(f"{own_name(name)} {weight.dtype} {tuple(weight.shape)} ".encode())
             digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
