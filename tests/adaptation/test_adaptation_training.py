@@ -215,6 +215,13 @@ def test_shipped_recipes_belong_together() -> None:
         assert kinds == [("prompt_tuning", "", 0), *matching, ("update_predictor", "task", 5)]
 
 
+def test_recipes_for_smollm2_belong_together() -> None:
+    recipes = Recipes.find("rag_gd/smollm2")
+    [predictor] = recipes.others
+    assert isinstance(predictor, UpdatePredictorRecipe)
+    assert predictor.solved is not None and predictor.solved.steps == [predictor.inner_steps] == [1]
+
+
 def test_recipes_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     files = _recipes(tmp_path, Path("demo"))
     recipe = yaml.safe_load(files["k1"].read_text())
