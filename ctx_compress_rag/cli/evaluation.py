@@ -374,6 +374,11 @@ def bench(
         raise ConfigError(f"cannot index {passages} passages: give 1 or more")
     if tokens < 8:
         raise ConfigError(f"passages of {tokens} tokens are too short: give 8 or more")
+    modes = {"--concurrency": concurrency is not None, "--training": training, "--prompt": prompt is not None}
+    if len(wanted := [option for option, is_given in modes.items() if is_given]) > 1:
+        raise ConfigError(f"{' and '.join(wanted)}: give one of them, each times something else")
+    if server is not None and prompt is None:
+        raise ConfigError(f"--server {server}: only the decoder that --prompt times runs there: add --prompt")
     quiet_models()
     opened = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
     chunks = list(dict.fromkeys(chunk(given, opened.tokenizer, tokens)))[:passages]
