@@ -168,7 +168,7 @@ def agree(
     bundle: OwnBundle = None,
     ratios: Ratios = None,
     k: Annotated[int, typer.Option("--k", metavar="N", help="Passages to retrieve.")] = 4,
-    worst: Annotated[int, typer.Option(metavar="N", help="Differing answers to show.")] = 5,
+    worst: Annotated[int, typer.Option(metavar="N", min=0, help="Differing answers to show.")] = 5,
     output: Output = "ctx-compress-agree",
 ) -> None:
     """Compare answers from slots and from text.
