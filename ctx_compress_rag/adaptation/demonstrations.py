@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ctx_compress_rag.errors import ConfigError, shown
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
 
@@ -26,6 +27,12 @@ class Demonstration:
     question: str
     passages: tuple[str, ...]
     answer: str
+
+    def __post_init__(self) -> None:
+        if isinstance(self.passages, str):  # a string is a sequence too, of one-letter passages
+            raise ConfigError(
+                f"a demonstration's passages are the string {shown(self.passages)}: give a tuple of strings"
+            )
 
     def chat(self) -> list[dict[str, str]]:
         """The chat messages that ask the question about the passages, without the answer."""

@@ -168,7 +168,7 @@ def agree(
     bundle: OwnBundle = None,
     ratios: Ratios = None,
     k: Annotated[int, typer.Option("--k", metavar="N", help="Passages to retrieve.")] = 4,
-    worst: Annotated[int, typer.Option(metavar="N", help="Differing answers to show.")] = 5,
+    worst: Annotated[int, typer.Option(metavar="N", min=0, help="Differing answers to show.")] = 5,
     output: Output = "ctx-compress-agree",
 ) -> None:
     """Compare answers from slots and from text.
@@ -374,6 +374,11 @@ def bench(
         raise ConfigError(f"cannot index {passages} passages: give 1 or more")
     if tokens < 8:
         raise ConfigError(f"passages of {tokens} tokens are too short: give 8 or more")
+    modes = {"--concurrency": concurrency is not None, "--training": training, "--prompt": prompt is not None}
+    if len(wanted := [option for option, is_given in modes.items() if is_given]) > 1:
+        raise ConfigError(f"{' and '.join(wanted)}: give one of them, each times something else")
+    if server is not None and prompt is None:
+        raise ConfigError(f"--server {server}: only the decoder that --prompt times runs there: add --prompt")
     quiet_models()
     opened = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
     chunks = list(dict.fromkeys(chunk(given, opened.tokenizer, tokens)))[:passages]

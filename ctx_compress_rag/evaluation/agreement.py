@@ -108,7 +108,7 @@ def agreement(
     decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
     template = bundle.config.asked_by
     sampling = Sampling(max_new_tokens=max_new_tokens or bundle.config.answer_tokens or ANSWER_TOKENS)
-    wanted = [*(_served(bundle, store.base_ratio) if ratios is None else ratios), None]
+    wanted = [*(_served(bundle, store.base_ratio) if ratios is None else dict.fromkeys(ratios)), None]
     found: dict[int | None, list[Agreement]] = {ratio: [] for ratio in wanted}
     with tqdm(total=len(asked), desc="comparing answers", unit="question", disable=not progress) as bar:
         for start in range(0, len(asked), batch_size):

@@ -18,6 +18,7 @@ from ctx_compress_rag.adaptation import (
     Adapter,
     AdaptiveDecoder,
     BaseAdapter,
+    Demonstration,
     FewShot,
     PromptTuning,
     TestTimeSGD,
@@ -326,6 +327,8 @@ def test_impossible_demonstrations_are_refused_by_name(decoder: AdaptiveDecoder)
     long = replace(DEMONSTRATIONS[0], answer="a goat " * 600)
     with pytest.raises(ConfigError, match=r"demonstration 1 .* window of 1024"):
         decoder.adapt([DEMONSTRATIONS[0], long], sgd)
+    with pytest.raises(ConfigError, match="passages are the string 'Orla keeps a goat.': give a tuple of strings"):
+        Demonstration("Which pet does Orla keep?", "Orla keeps a goat.", "a goat")  # type: ignore[arg-type]
 
 
 def test_a_soft_prefix_reads_as_pefts(tmp_path: Path) -> None:

@@ -79,6 +79,9 @@ def test_bench_names_a_text_that_it_cannot_use(run: Any, tmp_path: Path) -> None
     (tmp_path / "good.txt").write_text("Some text.")
     assert "0 passages" in run.fails("bench", tmp_path / "good.txt", "--passages", 0)
     assert "0 tokens are too short" in run.fails("bench", tmp_path / "good.txt", "--tokens", 0)
+    for several in (("--prompt", 2, "--training"), ("--concurrency", 2, "--prompt", 2)):
+        assert "give one of them" in run.fails("bench", tmp_path / "good.txt", *several)
+    assert "add --prompt" in run.fails("bench", tmp_path / "good.txt", "--server", "http://localhost:1")
 
 
 FULL = """

@@ -237,7 +237,7 @@ def test_command_compares_answers_about_an_index(
     store, asked, out = tmp_path / "store", tmp_path / "asked.txt", tmp_path / "out"
     assert main(["index", str(docs), "--store", str(store), "--bundle", str(bundle)]) == 0
     asked.write_text("Who is the mayor?\n\n  Where was she born?\n")
-    command = ["agree", str(asked), "--store", str(store), "--k", "2", "--ratios", "8", "--output", str(out)]
+    command = ["agree", str(asked), "--store", str(store), "--k", "2", "--ratios", "8", "8", "--output", str(out)]
     capsys.readouterr()
     assert main(command) == 0
     said = capsys.readouterr().out
