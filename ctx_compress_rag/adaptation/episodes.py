@@ -91,7 +91,7 @@ class FileTasks(Tasks):
         passages: how many of a question's passages are read, from the first on; None reads all.
 
     Raises:
-        DataError: a file is missing, malformed, given twice, or has a single question.
+        DataError: a file is missing, malformed, given twice, has a single question or a blank answer.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class FileTasks(Tasks):
         max_answer_tokens: int,
         passages: int | None = None,
     ) -> None:
-        self.examples = {name: read_jsonl(file) for name, file in zip(_names(files), files, strict=True)}
+        self.examples = {name: _distinct(read_jsonl(file)) for name, file in zip(_names(files), files, strict=True)}
         self.builder = builder
         self.max_context_tokens = max_context_tokens
         self.max_answer_tokens = max_answer_tokens
@@ -110,6 +110,9 @@ class FileTasks(Tasks):
         for name, examples in self.examples.items():
             if len(examples) < 2:
                 raise DataError(f"the task {name} has one question: give it more, to demonstrate with")
+            for turn in (example.turns[0] for example in examples):
+                if not turn.answers[0].strip():
+                    raise DataError(f"the task {name}: the first answer to {turn.question!r} is blank: give one")
 
     def draw(self, rng: random.Random, demonstrations: int) -> Episode:
         name = rng.choice(list(self.examples))
@@ -158,6 +161,11 @@ class FileTasks(Tasks):
         passages = tuple(text for text, _ in self.builder.shortened(read, self.max_context_tokens))
         [(answer, _)] = self.builder.shortened([turn.answers[0]], self.max_answer_tokens)
         return Demonstration(turn.question, passages, answer)
+
+
+def _distinct(examples: Sequence[Example]) -> list[Example]:
+    """The examples without repeated rows: a question must not be asked whose answer a demonstration gives."""
+    return list({(e.passages, e.turns[0].question): e for e in reversed(examples)}.values())[::-1]
 
 
 def _names(files: Sequence[Path]) -> list[str]:

@@ -24,6 +24,7 @@ from ctx_compress_rag.adaptation.methods import BaseAdapter, FewShot, PredictedU
 from ctx_compress_rag.bundle_folder import REPORT_FILE
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.training.recipes import find, load_recipe
+from ctx_compress_rag.training.resuming import FILES_KEY, changed_files
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,8 @@ class Recipes:
         """Run the recipes that are not finished; an interrupted one resumes from its last checkpoint.
 
         Raises:
-            ConfigError: an output was made for another decoder, or by a recipe that has changed since.
+            ConfigError: an output was made for another decoder, or by a recipe that has changed since, or whose data or
+                base adapter have.
         """
         from ctx_compress_rag.training.run import made_by, run_recipe
 
@@ -123,6 +125,10 @@ class Recipes:
             made = json.loads(report.read_text(encoding="utf-8"))
             if not made_by(recipe, made.get("recipe")):
                 raise ConfigError(f"{recipe.output} was made before {file} was changed: remove it to train it again")
+            if changed := changed_files(recipe, made.get(FILES_KEY, {})):
+                raise ConfigError(
+                    f"{recipe.output} was made before {', '.join(changed)} changed: remove it to train it again"
+                )
             if not decoder.bundle.made(made.get("fingerprint", "")):
                 raise ConfigError(f"{recipe.output} was made for another decoder: remove it to train it again")
 

@@ -184,6 +184,7 @@ def agree(
     if questions.endswith((".jsonl", ".json")):  # whole lines would be asked, with braces and answers
         raise DataError(f"{questions!r} is JSON: give a text file with one question per line")
     asked = [line.strip() for line in read_text(questions, "questions").splitlines() if line.strip()]
+    Path(output).mkdir(parents=True, exist_ok=True)  # not only after the answers, which would be lost if it failed
     quiet_models()
     with open_index(store, bundle) as index:
         note_what_it_reads(index.bundle)
@@ -269,9 +270,9 @@ def adapt_eval(
         int | None,
         typer.Option(metavar="STEPS", help="Maximum training steps per recipe, for a quick test.  [default: its own]"),
     ] = None,
-    questions: Annotated[int, typer.Option(metavar="N", help="Questions to score with.")] = 400,
+    questions: Annotated[int, typer.Option(metavar="N", min=2, help="Questions to score with.")] = 400,
     timed: Annotated[int, typer.Option(metavar="N", min=1, help="Questions to time.")] = 20,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer.")] = 32,
+    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest answer.")] = 32,
     output: Output = "ctx-compress-adapt-eval",
 ) -> None:
     """Score adaptation to demonstrations.

@@ -180,6 +180,12 @@ def test_files_are_tasks(tmp_path: Path, tiny_tokenizer: Any) -> None:
         more.asked(4, 12, seed=0)
     with pytest.raises(DataError, match="5 questions: 5 demonstrations"):
         tasks.draw(random.Random(0), 5)
+    # A row given twice is one question: otherwise it could be asked when a demonstration has shown its answer.
+    write_jsonl(tmp_path / "twice.jsonl", [*rows, *rows])
+    assert FileTasks([tmp_path / "twice.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6).examples["twice"] == rows
+    write_jsonl(tmp_path / "blank.jsonl", [*rows, Example(("A.",), (Turn("What is blank?", (" ",)),))])
+    with pytest.raises(DataError, match=r"task blank: the first answer to 'What is blank\?' is blank"):
+        FileTasks([tmp_path / "blank.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6)
     write_jsonl(tmp_path / "lonely.jsonl", rows[:1])
     with pytest.raises(DataError, match="lonely has one question"):
         FileTasks([tmp_path / "lonely.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6)

@@ -234,6 +234,21 @@ def test_recipes_that_do_not_belong_together_are_refused(tmp_path: Path) -> None
         Recipes.find(tmp_path / "recipes")
 
 
+def test_predictors_are_not_reused_after_their_base_was_trained_again(
+    tmp_path: Path, bundle_folder: Path, decoder: AdaptiveDecoder
+) -> None:
+    for name, file in _recipes(tmp_path, bundle_folder, steps=1).items():
+        if name not in ("base", "k1"):
+            file.unlink()
+    recipes = Recipes.find(tmp_path / "recipes")
+    recipes.train_missing(decoder)
+    recipes.train_missing(decoder)  # nothing is missing
+    weights = tmp_path / "out" / "base" / "adapter_model.safetensors"
+    save_file({name: value + 1 for name, value in load_file(weights).items()}, weights)
+    with pytest.raises(ConfigError, match=r"out/k1 was made before .*out/base changed: remove it"):
+        recipes.train_missing(decoder)
+
+
 def test_recipes_of_one_kind_have_rows_of_their_own(trained: Path, tmp_path: Path, decoder: AdaptiveDecoder) -> None:
     for name in ("base", "prefix", "k1", "k2", "task"):
         text = (trained / "recipes" / f"{name}.yaml").read_text()
@@ -460,8 +475,8 @@ def test_the_command_reads_files_and_slots(
     assert kept["questions"] == 4
     assert kept["data"] == ["two.jsonl"]
 
-    # Other questions under the same name: answers are made anew, of one passage each, and contexts solved for the
-    # former ones are refused.
+    # Other questions under the same name: answers are made anew, of one passage each. Trained outputs and solved
+    # contexts of the former ones are refused.
     asked: list[str] = []
     answer = evaluation.generate_together
 
@@ -470,11 +485,13 @@ def test_the_command_reads_files_and_slots(
         return answer(decoders, chats, sampling)
 
     monkeypatch.setattr(evaluation, "generate_together", watched)
-    for task in ("one", "two"):
-        rows = [Example((f"{task} had {i}.", "More."), (Turn(f"Which had {task}, {i}?", ("no",)),)) for i in range(8)]
-        write_jsonl(tmp_path / f"{task}.jsonl", rows)
+    rows = [Example((f"They had {i}.", "More."), (Turn(f"Which had they, {i}?", ("no",)),)) for i in range(8)]
+    write_jsonl(tmp_path / "two.jsonl", rows)
     assert main(command) == 0
-    assert asked and all(re.fullmatch(r"(\[\[\S+\]\])?\n\nQuestion: Which had two, \d\?", text) for text in asked)
+    assert asked and all(re.fullmatch(r"(\[\[\S+\]\])?\n\nQuestion: Which had they, \d\?", text) for text in asked)
+    write_jsonl(tmp_path / "one.jsonl", rows)
+    assert main(command) == 2
+    assert f"out/base was made before {tmp_path}/one.jsonl changed: remove it" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="other settings: remove this folder"):
         run_recipe(files["k1"], resume=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from torch.nn import functional as F
 from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, Demonstration, PredictedUpdate, TestTimeSGD
 from ctx_compress_rag.adaptation.adapter import projections
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
+from ctx_compress_rag.adaptation.serving import adapt
 from ctx_compress_rag.adaptation.updates import answer_losses, inner_products, matching_loss, norms, sgd, sgd_path
 from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.errors import BundleError, ConfigError, UnreadableMarkerError
 from ctx_compress_rag.stores import SoftContextStore
 from helpers import architectures
 from helpers.adaptation import DEMONSTRATIONS, PREDICTOR, QUESTIONS, drawn, merged_copy, plain_copy, random_adapter
@@ -277,6 +279,18 @@ def test_a_predicted_update_is_saved_and_is_a_peft_adapter(
     (tmp_path / "predictor" / "config.json").write_text('{"inner_steps": -1}')
     with pytest.raises(BundleError, match="inner_steps"):
         PredictedUpdate.from_pretrained(tmp_path / "predictor", decoder)
+
+
+def test_a_marker_of_another_store_is_not_compressed_as_if_it_were_a_passage(
+    bundle: Any, base: Adapter, tmp_path: Path
+) -> None:
+    update = PredictedUpdate.build(base, AdaptiveDecoder(bundle), PREDICTOR.model_copy(update={"ratio": 8}))
+    with SoftContextStore(tmp_path / "other", bundle, key=b"o" * 32) as other:
+        foreign = [d.marked(other, 8) for d in DEMONSTRATIONS]
+    with SoftContextStore(tmp_path / "own", bundle, key=b"k" * 32) as store:
+        with pytest.raises(UnreadableMarkerError):
+            adapt(AdaptiveDecoder(bundle, store), foreign, update, ratio=8)
+        assert len(store) == 0
 
 
 def test_a_predictor_takes_passages_as_it_was_trained_with(bundle: Any, base: Adapter, tmp_path: Any) -> None:
