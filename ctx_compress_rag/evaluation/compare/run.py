@@ -34,7 +34,7 @@ from ctx_compress_rag.data.examples import read_jsonl, without_long
 from ctx_compress_rag.data.mixing import mix
 from ctx_compress_rag.data.world import PASSAGES_PER_WORLD, world_examples
 from ctx_compress_rag.decoder_identity import sha256
-from ctx_compress_rag.errors import ConfigError, CtxCompressError
+from ctx_compress_rag.errors import ConfigError, CtxCompressError, TrainingError
 from ctx_compress_rag.evaluation.answering import (
     ANSWER_TOKENS,
     EXTRACTED,
@@ -341,7 +341,10 @@ def run_job(job: EntryJob) -> None:
     if not job.recipes:
         result = _baselines(job.plan, questions)
     else:
-        reports = [_train_stage(recipe) for recipe in job.recipes]
+        try:
+            reports = [_train_stage(recipe) for recipe in job.recipes]
+        except TrainingError as error:  # a changed recipe is refused beside what its former one has made
+            raise TrainingError(f"{error} and the rest of {job.folder}") from error
         bundle = Bundle.from_pretrained(job.recipes[-1].output / "bundle", dtype=job.plan.dtype)
         result = _entry_result(job, bundle, reports, questions)
     result["version"] = __version__
