@@ -15,6 +15,8 @@ from ctx_compress_rag.errors import (
     DataError,
     DecoderMemoryError,
     FingerprintMismatchError,
+    JudgeError,
+    MissingExtraError,
     MissingPassageError,
     PayloadError,
     RatioError,
@@ -22,7 +24,10 @@ from ctx_compress_rag.errors import (
     StoreError,
     StoreLockedError,
     StoreWriteError,
+    TimeUpError,
+    TrainingError,
     UnreadableMarkerError,
+    WorkerError,
 )
 
 if TYPE_CHECKING:
@@ -41,6 +46,8 @@ __all__ = [
     "DataError",
     "DecoderMemoryError",
     "FingerprintMismatchError",
+    "JudgeError",
+    "MissingExtraError",
     "MissingPassageError",
     "Passage",
     "PayloadError",
@@ -51,8 +58,11 @@ __all__ = [
     "StoreError",
     "StoreLockedError",
     "StoreWriteError",
+    "TimeUpError",
+    "TrainingError",
     "TransformersDecoder",
     "UnreadableMarkerError",
+    "WorkerError",
     "__version__",
 ]
 

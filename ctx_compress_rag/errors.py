@@ -76,6 +76,10 @@ class WorkerError(CtxCompressError):
     """Ray workers did not return all passages. The returned ones are stored: call again to resume."""
 
 
+class MissingExtraError(CtxCompressError, ImportError):
+    """An optional package is needed but not installed."""
+
+
 class RatioError(ConfigError):
     """The requested ratio cannot be made from the stored slots."""
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ctx_compress_rag.errors import CtxCompressError
-
-
-class MissingExtraError(CtxCompressError, ImportError):
-    """An optional package is needed but not installed."""
+from ctx_compress_rag.errors import MissingExtraError
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from html import unescape
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -68,6 +69,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    home = unescape(re.sub("<[^>]*>", "", (tmp_path / "index.html").read_text(encoding="utf-8")))
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(examples) == 2 and all(example in home for example in examples)
     core = (tmp_path / "api" / "core" / "index.html").read_text(encoding="utf-8")
     assert all(f'id="ctx_compress_rag.errors.{name}"' in core for name in ctx_compress_rag.__all__ if "Error" in name)
     assert 'id="ctx_compress_rag.bundle.Bundle.push_to_hub"' in core

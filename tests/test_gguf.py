@@ -24,8 +24,7 @@ from ctx_compress_rag.backbone import Backbone, load_decoder
 from ctx_compress_rag.bundle import Bundle
 from ctx_compress_rag.config import BundleConfig
 from ctx_compress_rag.decoder_identity import sha256
-from ctx_compress_rag.errors import BundleError
-from ctx_compress_rag.extras import MissingExtraError
+from ctx_compress_rag.errors import BundleError, MissingExtraError
 from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.training.recipes import parse_recipe
 from helpers.gguf import write_gguf

@@ -20,7 +20,9 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import ctx_compress_rag
-from ctx_compress_rag.extras import MissingExtraError, needs
+from ctx_compress_rag import errors
+from ctx_compress_rag.errors import MissingExtraError
+from ctx_compress_rag.extras import needs
 from ctx_compress_rag.training.recipes import FOLDERS, load_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -63,6 +65,8 @@ def test_public_names_lead_to_what_they_say() -> None:
     for name in ctx_compress_rag.__all__:
         value = getattr(ctx_compress_rag, name)
         assert name == "__version__" or value.__name__ == name
+    kinds = [value for value in vars(errors).values() if isinstance(value, type)]
+    assert {kind.__name__ for kind in kinds} <= set(ctx_compress_rag.__all__)
     assert set(dir(ctx_compress_rag)) >= {"Bundle", "SoftContextStore", "TransformersDecoder"}
     with pytest.raises(AttributeError, match="no attribute 'Bundel'"):
         _ = ctx_compress_rag.Bundel

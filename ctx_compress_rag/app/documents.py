@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +10,7 @@ from zipfile import ZipFile
 
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.extras import needs
+from ctx_compress_rag.text.encoding import conversion
 
 TEXTS = (".txt", ".md")
 DOCUMENTS = (".pdf", ".docx", ".html", ".htm")
@@ -38,9 +38,8 @@ def read_file(path: Path) -> str:
     except DataError:
         raise
     except UnicodeDecodeError as error:
-        coding = "UTF-16" if error.object[:2] in (BOM_UTF16_LE, BOM_UTF16_BE) else "LATIN1"
         raise DataError(
-            f"it is not UTF-8 (byte {error.start}); convert it, for instance with iconv -f {coding} -t UTF-8"
+            f"it is not UTF-8 (byte {error.start}); convert it, for instance with {conversion(error)}"
         ) from error
     except OSError as error:
         raise DataError(f"it cannot be read ({error.strerror})") from error

@@ -16,6 +16,7 @@ from ctx_compress_rag.app.documents import DOCUMENTS, TEXTS, read_file, readable
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.extras import needs
 from ctx_compress_rag.stores.passages import content_id
+from ctx_compress_rag.text.encoding import conversion
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +158,11 @@ class Jsonl(Input):
                 if line.strip():
                     try:
                         row = json.loads(line)
+                    except UnicodeDecodeError as error:
+                        raise DataError(
+                            f"{self.path}, line {number}: not UTF-8 ({error}): convert it, for instance with "
+                            f"{conversion(error)}"
+                        ) from error
                     except (ValueError, RecursionError) as error:
                         raise DataError(f"{self.path}, line {number}: not JSON ({error}): correct it") from error
                     yield _of_row(row, f"{self.path}, line {number}", len(line))

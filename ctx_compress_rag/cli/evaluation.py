@@ -228,15 +228,16 @@ def compare(
     """Train methods equally and score them.
 
     All start from the same decoder and have the same budget. FILE also sets the data: an invented world in `demo`,
-    real text in `natural`. Writes one table and one plot. Run it again after an interruption: finished entries are
-    kept, the others resume at their last checkpoint.
+    real text in `natural`. Writes one table and one plot, also when an entry fails. Run it again after an interruption:
+    finished entries are kept, the others resume at their last checkpoint.
     """
     from ctx_compress_rag.bundle_folder import DECODER_FOLDER, SHIPPED
-    from ctx_compress_rag.evaluation.compare.config import Budget, chosen, load_comparison
+    from ctx_compress_rag.evaluation.compare.config import BASELINES, Budget, chosen, load_comparison
     from ctx_compress_rag.evaluation.compare.report import save, text
-    from ctx_compress_rag.evaluation.compare.run import Plan
-    from ctx_compress_rag.evaluation.compare.run import compare as train_and_score
+    from ctx_compress_rag.evaluation.compare.run import Plan, prepare, run_jobs
 
+    if jobs < 1:
+        raise ConfigError(f"jobs is {jobs}: give 1 or more")
     quiet_models()
     described = load_comparison(comparison)
     if decoder is not None:
@@ -254,7 +255,13 @@ def compare(
             described.data,
             described.dtype,
         )
-        train_and_score(described, names, plan, jobs)
+        todo = prepare(described, names, plan)
+        try:
+            run_jobs(todo, jobs)
+        except Exception:
+            if plan.result(BASELINES).exists():  # without them there is nothing to report
+                save(described, folder)
+            raise
     print(text(described, save(described, folder)))
     print(f"\nalso in {output}/compare.md and compare.png")
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ctx_compress_rag.errors import ConfigError, DataError
+from ctx_compress_rag.text.encoding import conversion
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle import Bundle
@@ -80,7 +81,12 @@ def read_text(file: str, what: str = "text") -> str:
     """
     try:
         text = Path(file).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"cannot read the {what} {file!r} ({error}): give a text file in UTF-8, for instance with "
+            f"{conversion(error)}"
+        ) from error
+    except OSError as error:
         raise DataError(f"cannot read the {what} {file!r} ({error}): give a text file in UTF-8") from error
     if not text.strip():
         raise DataError(f"{file!r} holds no {what}: add some")

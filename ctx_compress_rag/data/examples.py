@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ctx_compress_rag.errors import DataError, shown
+from ctx_compress_rag.text.encoding import conversion
 
 T = TypeVar("T")
 
@@ -78,7 +79,12 @@ def _rows(path: Path, unanswerable: bool) -> Iterator[tuple[tuple[str, ...], Tur
                     yield _row(line, f"{path}:{number}", unanswerable)
     except FileNotFoundError:
         raise DataError(f"no data file at {path}: give a JSONL file, gzipped or not") from None
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"cannot read {path} ({error}): give a file of JSONL in UTF-8, gzipped or not, for instance with "
+            f"{conversion(error)}"
+        ) from error
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path} ({error}): give a file of JSONL in UTF-8, gzipped or not") from error
 
 

@@ -171,7 +171,7 @@ class _Trainer(Trainer):
     def _diverged(self, what: str) -> TrainingError:
         return TrainingError(
             f"{self.args.output_dir}: {what}, and further steps cannot change that: lower optim.learning_rate, and "
-            "start again with --no-resume"
+            "start again without that folder"
         )
 
     def _metered_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:

@@ -61,18 +61,25 @@ def test_rows_are_what_files_are_in_a_folder(index: PassageIndex, tmp_path: Path
         (r'{"text": "\ud800"}', "line 2: the text is not valid Unicode"),
         (r'{"text": "a", "id": "\ud800"}', "line 2: the id is not valid Unicode"),
         ('{"text": ' + "[" * 100_000, "line 2: not JSON"),
+        (b'{"text": "caf\xe9"}', "line 2: not UTF-8 .* iconv -f LATIN1 -t UTF-8"),
     ],
 )
 def test_a_bad_row_is_named_and_the_rows_of_the_store_stay(
-    index: PassageIndex, tmp_path: Path, line: str, said: str
+    index: PassageIndex, tmp_path: Path, line: str | bytes, said: str
 ) -> None:
     file = write(tmp_path / "rows.jsonl", ROWS[:1])
     update_index(index, open_input(file), progress=False)
     before = sorted(index.store.ids())
-    file.write_text(json.dumps(ROWS[1]) + "\n" + line)
+    file.write_bytes(json.dumps(ROWS[1]).encode() + b"\n" + (line.encode() if isinstance(line, str) else line))
     with pytest.raises(DataError, match=f"rows.jsonl, {said}"):
         update_index(index, open_input(file), prune=True, progress=False)
     assert set(before) <= set(index.store.ids())
+
+
+def test_rows_in_utf_16_are_told_their_encoding(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n", encoding="utf-16")
+    with pytest.raises(DataError, match="rows.jsonl, line 1: not UTF-8 .* iconv -f UTF-16 -t UTF-8"):
+        list(open_input(tmp_path / "rows.jsonl").texts())
 
 
 def test_no_rows_are_an_error_and_prune_nothing(index: PassageIndex, tmp_path: Path) -> None:

@@ -66,6 +66,10 @@ def test_a_file_that_is_no_jsonl_is_named(tmp_path: Path) -> None:
     for name in ("latin.jsonl", "packed.jsonl.gz", "."):
         with pytest.raises(DataError, match="cannot read .* give a file of JSONL in UTF-8, gzipped or not"):
             read_jsonl(tmp_path / name)
+    for encoding in ("UTF-16", "LATIN1"):  # as Python and iconv call them
+        (tmp_path / "other.jsonl").write_text(row, encoding=encoding)
+        with pytest.raises(DataError, match=f"iconv -f {encoding} -t UTF-8"):
+            read_jsonl(tmp_path / "other.jsonl")
     (tmp_path / "bom.jsonl").write_text(row, encoding="utf-8-sig")  # as Windows writes it
     assert read_jsonl(tmp_path / "bom.jsonl")[0].passages == ("In K\u00f6ln.",)
 

@@ -317,6 +317,20 @@ def test_a_finished_entry_is_not_trained_again(
     assert "holds a comparison with steps 4, not 6" in capsys.readouterr().err
 
 
+def test_a_failed_entry_leaves_a_report_of_the_finished(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "diverging.yaml"
+    diverges = {"entries": {"tokens": {"settings": {"optim": {"learning_rate": 1e30, "clip_norm": 1e30}}}}}
+    file.write_text(yaml.safe_dump(merged(TINY, diverges), sort_keys=False))
+    there = ["compare", str(file), *command[2:], "--output", str(tmp_path), "--entries", "coarse", "tokens"]
+    assert main(there) == 2
+    assert "without that folder and the rest of" in (error := capsys.readouterr().err) and "no-resume" not in error
+    said = (tmp_path / "compare.md").read_text()
+    assert f"{results(tmp_path, 'coarse')['training_tokens']:,} tokens" in said
+    assert "Without a result yet: pooled, tokens." in said
+
+
 @pytest.mark.slow
 def test_an_interrupted_entry_goes_on(command: list[str], tmp_path: Path) -> None:
     """Cut off in the second stage: the first is kept, the second resumes, and the bundle is the uninterrupted one's."""

@@ -34,7 +34,7 @@ from ctx_compress_rag.data.examples import read_jsonl, without_long
 from ctx_compress_rag.data.mixing import mix
 from ctx_compress_rag.data.world import PASSAGES_PER_WORLD, world_examples
 from ctx_compress_rag.decoder_identity import sha256
-from ctx_compress_rag.errors import ConfigError, CtxCompressError
+from ctx_compress_rag.errors import ConfigError, CtxCompressError, TrainingError
 from ctx_compress_rag.evaluation.answering import (
     ANSWER_TOKENS,
     EXTRACTED,
@@ -144,21 +144,17 @@ class EntryJob:
         return sum(recipe.optim.steps for recipe in self.recipes)
 
 
-def compare(comparison: Comparison, names: Sequence[str], plan: Plan, jobs: int) -> None:
-    """Train and score the entries and the baselines that have no result yet.
+def prepare(comparison: Comparison, names: Sequence[str], plan: Plan) -> list[EntryJob]:
+    """Write the output folder's decoder and recipes, and return what has no result yet, the baselines first.
 
     Args:
         comparison: what to compare.
         names: the entries to train and score.
         plan: the budget, the questions and the output folder.
-        jobs: processes that work at the same time, each with its share of the processor's threads.
 
     Raises:
         ConfigError: a number is impossible, the folder holds another run, or an entry cannot be trained as written.
-        CtxCompressError: an entry failed; with several jobs the others are finished first.
     """
-    if jobs < 1:
-        raise ConfigError(f"jobs is {jobs}: give 1 or more")
     if plan.questions < 2:
         raise ConfigError(f"{plan.questions} questions have no standard error: give 2 or more")
     if plan.budget.passages < 1 or (plan.data is None and plan.budget.passages > PASSAGES_PER_WORLD):
@@ -177,7 +173,19 @@ def compare(comparison: Comparison, names: Sequence[str], plan: Plan, jobs: int)
         merge_teacher(plan.decoder, plan.teacher, plan.output / "decoder")
     for job in work:
         _write_recipes(job)
-    todo = [job for job in work if not plan.result(job.name).exists()]
+    return [job for job in work if not plan.result(job.name).exists()]
+
+
+def run_jobs(todo: Sequence[EntryJob], jobs: int) -> None:
+    """Train and score entries.
+
+    Args:
+        todo: what `prepare` returned.
+        jobs: processes that work at the same time, each with its share of the processor's threads.
+
+    Raises:
+        CtxCompressError: an entry failed; with several jobs the others are finished first.
+    """
     if jobs == 1:
         for job in todo:
             run_job(job)
@@ -333,7 +341,10 @@ def run_job(job: EntryJob) -> None:
     if not job.recipes:
         result = _baselines(job.plan, questions)
     else:
-        reports = [_train_stage(recipe) for recipe in job.recipes]
+        try:
+            reports = [_train_stage(recipe) for recipe in job.recipes]
+        except TrainingError as error:  # a changed recipe is refused beside what its former one has made
+            raise TrainingError(f"{error} and the rest of {job.folder}") from error
         bundle = Bundle.from_pretrained(job.recipes[-1].output / "bundle", dtype=job.plan.dtype)
         result = _entry_result(job, bundle, reports, questions)
     result["version"] = __version__

@@ -19,8 +19,7 @@ from llama_index.core.schema import TextNode
 
 from ctx_compress_rag import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Sampling
-from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.extras import MissingExtraError
+from ctx_compress_rag.errors import ConfigError, MissingExtraError
 from helpers.langchain import CHAT, App, Tower
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
 from llama_index.llms.ctx_compress import CompressedContextLLM

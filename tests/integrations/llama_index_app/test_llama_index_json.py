@@ -13,8 +13,7 @@ from llama_index.core.question_gen import LLMQuestionGenerator
 from llama_index.core.selectors import LLMMultiSelector
 from llama_index.core.tools import QueryEngineTool
 
-from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.extras import MissingExtraError
+from ctx_compress_rag.errors import ConfigError, MissingExtraError
 from helpers.langchain import Tower
 from helpers.llama_index import QUESTION, App
 

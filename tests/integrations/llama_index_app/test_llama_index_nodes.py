@@ -14,8 +14,7 @@ from llama_index.core.schema import Document, ImageNode, MetadataMode, NodeWithS
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.workflow import JsonSerializer
 
-from ctx_compress_rag.errors import ConfigError, MissingPassageError
-from ctx_compress_rag.extras import MissingExtraError
+from ctx_compress_rag.errors import ConfigError, MissingExtraError, MissingPassageError
 from ctx_compress_rag.stores import SoftContextStore
 from helpers.llama_index import PASSAGES, QUESTION, RATIO, App, check_sources
 from llama_index.llms.ctx_compress import marker_tokenizer
