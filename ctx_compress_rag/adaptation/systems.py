@@ -110,8 +110,10 @@ class Recipes:
         """Run the recipes that are not finished; an interrupted one resumes from its last checkpoint.
 
         Raises:
-            ConfigError: an output was made for another decoder, or by a recipe that has changed since.
+            ConfigError: an output was made for another decoder, by a recipe that has changed since, or from files that
+                have.
         """
+        from ctx_compress_rag.training.resuming import FILES_KEY, changed_files
         from ctx_compress_rag.training.run import made_by, run_recipe
 
         for file, recipe in zip(self.files, (self.base, *self.others), strict=True):
@@ -123,6 +125,10 @@ class Recipes:
             made = json.loads(report.read_text(encoding="utf-8"))
             if not made_by(recipe, made.get("recipe")):
                 raise ConfigError(f"{recipe.output} was made before {file} was changed: remove it to train it again")
+            if changed := changed_files(recipe, made.get(FILES_KEY, {})):
+                raise ConfigError(
+                    f"{recipe.output} was made before {changed[0]} was changed: remove it to train it again"
+                )
             if not decoder.bundle.made(made.get("fingerprint", "")):
                 raise ConfigError(f"{recipe.output} was made for another decoder: remove it to train it again")
 

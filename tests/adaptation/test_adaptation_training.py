@@ -453,8 +453,7 @@ def test_the_command_reads_files_and_slots(
     assert kept["questions"] == 4
     assert kept["data"] == ["two.jsonl"]
 
-    # Other questions under the same name: answers are made anew, of one passage each, and contexts solved for the
-    # former ones are refused.
+    # Other questions under the same name: answers are made anew, of one passage each.
     asked: list[str] = []
     answer = evaluation.generate_together
 
@@ -463,11 +462,20 @@ def test_the_command_reads_files_and_slots(
         return answer(decoders, chats, sampling)
 
     monkeypatch.setattr(evaluation, "generate_together", watched)
-    for task in ("one", "two"):
+
+    def edit(task: str) -> None:
         rows = [Example((f"{task} had {i}.", "More."), (Turn(f"Which had {task}, {i}?", ("no",)),)) for i in range(8)]
         write_jsonl(tmp_path / f"{task}.jsonl", rows)
+
+    edit("two")
     assert main(command) == 0
     assert asked and all(re.fullmatch(r"(\[\[\S+\]\])?\n\nQuestion: Which had two, \d\?", text) for text in asked)
+
+    # Training data with other contents are refused, as are contexts solved for the former ones.
+    edit("one")
+    capsys.readouterr()
+    assert main(command) == 2
+    assert f"base was made before {tmp_path / 'one.jsonl'} was changed: remove it" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="other settings: remove this folder"):
         run_recipe(files["k1"], resume=False)
 
