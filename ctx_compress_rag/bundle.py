@@ -431,8 +431,15 @@ def add_teacher(backbone: Backbone, folder: Path) -> None:
 
     if not (folder / ADAPTER_CONFIG_FILE).exists():
         raise BundleError(f"the teacher {str(folder)!r} is not a peft adapter folder: it has no {ADAPTER_CONFIG_FILE}")
-    backbone.add_adapter(TEACHER, LoraConfig.from_pretrained(str(folder)))
-    backbone.load_adapter_state(TEACHER, read_adapter(folder))
+    config, state = LoraConfig.from_pretrained(str(folder)), read_adapter(folder)
+    try:
+        backbone.add_adapter(TEACHER, config)
+        backbone.load_adapter_state(TEACHER, state)
+    except (ValueError, BundleError) as error:  # peft's, where the decoder has none of the modules
+        decoder = type(backbone.model).__name__
+        raise BundleError(
+            f"the teacher {str(folder)!r} does not fit the decoder, a {decoder} ({error}): give one trained on it"
+        ) from error
 
 
 def _packing(int8: bool) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:

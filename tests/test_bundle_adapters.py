@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle import Bundle, add_teacher
 from ctx_compress_rag.config import BundleConfig
-from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.training.recipes import parse_recipe
+from helpers import architectures
 from helpers.models import draw_lora, read_both_ways, tiny_llama
 
 NAMES = ["compressor", "reader", "teacher"]
@@ -157,6 +158,15 @@ def test_a_teacher_that_is_no_bundles_is_left_alone(
     with pytest.raises(ConfigError, match="would be read as this bundle's teacher"):
         make_tiny_bundle().save_pretrained(tmp_path)
     assert file.exists() and not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize("modules", [["q_proj"], ["o_proj", "q_proj"]])  # Phi-3 has no q_proj
+def test_a_teacher_of_another_architecture_is_named(tiny_tokenizer: Any, tmp_path: Path, modules: list[str]) -> None:
+    teacher = save_teacher(tiny_tokenizer, tmp_path / "taught", target_modules=modules)
+    other = Backbone(architectures.model("Phi3"), architectures.tokenizer("Phi3"))
+    said = f"the teacher '{teacher}' does not fit the decoder, a Phi3ForCausalLM .*q_proj"
+    with pytest.raises(BundleError, match=said):
+        add_teacher(other, teacher)
 
 
 # The reader's LoRA from the teacher's

@@ -176,7 +176,7 @@ def compress_collection(
     client = chromadb.PersistentClient(str(folder))
     try:
         collection = client.get_collection(name, embedding_function=None)
-    except NotFoundError:
+    except (NotFoundError, UnicodeEncodeError):  # the latter for a name that is not UTF-8
         names = ", ".join(sorted(each.name for each in client.list_collections()))
         raise StoreError(f"no collection {name!r} in {str(folder)!r}: there are {names or 'none'}") from None
     loading = {"device": device, "dtype": dtype}

@@ -25,7 +25,7 @@ from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.stores import Passage, SoftContextStore, StoreInfo
 from ctx_compress_rag.stores.companion import column, explained
-from ctx_compress_rag.stores.connect import Connection, connect
+from ctx_compress_rag.stores.connect import Connection, check_name, connect
 from ctx_compress_rag.stores.lock import DEFAULT_TIMEOUT
 from ctx_compress_rag.stores.markers import DEFAULT_SCOPE
 from ctx_compress_rag.stores.pages import pages
@@ -334,7 +334,8 @@ class _Recorded:
 
 
 def check_there(folder: str | Path, create: bool = False) -> None:
-    """Raise StoreError if there is no store, unless it may be created."""
+    """Raise StoreError if there is no store, unless it may be created, or Chroma cannot open it."""
+    check_name(str(folder))
     # Chroma would make the folder; a caller that only reads should be told that the path is wrong.
     if not create and not os.path.exists(Path(folder) / DATABASE):
         raise StoreError(f"no store at {str(folder)!r}: make one with `ctx-compress index DIR --store {folder}`")

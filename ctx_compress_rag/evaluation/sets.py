@@ -30,6 +30,8 @@ from ctx_compress_rag.evaluation.plots import plot_panels
 from ctx_compress_rag.evaluation.questions import Question, questions_of
 from ctx_compress_rag.stores.codecs import check_codec
 
+ANSWERS = "answers.jsonl"
+
 
 def question_sets(files: Sequence[str], limit: int, passages: int = 1) -> dict[str, list[Question]]:
     """The questions of JSONL files by the file's name without its suffix, at most `limit` of each, evenly spread.
@@ -80,7 +82,8 @@ def evaluate_sets(
     Returns: the tables.
 
     Raises:
-        ConfigError: a name in `in_domain` is not a set's, or there is no such codec.
+        ConfigError: a name in `in_domain` is not a set's, there is no such codec, or several sets are to go into the
+            folder of one.
         DataError: a set has fewer than two questions with an answer that fit.
         RatioError: a ratio cannot be made.
     """
@@ -89,6 +92,8 @@ def evaluate_sets(
         check_codec(codec)
     if unknown := sorted(set(in_domain) - set(sets)):
         raise ConfigError(f"in_domain names {unknown[0]!r}, which is not one of the sets: {', '.join(sets)}")
+    if len(sets) > 1 and (single := Path(output, ANSWERS)).exists():
+        raise ConfigError(f"{single} is of one set, evaluated into this folder before: give another folder")
     template, longest = asking.get("template"), asking.get("max_new_tokens")
     fit = {name: fitting(bundle, asked, template, longest) for name, asked in sets.items()}
     for name, questions in fit.items():
@@ -116,7 +121,7 @@ def evaluate_sets(
             passages = list(dict.fromkeys(passage for question in questions for passage in question.passages))
             perplexities = reconstruction_perplexity(bundle, passages, ratios)
             about["reconstruction_perplexity"] = [asdict(each) for each in perplexities]
-        log = place / "answers.jsonl"
+        log = place / ANSWERS
         scores = results[name] = evaluate(bundle, questions, ratios, judge=judge, log=log, **asking)
         save(scores, place, about)
         if card:

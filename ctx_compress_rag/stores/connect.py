@@ -107,7 +107,16 @@ def connect(location: Location, collection: str) -> Connection:
     path = os.fspath(location)
     if not path or (os.path.exists(path) and not os.path.isdir(path)):
         raise StoreError(f"a store needs a folder, and {path!r} is not one")
+    check_name(path)
     return _of_folder(Path(path), DEFAULT_TENANT, DEFAULT_DATABASE, collection)
+
+
+def check_name(folder: str) -> None:
+    """Refuse a folder that Chroma cannot open; raises StoreError."""
+    try:
+        folder.encode()
+    except UnicodeEncodeError:
+        raise StoreError(f"Chroma cannot use {folder!r}, whose name is not UTF-8: rename it, or give another") from None
 
 
 def _of_client(client: ClientAPI, collection: str) -> Connection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,18 @@ def test_passages_are_compressed_in_the_dtype_and_on_the_device(
 
 def test_a_device_that_is_not_there_is_told(run: Any, command: list[object]) -> None:
     assert "device='nowhere' cannot be used here" in run.fails(*command, "--device", "nowhere")
+
+
+def test_names_that_are_not_utf_8_are_told(run: Any, command: list[object], docs: Path, tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    at = command.index("docs")
+    said = run.fails(*command[:at], name, *command[at + 1 :])
+    assert "no collection 'caf\\udce9' in" in said and said.endswith("there are docs")
+    (tmp_path / "chroma").rename(tmp_path / name)
+    at = command.index("--store") + 1
+    for there in ([*command[:at], tmp_path / name], ["index", docs, "--store", tmp_path / f"new {name}"]):
+        assert "caf\\udce9', whose name is not UTF-8: rename it" in run.fails(*there)
+    assert not (tmp_path / f"new {name}").exists()
 
 
 @pytest.mark.parametrize("option", [("--embedder", "minilm"), ("--prune",), ("--chunk-tokens", "64")])

@@ -126,6 +126,9 @@ def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path) -> Non
     assert "Means of the 2 sets" in text and "out of it" in text
     with pytest.raises(ConfigError, match="in_domain names 'set3', which is not one of the sets: set1, set2"):
         evaluate_sets(tiny_bundle, sets, (4,), tmp_path / "out", in_domain=["set3"])
+    with pytest.raises(ConfigError, match=r"set2/answers.jsonl is of one set.*give another folder"):
+        evaluate_sets(tiny_bundle, sets, (4,), tmp_path / "out" / "set2")
+    assert not (tmp_path / "out" / "set2" / "set1").exists()
     with pytest.raises(DataError, match="two files are named 'set1'"):
         question_sets([files[0], files[0]], 9)
 
