@@ -161,6 +161,22 @@ def test_agree_refuses_questions_in_json(run: Any, tmp_path: Path) -> None:
     assert "give a text file with one question per line" in run.fails("agree", tmp_path / "q.jsonl", "--store", "s")
 
 
+def test_agree_finds_out_before_the_answers_that_its_output_is_no_folder(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "q.txt").write_text("Who?\n")
+    (tmp_path / "file").write_text("kept")
+    # There is no store either, which is found out only later.
+    assert str(tmp_path / "file") in run.fails(
+        "agree", tmp_path / "q.txt", "--store", tmp_path / "s", "--output", tmp_path / "file"
+    )
+
+
+def test_numbers_that_make_no_sense_are_refused(run: Any, tmp_path: Path) -> None:
+    assert run("adapt-eval", "--questions", 0, "--output", tmp_path) == 2
+    assert "'--questions': Input should be greater than or equal to 2" in run.err
+    assert run("agree", "q.txt", "--worst", -1) == 2
+    assert "'--worst': Input should be greater than or equal to 0" in run.err
+
+
 @pytest.mark.usefixtures("no_answers")
 def test_eval_refuses_before_it_answers(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
     one = tmp_path / "one.jsonl"
