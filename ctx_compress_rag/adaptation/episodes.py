@@ -165,7 +165,10 @@ class FileTasks(Tasks):
 
 def _distinct(examples: Sequence[Example]) -> list[Example]:
     """The examples without repeated rows: a question must not be asked whose answer a demonstration gives."""
-    return list({(e.passages, e.turns[0].question): e for e in reversed(examples)}.values())[::-1]
+    first: dict[tuple[tuple[str, ...], str], Example] = {}
+    for example in examples:
+        first.setdefault((example.passages, example.turns[0].question), example)
+    return list(first.values())
 
 
 def _names(files: Sequence[Path]) -> list[str]:

@@ -30,7 +30,7 @@ from ctx_compress_rag.evaluation.plots import plot_panels
 from ctx_compress_rag.evaluation.questions import Question, questions_of
 from ctx_compress_rag.stores.codecs import check_codec
 
-ANSWERS = "answers.jsonl"
+_ANSWERS = "answers.jsonl"
 
 
 def question_sets(files: Sequence[str], limit: int, passages: int = 1) -> dict[str, list[Question]]:
@@ -92,7 +92,7 @@ def evaluate_sets(
         check_codec(codec)
     if unknown := sorted(set(in_domain) - set(sets)):
         raise ConfigError(f"in_domain names {unknown[0]!r}, which is not one of the sets: {', '.join(sets)}")
-    if len(sets) > 1 and (single := Path(output, ANSWERS)).exists():
+    if len(sets) > 1 and (single := Path(output, _ANSWERS)).exists():
         raise ConfigError(f"{single} is of one set, evaluated into this folder before: give another folder")
     template, longest = asking.get("template"), asking.get("max_new_tokens")
     fit = {name: fitting(bundle, asked, template, longest) for name, asked in sets.items()}
@@ -121,7 +121,7 @@ def evaluate_sets(
             passages = list(dict.fromkeys(passage for question in questions for passage in question.passages))
             perplexities = reconstruction_perplexity(bundle, passages, ratios)
             about["reconstruction_perplexity"] = [asdict(each) for each in perplexities]
-        log = place / ANSWERS
+        log = place / _ANSWERS
         scores = results[name] = evaluate(bundle, questions, ratios, judge=judge, log=log, **asking)
         save(scores, place, about)
         if card:

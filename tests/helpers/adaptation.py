@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, Demonstration, PredictedUpdate
 from ctx_compress_rag.adaptation.adapter import projections
+from ctx_compress_rag.adaptation.cost import AdaptationCost
+from ctx_compress_rag.adaptation.evaluation import SystemScore
 from ctx_compress_rag.adaptation.methods import PredictorConfig
+from ctx_compress_rag.metrics import Interval
 
 DEMONSTRATIONS = [
     Demonstration(
@@ -76,3 +80,35 @@ def merged_copy(model: Any, adapter: Adapter) -> Any:
         change = adapter.scale * adapter.b[name].double() @ adapter.a[name].double()
         weight.copy_(weight.double() + change)
     return copy
+
+
+def small_recipes(folder: Path, bundle: Path, steps: int = 2, **settings: Any) -> dict[str, Path]:
+    """One recipe of each kind, small; `settings` replace keys of all of them."""
+    optim = {
+        "steps": steps, "batch_size": 2, "micro_batch_size": 1, "learning_rate": 0.01, "save_every": 2, "log_every": 1,
+    }  # fmt: skip
+    common = {"bundle": str(bundle), "data": {"families": "train"}, "optim": optim} | settings
+    predictor = {"stage": "update_predictor", "base": str(folder / "out" / "base"), "hidden": 8, "code": 4}
+    predictor |= {"demonstrations": 2, "inner_learning_rate": 0.5}
+    solved = {"folder": str(folder / "out" / "solved"), "contexts": 3, "steps": [1]}
+    each = {
+        "base": {"stage": "retrieval_adapter", "rank": 2, "alpha": 4},
+        "prefix": {"stage": "prompt_tuning", "virtual_tokens": 3},
+        "k1": predictor | {"inner_steps": 1, "solved": solved},
+        "k2": predictor | {"inner_steps": 2},
+        "task": predictor | {"inner_steps": 1, "loss": "task"},
+    }
+    (folder / "recipes").mkdir(parents=True)
+    files = {}
+    for name, recipe in each.items():
+        files[name] = folder / "recipes" / f"{name}.yaml"
+        files[name].write_text(yaml.safe_dump(common | recipe | {"output": str(folder / "out" / name)}))
+    return files
+
+
+def system_score(system: str, f1: float, low: float, adapt_ms: float) -> SystemScore:
+    """A system's scores, with intervals around `f1` and a gain that is `low` or more."""
+    interval = Interval(f1, f1 - 0.05, f1 + 0.05)
+    return SystemScore(
+        system, interval, interval, Interval(f1 - 0.3, low, f1), {}, AdaptationCost(adapt_ms, 1.0, 1.0, 1.0), 6
+    )

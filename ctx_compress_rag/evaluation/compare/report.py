@@ -13,7 +13,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import EXTRACTED, FULL, NONE, SOFT, TRUNCATED
 from ctx_compress_rag.evaluation.compare.config import BASELINES, Comparison, Ordering
-from ctx_compress_rag.evaluation.compare.run import check_recipes, read_result, read_run, shown_at
+from ctx_compress_rag.evaluation.compare.run import check_recipes, read_result, read_run, result_file, shown_at
 from ctx_compress_rag.evaluation.plots import MOST_CURVES, Curve, plot_panels
 from ctx_compress_rag.metrics import Interval, paired_difference, standard_error, teacher_normalized
 
@@ -129,7 +129,7 @@ def read_report(comparison: Comparison, folder: Path) -> Results:
     rows = [EntryRow(name, BASELINES, cells(baselines["scores"], name), {}, []) for name in (EXTRACTED, TRUNCATED)]
     missing = []
     for name in comparison.entries:
-        file = folder / "results" / f"{name}.json"
+        file = result_file(folder, name)
         if file.exists():
             result = read_result(folder, name)
             if "another_passage" not in result:

@@ -122,7 +122,7 @@ class Plan:
 
     def result(self, name: str) -> Path:
         """Where an entry's result goes."""
-        return self.output / "results" / f"{name}.json"
+        return result_file(self.output, name)
 
 
 @dataclass(frozen=True)
@@ -235,9 +235,14 @@ def read_run(folder: Path) -> dict[str, Any]:
     return read_json(folder / RUN_FILE, "give another --output, or delete the folder")
 
 
+def result_file(folder: Path, name: str) -> Path:
+    """Where an entry's result is in a comparison's folder."""
+    return folder / "results" / f"{name}.json"
+
+
 def read_result(folder: Path, name: str) -> dict[str, Any]:
     """An entry's result in a comparison's folder; raises as `read_run`."""
-    return read_json(folder / "results" / f"{name}.json", _DELETE)
+    return read_json(result_file(folder, name), _DELETE)
 
 
 def check_recipes(comparison: Comparison, folder: Path) -> None:
