@@ -31,10 +31,10 @@ from ctx_compress_rag.errors import (
 )
 
 if TYPE_CHECKING:
-    from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.decoding.decoder import TransformersDecoder
     from ctx_compress_rag.soft_context import SoftContext
-    from ctx_compress_rag.stores import Passage, SoftContextStore
+    from ctx_compress_rag.store import Passage, SoftContextStore
 
 __version__ = "0.1.0"
 
@@ -67,10 +67,10 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Bundle": "ctx_compress_rag.bundle",
-    "Passage": "ctx_compress_rag.stores",
+    "Bundle": "ctx_compress_rag.bundle.bundle",
+    "Passage": "ctx_compress_rag.store",
     "SoftContext": "ctx_compress_rag.soft_context",
-    "SoftContextStore": "ctx_compress_rag.stores",
+    "SoftContextStore": "ctx_compress_rag.store",
     "TransformersDecoder": "ctx_compress_rag.decoding.decoder",
 }
 

@@ -20,8 +20,8 @@ def pytest_runtest_teardown() -> None:
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
     """A byte-level BPE tokenizer with a chat template."""
-    from ctx_compress_rag.data.world import tokenizer_texts
-    from ctx_compress_rag.training.tokenizer import train_tokenizer
+    from benchmarks.world.tokenizer import train_tokenizer
+    from benchmarks.world.world import tokenizer_texts
 
     return train_tokenizer(tokenizer_texts(50), vocab_size=600, max_length=512)
 
@@ -32,9 +32,9 @@ def make_tiny_bundle(tiny_tokenizer: Any) -> Callable[..., Any]:
 
     RAM stores a vector for each segment: its base ratio is their size.
     """
-    from ctx_compress_rag.backbone import Backbone
-    from ctx_compress_rag.bundle import Bundle
-    from ctx_compress_rag.config import BundleConfig
+    from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.bundle.config import BundleConfig
+    from ctx_compress_rag.models.backbone import Backbone
     from helpers.models import tiny_llama
 
     def make(seed: int = 0, **method: Any) -> Bundle:
@@ -79,7 +79,7 @@ def bundle_folder(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest
 @pytest.fixture
 def compressed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts that bundles compress, in order; compression itself is as ever."""
-    from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.bundle.bundle import Bundle
 
     seen: list[str] = []
     compress = Bundle.compress

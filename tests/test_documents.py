@@ -74,7 +74,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert len(examples) == 2 and all(example in home for example in examples)
     core = (tmp_path / "api" / "core" / "index.html").read_text(encoding="utf-8")
     assert all(f'id="ctx_compress_rag.errors.{name}"' in core for name in ctx_compress_rag.__all__ if "Error" in name)
-    assert 'id="ctx_compress_rag.bundle.Bundle.push_to_hub"' in core
+    assert 'id="ctx_compress_rag.bundle.bundle.Bundle.push_to_hub"' in core
 
 
 def test_the_picture_is_what_its_script_writes() -> None:

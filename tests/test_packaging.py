@@ -23,7 +23,7 @@ import ctx_compress_rag
 from ctx_compress_rag import errors
 from ctx_compress_rag.errors import MissingExtraError
 from ctx_compress_rag.extras import needs
-from ctx_compress_rag.training.recipes import FOLDERS, load_recipe
+from ctx_compress_rag.training.recipe import FOLDERS, load_recipe
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ctx_compress_rag"
@@ -73,8 +73,8 @@ def test_public_names_lead_to_what_they_say() -> None:
 
 
 def test_the_old_place_of_markers_warns() -> None:
-    from ctx_compress_rag import markers
-    from ctx_compress_rag.stores.markers import scope
+    from ctx_compress_rag.store import marker as markers
+    from ctx_compress_rag.store.marker import scope
 
     with pytest.warns(DeprecationWarning, match=r"now ctx_compress_rag\.stores\.markers"):
         assert markers.scope is scope

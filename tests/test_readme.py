@@ -12,10 +12,10 @@ import pytest
 import yaml
 from chromadb.api.shared_system_client import SharedSystemClient
 
-from ctx_compress_rag.app import passage_index
+from benchmarks.world.world import world_examples
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import write_jsonl
-from ctx_compress_rag.data.world import world_examples
+from ctx_compress_rag.indexing import index as passage_index
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -75,7 +75,7 @@ def test_the_commands_behind_published_scores(
 
 def test_train_and_eval(workplace: Path, make_tiny_bundle: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """With the recipes named, shrunk to a tiny decoder, a few steps and few data."""
-    from ctx_compress_rag.training.recipes import SHIPPED
+    from ctx_compress_rag.training.recipe import SHIPPED
 
     make_tiny_bundle().save_pretrained(workplace)  # and with it, its decoder
     write_jsonl(workplace / "train.jsonl", world_examples("train", 9, 8, max_turns=1))

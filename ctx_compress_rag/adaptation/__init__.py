@@ -1,6 +1,7 @@
 """Adapting a decoder to a few demonstrations in one forward pass (RAG-GD), and its baselines."""
 
 from ctx_compress_rag.adaptation.adapter import Adapter
+from ctx_compress_rag.adaptation.baselines import BaseAdapter, FewShot, PredictedUpdate, PromptTuning, TestTimeSGD
 from ctx_compress_rag.adaptation.decoder import (
     Adaptation,
     Adapted,
@@ -9,7 +10,6 @@ from ctx_compress_rag.adaptation.decoder import (
     text_bundle,
 )
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
-from ctx_compress_rag.adaptation.methods import BaseAdapter, FewShot, PredictedUpdate, PromptTuning, TestTimeSGD
 
 __all__ = [
     "Adaptation",

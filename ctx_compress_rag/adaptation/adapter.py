@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from ctx_compress_rag.backbone import PEFT_PREFIX
-from ctx_compress_rag.bundle_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from ctx_compress_rag.bundle.files import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.models.backbone import PEFT_PREFIX
 
 SEPARATE = frozenset({"q_proj", "k_proj", "v_proj"})
 FUSED = "qkv_proj"

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from ctx_compress_rag.gguf import GgufDecoder
-from ctx_compress_rag.settings import Strict
+from ctx_compress_rag.models.gguf import GgufDecoder
+from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.training.config import BaseRecipe
 
 

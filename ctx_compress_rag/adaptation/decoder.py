@@ -16,21 +16,21 @@ from torch import Tensor
 
 from ctx_compress_rag.adaptation.adapter import Adapter, applied
 from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
-from ctx_compress_rag.backbone import Backbone, load_decoder, own_name
-from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.bundle_folder import TEACHER
-from ctx_compress_rag.config import BundleConfig
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.config import BundleConfig
+from ctx_compress_rag.bundle.files import TEACHER
 from ctx_compress_rag.decoding.batches import in_batches
 from ctx_compress_rag.decoding.change import UNCHANGED, Change
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Generation, Sampling
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
+from ctx_compress_rag.models.backbone import Backbone, load_decoder, own_name
+from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.prompt import Prompt, PromptLike
-from ctx_compress_rag.stores.markers import Marker
-from ctx_compress_rag.text.prompt_tokenizer import answer_ids
+from ctx_compress_rag.store.marker import Marker
+from ctx_compress_rag.text.chat import answer_ids
 
 _GREEDY = Sampling()
 _SAMPLED = 1024  # values of each weight

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from ctx_compress_rag.errors import ConfigError, shown
 from ctx_compress_rag.marking.mark import mark
-from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, messages
 
 if TYPE_CHECKING:
-    from ctx_compress_rag.stores import SoftContextStore
-    from ctx_compress_rag.stores.markers import OnUnreadable
+    from ctx_compress_rag.store import SoftContextStore
+    from ctx_compress_rag.store.marker import OnUnreadable
 
 
 @dataclass(frozen=True)

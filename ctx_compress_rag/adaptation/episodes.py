@@ -12,12 +12,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from benchmarks.world.task_families import draw, families
+from benchmarks.world.world import Split
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
-from ctx_compress_rag.adaptation.task_families import draw, families
 from ctx_compress_rag.data.examples import Example, read_jsonl
-from ctx_compress_rag.data.world import Split
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.text.prompts import PromptBuilder
+from ctx_compress_rag.text.templates import PromptBuilder
 
 _POOL = 8  # a file keeps at most this many questions for demonstrations, times those of one question
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from ctx_compress_rag.adaptation.adapter import Adapter, Shapes
 from ctx_compress_rag.adaptation.decoder import Adapted, AdaptiveDecoder
 from ctx_compress_rag.adaptation.updates import norms
-from ctx_compress_rag.backbone import decoder_layers
 from ctx_compress_rag.decoding.change import opened
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.models.backbone import decoder_layers
 from ctx_compress_rag.prompt import Prompt
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ctx_compress_rag.adaptation.adapter import Adapter
+from ctx_compress_rag.adaptation.baselines import PredictedUpdate, PredictorConfig, PromptTuning
 from ctx_compress_rag.adaptation.config import (
     AdaptationRecipe,
     PromptTuningRecipe,
@@ -26,7 +27,6 @@ from ctx_compress_rag.adaptation.config import (
 )
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, text_bundle
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, FileTasks, Tasks, digest, with_slots
-from ctx_compress_rag.adaptation.methods import PredictedUpdate, PredictorConfig, PromptTuning
 from ctx_compress_rag.adaptation.objectives.retrieval_adapter import PromptTuningLoss, RetrievalAdapterLoss
 from ctx_compress_rag.adaptation.objectives.update_predictor import (
     MatchingObjective,
@@ -36,11 +36,11 @@ from ctx_compress_rag.adaptation.objectives.update_predictor import (
 from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.solved import SolvedContexts, load_solved, solve
 from ctx_compress_rag.adaptation.updates import norms
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import check_held_out, read_jsonl
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.text.prompts import PromptBuilder
-from ctx_compress_rag.training.loop import Collate, Job, training_device
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.text.templates import PromptBuilder
+from ctx_compress_rag.training.engine.loop import Collate, Job, training_device
 from ctx_compress_rag.training.stage import Stage, register
 
 logger = logging.getLogger(__name__)

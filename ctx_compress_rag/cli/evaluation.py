@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from ctx_compress_rag.app.defaults import ENGLISH, INVENTED, STORE
 from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.serving import time_callers, time_first_tokens
 from ctx_compress_rag.cli.shared import (
@@ -31,6 +30,7 @@ from ctx_compress_rag.cli.shared import (
     read_text,
 )
 from ctx_compress_rag.errors import ConfigError, DataError
+from ctx_compress_rag.indexing.defaults import ENGLISH, INVENTED, STORE
 
 WORLD_PASSAGES = 4
 
@@ -104,16 +104,16 @@ def eval_(
     With several passages in a prompt, also the soft context within a token budget: as many tokens, but finer ratios for
     passages that MiniLM finds more similar to the question. The default ratios are 4 8 16 32 64 128.
     """
-    from ctx_compress_rag.bundle import Bundle
-    from ctx_compress_rag.bundle_folder import SHIPPED
-    from ctx_compress_rag.data.world import world_examples
+    from benchmarks.scoring.judge import load_judge
+    from benchmarks.scoring.lingua import LLMLingua2
+    from benchmarks.world.world import world_examples
+    from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.bundle.files import SHIPPED
     from ctx_compress_rag.evaluation.answering import RATIOS
-    from ctx_compress_rag.evaluation.judge import load_judge
-    from ctx_compress_rag.evaluation.lingua import LLMLingua2
+    from ctx_compress_rag.evaluation.figures import check_plots
     from ctx_compress_rag.evaluation.questions import questions_of
     from ctx_compress_rag.evaluation.sets import evaluate_sets, question_sets
-    from ctx_compress_rag.figures import check_plots
-    from ctx_compress_rag.text.minilm import load_minilm
+    from ctx_compress_rag.text.passage_vectors import load_minilm
     from ctx_compress_rag.text.sentences import sentences
 
     check_plots()
@@ -176,9 +176,9 @@ def agree(
     Needs no reference answers: shows what compression changes, not whether answers are right. The default ratios are
     those that the bundle was trained for and the store can serve.
     """
-    from ctx_compress_rag.app.passage_index import open_index
     from ctx_compress_rag.evaluation import agreement
-    from ctx_compress_rag.figures import check_plots
+    from ctx_compress_rag.evaluation.figures import check_plots
+    from ctx_compress_rag.indexing.index import open_index
 
     check_plots()
     if questions.endswith((".jsonl", ".json")):  # whole lines would be asked, with braces and answers
@@ -231,10 +231,10 @@ def compare(
     real text in `natural`. Writes one table and one plot, also when an entry fails. Run it again after an interruption:
     finished entries are kept, the others resume at their last checkpoint.
     """
-    from ctx_compress_rag.bundle_folder import DECODER_FOLDER, SHIPPED
-    from ctx_compress_rag.evaluation.compare.config import BASELINES, Budget, chosen, load_comparison
-    from ctx_compress_rag.evaluation.compare.report import save, text
-    from ctx_compress_rag.evaluation.compare.run import Plan, prepare, run_jobs
+    from benchmarks.compare.config import BASELINES, Budget, chosen, load_comparison
+    from benchmarks.compare.report import save, text
+    from benchmarks.compare.run import Plan, prepare, run_jobs
+    from ctx_compress_rag.bundle.files import DECODER_FOLDER, SHIPPED
 
     if jobs < 1:
         raise ConfigError(f"jobs is {jobs}: give 1 or more")
@@ -287,7 +287,7 @@ def adapt_eval(
     Compares predicted updates (RAG-GD) with their baselines. First trains what is missing: the base retrieval adapter,
     a soft prefix, the predictors. Run it again after an interruption to resume.
     """
-    from ctx_compress_rag.adaptation.evaluation import evaluate, table, verdict
+    from benchmarks.adaptation.run import evaluate, table, verdict
 
     quiet_models()
     scores = evaluate(
@@ -327,9 +327,9 @@ def inspect(
     ArcAligner: how many loops its gates give each slot, layer by layer.
     Also writes the numbers as JSON.
     """
-    from ctx_compress_rag.bundle import Bundle
+    from benchmarks.scoring.inspect import inspect as plot
+    from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.data.examples import read_jsonl
-    from ctx_compress_rag.evaluation.inspect import inspect as plot
 
     if passages < 1:
         raise ConfigError(f"cannot inspect {passages} passages: give 1 or more")
@@ -373,9 +373,9 @@ def bench(
     import tempfile
     from dataclasses import asdict
 
-    from ctx_compress_rag.app.chunking import chunk
-    from ctx_compress_rag.bundle import Bundle
-    from ctx_compress_rag.evaluation.speed import first_token, indexing_speed, random_bundle, speed_table
+    from benchmarks.timing.speed import first_token, indexing_speed, random_bundle, speed_table
+    from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.indexing.chunking import chunk
 
     given = read_text(text)
     if passages < 1:
@@ -397,7 +397,7 @@ def bench(
         time_first_tokens(opened, chunks, prompt, server, server_key, output)
         return
     if training:
-        from ctx_compress_rag.evaluation.training_speed import training_speed, training_table
+        from benchmarks.timing.training_speed import training_speed, training_table
 
         steps = training_speed(opened, chunks)
         print_report(output, "training", training_table(steps), asdict(steps))

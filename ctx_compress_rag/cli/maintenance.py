@@ -27,7 +27,7 @@ def repair(
     Copies the folder, then rebuilds the index from its records. First stop everything else that has the folder open.
     After an interruption, run it again.
     """
-    from ctx_compress_rag.app.upkeep import repair_store
+    from ctx_compress_rag.indexing.upkeep import repair_store
 
     quiet_models()
     report = repair_store(store, reseal)
@@ -52,7 +52,7 @@ def backup(
 
     Others may write to it meanwhile. The copy contains the key and is used as it is.
     """
-    from ctx_compress_rag.app.upkeep import back_up_store
+    from ctx_compress_rag.indexing.upkeep import back_up_store
 
     back_up_store(store, target)
     print(f"{store} copied to {target}")
@@ -65,6 +65,6 @@ def vacuum(store: Store) -> None:
     Removes deleted texts from the database and from Chroma's log, and shrinks the file. First stop everything else that
     has the folder open.
     """
-    from ctx_compress_rag.app.upkeep import vacuum_store
+    from ctx_compress_rag.indexing.upkeep import vacuum_store
 
     print(f"{store}: {vacuum_store(store):,} bytes freed")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ctx_compress_rag.app.defaults import STORE
 from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import (
     BatchSize,
@@ -21,9 +20,10 @@ from ctx_compress_rag.cli.shared import (
     print_report,
     quiet_models,
 )
+from ctx_compress_rag.indexing.defaults import STORE
 
 if TYPE_CHECKING:
-    from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.bundle.bundle import Bundle
 
 
 @command("export", "runs/mine/bundle ./for-vllm")
@@ -37,8 +37,8 @@ def export(
     """
     import shlex
 
-    from ctx_compress_rag.bundle import Bundle
-    from ctx_compress_rag.serving import export as exporting
+    from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.decoding import export as exporting
 
     quiet_models()
     print(shlex.join(exporting.export(Bundle.from_pretrained(bundle), folder)))
@@ -87,12 +87,12 @@ def serve(
     `GET /metrics` has metrics. Markers belong to the scope of the request's API key; without keys, the server answers
     only this machine, in the store's own scope.
     """
-    from ctx_compress_rag.app.served import open_store
     from ctx_compress_rag.decoding.decoder import TransformersDecoder
-    from ctx_compress_rag.serving import run
-    from ctx_compress_rag.serving.app import Limits, create_app
-    from ctx_compress_rag.serving.client import ServerDecoder
-    from ctx_compress_rag.serving.keys import find_keys
+    from ctx_compress_rag.decoding.vllm import ServerDecoder
+    from ctx_compress_rag.server import run
+    from ctx_compress_rag.server.api_keys import find_keys
+    from ctx_compress_rag.server.app import Limits, create_app
+    from ctx_compress_rag.server.open import open_store
 
     keys = find_keys(api_keys)
     run.check_exposure(host, keys is not None)
@@ -120,12 +120,12 @@ def time_callers(bundle: Bundle, passages: Sequence[str], callers: int, ratio: i
     import tempfile
     from dataclasses import asdict
 
+    from benchmarks.timing.concurrency import concurrency, concurrency_table, endless
     from ctx_compress_rag.decoding.decoder import TransformersDecoder
     from ctx_compress_rag.errors import ConfigError
-    from ctx_compress_rag.evaluation.concurrency import concurrency, concurrency_table, endless
     from ctx_compress_rag.marking.mark import mark
-    from ctx_compress_rag.stores import SoftContextStore
-    from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
+    from ctx_compress_rag.store import SoftContextStore
+    from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, messages
 
     if callers < 2:
         raise ConfigError(f"--concurrency {callers}: give 2 or more callers")
@@ -148,10 +148,10 @@ def time_first_tokens(
     from dataclasses import asdict
     from functools import partial
 
+    from benchmarks.timing.speed import first_token, first_token_table
     from ctx_compress_rag.decoding.decoder import TransformersDecoder
+    from ctx_compress_rag.decoding.vllm import ServerDecoder
     from ctx_compress_rag.errors import ConfigError
-    from ctx_compress_rag.evaluation.speed import first_token, first_token_table
-    from ctx_compress_rag.serving.client import ServerDecoder
 
     if not 1 <= count <= len(passages):
         raise ConfigError(f"--prompt {count}: give 1 to {len(passages)}, the number of passages in the text")

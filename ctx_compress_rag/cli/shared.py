@@ -13,7 +13,7 @@ from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.text.encoding import conversion
 
 if TYPE_CHECKING:
-    from ctx_compress_rag.bundle import Bundle
+    from ctx_compress_rag.bundle.bundle import Bundle
 
 # Control characters, marks that change the writing direction, and surrogates (undecodable bytes of file names).
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ctx_compress_rag.app.defaults import ENGLISH, STORE
 from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import (
     AnswerTokens,
@@ -27,10 +26,11 @@ from ctx_compress_rag.cli.shared import (
     printable,
     quiet_models,
 )
+from ctx_compress_rag.indexing.defaults import ENGLISH, STORE
 
 if TYPE_CHECKING:
-    from ctx_compress_rag.app.indexing import IndexReport
-    from ctx_compress_rag.bulk import Added
+    from ctx_compress_rag.indexing.build import IndexReport
+    from ctx_compress_rag.indexing.fill import Added
 
 _ANSWER_TOKENS = 512
 
@@ -81,10 +81,10 @@ def index(
     are compressed; run it again to resume after an interruption. Passages of a changed file are replaced; those of a
     deleted file stay unless --prune is given.
     """
-    from ctx_compress_rag.app.indexing import compress_collection, update_index
-    from ctx_compress_rag.app.inputs import open_input
-    from ctx_compress_rag.app.passage_index import open_index
     from ctx_compress_rag.errors import ConfigError
+    from ctx_compress_rag.indexing.build import compress_collection, update_index
+    from ctx_compress_rag.indexing.index import open_index
+    from ctx_compress_rag.indexing.inputs import open_input
 
     if (path is None) == (collection is None):
         raise ConfigError("give either a folder or file to index, or --collection NAME")
@@ -156,9 +156,9 @@ def ask(
 
     The decoder reads the nearest passages as soft contexts. Prints the answer, then the passages with their files.
     """
-    from ctx_compress_rag.app.asking import question_prompt
-    from ctx_compress_rag.app.passage_index import open_index
     from ctx_compress_rag.errors import ConfigError
+    from ctx_compress_rag.indexing.ask import question_prompt
+    from ctx_compress_rag.indexing.index import open_index
 
     if not question.strip():
         raise ConfigError("the question is empty: ask something")
@@ -166,7 +166,7 @@ def ask(
     quiet_models()
     with open_index(store, bundle, embedder=embedder, device=device, dtype=dtype) as opened:
         from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
-        from ctx_compress_rag.serving.client import ServerDecoder
+        from ctx_compress_rag.decoding.vllm import ServerDecoder
 
         note_what_it_reads(opened.bundle)
         [hits] = opened.search([question], k)
@@ -202,8 +202,8 @@ def info(
     ] = False,
 ) -> None:
     """Print what an index holds."""
-    from ctx_compress_rag.app.passage_index import inspect_index
-    from ctx_compress_rag.app.passage_index import prune as prune_index
+    from ctx_compress_rag.indexing.index import inspect_index
+    from ctx_compress_rag.indexing.index import prune as prune_index
 
     if prune:
         print(f"deleted soft contexts without a passage: {len(prune_index(store))}")
@@ -243,7 +243,7 @@ def demo(
     Indexes paragraphs of Wikipedia and answers a dozen questions about them. Each is answered with the full text, with
     soft contexts and without context, and the answers are scored.
     """
-    from ctx_compress_rag.app.demo import run_demo
+    from ctx_compress_rag.indexing.demo import run_demo
 
     quiet_models()
     store = store or ("ctx-compress-demo" if invented else "ctx-compress-wikipedia")

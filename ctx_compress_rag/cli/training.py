@@ -38,7 +38,7 @@ def data(
     story's summary. Where a set has several files, FILE is, for triviaqa, the one in qa/ (its pages are in evidence/);
     for narrativeqa, qaps.csv (summaries in third_party/wikipedia/); for multinews, the .src file (summaries in .tgt).
     """
-    from ctx_compress_rag.data.published import convert
+    from benchmarks.datasets.published import convert
 
     written = output or f"{name}.jsonl"
     print(f"{convert(name, file, written, split=split, limit=limit)} questions in {written}")
@@ -64,12 +64,12 @@ def train(
     Runs them in order. An interrupted run resumes at its last checkpoint. A finished recipe is not run again.
     """
     from ctx_compress_rag.errors import TimeUpError
-    from ctx_compress_rag.training.recipes import load_recipe, recipe_names
+    from ctx_compress_rag.training.recipe import load_recipe, recipe_names
 
     names = [recipe for name in recipes for recipe in recipe_names(name)]
     loaded = [load_recipe(recipe) for recipe in names]  # report an error in any before the first runs
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
-    from ctx_compress_rag.training.loop import is_main_process
+    from ctx_compress_rag.training.engine.loop import is_main_process
     from ctx_compress_rag.training.run import check_inputs, is_finished, run_recipe  # counts: it takes seconds
 
     check_inputs(loaded)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from ctx_compress_rag.settings import Strict
+from ctx_compress_rag.strict import Strict
 
 
 class TextData(Strict):

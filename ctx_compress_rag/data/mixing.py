@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ctx_compress_rag.data.config import MixData
 from ctx_compress_rag.data.examples import Example
-from ctx_compress_rag.metrics import NO_ANSWER, mentions_answer
+from ctx_compress_rag.text.answers import NO_ANSWER, mentions_answer
 
 _NEAR = 30  # passages before and after in the file
 _DRAWS = 20

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.prompt import Prompt, PromptLike
 
 

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import whole
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.config import whole
 from ctx_compress_rag.decoding.answers import Answers
 from ctx_compress_rag.decoding.batches import generate, in_batches
 from ctx_compress_rag.decoding.change import UNCHANGED, Change, opened
@@ -32,12 +32,12 @@ from ctx_compress_rag.errors import (
 )
 from ctx_compress_rag.prompt import HoledPrompt, Message, Prompt, PromptLike, Quotable
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import Marker, OnUnreadable, check_on_unreadable
-from ctx_compress_rag.stores.passages import MAX_CHARACTERS
-from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_on_unreadable
+from ctx_compress_rag.store.passage import MAX_CHARACTERS
+from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from ctx_compress_rag.text.quoting import quotable
-from ctx_compress_rag.text.tokenising import check_characters
+from ctx_compress_rag.text.tokenizing import check_characters
 
 __all__ = ["BATCH_SIZE", "Generation", "Message", "Sampling", "TransformersDecoder"]
 

@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ctx_compress_rag.config import checked
+from ctx_compress_rag.bundle.config import checked
 from ctx_compress_rag.decoding.quoting import QuoteProcessor
 from ctx_compress_rag.decoding.structured import JsonProcessor, schema_text
 from ctx_compress_rag.errors import ConfigError, shown

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.change import Change, opened
 from ctx_compress_rag.decoding.generation import Generation, Put, Sampling, TextWatch, choosers, end_ids
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.stores.markers import current_scope
+from ctx_compress_rag.store.marker import current_scope
 
 logger = logging.getLogger(__name__)
 

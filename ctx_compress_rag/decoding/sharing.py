@@ -14,9 +14,9 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.decoding.rows import Row, Rows
 from ctx_compress_rag.errors import DecoderMemoryError
+from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.prompt import Prompt
 
 _TOGETHER_SECONDS = 0.05  # the longest that the first caller waits for others whose prompts are being prepared

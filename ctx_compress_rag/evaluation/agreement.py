@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.batches import in_batches
 from ctx_compress_rag.decoding.change import opened
 from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling, TransformersDecoder
@@ -21,8 +21,8 @@ from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import ANSWER_TOKENS, FULL, NONE, SOFT, prompt_of
 from ctx_compress_rag.evaluation.plots import plot_scores
 from ctx_compress_rag.marking.mark import mark, size
-from ctx_compress_rag.metrics import normalize_answer, standard_error, token_f1
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.text.answers import normalize_answer, standard_error, token_f1
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,21 @@ from typing import Any, TypedDict
 import numpy as np
 from tqdm.auto import tqdm
 
+from benchmarks.scoring.lingua import LLMLingua2
+from benchmarks.timing.cost import Cost, measure
 from ctx_compress_rag import __version__
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import spread
 from ctx_compress_rag.decoding.decoder import Message, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.answer_log import AnswerLog
 from ctx_compress_rag.evaluation.baselines import RankedSentence, rank_sentences, select, truncate
-from ctx_compress_rag.evaluation.cost import Cost, measure
-from ctx_compress_rag.evaluation.lingua import LLMLingua2
 from ctx_compress_rag.evaluation.questions import Question, digest
 from ctx_compress_rag.marking.mark import mark, size
 from ctx_compress_rag.ratios import check_window
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.codecs import DEFAULT_CODEC
-from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, messages
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.codec import DEFAULT_CODEC
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
 
 RATIOS = (4, 8, 16, 32, 64, 128)
 FULL, NONE, SOFT, TRUNCATED, EXTRACTED = "full text", "no context", "soft context", "truncation", "extraction"

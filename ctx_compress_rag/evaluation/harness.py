@@ -9,7 +9,9 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from ctx_compress_rag.bundle import Bundle
+from benchmarks.scoring.judge import Judge, judge_answers
+from benchmarks.timing.cost import Cost, cost_table
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import (
     BUDGETED,
@@ -26,11 +28,9 @@ from ctx_compress_rag.evaluation.answering import (
     SystemAnswers,
     answer,
 )
-from ctx_compress_rag.evaluation.cost import Cost, cost_table
-from ctx_compress_rag.evaluation.judge import Judge, judge_answers
 from ctx_compress_rag.evaluation.plots import Curve, plot_scores
 from ctx_compress_rag.evaluation.questions import Question
-from ctx_compress_rag.metrics import (
+from ctx_compress_rag.text.answers import (
     Interval,
     contains_answer,
     declined,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.figures import new_figure, save
+from ctx_compress_rag.evaluation.figures import new_figure, save
 
 _COLOURS = ("#1f5fa8", "#d9722e", "#5a9e4b", "#8a5fb0", "#a8483f")
 _MARKERS = "osD^v"

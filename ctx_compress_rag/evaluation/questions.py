@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.metrics import mentions_answer
+from ctx_compress_rag.text.answers import mentions_answer
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Unpack
 
-from ctx_compress_rag.bundle import Bundle
+from benchmarks.scoring.judge import Judge
+from benchmarks.scoring.perplexity import perplexity_table, reconstruction_perplexity
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import read_jsonl, spread
 from ctx_compress_rag.data.mixing import accompanied
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
@@ -24,11 +26,9 @@ from ctx_compress_rag.evaluation.harness import (
     save,
     table,
 )
-from ctx_compress_rag.evaluation.judge import Judge
-from ctx_compress_rag.evaluation.perplexity import perplexity_table, reconstruction_perplexity
 from ctx_compress_rag.evaluation.plots import plot_panels
 from ctx_compress_rag.evaluation.questions import Question, questions_of
-from ctx_compress_rag.stores.codecs import check_codec
+from ctx_compress_rag.store.codec import check_codec
 
 _ANSWERS = "answers.jsonl"
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from operator import or_
 
 from ctx_compress_rag.errors import RatioError
-from ctx_compress_rag.stores.markers import MAX_FACTOR
+from ctx_compress_rag.store.marker import MAX_FACTOR
 
 Relevance = float | None
 

@@ -10,12 +10,12 @@ import torch
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError
 from ctx_compress_rag.methods.ram.compressor import RamCompressor
 from ctx_compress_rag.methods.ram.segments import Segments, layout, shown, slots_of_runs
-from ctx_compress_rag.stores.skimmed import Skimmed
-from ctx_compress_rag.text.tokenising import check_characters, text_ids
+from ctx_compress_rag.store.skimmed import Skimmed
+from ctx_compress_rag.text.tokenizing import check_characters, text_ids
 
 if TYPE_CHECKING:
-    from ctx_compress_rag.bundle import Bundle
-    from ctx_compress_rag.stores import SoftContextStore
+    from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.store import SoftContextStore
 
 _TOKENS_PER_BATCH = 8192
 

@@ -9,18 +9,18 @@ from contextlib import nullcontext
 from itertools import compress
 from typing import TYPE_CHECKING, Literal, TypedDict, cast, get_args
 
-from ctx_compress_rag.config import whole
+from ctx_compress_rag.bundle.config import whole
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadError, StoreWriteError
 from ctx_compress_rag.marking.budget import TEXT, Relevance, allot
 from ctx_compress_rag.ratios import check_reduction
-from ctx_compress_rag.stores import markers as marking
-from ctx_compress_rag.stores.markers import Marker, OnUnreadable, check_on_unreadable, defused
-from ctx_compress_rag.stores.passages import MAX_CHARACTERS, Passage, content_id
-from ctx_compress_rag.text.tokenising import text_ids
+from ctx_compress_rag.store import marker as marking
+from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_on_unreadable, defused
+from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, content_id
+from ctx_compress_rag.text.tokenizing import text_ids
 
 if TYPE_CHECKING:
-    from ctx_compress_rag.bundle import Bundle
-    from ctx_compress_rag.stores import Compresses, SoftContextStore
+    from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.store import Compresses, SoftContextStore
 
 logger = logging.getLogger(__name__)
 

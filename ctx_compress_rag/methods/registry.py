@@ -17,7 +17,7 @@ import ctx_compress_rag.methods as methods
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import MethodConfig
 from ctx_compress_rag.methods.base.method import METHODS, Method, register
-from ctx_compress_rag.settings import any_of
+from ctx_compress_rag.strict import any_of
 
 __all__ = ["METHODS", "AnyMethodConfig", "Method", "register"]
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from ctx_compress_rag.metrics import CHARACTER
 from ctx_compress_rag.prompt import Quotable, QuotedToken
-from ctx_compress_rag.text.tokenising import TextTokens, between_controls, text_tokens
+from ctx_compress_rag.text.answers import CHARACTER
+from ctx_compress_rag.text.tokenizing import TextTokens, between_controls, text_tokens
 
 # Accents and vowel signs belong to the letter before them; the joiners occur within words of Persian and Hindi.
 # Planes 2, 3 and those above 14 hold no marks, and looking through them takes most of the time.

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from ctx_compress_rag.extras import needs
-from ctx_compress_rag.text.tokenising import text_tokens
+from ctx_compress_rag.text.tokenizing import text_tokens
 
 # The splitter fails on white space of several bytes, such as U+0085.
 _WIDE_SPACE = re.compile(r"[^\S\t\n\v\f\r ]")

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field, field_validator, model_validator
 
 from ctx_compress_rag.data.config import MixData, PartData, ProbeConfig, TextData
-from ctx_compress_rag.settings import Strict
-from ctx_compress_rag.text.prompts import TEMPLATES
+from ctx_compress_rag.strict import Strict
+from ctx_compress_rag.text.templates import TEMPLATES
 
 
 class WorldData(Strict):

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from ctx_compress_rag.gguf import GgufDecoder
 from ctx_compress_rag.methods.base.config import TuneConfig
-from ctx_compress_rag.settings import Strict
+from ctx_compress_rag.models.gguf import GgufDecoder
+from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.training.config import PackingConfig, Recipe, check_packed
 
 

@@ -6,13 +6,13 @@ import logging
 import random
 from pathlib import Path
 
+from benchmarks.datasets.held_out import HeldOut
+from benchmarks.datasets.held_out import held_out as never_train_on
+from benchmarks.world.world import world_examples
 from ctx_compress_rag.data.config import TextData
 from ctx_compress_rag.data.examples import Example, check_held_out, read_jsonl, without_long
-from ctx_compress_rag.data.held_out import HeldOut
-from ctx_compress_rag.data.held_out import held_out as never_train_on
 from ctx_compress_rag.data.mixing import mix
 from ctx_compress_rag.data.texts import text_examples
-from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.training.config import DataConfig, Recipe
 

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.config import ProbeConfig
 from ctx_compress_rag.data.examples import Example, read_jsonl, spread
 from ctx_compress_rag.decoding.batches import generate, in_batches
 from ctx_compress_rag.decoding.generation import Generation, Sampling
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.metrics import exact_match, standard_error, token_f1
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, PromptBuilder
-from ctx_compress_rag.training.loop import Probe
+from ctx_compress_rag.text.answers import exact_match, standard_error, token_f1
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, PromptBuilder
+from ctx_compress_rag.training.engine.loop import Probe
 
 _ANSWER_TOKENS = 32
 _AT_ONCE = 32

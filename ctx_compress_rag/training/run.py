@@ -15,13 +15,12 @@ import torch
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
-from ctx_compress_rag.bundle_folder import REPORT_FILE
+from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.errors import ConfigError, TimeUpError
 from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.training.config import BaseRecipe
-from ctx_compress_rag.training.loop import is_main_process, train
-from ctx_compress_rag.training.recipes import load_recipe
-from ctx_compress_rag.training.resuming import (
+from ctx_compress_rag.training.engine.loop import is_main_process, train
+from ctx_compress_rag.training.engine.resuming import (
     FILES_KEY,
     begin,
     changed_files,
@@ -30,6 +29,7 @@ from ctx_compress_rag.training.resuming import (
     refuse_another,
     writing,
 )
+from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.stage import STAGES
 
 logger = logging.getLogger(__name__)

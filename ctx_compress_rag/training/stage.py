@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from ctx_compress_rag.training.config import BaseRecipe
-from ctx_compress_rag.training.loop import Job
+from ctx_compress_rag.training.engine.loop import Job
 
 
 @dataclass(frozen=True)

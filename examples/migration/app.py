@@ -18,10 +18,10 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
 
+from benchmarks.world.world import World
 from ctx_compress_rag import Bundle, SoftContextStore
-from ctx_compress_rag.data.world import World
-from ctx_compress_rag.metrics import standard_error, token_f1
-from ctx_compress_rag.text.minilm import load_minilm
+from ctx_compress_rag.text.answers import standard_error, token_f1
+from ctx_compress_rag.text.passage_vectors import load_minilm
 from langchain_ctx_compress import ChatCompressedContext
 
 WORLDS, QUESTIONS_PER_WORLD = 5, 6

@@ -25,12 +25,13 @@ from langchain_core.runnables.utils import AnyConfigurableField
 from langchain_core.utils.function_calling import convert_to_json_schema
 from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
 
-from ctx_compress_rag.adaptation import AdaptiveDecoder, serving
+from ctx_compress_rag.adaptation import AdaptiveDecoder
+from ctx_compress_rag.adaptation import llm as serving
 from ctx_compress_rag.decoding.decoder import Generation, Sampling
 from ctx_compress_rag.decoding.generation import OPTIONS
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.serving.llm import DecoderLLM
-from ctx_compress_rag.stores.markers import current_scope
+from ctx_compress_rag.frameworks.llm import DecoderLLM
+from ctx_compress_rag.store.marker import current_scope
 from langchain_ctx_compress.messages import parsed, to_chat
 
 # LangChain's own code gives these to any chat model; only a server uses them.

@@ -11,9 +11,9 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.runnables import RunnableConfig, RunnableSerializable
 from pydantic import ConfigDict
 
+from ctx_compress_rag.frameworks.postprocessor import MarkingPostprocessor
 from ctx_compress_rag.marking.mark import try_expand
-from ctx_compress_rag.marking.postprocessor import MarkingPostprocessor
-from ctx_compress_rag.stores.markers import quietly
+from ctx_compress_rag.store.marker import quietly
 from langchain_ctx_compress.sources import checked, restore_sources
 
 

@@ -11,7 +11,7 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPro
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import expand
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.store import SoftContextStore
 
 Prompt = TypeVar("Prompt", str, PromptValue, list[BaseMessage])
 
@@ -58,7 +58,7 @@ def expand_prompt(prompt: Prompt, store: SoftContextStore, scope: str | None = N
     Args:
         prompt: a string, a prompt value (what a template makes) or messages; the result is of the same kind.
         store: where the texts are.
-        scope: tenant or user; by default that of `ctx_compress_rag.stores.markers.scope`, or the store's.
+        scope: tenant or user; by default that of `ctx_compress_rag.store.marker.scope`, or the store's.
 
     Raises:
         MissingPassageError: a passage was deleted from the store, or its text changed.

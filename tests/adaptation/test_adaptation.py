@@ -27,18 +27,18 @@ from ctx_compress_rag.adaptation import (
 )
 from ctx_compress_rag.adaptation.adapter import applied, projections
 from ctx_compress_rag.adaptation.demonstrations import shots
-from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.change import opened
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.text.prompt_tokenizer import answer_ids, chat_text
-from ctx_compress_rag.text.tokenising import bos_id, text_ids
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.text.chat import answer_ids, chat_text
+from ctx_compress_rag.text.tokenizing import bos_id, text_ids
 from helpers import architectures
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, plain_copy, random_adapter
 from helpers.decoding import by_transformers

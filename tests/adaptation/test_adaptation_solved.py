@@ -10,8 +10,8 @@ import torch
 
 from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, PredictedUpdate
 from ctx_compress_rag.adaptation import solved as solved_module
+from ctx_compress_rag.adaptation.baselines import PredictorConfig
 from ctx_compress_rag.adaptation.episodes import Episodes, FamilyTasks
-from ctx_compress_rag.adaptation.methods import PredictorConfig
 from ctx_compress_rag.adaptation.objectives.update_predictor import MatchingObjective, SolvedMatchingObjective
 from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.solved import load_solved, solve

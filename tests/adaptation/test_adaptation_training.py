@@ -12,27 +12,27 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from benchmarks.adaptation.run import verdict
+from benchmarks.adaptation.systems import Recipes
 from ctx_compress_rag.adaptation import (
     Adapter,
     AdaptiveDecoder,
     PredictedUpdate,
     PromptTuning,
 )
+from ctx_compress_rag.adaptation.baselines import PredictorConfig
 from ctx_compress_rag.adaptation.config import RetrievalAdapterRecipe, UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, with_slots
-from ctx_compress_rag.adaptation.evaluation import verdict
-from ctx_compress_rag.adaptation.methods import PredictorConfig
 from ctx_compress_rag.adaptation.objectives.retrieval_adapter import PromptTuningLoss, RetrievalAdapterLoss
 from ctx_compress_rag.adaptation.objectives.update_predictor import MatchingObjective, TaskObjective
 from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.stages import load_tasks, open_decoder
-from ctx_compress_rag.adaptation.systems import Recipes
 from ctx_compress_rag.adaptation.updates import matching_loss, norms, sgd
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import ConfigError, DataError
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.training.recipes import find, load_recipe
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.training.recipe import find, load_recipe
 from ctx_compress_rag.training.run import made_by, run_recipe
 from helpers.adaptation import DEMONSTRATIONS, random_adapter, small_recipes, system_score
 from helpers.training import report

@@ -15,13 +15,13 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, Demonstration, PredictedUpdate, TestTimeSGD
 from ctx_compress_rag.adaptation.adapter import projections
+from ctx_compress_rag.adaptation.llm import adapt
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
-from ctx_compress_rag.adaptation.serving import adapt
 from ctx_compress_rag.adaptation.updates import answer_losses, inner_products, matching_loss, norms, sgd, sgd_path
-from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import BundleError, ConfigError, UnreadableMarkerError
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.store import SoftContextStore
 from helpers import architectures
 from helpers.adaptation import DEMONSTRATIONS, PREDICTOR, QUESTIONS, drawn, merged_copy, plain_copy, random_adapter
 from helpers.models import draw_lora

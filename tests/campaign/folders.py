@@ -21,9 +21,9 @@ import torch
 
 from ctx_compress_rag.errors import CtxCompressError, StoreError
 from ctx_compress_rag.marking.mark import expand, mark
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.companion import explained
-from ctx_compress_rag.stores.connect import connect
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.collection import explained
+from ctx_compress_rag.store.connect import connect
 from helpers.store import WordBundle, passage
 
 COLLECTION, KEY = "passages", b"a key for the campaign"

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import chromadb
 
+from benchmarks.world.world import World
 from campaign import part
 from ctx_compress_rag import Bundle, SoftContextStore
-from ctx_compress_rag.data.world import World
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.marking.mark import mark
-from ctx_compress_rag.stores.markers import scope
-from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, TEMPLATES, messages
+from ctx_compress_rag.store.marker import scope
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, messages
 
 THREADS, ORDERS, MOST, WARM_UP = 16, 64, 2000, 100
 FLAT_MB = 32

@@ -18,9 +18,9 @@ from langchain_core.prompts import ChatPromptTemplate
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 
+from benchmarks.world.world import World
 from campaign import part
 from ctx_compress_rag import Bundle, SoftContextStore
-from ctx_compress_rag.data.world import World
 from ctx_compress_rag.errors import CtxCompressError, MissingPassageError
 from langchain_ctx_compress import ChatCompressedContext
 from langchain_ctx_compress import CompressedContextPostprocessor as LangChainPostprocessor

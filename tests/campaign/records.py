@@ -14,7 +14,7 @@ import chromadb
 from campaign import part
 from campaign.folders import KEY, is_of, text_of
 from ctx_compress_rag.errors import CtxCompressError
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.store import SoftContextStore
 from helpers.store import WordBundle
 
 COUNTED = ["changed records", "reads", "refused with the library's own error", "read as before"]

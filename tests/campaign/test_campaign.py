@@ -12,7 +12,7 @@ import pytest
 
 from campaign import folders, records
 from campaign.run import main
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.store import SoftContextStore
 from helpers.store import WordBundle, passage
 
 needs_linux = pytest.mark.skipif(

@@ -15,11 +15,11 @@ import chromadb
 import pytest
 import torch
 
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.keys import KEY_VARIABLE
-from ctx_compress_rag.text.prompts import TEMPLATES
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.key import KEY_VARIABLE
+from ctx_compress_rag.text.templates import TEMPLATES
 from helpers.cli import assert_same_contents, contents, write_docs
 from helpers.forked import COMMAND, run_python
 from helpers.store import WordBundle
@@ -79,11 +79,11 @@ def test_deleted_files_need_prune(run: Any, bundle_folder: Path, tmp_path: Path)
 
 KILLED = """
 import importlib, os, signal, sys
-from ctx_compress_rag.bulk import worker
-from ctx_compress_rag.bundle import Bundle
+from ray_indexing import worker
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.cli import main
 
-importlib.import_module("ctx_compress_rag.bulk.fill").LOOKED_UP = 30  # passages of a batch
+importlib.import_module("ctx_compress_rag.indexing.fill").LOOKED_UP = 30  # passages of a batch
 stages = {"embedding": (worker, "passage_vectors", 2), "compressing": (Bundle, "compress", 2)}
 owner, name, last = stages[sys.argv[1]]
 real, calls = getattr(owner, name), []

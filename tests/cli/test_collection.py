@@ -10,8 +10,8 @@ import chromadb
 import pytest
 import torch
 
-from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.store import SoftContextStore
 
 TEXT = "Orla kept bees in Pellmouth, by the old mill on the river, until the flood of the year 1911."
 

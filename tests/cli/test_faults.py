@@ -12,16 +12,16 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from ctx_compress_rag.bundle import Bundle
+from benchmarks.world.world import world_examples
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.cli.command import app
 from ctx_compress_rag.data.examples import write_jsonl
-from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.evaluation.answering import answer
 from ctx_compress_rag.evaluation.questions import Question
-from ctx_compress_rag.training.recipes import SHIPPED
+from ctx_compress_rag.training.recipe import SHIPPED
 from helpers.cli import without_rights
 from helpers.forked import run_python
 
@@ -86,7 +86,7 @@ def test_bench_names_a_text_that_it_cannot_use(run: Any, tmp_path: Path) -> None
 
 FULL = """
 import resource, sys
-from ctx_compress_rag.bulk import worker
+from ray_indexing import worker
 from ctx_compress_rag.cli import main
 
 real = worker.passage_vectors
@@ -115,7 +115,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_resumes(
 INDEXED_THRICE = """
 import os, sys
 from pathlib import Path
-import ctx_compress_rag.app.indexing, peft, sentence_transformers  # once for the three
+import ctx_compress_rag.indexing.build, peft, sentence_transformers  # once for the three
 from ctx_compress_rag.cli import main
 
 docs, store = sys.argv[1:]

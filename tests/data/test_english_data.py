@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.datasets.held_out import FILE, HeldOut, held_out
+from benchmarks.world.world import world_examples
 from ctx_compress_rag.data.config import MixData
 from ctx_compress_rag.data.examples import Example, Turn, read_jsonl
-from ctx_compress_rag.data.held_out import FILE, HeldOut, held_out
 from ctx_compress_rag.data.mixing import mix
 from ctx_compress_rag.data.texts import documents, text_examples
-from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.errors import ConfigError, DataError
-from ctx_compress_rag.metrics import NO_ANSWER, normalize_answer
+from ctx_compress_rag.text.answers import NO_ANSWER, normalize_answer
 from ctx_compress_rag.training.examples import load_examples
-from ctx_compress_rag.training.recipes import SHIPPED, load_recipe, parse_recipe
+from ctx_compress_rag.training.recipe import SHIPPED, load_recipe, parse_recipe
 
 # From XQuAD (CC BY-SA 4.0): a question and the beginning of its paragraph.
 QUESTION = "How many points did the Panthers defense surrender?"

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.datasets.held_out import HeldOut
+from benchmarks.world.wording import COMPOUNDS
+from benchmarks.world.world import World, world_examples
 from ctx_compress_rag.data.examples import (
     SUMMARY_REQUEST,
     Example,
@@ -18,9 +21,6 @@ from ctx_compress_rag.data.examples import (
     read_jsonl,
     write_jsonl,
 )
-from ctx_compress_rag.data.held_out import HeldOut
-from ctx_compress_rag.data.wording import COMPOUNDS
-from ctx_compress_rag.data.world import World, world_examples
 from ctx_compress_rag.errors import DataError
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.store import SoftContextStore
 from helpers.decoding import PASSAGES, QUESTION
 from helpers.models import widen
 

@@ -10,7 +10,7 @@ import torch
 
 from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import CtxCompressError
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.store import SoftContextStore
 from helpers.decoding import QUESTION, in_thread, wait_for
 
 NO_SLOTS = torch.zeros(1, 1, dtype=torch.bool)

@@ -17,7 +17,7 @@ from ctx_compress_rag.errors import (
     PayloadError,
     UnreadableMarkerError,
 )
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.store import SoftContextStore
 from helpers.decoding import PASSAGES, QUESTION
 
 # Counting

@@ -21,17 +21,17 @@ from llama_index.core.schema import NodeWithScore, TextNode
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.bundle_folder import CONFIG_FILE, DECODER_FOLDER, SHIPPED, read_config
-from ctx_compress_rag.config import BundleConfig
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.config import BundleConfig
+from ctx_compress_rag.bundle.files import CONFIG_FILE, DECODER_FOLDER, SHIPPED, read_config
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.gguf import GgufDecoder, gguf_file
 from ctx_compress_rag.methods.ram.segments import Segments
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.text.tokenising import text_parts, text_tokens
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.text.tokenizing import text_parts, text_tokens
 from helpers import architectures
 from helpers.models import tiny_llama
 from langchain_ctx_compress import ChatCompressedContext

@@ -19,16 +19,16 @@ import chromadb
 import pytest
 import torch
 
-from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import BundleConfig
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.decoding import rows
 from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, DecoderMemoryError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import scope
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.marker import scope
 from helpers import architectures
 from helpers.decoding import WAIT, held, wait_for
 from helpers.langchain import TEXTS

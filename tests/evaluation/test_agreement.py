@@ -19,7 +19,7 @@ from ctx_compress_rag import ConfigError, SoftContextStore, TransformersDecoder
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.decoding.decoder import Sampling
 from ctx_compress_rag.evaluation.agreement import Agreement, Asked, agreement, as_text, save, table, worst
-from ctx_compress_rag.metrics import normalize_answer
+from ctx_compress_rag.text.answers import normalize_answer
 from helpers.cli import save_bundle, write_docs
 from helpers.langchain import talkative_bundle
 from helpers.models import draw_lora

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ctx_compress_rag.data.world import world_examples
+from benchmarks.world.world import world_examples
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.evaluation import answering
 from ctx_compress_rag.evaluation.answer_log import AnswerLog

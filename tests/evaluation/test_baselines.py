@@ -11,11 +11,11 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.scoring.lingua import LLMLingua2
 from ctx_compress_rag.errors import ConfigError, MissingExtraError
 from ctx_compress_rag.evaluation.baselines import extract, rank_sentences, select, truncate
-from ctx_compress_rag.evaluation.lingua import LLMLingua2
 from ctx_compress_rag.evaluation.plots import Curve, plot_scores
-from ctx_compress_rag.text.minilm import load_minilm
+from ctx_compress_rag.text.passage_vectors import load_minilm
 from helpers.sentences import unigram
 
 PASSAGES = [

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ctx_compress_rag.bundle import Bundle
+from benchmarks.world.world import world_examples
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import Example, Turn, spread, write_jsonl
-from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.evaluation import harness
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, Answers, Key
 from ctx_compress_rag.evaluation.harness import normalised_curves, table
 from ctx_compress_rag.evaluation.questions import Question, questions_of
 from ctx_compress_rag.evaluation.sets import evaluate_sets, fitting, macro_table, question_sets
-from ctx_compress_rag.metrics import NO_ANSWER, declined, exact_match, token_f1
+from ctx_compress_rag.text.answers import NO_ANSWER, declined, exact_match, token_f1
 
 
 def test_a_card_has_the_scores_and_limits(bundle_folder: Path, tmp_path: Path) -> None:

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ctx_compress_rag.data.world import world_examples
+from benchmarks.world.world import world_examples
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.answering import BUDGETED, EXTRACTED, FULL, NONE, SOFT, TRUNCATED, answer
 from ctx_compress_rag.evaluation.harness import evaluate, save, table
 from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.marking.mark import mark
-from ctx_compress_rag.metrics import token_f1
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.text.minilm import load_minilm
-from ctx_compress_rag.text.prompts import TEMPLATES, messages
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.text.answers import token_f1
+from ctx_compress_rag.text.passage_vectors import load_minilm
+from ctx_compress_rag.text.templates import TEMPLATES, messages
 from helpers.ram import plain_ids
 
 QUESTIONS = questions_of(world_examples("test", 0, 3, max_turns=2, passages=(2,)))

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from statistics import mean, stdev
 
+from benchmarks.timing.speed import FirstToken, IndexingSpeed, speed_table
 from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.evaluation.speed import FirstToken, IndexingSpeed, speed_table
-from ctx_compress_rag.metrics import Interval
+from ctx_compress_rag.text.answers import Interval
 
 
 def test_a_table_has_the_columns_of_all_rows() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import yaml
 
+from benchmarks.adaptation.cost import AdaptationCost
+from benchmarks.adaptation.run import SystemScore
 from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, Demonstration, PredictedUpdate
 from ctx_compress_rag.adaptation.adapter import projections
-from ctx_compress_rag.adaptation.cost import AdaptationCost
-from ctx_compress_rag.adaptation.evaluation import SystemScore
-from ctx_compress_rag.adaptation.methods import PredictorConfig
-from ctx_compress_rag.metrics import Interval
+from ctx_compress_rag.adaptation.baselines import PredictorConfig
+from ctx_compress_rag.text.answers import Interval
 
 DEMONSTRATIONS = [
     Demonstration(

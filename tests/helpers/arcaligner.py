@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.backbone import Backbone, decoder_layers
 from ctx_compress_rag.decoding.splice import Spliced, splice
 from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
+from ctx_compress_rag.models.backbone import Backbone, decoder_layers
 from ctx_compress_rag.prompt import Prompt
 from helpers import architectures
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from ctx_compress_rag.stores.markers import MarkerCodec
+from ctx_compress_rag.store.marker import MarkerCodec
 
 KEY, FINGERPRINT = b"k" * 32, "f" * 64
 CODEC = MarkerCodec(KEY, FINGERPRINT)

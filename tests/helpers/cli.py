@@ -12,8 +12,8 @@ import chromadb
 import pytest
 import torch
 
-from ctx_compress_rag.data.world import World
-from ctx_compress_rag.stores import codecs
+from benchmarks.world.world import World
+from ctx_compress_rag.store import codec as codecs
 
 
 def save_bundle(bundle: Any, folder: Path, seed: int = 1) -> Path:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.marking.mark import mark
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import Marker
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.marker import Marker
 from helpers.ram import FROZEN, ram_bundle
 
 KEY = b"k" * 32

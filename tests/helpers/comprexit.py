@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import BundleConfig
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
 from ctx_compress_rag.methods.comprexit.compressor import ComprexitCompressor
 from ctx_compress_rag.methods.comprexit.config import ComprexitConfig
+from ctx_compress_rag.models.backbone import Backbone
 from helpers.models import tiny_llama
 
 SMALL: dict[str, Any] = {

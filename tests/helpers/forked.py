@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 FORKS: Any = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["ctx_compress_rag.app.indexing", "sentence_transformers", "peft"])
+FORKS.set_forkserver_preload(["ctx_compress_rag.indexing.build", "sentence_transformers", "peft"])
 
 COMMAND = "import sys; from ctx_compress_rag.cli import main; sys.exit(main(sys.argv[1:]))"
 """The program `ctx-compress`."""

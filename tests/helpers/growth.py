@@ -24,11 +24,11 @@ import chromadb
 import numpy as np
 
 from ctx_compress_rag import Bundle
-from ctx_compress_rag.app.passage_index import PassageIndex, inspect_index, make_passage
-from ctx_compress_rag.bulk import worker
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
-from ctx_compress_rag.figures import new_figure, save
+from ctx_compress_rag.evaluation.figures import new_figure, save
+from ctx_compress_rag.indexing.index import PassageIndex, inspect_index, make_passage
 from helpers.store import passage
+from ray_indexing import worker
 
 EVERYTHING = ["embeddings", "metadatas", "documents"]
 MADE, WORDS, FETCHED, ROUNDS, RATIO = 250, 12, 8, 100, 4

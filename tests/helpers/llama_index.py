@@ -20,8 +20,8 @@ from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import Marker
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.marker import Marker
 from llama_index.llms.ctx_compress import CompressedContextLLM, marker_tokenizer
 from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor
 

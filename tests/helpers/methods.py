@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from helpers.sentences import DIM
 
 FULL, FROZEN = {"mode": "full"}, {"mode": "frozen"}

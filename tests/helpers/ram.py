@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import BundleConfig
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.methods.ram.config import RamConfig
-from ctx_compress_rag.text.prompts import PromptBuilder
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.text.templates import PromptBuilder
 from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
 from helpers.models import draw_lora, tiny_llama
 

@@ -49,8 +49,8 @@ def unigram(texts: list[str]) -> Any:
 
 def sentence_bundle(like: Any, method: Any, base_ratio: int = 8, max_tokens: int = 256) -> Any:
     """An untrained bundle of `method` on another bundle's decoder, its projector drawn for its slots."""
-    from ctx_compress_rag.bundle import Bundle
-    from ctx_compress_rag.config import BundleConfig
+    from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.bundle.config import BundleConfig
 
     config = BundleConfig(name="tiny", method=method, base_ratio=base_ratio, ratios=[base_ratio], max_tokens=max_tokens)
     bundle = Bundle.build(config, like.backbone)

@@ -16,9 +16,9 @@ import openai
 import uvicorn
 
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.keys import KEY_VARIABLE
-from ctx_compress_rag.stores.markers import scope as in_scope
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.key import KEY_VARIABLE
+from ctx_compress_rag.store.marker import scope as in_scope
 from helpers.forked import COMMAND, Forked
 from helpers.langchain import QUESTION, TEXTS
 

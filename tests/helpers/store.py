@@ -11,12 +11,12 @@ import torch
 
 from ctx_compress_rag.ratios import check_window
 from ctx_compress_rag.soft_context import SoftContext, pool
-from ctx_compress_rag.stores import AddReport, SoftContextStore
+from ctx_compress_rag.store import AddReport, SoftContextStore
 
 WRITE = """
 import sys
 from helpers.store import WordBundle, passage
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.store import SoftContextStore
 """
 """The beginning of a program for `helpers.forked`."""
 

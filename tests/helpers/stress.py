@@ -24,7 +24,7 @@ KEY = b"a key for the stress test"
 def work(order: dict[str, Any]) -> dict[str, int]:
     """One process's part of a round."""
     from ctx_compress_rag.errors import StoreLockedError
-    from ctx_compress_rag.stores import SoftContextStore
+    from ctx_compress_rag.store import SoftContextStore
     from helpers.store import WordBundle, passage
 
     done: Counter[str] = Counter()

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from transformers import Trainer
 
+from benchmarks.world.world import world_examples
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
-from ctx_compress_rag.data.world import world_examples
 from helpers.adaptation import random_adapter
 from helpers.methods import COMPREXIT, SMALL_LORA
 from helpers.models import save_tiny_llama

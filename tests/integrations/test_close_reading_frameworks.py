@@ -9,9 +9,9 @@ from langchain_core.documents import Document
 from langchain_core.runnables import RunnableLambda
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError, RatioError
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.store import SoftContextStore
 from helpers.close_reading import PASSAGES, QUESTION, ask, close_bundle, close_store
 from helpers.ram import plain_ids
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor

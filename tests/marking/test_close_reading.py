@@ -12,19 +12,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ctx_compress_rag.app.asking import question_prompt
-from ctx_compress_rag.app.passage_index import Hit
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, RatioError
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, TRUNCATED
 from ctx_compress_rag.evaluation.harness import evaluate
 from ctx_compress_rag.evaluation.questions import Question
+from ctx_compress_rag.indexing.ask import question_prompt
+from ctx_compress_rag.indexing.index import Hit
 from ctx_compress_rag.marking.mark import expand, mark
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.passages import content_id
-from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder, messages
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.passage import content_id
+from ctx_compress_rag.text.templates import TEMPLATES, PromptBuilder, messages
 from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
 from helpers.close_reading import KEY, PASSAGES, QUESTION, ask, close_bundle, close_store, read
 from helpers.decoding import prefills

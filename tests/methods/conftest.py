@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from helpers.methods import MATRIX, PASSAGES, trained
 from helpers.sentences import save_encoder
 

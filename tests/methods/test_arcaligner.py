@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.flops import counting
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.flops import counting
 from ctx_compress_rag.prompt import Prompt
 from helpers import architectures
 from helpers.arcaligner import LORA, alone, make_reader, merged_model, prompts, read

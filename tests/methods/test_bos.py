@@ -10,11 +10,11 @@ import copy
 import pytest
 import torch
 
-from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import BundleConfig
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
-from ctx_compress_rag.text.prompt_tokenizer import chat_text
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.text.chat import chat_text
 from helpers import architectures
 
 TEXTS = ["Kormoor lies on the river Halen, where the salt works are.", "Pell trades."]

@@ -11,15 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import BundleConfig
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.compression_tokens.compressor import CompressionTokensCompressor
 from ctx_compress_rag.methods.compression_tokens.config import CompressionTokensConfig
+from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.training.compression_config import DistillationRecipe
-from ctx_compress_rag.training.recipes import load_recipe
+from ctx_compress_rag.training.recipe import load_recipe
 from helpers import architectures
 from helpers.models import tiny_llama, widen
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.errors import ConfigError, RatioError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
+from ctx_compress_rag.models.backbone import Backbone
 from helpers import architectures
 from helpers.models import widen
 

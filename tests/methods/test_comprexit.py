@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.data.world import world_examples
+from benchmarks.world.world import world_examples
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.methods.base.compressor import padded
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.comprexit.compressor import ComprexitCompressor
 from ctx_compress_rag.methods.comprexit.config import ComprexitConfig
+from ctx_compress_rag.models.backbone import Backbone
 from helpers import architectures
 from helpers.comprexit import ABLATIONS, IDS, SMALL, TEXTS, blocks_outputs, comprexit_bundle, encode, some_ids
 

@@ -16,14 +16,14 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.bundle_folder import SHIPPED
-from ctx_compress_rag.config import BundleConfig
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.config import BundleConfig
+from ctx_compress_rag.bundle.files import SHIPPED
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
+from ctx_compress_rag.models.backbone import Backbone
 from helpers.architectures import NAMES, model, random_ids, tokenizer
 from helpers.plain_llama import llama_layer, rms_norm
 

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.data.world import world_examples
+from benchmarks.world.world import world_examples
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.methods.base.compressor import PassageBatch, Tokenized
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.codecs import decode, encode
-from ctx_compress_rag.training.checkpointing import checkpoint_layers, layers_of
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.codec import decode, encode
 from ctx_compress_rag.training.compression_config import CompressionRecipe
+from ctx_compress_rag.training.engine.checkpointing import checkpoint_layers, layers_of
+from ctx_compress_rag.training.engine.sharding import sharded
 from ctx_compress_rag.training.objectives.reconstruction import passages_of
-from ctx_compress_rag.training.recipes import SHIPPED, load_recipe
-from ctx_compress_rag.training.sharding import sharded
+from ctx_compress_rag.training.recipe import SHIPPED, load_recipe
 from ctx_compress_rag.training.stages.compression import OBJECTIVES
 from helpers.methods import MATRIX, PASSAGES, trained
 from helpers.store import assert_same

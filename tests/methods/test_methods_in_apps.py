@@ -17,16 +17,16 @@ from llama_index.core import MockEmbedding, VectorStoreIndex
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import TextNode
 
-from ctx_compress_rag.bundle import Bundle
+from benchmarks.timing.cost import measure
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.splice import splice
-from ctx_compress_rag.evaluation.cost import measure
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import Marker
-from ctx_compress_rag.text.prompt_tokenizer import PromptTokenizer, chat_text
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.marker import Marker
+from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from helpers.methods import MATRIX, PASSAGES
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
 from llama_index.llms.ctx_compress import CompressedContextLLM

@@ -11,9 +11,9 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from ctx_compress_rag.bundle import Bundle
+from benchmarks.world.world import world_examples
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import write_jsonl
-from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import mark
@@ -22,7 +22,7 @@ from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.mapped_reader import MappedReader
 from ctx_compress_rag.methods.base.projections import LinearMap
 from ctx_compress_rag.methods.registry import METHODS, Method, register
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.training.run import run_recipe
 from helpers.models import save_tiny_llama
 

@@ -19,7 +19,7 @@ class ToyConfig(MethodConfig):
 register(Method(config=ToyConfig, compressor=None, reader=None, paper="A toy"))
 """
 _USER = """
-from ctx_compress_rag.config import BundleConfig
+from ctx_compress_rag.bundle.config import BundleConfig
 config = BundleConfig(name="b", method={"name": "toy", "gain": 2.5}, base_ratio=4, ratios=[4], max_tokens=64)
 print(type(config.method).__name__, config.method.gain)
 """

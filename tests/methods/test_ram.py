@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.methods.ram.compressor import RamCompressor
 from ctx_compress_rag.methods.ram.config import RamConfig
 from ctx_compress_rag.methods.ram.segments import Segments, layout, shown, slots_of_runs
+from ctx_compress_rag.models.backbone import Backbone
 from helpers import architectures
 from helpers.ram import (
     EXAMPLES,

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer
 from sentencex import segment
 
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.methods.base.compressor import PassageBatch, Tokenized
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.sentence_slots.config import SentenceSlotsConfig
-from ctx_compress_rag.text.minilm import load_minilm
+from ctx_compress_rag.text.passage_vectors import load_minilm
 from ctx_compress_rag.text.sentences import sentences, split
 from ctx_compress_rag.training.objectives.likelihood import LikelihoodLoss
 from helpers.sentences import DIM, save_encoder, sentence_bundle, unigram

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.bundle import Bundle
+from benchmarks.scoring.inspect import inspect
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.card import model_card
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.splice import Spliced
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.evaluation.inspect import inspect
 from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig, SelectiveLoraConfig
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
-from ctx_compress_rag.model_card import model_card
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.training import loop
+from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.training.config import OptimConfig
-from ctx_compress_rag.training.recipes import load_recipe
+from ctx_compress_rag.training.engine import loop
+from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.arcaligner import LORA, make_reader, prompts, read
 from helpers.sentences import DIM, save_encoder

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ctx_compress_rag.training.averaging import WeightAverage
+from ctx_compress_rag.training.engine.averaging import WeightAverage
 from ctx_compress_rag.training.run import run_recipe
 from helpers.training import killed, write_recipe
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounter
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ctx_compress_rag.training import compiled
-from ctx_compress_rag.training.compiled import compile_layers
 from ctx_compress_rag.training.compression_config import AnswerRecipe
-from ctx_compress_rag.training.recipes import parse_recipe
+from ctx_compress_rag.training.engine import speedups as compiled
+from ctx_compress_rag.training.engine.speedups import compile_layers
+from ctx_compress_rag.training.recipe import parse_recipe
 from ctx_compress_rag.training.stages.compression import start
 from helpers.training import settings_of
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from ctx_compress_rag.bundle import Bundle
+from benchmarks.world.world import world_examples
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
-from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.training.objectives.likelihood import LikelihoodLoss
 from ctx_compress_rag.training.objectives.next_token import NextTokenCollator
-from ctx_compress_rag.training.recipes import load_recipe
+from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.comprexit import SMALL, TEXTS, comprexit_bundle
 from helpers.training import losses, write_recipe

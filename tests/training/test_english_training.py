@@ -13,21 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from ctx_compress_rag.backbone import Backbone
-from ctx_compress_rag.bundle import Bundle
+from benchmarks.world.world import world_examples
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_jsonl
-from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.errors import ConfigError, DataError, RatioError
-from ctx_compress_rag.flops import counting
 from ctx_compress_rag.methods.base.config import TuneConfig
-from ctx_compress_rag.quantization import from_int8, to_int8
-from ctx_compress_rag.text.prompts import PromptBuilder, messages, shares
-from ctx_compress_rag.training import loop
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.flops import counting
+from ctx_compress_rag.models.int8 import from_int8, to_int8
+from ctx_compress_rag.text.templates import PromptBuilder, messages, shares
+from ctx_compress_rag.training.engine import loop
+from ctx_compress_rag.training.engine.throughput import Meter
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
-from ctx_compress_rag.training.recipes import recipe_names
+from ctx_compress_rag.training.recipe import recipe_names
 from ctx_compress_rag.training.run import run_recipe
-from ctx_compress_rag.training.throughput import Meter
 from helpers.training import losses, report, settings_of, write_recipe
 
 

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from ctx_compress_rag.training.merged_lora import merge_lora
+from ctx_compress_rag.training.engine.merged_lora import merge_lora
 
 
 class _Net(nn.Module):

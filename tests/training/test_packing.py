@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
-from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
+from ctx_compress_rag.text.templates import TEMPLATES, PromptBuilder
 from ctx_compress_rag.training.compression_config import RepeatAndAnswerRecipe
-from ctx_compress_rag.training.head import head_logits, weighted_loss
+from ctx_compress_rag.training.engine.head import head_logits, weighted_loss
+from ctx_compress_rag.training.engine.packing import PADDING, Packer
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
 from ctx_compress_rag.training.objectives.packed import PackedSlotData, PackedSlotLoss
-from ctx_compress_rag.training.packing import PADDING, Packer
-from ctx_compress_rag.training.recipes import parse_recipe
+from ctx_compress_rag.training.recipe import parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.compression import start_bundle
 from helpers.architectures import NAMES, model, random_ids

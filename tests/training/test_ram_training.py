@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import BundleConfig
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_jsonl
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.methods.ram.config import RamConfig
-from ctx_compress_rag.text.prompts import PromptBuilder
+from ctx_compress_rag.text.templates import PromptBuilder
 from ctx_compress_rag.training.compression_config import RamRecipe
 from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
-from ctx_compress_rag.training.recipes import load_recipe
+from ctx_compress_rag.training.recipe import load_recipe
 from helpers.ram import EXAMPLES, PLAIN, collator, objective, plain_ids, ram_bundle
 
 

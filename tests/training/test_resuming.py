@@ -14,10 +14,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import Trainer
 
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import ConfigError, DataError
-from ctx_compress_rag.training.recipes import load_recipe
+from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.run import check_inputs, is_finished, run_recipe
 from helpers.forked import COMMAND, Forked
 from helpers.processes import run_by

@@ -13,13 +13,13 @@ from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
-from ctx_compress_rag.training.checkpointing import layers_of
-from ctx_compress_rag.training.compiled import compile_layers
+from ctx_compress_rag.text.templates import TEMPLATES, PromptBuilder
+from ctx_compress_rag.training.engine.checkpointing import layers_of
+from ctx_compress_rag.training.engine.sharding import sharded
+from ctx_compress_rag.training.engine.speedups import compile_layers
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
-from ctx_compress_rag.training.recipes import parse_recipe
+from ctx_compress_rag.training.recipe import parse_recipe
 from ctx_compress_rag.training.run import run_recipe
-from ctx_compress_rag.training.sharding import sharded
 from helpers.processes import run_by
 from helpers.training import UNLIKE, losses, report, settings_of, write_recipe
 

@@ -13,16 +13,16 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from ctx_compress_rag.bundle import add_teacher
+from ctx_compress_rag.bundle.bundle import add_teacher
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.text.prompts import PromptBuilder
+from ctx_compress_rag.text.templates import PromptBuilder
 from ctx_compress_rag.training.objectives.base import SlotObjective
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
 from ctx_compress_rag.training.objectives.teacher_targets import FOLDER, KeptTargets, grouped, teacher_digest
-from ctx_compress_rag.training.recipes import load_recipe
+from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.adaptation import random_adapter
 from helpers.models import draw_lora

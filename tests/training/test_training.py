@@ -18,18 +18,18 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ctx_compress_rag.bundle import Bundle
+from benchmarks.world.world import world_examples
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.cli.shared import quiet_models
 from ctx_compress_rag.data.examples import Example, Turn
-from ctx_compress_rag.data.world import world_examples
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.evaluation.harness import evaluate
 from ctx_compress_rag.evaluation.questions import Question
-from ctx_compress_rag.text.prompts import TEMPLATES, PromptBuilder
+from ctx_compress_rag.text.templates import TEMPLATES, PromptBuilder
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss, with_repeats
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
-from ctx_compress_rag.training.recipes import SHIPPED, load_recipe, parse_recipe
+from ctx_compress_rag.training.recipe import SHIPPED, load_recipe, parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
 from helpers import architectures

@@ -14,7 +14,7 @@ from transformers import Trainer
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import TrainingError
-from ctx_compress_rag.training.recipes import load_recipe
+from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.run import is_finished, run_recipe
 from helpers.training import UNLIKE, killed, report, write_recipe
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.serving.export import export
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.decoding.export import export
+from ctx_compress_rag.store import SoftContextStore
 from helpers.llama_index import App, Events, watched
 from helpers.server import free_port
 

@@ -10,7 +10,7 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 from pydantic import BaseModel, Field
 
 from ctx_compress_rag.marking.mark import mark
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.store import SoftContextStore
 from integrations.langchain_app.test_langchain_standard import Model
 from langchain_ctx_compress import ChatCompressedContext
 

@@ -12,18 +12,18 @@ import openai
 import pytest
 import torch
 
-from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.data.world import world_examples
+from benchmarks.world.world import world_examples
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.change import opened
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.decoding.vllm import ServerDecoder
 from ctx_compress_rag.errors import ConfigError, ServerError
 from ctx_compress_rag.evaluation.answering import prompt_of
 from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.marking.mark import mark
-from ctx_compress_rag.serving.app import create_app
-from ctx_compress_rag.serving.client import ServerDecoder
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.server.app import create_app
+from ctx_compress_rag.store import SoftContextStore
 from helpers.serving import listening
 
 PASSAGE = "Here are some facts about Nimbridge. Nimbridge elected Orla Reedwen as its mayor."

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ctx_compress_rag.adaptation.baselines import PredictedUpdate
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
-from ctx_compress_rag.adaptation.methods import PredictedUpdate
 from ctx_compress_rag.adaptation.solved import SolvedContexts
 from ctx_compress_rag.adaptation.updates import answer_losses, matching_loss
 from ctx_compress_rag.prompt import Prompt

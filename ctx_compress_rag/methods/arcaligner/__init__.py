@@ -1,7 +1,7 @@
 """ArcAligner."""
 
+from benchmarks.pictures.arcaligner import refinement
 from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig
-from ctx_compress_rag.methods.arcaligner.pictures import refinement
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.sentence_slots.compressor import SentenceSlotsCompressor

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from ctx_compress_rag.methods.sentence_slots.config import SentenceUnits
-from ctx_compress_rag.settings import Strict
+from ctx_compress_rag.strict import Strict
 
 
 class SelectiveLoraConfig(Strict):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.backbone import Backbone, decoder_layers
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig
 from ctx_compress_rag.methods.arcaligner.recursion import Recursion, named, states_of
@@ -20,6 +19,7 @@ from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.base.mapped_reader import MappedReader
 from ctx_compress_rag.methods.base.part import Borrowed
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
+from ctx_compress_rag.models.backbone import Backbone, decoder_layers
 
 # The logit of new gates, just below the threshold. An untrained gate changes nothing, so that stage III
 # starts with the model that stage II left, and a few steps are enough to open a gate.

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.methods.base.part import Part
+from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.text.tokenising import bos_id
+from ctx_compress_rag.text.tokenizing import bos_id
 
 
 class SlotBatch(NamedTuple):

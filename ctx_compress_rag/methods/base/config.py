@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ctx_compress_rag.ratios import merge_factor
-from ctx_compress_rag.settings import Strict
+from ctx_compress_rag.strict import Strict
 
 
 class TuneConfig(Strict):

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.methods.base.part import train_copy
 from ctx_compress_rag.methods.base.projections import LinearMap, TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
+from ctx_compress_rag.models.backbone import Backbone
 
 
 class MappedReader(Reader):

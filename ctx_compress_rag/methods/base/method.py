@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.methods.base.compressor import Compressor
 from ctx_compress_rag.methods.base.config import MethodConfig
 from ctx_compress_rag.methods.base.reader import Reader
+from ctx_compress_rag.models.backbone import Backbone
 
 
 @dataclass(frozen=True)

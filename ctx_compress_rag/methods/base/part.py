@@ -10,8 +10,8 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.errors import BundleError
+from ctx_compress_rag.models.backbone import Backbone
 
 T = TypeVar("T")
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from ctx_compress_rag.backbone import Backbone, decoder_layers
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import TokenCompressor
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.methods.base.part import Borrowed, linear_layers, train_copy
+from ctx_compress_rag.models.backbone import Backbone, decoder_layers
 
 
 class TrunkCompressor(TokenCompressor):

@@ -1,11 +1,11 @@
 """Compression tokens."""
 
+from benchmarks.pictures.compression_tokens import attention
 from ctx_compress_rag.methods.base.mapped_reader import MappedReader
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import LinearMap
 from ctx_compress_rag.methods.compression_tokens.compressor import CompressionTokensCompressor
 from ctx_compress_rag.methods.compression_tokens.config import CompressionTokensConfig
-from ctx_compress_rag.methods.compression_tokens.pictures import attention
 
 register(
     Method(

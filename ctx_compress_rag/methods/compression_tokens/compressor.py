@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.methods.base.compressor import SlotBatch
 from ctx_compress_rag.methods.base.trunk import TrunkCompressor
 from ctx_compress_rag.methods.compression_tokens.config import CompressionTokensConfig
+from ctx_compress_rag.models.backbone import Backbone
 
 
 class CompressionTokensCompressor(TrunkCompressor):

@@ -1,12 +1,12 @@
 """ComprExIT."""
 
+from benchmarks.pictures.comprexit import transmission
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.base.mapped_reader import MappedReader
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.comprexit.compressor import ComprexitCompressor
 from ctx_compress_rag.methods.comprexit.config import ComprexitConfig
-from ctx_compress_rag.methods.comprexit.pictures import transmission
 
 register(
     Method(

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
 from ctx_compress_rag.methods.comprexit.config import ComprexitConfig
 from ctx_compress_rag.methods.comprexit.transport import TransportPlan, WindowAttention
+from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.soft_context import pool
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
 from ctx_compress_rag.methods.base.trunk import TrunkCompressor
 from ctx_compress_rag.methods.ram.config import RamConfig
+from ctx_compress_rag.models.backbone import Backbone
 
 
 class RamCompressor(TrunkCompressor):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.text.tokenising import text_tokens
+from ctx_compress_rag.text.tokenizing import text_tokens
 
 # Thai to Burmese and Khmer, kana, Han and its extensions.
 _UNSPACED = (

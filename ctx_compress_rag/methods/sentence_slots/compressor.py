@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ctx_compress_rag.backbone import Backbone
 from ctx_compress_rag.errors import BundleError
 from ctx_compress_rag.methods.base.compressor import Compressor, PassageBatch, SlotBatch, Tokenized
 from ctx_compress_rag.methods.sentence_slots.config import SentenceUnits
 from ctx_compress_rag.methods.sentence_slots.sentence_encoder import SentenceEncoder
+from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.sentences import Unit, split
 

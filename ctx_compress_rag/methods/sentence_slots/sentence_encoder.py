@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.extras import needs
-from ctx_compress_rag.text.minilm import PACKAGED, load_minilm
+from ctx_compress_rag.text.passage_vectors import PACKAGED, load_minilm
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.splice import predict, splice
 from ctx_compress_rag.methods.base.compressor import PassageBatch, SlotBatch, Tokenized
 from ctx_compress_rag.prompt import HoledPrompt, Prompt
-from ctx_compress_rag.text.prompts import PromptBuilder
+from ctx_compress_rag.text.templates import PromptBuilder
 from ctx_compress_rag.training.objectives.teacher_targets import KeptTargets, Target, grouped
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.methods.base.compressor import PassageBatch
 from ctx_compress_rag.prompt import HoledPrompt, Prompt
+from ctx_compress_rag.training.engine.batch_mean import WholeBatchMean
 from ctx_compress_rag.training.objectives.base import PromptBatch, SlotObjective
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator
-from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 REPEAT = "Repeat the text."
 

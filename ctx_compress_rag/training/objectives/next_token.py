@@ -13,8 +13,8 @@ from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.methods.base.compressor import PassageBatch
 from ctx_compress_rag.prompt import HoledPrompt
-from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR
-from ctx_compress_rag.text.tokenising import bos_id, text_ids
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
+from ctx_compress_rag.text.tokenizing import bos_id, text_ids
 from ctx_compress_rag.training.objectives.base import PassageTable, PromptBatch
 
 

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
-from ctx_compress_rag.text.tokenising import bos_id
+from ctx_compress_rag.text.templates import PromptBuilder, draw_template
+from ctx_compress_rag.text.tokenizing import bos_id
 from ctx_compress_rag.training.compression_config import RepeatAndAnswerRecipe
-from ctx_compress_rag.training.head import packed_loss
+from ctx_compress_rag.training.engine.head import packed_loss
+from ctx_compress_rag.training.engine.packing import PackedSlots, Packer
 from ctx_compress_rag.training.objectives.base import SlotObjective
-from ctx_compress_rag.training.packing import PackedSlots, Packer
 
 ANSWER, REPEAT = 0, 1
 

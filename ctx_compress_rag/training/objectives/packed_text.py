@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ctx_compress_rag.data.examples import Example
-from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
+from ctx_compress_rag.text.templates import PromptBuilder, draw_template
 from ctx_compress_rag.training.decoder_config import TeacherRecipe
-from ctx_compress_rag.training.head import packed_loss
-from ctx_compress_rag.training.packing import PackedRows, Packer
+from ctx_compress_rag.training.engine.head import packed_loss
+from ctx_compress_rag.training.engine.packing import PackedRows, Packer
 
 
 class PackedTextLoss(nn.Module):

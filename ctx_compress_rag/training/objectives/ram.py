@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
 from ctx_compress_rag.methods.ram.compressor import RamCompressor, relevance, segment_means
 from ctx_compress_rag.methods.ram.segments import Segments, layout, shown, slots_of_runs
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.text.prompts import PASSAGE_SEPARATOR, PromptBuilder, draw_template
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, PromptBuilder, draw_template
+from ctx_compress_rag.training.engine.batch_mean import WholeBatchMean
 from ctx_compress_rag.training.objectives.base import ExampleCollator, PromptBatch, SlotObjective
-from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from ctx_compress_rag.backbone import own_name
-from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.bundle_folder import TEACHER
-from ctx_compress_rag.decoder_identity import digest_in_memory
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.files import TEACHER
+from ctx_compress_rag.models.backbone import own_name
+from ctx_compress_rag.models.identity import digest_in_memory
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.training.resuming import writing
+from ctx_compress_rag.training.engine.resuming import writing
 
 FOLDER = "teacher_targets"
 

@@ -11,16 +11,14 @@ from typing import Any
 
 import torch
 
-from ctx_compress_rag.backbone import Backbone, load_decoder
-from ctx_compress_rag.bundle import Bundle
-from ctx_compress_rag.config import BundleConfig
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.gguf import GgufDecoder
-from ctx_compress_rag.text.prompts import PromptBuilder
-from ctx_compress_rag.text.tokenising import text_ids
-from ctx_compress_rag.training.checkpointing import layers_of
-from ctx_compress_rag.training.compiled import make_fast
+from ctx_compress_rag.models.backbone import Backbone, load_decoder
+from ctx_compress_rag.models.gguf import GgufDecoder
+from ctx_compress_rag.text.templates import PromptBuilder
+from ctx_compress_rag.text.tokenizing import text_ids
 from ctx_compress_rag.training.compression_config import (
     AnswerRecipe,
     CompressionRecipe,
@@ -30,8 +28,10 @@ from ctx_compress_rag.training.compression_config import (
     ReconstructionRecipe,
     TaughtRecipe,
 )
+from ctx_compress_rag.training.engine.checkpointing import layers_of
+from ctx_compress_rag.training.engine.loop import Collate, Examples, Job, StepHook, training_device
+from ctx_compress_rag.training.engine.speedups import make_fast
 from ctx_compress_rag.training.examples import load_examples
-from ctx_compress_rag.training.loop import Collate, Examples, Job, StepHook, training_device
 from ctx_compress_rag.training.objectives.base import SlotObjective
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss, with_repeats
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss

@@ -6,11 +6,11 @@ import random
 from dataclasses import replace
 
 from ctx_compress_rag.data.examples import Example
-from ctx_compress_rag.text.prompts import PromptBuilder
-from ctx_compress_rag.training.compiled import make_fast
+from ctx_compress_rag.text.templates import PromptBuilder
 from ctx_compress_rag.training.compression_config import RepeatAndAnswerRecipe
+from ctx_compress_rag.training.engine.loop import Job
+from ctx_compress_rag.training.engine.speedups import make_fast
 from ctx_compress_rag.training.examples import load_examples, load_texts
-from ctx_compress_rag.training.loop import Job
 from ctx_compress_rag.training.objectives.packed import LONGEST, PackedSlotData, PackedSlotLoss, collate_packed
 from ctx_compress_rag.training.stage import Stage, register
 from ctx_compress_rag.training.stages.compression import bundle_job, start_bundle

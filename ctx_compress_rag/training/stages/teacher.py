@@ -11,27 +11,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.backbone import load_decoder
-from ctx_compress_rag.bundle_folder import ADAPTER_CONFIG_FILE
+from benchmarks.world.pointers import Pointers, PointingHeads, pointers_of
+from benchmarks.world.tokenizer import train_tokenizer
+from benchmarks.world.world import tokenizer_texts
+from ctx_compress_rag.bundle.files import ADAPTER_CONFIG_FILE
 from ctx_compress_rag.data.examples import Example
-from ctx_compress_rag.data.world import tokenizer_texts
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import padded
 from ctx_compress_rag.methods.base.config import lora_config
-from ctx_compress_rag.text.prompts import PromptBuilder, draw_template
-from ctx_compress_rag.training.checkpointing import layers_in
-from ctx_compress_rag.training.compiled import make_fast
+from ctx_compress_rag.models.backbone import load_decoder
+from ctx_compress_rag.text.templates import PromptBuilder, draw_template
 from ctx_compress_rag.training.decoder_config import TeacherRecipe
+from ctx_compress_rag.training.engine.batch_mean import WholeBatchMean
+from ctx_compress_rag.training.engine.checkpointing import layers_in
+from ctx_compress_rag.training.engine.loop import Collate, Job, training_device
+from ctx_compress_rag.training.engine.speedups import make_fast
 from ctx_compress_rag.training.examples import load_examples
-from ctx_compress_rag.training.loop import Collate, Job, training_device
 from ctx_compress_rag.training.objectives.base import ExampleCollator
 from ctx_compress_rag.training.objectives.packed import collate_packed
 from ctx_compress_rag.training.objectives.packed_text import PackedTextData, PackedTextLoss
 from ctx_compress_rag.training.probe import text_probe
 from ctx_compress_rag.training.stage import Stage, register
-from ctx_compress_rag.training.stages.pointers import Pointers, PointingHeads, pointers_of
-from ctx_compress_rag.training.tokenizer import train_tokenizer
-from ctx_compress_rag.training.whole_batch import WholeBatchMean
 
 
 class AnswerLoss(nn.Module, WholeBatchMean):

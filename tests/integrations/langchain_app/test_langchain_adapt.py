@@ -23,9 +23,9 @@ from ctx_compress_rag.adaptation import (
     TestTimeSGD,
     generate_together,
 )
-from ctx_compress_rag.adaptation.serving import load_adaptation
+from ctx_compress_rag.adaptation.llm import load_adaptation
 from ctx_compress_rag.decoding.generation import Sampling
-from ctx_compress_rag.stores import markers
+from ctx_compress_rag.store import marker as markers
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, random_adapter, save_predictor
 from helpers.decoding import by_transformers, prefills
 from helpers.langchain import QUESTION, TOKENS, App, open_app

@@ -15,7 +15,7 @@ from langchain_core.documents import Document
 
 from ctx_compress_rag import ConfigError, RatioError
 from ctx_compress_rag.marking.mark import mark
-from ctx_compress_rag.stores.markers import Marker
+from ctx_compress_rag.store.marker import Marker
 from helpers.budget import usages
 from helpers.langchain import CHAT, QUESTION, SOURCES, TEXTS, App, direct, joined, open_app
 

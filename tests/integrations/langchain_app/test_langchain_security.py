@@ -17,9 +17,10 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda
 
-from ctx_compress_rag import SoftContextStore, markers
+from ctx_compress_rag import SoftContextStore
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, UnreadableMarkerError
-from ctx_compress_rag.stores.keys import KEY_FILE, KEY_VARIABLE
+from ctx_compress_rag.store import marker as markers
+from ctx_compress_rag.store.key import KEY_FILE, KEY_VARIABLE
 from helpers.attacks import ATTACKS
 from helpers.decoding import prefills
 from helpers.langchain import QUESTION, SOURCES, TEXTS, App, Recorder, open_app, rag

@@ -10,7 +10,7 @@ from llama_index.core.base.llms.types import ChatMessage
 
 from ctx_compress_rag.adaptation import BaseAdapter, FewShot, PromptTuning
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.store import SoftContextStore
 from helpers.adaptation import DEMONSTRATIONS, merged_copy, random_adapter
 from helpers.decoding import by_transformers
 from helpers.llama_index import MAX_TOKENS, QUESTION, App

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ctx_compress_rag.errors import MissingPassageError
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.store import SoftContextStore
 from helpers.llama_index import QUESTION, App
 from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor, restore_sources
 

@@ -14,7 +14,7 @@ from llama_index.core.schema import Document, ImageNode, NodeRelationship, TextN
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.store import SoftContextStore
 from helpers.langchain import while_the_decoder_is_taken
 from helpers.llama_index import PASSAGES, QUESTION, App, HashedWords, index_in
 from llama_index.llms.ctx_compress import CompressedContextLLM

@@ -16,7 +16,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import MetadataMode
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.stores.markers import scope
+from ctx_compress_rag.store.marker import scope
 from helpers.langchain import while_the_decoder_is_taken
 from helpers.llama_index import MAX_TOKENS, PASSAGES, QUESTION, RATIO, App, Events
 from llama_index.llms.ctx_compress import CompressedContextLLM, marker_tokenizer

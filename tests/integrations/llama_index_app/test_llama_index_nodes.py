@@ -15,7 +15,7 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.workflow import JsonSerializer
 
 from ctx_compress_rag.errors import ConfigError, MissingExtraError, MissingPassageError
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.store import SoftContextStore
 from helpers.llama_index import PASSAGES, QUESTION, RATIO, App, check_sources
 from llama_index.llms.ctx_compress import marker_tokenizer
 from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor, CompressedTextNode, restore_sources

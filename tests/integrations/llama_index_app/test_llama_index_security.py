@@ -20,8 +20,8 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 from llama_index.core.tools import FunctionTool
 
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, UnreadableMarkerError
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import Marker
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.marker import Marker
 from helpers.llama_index import MAX_TOKENS, PASSAGES, QUESTION, RATIO, App, Events, HashedWords, watched
 from llama_index.llms.ctx_compress import CompressedContextLLM
 from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor, expand_prompt, restore_sources

@@ -26,11 +26,12 @@ from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
 from llama_index.core.types import Model
 
-from ctx_compress_rag.adaptation import Adapted, serving
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.adaptation import Adapted
+from ctx_compress_rag.adaptation import llm as serving
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.serving.llm import DecoderLLM
+from ctx_compress_rag.frameworks.llm import DecoderLLM
 from llama_index.llms.ctx_compress.streams import in_thread
 from llama_index.llms.ctx_compress.structured import schema_of
 
@@ -69,7 +70,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
             changed, or its passage was deleted): raise an "error", or read it as literal text, with a warning ("warn")
             or without ("text"). With "warn" or "text", a record in which only the slots are damaged is read as its
             text, whatever `on_missing` says.
-        scope: tenant or user whose markers are read; by default that of `ctx_compress_rag.stores.markers.scope`, or
+        scope: tenant or user whose markers are read; by default that of `ctx_compress_rag.store.marker.scope`, or
             the store's.
         predictor: folder of the update predictor that `adapt` uses.
         batch_size: maximum number of prompts in a forward pass.

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import cast
 
-from ctx_compress_rag.bundle import Bundle
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import scope as in_scope
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.marker import scope as in_scope
 
 
 def marker_tokenizer(store: SoftContextStore, scope: str | None = None) -> Callable[[str], list[int]]:
@@ -22,7 +22,7 @@ def marker_tokenizer(store: SoftContextStore, scope: str | None = None) -> Calla
     Args:
         store: where the soft contexts are.
         scope: tenant or user whose markers count as slots; by default that of
-            `ctx_compress_rag.stores.markers.scope`, or the store's.
+            `ctx_compress_rag.store.marker.scope`, or the store's.
     """
     decoder = TransformersDecoder(cast(Bundle, store.bundle), store)
 

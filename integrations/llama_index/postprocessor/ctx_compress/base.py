@@ -11,10 +11,10 @@ from llama_index.core.instrumentation.span import active_span_id
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 
+from ctx_compress_rag.frameworks.postprocessor import MarkingPostprocessor
 from ctx_compress_rag.marking.mark import OnMissing
-from ctx_compress_rag.marking.postprocessor import MarkingPostprocessor
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import OnUnreadable, quietly
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.marker import OnUnreadable, quietly
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text
 from llama_index.postprocessor.ctx_compress.sources import restored
 
@@ -49,7 +49,7 @@ class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor
         on_unreadable: what to do with a node that holds the marker of a deleted passage: raise an "error", or
             leave the node as text, with a warning ("warn") or without ("text"); see `mark`.
         scope: tenant or user that the markers belong to; by default that of
-            `ctx_compress_rag.stores.markers.scope`, or the store's.
+            `ctx_compress_rag.store.marker.scope`, or the store's.
         replace_text: make the marker the node's text, for readers that do not ask for `MetadataMode.LLM`, such as
             a subclass of `CitationQueryEngine`. `restore_sources` then needs the store.
         mode: deprecated: each bundle has its own.

@@ -11,7 +11,7 @@ from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, TransformComponent
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.stores import SoftContextStore
+from ctx_compress_rag.store import SoftContextStore
 from llama_index.postprocessor.ctx_compress.nodes import is_text, own_text
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, Node, TextNode
 
-from ctx_compress_rag.stores.markers import defused
+from ctx_compress_rag.store.marker import defused
 
 if TYPE_CHECKING:
     from llama_index.core.base.llms.types import BaseContentBlock

@@ -9,8 +9,8 @@ from llama_index.core.schema import BaseNode, NodeWithScore
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import expand, try_expand
-from ctx_compress_rag.stores import SoftContextStore
-from ctx_compress_rag.stores.markers import OnUnreadable
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.marker import OnUnreadable
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, own_text
 
 
@@ -65,7 +65,7 @@ def expand_prompt(text: str, store: SoftContextStore, scope: str | None = None) 
     Args:
         text: a prompt, perhaps with markers.
         store: where the passages are.
-        scope: tenant or user; by default that of `ctx_compress_rag.stores.markers.scope`, or the store's.
+        scope: tenant or user; by default that of `ctx_compress_rag.store.marker.scope`, or the store's.
 
     Raises:
         MissingPassageError: a passage was deleted from the store, or its text changed.

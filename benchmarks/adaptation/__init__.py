@@ -1,0 +1,1 @@
+"""Tables of RAG-GD and its baselines."""

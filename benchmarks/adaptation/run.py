@@ -1,0 +1,305 @@
+"""Score ways to follow demonstrations, with the cost of each, for `ctx-compress adapt-eval`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from statistics import mean
+from typing import Any, Literal
+
+from tqdm.auto import tqdm
+
+from benchmarks.adaptation.cost import AdaptationCost, measure
+from benchmarks.adaptation.systems import AT_TEST_TIME, BASE, PREDICTED, Recipes, System, controls, copy_rule
+from ctx_compress_rag.adaptation.baselines import TestTimeSGD
+from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
+from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, generate_together
+from ctx_compress_rag.adaptation.episodes import Episode, FamilyTasks, Tasks, digest, drawn_apart, with_slots
+from ctx_compress_rag.adaptation.stages import file_tasks, open_decoder
+from ctx_compress_rag.decoding.generation import Sampling
+from ctx_compress_rag.evaluation import report
+from ctx_compress_rag.evaluation.figures import new_figure, save
+from ctx_compress_rag.json_files import write_json
+from ctx_compress_rag.text.answers import Interval, exact_match, paired_difference, token_f1
+from ctx_compress_rag.training.engine.resuming import weights_digest
+
+_RATES = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the recipe's own
+
+
+@dataclass(frozen=True)
+class SystemScore:
+    """The scores of one system.
+
+    Attributes:
+        system: its name.
+        exact_match, f1: means over questions with 95 % bootstrap intervals.
+        gain: F1 minus the base adapter's, paired by question, likewise.
+        by_task: mean exact match and F1 of each task.
+        cost: per question.
+        questions: how many were asked.
+    """
+
+    system: str
+    exact_match: Interval
+    f1: Interval
+    gain: Interval
+    by_task: dict[str, tuple[float, float]]
+    cost: AdaptationCost
+    questions: int
+
+    @property
+    def macro(self) -> tuple[float, float]:
+        """Exact match and F1, each the mean of the tasks' means."""
+        exact, f1 = zip(*self.by_task.values(), strict=True)
+        return mean(exact), mean(f1)
+
+
+def evaluate(
+    where: str | Path,
+    folder: str | Path,
+    *,
+    files: Sequence[str] = (),
+    split: Literal["dev", "test"] = "test",
+    budget: int | None = None,
+    questions: int = 400,
+    timed: int = 20,
+    tuning: int = 32,
+    max_new_tokens: int = 32,
+    seed: int = 0,
+    progress: bool = True,
+) -> list[SystemScore]:
+    """Train a folder's recipes that are not finished, and score all of them and the baselines.
+
+    Every question has demonstrations of its own task, the same for every system. Trained weights stay in the
+    recipes' outputs and answers in `folder`, so that a second run resumes where an interrupted one stopped.
+    Writes scores.json, scores.md and scores.png.
+
+    Args:
+        where: a folder of recipes, or a shipped one by name.
+        folder: for answers and scores.
+        files: JSONL files, each a task; without any, the invented world's task families. A part of each file is not
+            scored: demonstrations come from there.
+        split: of the families; "dev" is for choosing recipes' settings.
+        budget: the most training steps of a recipe, which then trains into `folder`; None leaves recipes as they are.
+        questions: the most questions to score.
+        timed: how many of them are timed.
+        tuning: the most other questions for choosing a learning rate for TT-SGD, with the smallest and with the
+            largest K; 0 leaves these two systems out.
+        max_new_tokens: longest answer.
+        seed: of the draws.
+        progress: show progress bars.
+
+    Raises:
+        ConfigError: the recipes do not belong together, or an output was made by another recipe or for another decoder.
+        DataError: a file is missing, malformed or too short; nothing is trained then.
+    """
+    folder = Path(folder)
+    recipes = Recipes.find(where)
+    if budget is not None:
+        recipes = recipes.shortened(budget, folder)
+    decoder = open_decoder(recipes.base)
+    shown = [recipe.demonstrations for recipe in recipes.others if isinstance(recipe, UpdatePredictorRecipe)]
+    paths = [Path(file) for file in files]
+    tasks: Tasks = file_tasks(paths, recipes.base.data, decoder) if files else FamilyTasks(split)
+    support = max(shown, default=3)
+    apart = drawn_apart(tasks, questions, tuning, support, seed)  # before training, since it may refuse files
+    recipes.train_missing(decoder)
+    systems = recipes.systems(decoder)
+    episodes, held_back = (
+        [with_slots(episode, decoder.store, recipes.base.ratio) for episode in drawn] for drawn in apart
+    )
+    sampling = Sampling(max_new_tokens=max_new_tokens)
+    about = {
+        "recipes": [recipe.model_dump(mode="json") for recipe in (recipes.base, *recipes.others)],
+        "fingerprint": decoder.bundle.fingerprint,
+        "trained": [weights_digest(recipe.output) for recipe in (recipes.base, *recipes.others)],
+        "data": [path.name for path in paths] or f"task families, {split}",
+        "episodes": digest(chain(*apart)),
+        "questions": len(episodes),
+        "tuning": len(held_back),
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+    }
+    if held_back:
+        systems += _tuned(decoder, systems, held_back, sampling, folder / "tuning", about)
+    systems += controls(systems, decoder, episodes)
+    systems += [] if files else [copy_rule()]
+    answers = answer_all(decoder, systems, episodes, sampling, folder / "answers", about, progress)
+    costs = measure(decoder, systems, episodes, sampling, timed)
+    scores = score(episodes, answers, costs)
+    about |= {"timed": timed, "device": str(decoder.bundle.backbone.device)}
+    text = f"{table(scores)}\n\n{verdict(scores)}"
+    report.write(folder, "scores", text, {**about, "scores": [asdict(s) for s in scores]})
+    plot(scores, folder / "scores.png", f"{about['questions']} questions, {about['data']}")
+    return scores
+
+
+def answer_all(
+    decoder: AdaptiveDecoder,
+    systems: Sequence[System],
+    episodes: Sequence[Episode],
+    sampling: Sampling,
+    folder: Path,
+    about: Mapping[str, Any],
+    progress: bool = False,
+) -> dict[str, list[str]]:
+    """Each system's answers, each question with its own demonstrations.
+
+    Answers are kept in `folder`, and reused if `about`, which says what they depend on, is the same.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    answers = {}
+    for system in tqdm(systems, desc="answering", unit="system", disable=not progress):
+        file = folder / f"{system.name.replace(' ', '_').replace(',', '')}.json"
+        kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if kept.get("about") != about:
+            kept = {"about": about, "answers": _answers(decoder, system, episodes, sampling)}
+            write_json(file, kept)
+        answers[system.name] = kept["answers"]
+    return answers
+
+
+def _answers(decoder: AdaptiveDecoder, system: System, episodes: Sequence[Episode], sampling: Sampling) -> list[str]:
+    done: list[str] = []
+    given = system.given(episodes)
+    for start in range(0, len(given), decoder.batch_size):
+        part = given[start : start + decoder.batch_size]
+        adapted = [decoder.adapt(episode.support, system.adaptation) for episode in part]
+        made = generate_together(adapted, [episode.query.chat() for episode in part], sampling)
+        done += [system.finish(one.text.strip(), episode) for one, episode in zip(made, part, strict=True)]
+    return done
+
+
+def _tuned(
+    decoder: AdaptiveDecoder,
+    systems: Sequence[System],
+    episodes: Sequence[Episode],
+    sampling: Sampling,
+    folder: Path,
+    about: Mapping[str, Any],
+) -> list[System]:
+    """TT-SGD with the fewest and with the most steps, each at the learning rate with the best F1 on these episodes."""
+    found = {s.adaptation.steps: s.adaptation for s in systems if isinstance(s.adaptation, TestTimeSGD)}
+    chosen = []
+    for steps in sorted({min(found), max(found)}) if found else ():
+        rates = [factor * found[steps].learning_rate for factor in _RATES]
+        tried = [System(f"K={steps} {rate:.3g}", replace(found[steps], learning_rate=rate)) for rate in rates]
+        answers = answer_all(decoder, tried, episodes, sampling, folder, about)
+        f1 = [
+            mean(token_f1(text, e.accepted) for text, e in zip(answers[system.name], episodes, strict=True))
+            for system in tried
+        ]
+        best = tried[f1.index(max(f1))]
+        chosen.append(System(f"{AT_TEST_TIME}{steps}, tuned", best.adaptation))
+    return chosen
+
+
+def score(
+    episodes: Sequence[Episode], answers: Mapping[str, Sequence[str]], costs: Mapping[str, AdaptationCost]
+) -> list[SystemScore]:
+    """Score each system's answers; one of the systems must be the base adapter."""
+
+    def each(metric: Any, system: str) -> list[float]:
+        return [metric(given, e.accepted) for given, e in zip(answers[system], episodes, strict=True)]
+
+    base = each(token_f1, BASE)
+    nothing = [0.0] * len(episodes)
+    scores = []
+    for system in answers:
+        exact, f1 = each(exact_match, system), each(token_f1, system)
+        tasks: dict[str, list[tuple[float, float]]] = {}
+        for one, other, episode in zip(exact, f1, episodes, strict=True):
+            tasks.setdefault(episode.task, []).append((one, other))
+        scores.append(
+            SystemScore(
+                system=system,
+                exact_match=paired_difference(exact, nothing),
+                f1=paired_difference(f1, nothing),
+                gain=paired_difference(f1, base),
+                by_task={
+                    task: (mean(e for e, _ in values), mean(f for _, f in values))
+                    for task, values in sorted(tasks.items())
+                },
+                cost=costs[system],
+                questions=len(episodes),
+            )
+        )
+    return scores
+
+
+def table(scores: Sequence[SystemScore]) -> str:
+    """The scores as a Markdown table."""
+    return report.table(
+        [
+            {
+                "system": s.system,
+                "EM": report.interval(s.exact_match),
+                "F1": report.interval(s.f1),
+                "EM, F1 by task": f"{s.macro[0]:.3f}, {s.macro[1]:.3f}",
+                "F1 over base adapter": "" if s.system == BASE else report.interval(s.gain, "+"),
+                "adapt ms": f"{s.cost.adapt_ms:.1f}",
+                "answer ms": f"{s.cost.answer_ms:.1f}",
+                "adapt GFLOPs": f"{s.cost.adapt_flops / 1e9:.2f}",
+                "answer GFLOPs": f"{s.cost.answer_flops / 1e9:.2f}",
+            }
+            for s in scores
+        ]
+    )
+
+
+def verdict(scores: Sequence[SystemScore]) -> str:
+    """RAG-GD's targets for each K, and whether it reaches them, as a Markdown list.
+
+    It should be above the base adapter outside the error bar, at most 0.02 F1 below TT-SGD with the same K, and take
+    under a tenth of TT-SGD's adaptation time.
+    """
+    by_name = {s.system: s for s in scores}
+    lines = []
+    for own in scores:
+        if not own.system.startswith(PREDICTED):
+            continue
+        steps = own.system.removeprefix(PREDICTED)
+        reference = by_name[f"{AT_TEST_TIME}{steps}"]
+        short, share = reference.f1.value - own.f1.value, own.cost.adapt_ms / reference.cost.adapt_ms
+        lines.append(
+            f"- {own.system}: {_met(own.gain.low > 0)} above the base adapter outside the error bar "
+            f"({own.gain.low:+.3f} to {own.gain.high:+.3f} F1), {_met(short <= 0.02)} within 0.02 F1 of TT-SGD "
+            f"({-short:+.3f}), {_met(share < 0.1)} under a tenth of its time ({share:.3f})"
+        )
+    return "\n".join(lines)
+
+
+def _met(yes: bool) -> str:
+    return "**is**" if yes else "**is not**"
+
+
+def plot(scores: Sequence[SystemScore], path: Path, title: str) -> None:
+    """F1 with its interval against the time a question takes, adapting included, on a log scale (as figure 4)."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    figure = new_figure(8.0, 4.6)
+    axes = figure.subplots()
+    for number, s in enumerate(scores):
+        bars = [[s.f1.value - s.f1.low], [s.f1.high - s.f1.value]]
+        marker = "o" if s.system.startswith("RAG-GD") else "s" if s.system.startswith("TT-SGD") else "^"
+        axes.errorbar(
+            s.cost.adapt_ms + s.cost.answer_ms, s.f1.value, yerr=bars, marker=marker, color=f"C{number % 10}",
+            markerfacecolor=None if number < 10 else "white", linestyle="none", capsize=3, label=s.system,
+        )  # fmt: skip
+    axes.set(
+        xscale="log",
+        xlabel="milliseconds per question, adapting and answering",
+        ylabel="answer F1 (bars: 95 % bootstrap)",
+    )
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.grid(color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    save(figure, path)

@@ -1,0 +1,209 @@
+"""The systems of a comparison: those that a folder of recipes trains, and the baselines."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+
+import yaml
+
+from ctx_compress_rag.adaptation.adapter import Adapter
+from ctx_compress_rag.adaptation.baselines import BaseAdapter, FewShot, PredictedUpdate, PromptTuning, TestTimeSGD
+from ctx_compress_rag.adaptation.config import (
+    AdaptationRecipe,
+    PromptTuningRecipe,
+    RetrievalAdapterRecipe,
+    UpdatePredictorRecipe,
+)
+from ctx_compress_rag.adaptation.decoder import Adaptation, AdaptiveDecoder
+from ctx_compress_rag.adaptation.episodes import Episode
+from ctx_compress_rag.bundle.files import REPORT_FILE
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.training.engine.resuming import FILES_KEY, changed_files
+from ctx_compress_rag.training.recipe import find, load_recipe
+
+logger = logging.getLogger(__name__)
+
+ALONE, BASE = "decoder alone", "base adapter"
+AT_TEST_TIME, PREDICTED = "TT-SGD, K=", "RAG-GD, K="  # and the number of steps
+_AVERAGED = 16  # contexts
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to follow demonstrations, by name.
+
+    Attributes:
+        name: its name.
+        adaptation: how it uses the demonstrations.
+        given: makes the episodes that it gets from the comparison's, one from each.
+        finish: makes the final answer from the decoder's.
+    """
+
+    name: str
+    adaptation: Adaptation
+    given: Callable[[Sequence[Episode]], Sequence[Episode]] = tuple
+    finish: Callable[[str, Episode], str] = lambda answer, episode: answer
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """The recipes that a comparison trains.
+
+    Attributes:
+        base: the retrieval adapter's recipe.
+        others: soft prefixes and predictors on the same decoder.
+        files: each recipe's file, in the order to run them, the base's first.
+    """
+
+    base: RetrievalAdapterRecipe
+    others: tuple[AdaptationRecipe, ...]
+    files: tuple[Path, ...]
+
+    @classmethod
+    def find(cls, where: str | Path) -> Recipes:
+        """The recipes in a folder, or in a shipped one by name (`rag_gd/demo`).
+
+        Raises:
+            ConfigError: it does not have exactly one retrieval adapter, or its recipes do not belong together.
+        """
+        folder = Path(where) if Path(where).is_dir() else find(str(where)) or Path(where)
+        loaded = {file: load_recipe(file) for file in sorted(folder.glob("*.yaml"))}
+        found = {file: recipe for file, recipe in loaded.items() if isinstance(recipe, AdaptationRecipe)}
+        bases = {file: recipe for file, recipe in found.items() if isinstance(recipe, RetrievalAdapterRecipe)}
+        if len(bases) != 1:
+            raise ConfigError(f"{str(where)!r} has {len(bases)} retrieval_adapter recipes: give exactly one")
+        [(base_file, base)] = bases.items()
+        others = {file: recipe for file, recipe in found.items() if file != base_file}
+        for file, recipe in others.items():
+            for key in ("bundle", "decoder", "revision", "ratio"):
+                if getattr(recipe, key) != getattr(base, key):
+                    raise ConfigError(
+                        f"{file}: {key} is {getattr(recipe, key)}, not {getattr(base, key)} as in {base_file}"
+                    )
+            if isinstance(recipe, UpdatePredictorRecipe) and recipe.base != base.output:
+                raise ConfigError(f"{file}: base is {recipe.base}: set it to {base.output}, the output of {base_file}")
+        return cls(base, tuple(others.values()), (base_file, *others))
+
+    def shortened(self, steps: int, folder: Path) -> Recipes:
+        """The same recipes with at most `steps` steps each, for a quick test; files and outputs are in `folder`."""
+        (folder / "recipes").mkdir(parents=True, exist_ok=True)
+        base = str(folder / "trained" / self.files[0].stem)
+        for file, recipe in zip(self.files, (self.base, *self.others), strict=True):
+            settings = recipe.model_dump(mode="json", exclude_unset=True)
+            settings["output"] = str(folder / "trained" / file.stem)
+            shorter = min(steps, recipe.optim.steps)
+            settings["optim"] = settings.get("optim", {}) | {"steps": shorter}
+            if isinstance(recipe, UpdatePredictorRecipe):
+                settings["base"] = base
+                if recipe.solved is not None:
+                    few = min(recipe.solved.contexts, shorter * recipe.optim.batch_size)
+                    settings["solved"] |= {"folder": str(folder / "trained" / "solved"), "contexts": few}
+            text = yaml.safe_dump(settings, sort_keys=False)
+            (folder / "recipes" / file.name).write_text(text, encoding="utf-8")
+        return self.find(folder / "recipes")
+
+    def train_missing(self, decoder: AdaptiveDecoder) -> None:
+        """Run the recipes that are not finished; an interrupted one resumes from its last checkpoint.
+
+        Raises:
+            ConfigError: an output was made for another decoder, or by a recipe that has changed since, or whose data or
+                base adapter have.
+        """
+        from ctx_compress_rag.training.run import made_by, run_recipe
+
+        for file, recipe in zip(self.files, (self.base, *self.others), strict=True):
+            report = recipe.output / REPORT_FILE
+            if not report.exists():
+                logger.info("training %s", file)
+                run_recipe(file)
+                continue
+            made = json.loads(report.read_text(encoding="utf-8"))
+            if not made_by(recipe, made.get("recipe")):
+                raise ConfigError(f"{recipe.output} was made before {file} was changed: remove it to train it again")
+            if changed := changed_files(recipe, made.get(FILES_KEY, {})):
+                raise ConfigError(
+                    f"{recipe.output} was made before {', '.join(changed)} changed: remove it to train it again"
+                )
+            if not decoder.bundle.made(made.get("fingerprint", "")):
+                raise ConfigError(f"{recipe.output} was made for another decoder: remove it to train it again")
+
+    def systems(self, decoder: AdaptiveDecoder) -> list[System]:
+        """The trained systems and the baselines, in the order of a table.
+
+        If several recipes are of one kind and K, the systems' names include the recipes' file names.
+        """
+        base = Adapter.from_pretrained(self.base.output, decoder.bundle.backbone.model)
+        systems = [
+            System("query only", BaseAdapter(None), given=_without_passages),
+            System(ALONE, BaseAdapter(None)),
+            System(f"{ALONE}, few-shot", FewShot(None)),
+            System(BASE, BaseAdapter(base)),
+            System(f"{BASE}, few-shot", FewShot(base)),
+        ]
+        kinds = [_kind(recipe) for recipe in self.others]
+        predicted: list[tuple[str, PredictedUpdate]] = []
+        for kind, file, recipe in zip(kinds, self.files[1:], self.others, strict=True):
+            name = kind if kinds.count(kind) == 1 else f"{kind} ({file.stem})"
+            if isinstance(recipe, PromptTuningRecipe):
+                systems.append(System(name, PromptTuning.from_pretrained(recipe.output, decoder)))
+            else:
+                predicted.append((name, PredictedUpdate.from_pretrained(recipe.output, decoder)))
+        systems += [System(name, each) for name, each in predicted if each.config.loss == "task"]
+        matching = sorted(
+            (one for one in predicted if one[1].config.loss == "matching"), key=lambda one: one[1].config.inner_steps
+        )
+        for name, each in matching:
+            own = TestTimeSGD(base, each.config.inner_steps, each.config.inner_learning_rate)
+            systems.append(System(f"{AT_TEST_TIME}{name.removeprefix(PREDICTED)}", own))
+        systems += [System(name, each) for name, each in matching]
+        return systems
+
+
+def _kind(recipe: AdaptationRecipe) -> str:
+    """The name of the system that a recipe trains, if it is the only one of its kind."""
+    if not isinstance(recipe, UpdatePredictorRecipe):
+        return "prompt tuning"
+    return "HyperTuning" if recipe.loss == "task" else f"{PREDICTED}{recipe.inner_steps}"
+
+
+def controls(systems: Sequence[System], decoder: AdaptiveDecoder, episodes: Sequence[Episode]) -> list[System]:
+    """Controls for a predicted update: one update for all contexts, and the update predicted from another task."""
+    predicted = [system for system in systems if system.name.startswith(PREDICTED)]
+    if not predicted:
+        return []
+    update, steps = predicted[-1].adaptation, predicted[-1].name.removeprefix(PREDICTED)
+    assert isinstance(update, PredictedUpdate)
+    mean = update.mean_over(decoder, [episode.support for episode in episodes[:_AVERAGED]])
+    made = [System(f"mean of the predicted updates, K={steps}", mean)]
+    if len({episode.task for episode in episodes}) > 1:
+        made.append(System(f"predicted from another task, K={steps}", update, given=_of_other_tasks))
+    return made
+
+
+def copy_rule() -> System:
+    """The decoder alone, with the words that all demonstrations' answers end with put after its answer."""
+    return System("copied ending", BaseAdapter(None), finish=_with_ending)
+
+
+def _with_ending(answer: str, episode: Episode) -> str:
+    reversed_words = [demonstration.answer.split()[::-1] for demonstration in episode.support]
+    shared = [words[0] for words in takewhile(lambda words: len(set(words)) == 1, zip(*reversed_words, strict=False))]
+    return " ".join([answer, *shared[::-1]])
+
+
+def _without_passages(episodes: Sequence[Episode]) -> list[Episode]:
+    return [replace(episode, query=replace(episode.query, passages=())) for episode in episodes]
+
+
+def _of_other_tasks(episodes: Sequence[Episode]) -> list[Episode]:
+    """The episodes, each with the support of the next episode of another task, from the start again after the last."""
+    given = []
+    for number, episode in enumerate(episodes):
+        others = (*episodes[number + 1 :], *episodes[:number])
+        given.append(replace(episode, support=next(e.support for e in others if e.task != episode.task)))
+    return given

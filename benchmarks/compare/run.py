@@ -1,0 +1,461 @@
+"""Train every entry of a comparison with the same budget from the same decoder, and score it.
+
+In the output folder, `run.json` says what is compared, `decoder/` is the decoder if a teacher was merged into it,
+`entries/` holds recipes, checkpoints and bundles, and `results/` one JSON file for each finished entry. An entry
+with a result is not trained again; an interrupted one resumes from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import cycle, islice
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import yaml
+from tqdm.auto import tqdm
+
+from benchmarks.compare.config import BASELINES, Budget, Comparison, QuestionFiles, stage_recipes
+from benchmarks.compare.decoder import decoder_sha256, merge_teacher, teacher_sha256
+from benchmarks.timing.speed import seconds_of
+from benchmarks.world.world import PASSAGES_PER_WORLD, world_examples
+from ctx_compress_rag import __version__
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.config import BundleConfig
+from ctx_compress_rag.bundle.files import REPORT_FILE
+from ctx_compress_rag.data.config import MixData
+from ctx_compress_rag.data.examples import read_jsonl, without_long
+from ctx_compress_rag.data.mixing import mix
+from ctx_compress_rag.errors import ConfigError, CtxCompressError, TrainingError
+from ctx_compress_rag.evaluation.answering import (
+    ANSWER_TOKENS,
+    EXTRACTED,
+    FULL,
+    NONE,
+    SOFT,
+    TRUNCATED,
+    SystemAnswers,
+    answer,
+)
+from ctx_compress_rag.evaluation.harness import each
+from ctx_compress_rag.evaluation.questions import Question, digest, questions_of, with_other_passages
+from ctx_compress_rag.json_files import read_json, write_json
+from ctx_compress_rag.methods.base.config import TuneConfig
+from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
+from ctx_compress_rag.models.backbone import Backbone, load_decoder
+from ctx_compress_rag.models.gguf import GgufDecoder
+from ctx_compress_rag.models.identity import sha256
+from ctx_compress_rag.text.answers import exact_match, token_f1
+from ctx_compress_rag.text.passage_vectors import load_minilm
+from ctx_compress_rag.text.templates import shares
+from ctx_compress_rag.training.compression_config import CompressionRecipe
+from ctx_compress_rag.training.engine.resuming import steps_saved
+from ctx_compress_rag.training.examples import load_examples
+from ctx_compress_rag.training.objectives.reconstruction import passages_of
+from ctx_compress_rag.training.run import run_recipe
+
+RUN_FILE = "run.json"
+_RECIPE_FILE = "recipe.yaml"
+
+_SHOWN_AT = 4
+_TIMED_PASSAGES = 50
+_POLL_SECONDS = 2.0
+_DELETE = "delete it, and run the comparison again"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compared, and where; a folder that holds a run of another plan is refused.
+
+    Attributes:
+        output: the folder.
+        decoder: folder, hub id or GGUF file of the decoder that entries start from.
+        teacher: merged into the decoder first (`compare.decoder.teacher_folder`); None merges nothing.
+        budget: every entry's.
+        questions: number of test questions, with as many passages as the budget says.
+        ratios: the comparison's ratios, which the baselines are scored at.
+        data: files of questions; None is the invented world.
+        dtype: of the decoder's weights when questions are answered; None takes the device's default.
+    """
+
+    output: Path
+    decoder: str | GgufDecoder
+    teacher: str | None
+    budget: Budget
+    questions: int
+    ratios: list[int]
+    data: QuestionFiles | None
+    dtype: str | None = None
+
+    @property
+    def start(self) -> str | GgufDecoder:
+        """The decoder that entries start from and that reads the baselines."""
+        return self.decoder if self.teacher is None else str(self.output / "decoder")
+
+    def test_questions(self) -> list[Question]:
+        """The test questions: about names that training never meets, or from the test file in a random order.
+
+        Raises:
+            ConfigError: the test file has fewer.
+        """
+        passages = (self.budget.passages,)
+        if self.data is None:
+            examples = world_examples("test", 0, self.questions, max_turns=1, passages=passages)
+        else:
+            answered = [e for e in read_jsonl(self.data.test, unanswerable=True) if e.turns[0].answers]
+            short = without_long(answered, self.data.most_words)
+            examples = mix([short], MixData(passages=list(passages)), self.data.seed, block=1)
+            if len(examples) < self.questions:
+                raise ConfigError(
+                    f"{self.data.test} has {len(examples)} questions to score with, not {self.questions}: ask for fewer"
+                )
+        return questions_of(examples, self.questions)
+
+    def result(self, name: str) -> Path:
+        """Where an entry's result goes."""
+        return result_file(self.output, name)
+
+
+@dataclass(frozen=True)
+class EntryJob:
+    """An entry to train and score, or the baselines, which have no stages."""
+
+    plan: Plan
+    name: str
+    recipes: tuple[CompressionRecipe, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Where the entry's stages and log are."""
+        return self.plan.output / "entries" / self.name
+
+    @property
+    def steps(self) -> int:
+        """Training steps of all stages."""
+        return sum(recipe.optim.steps for recipe in self.recipes)
+
+
+def prepare(comparison: Comparison, names: Sequence[str], plan: Plan) -> list[EntryJob]:
+    """Write the output folder's decoder and recipes, and return what has no result yet, the baselines first.
+
+    Args:
+        comparison: what to compare.
+        names: the entries to train and score.
+        plan: the budget, the questions and the output folder.
+
+    Raises:
+        ConfigError: a number is impossible, the folder holds another run, or an entry cannot be trained as written.
+    """
+    if plan.questions < 2:
+        raise ConfigError(f"{plan.questions} questions have no standard error: give 2 or more")
+    if plan.budget.passages < 1 or (plan.data is None and plan.budget.passages > PASSAGES_PER_WORLD):
+        raise ConfigError(
+            f"{plan.budget.passages} passages in a prompt: give 1 or more, in a world up to {PASSAGES_PER_WORLD}"
+        )
+    work = [EntryJob(plan, BASELINES)]
+    for name in names:
+        folder = plan.output / "entries" / name
+        work.append(EntryJob(plan, name, tuple(stage_recipes(comparison, name, plan.budget, plan.start, folder))))
+    questions = plan.test_questions()
+    with_other_passages(questions)  # refused before anything is trained
+    _claim(plan, questions)
+    check_recipes(comparison, plan.output)
+    if plan.teacher is not None:
+        merge_teacher(plan.decoder, plan.teacher, plan.output / "decoder")
+    for job in work:
+        _write_recipes(job)
+    return [job for job in work if not plan.result(job.name).exists()]
+
+
+def run_jobs(todo: Sequence[EntryJob], jobs: int) -> None:
+    """Train and score entries.
+
+    Args:
+        todo: what `prepare` returned.
+        jobs: processes that work at the same time, each with its share of the processor's threads.
+
+    Raises:
+        CtxCompressError: an entry failed; with several jobs the others are finished first.
+    """
+    if jobs == 1:
+        for job in todo:
+            run_job(job)
+    elif todo:
+        _in_processes(todo, jobs)
+
+
+def _claim(plan: Plan, questions: Sequence[Question]) -> None:
+    """Record this run in its folder, or refuse a folder that holds another run."""
+    weights = decoder_sha256(plan.decoder)
+    about = {
+        "decoder": str(plan.decoder),
+        "decoder_sha256": weights,
+        "teacher": plan.teacher,
+        "teacher_sha256": teacher_sha256(plan.teacher),
+        "data_sha256": None if plan.data is None else [sha256(file) for file in plan.data.files],
+        "test": None if plan.data is None else plan.data.test.name,
+        "test_sha256": None if plan.data is None else digest(questions),
+        **asdict(plan.budget),
+        "questions": plan.questions,
+        "ratios": plan.ratios,
+        "dtype": plan.dtype,
+    }
+    # Not compared, because hashes are: the same files may have moved.
+    named = {"teacher", "test"} if weights is None else {"decoder", "teacher", "test"}
+    file = plan.output / RUN_FILE
+    if file.exists():
+        before = read_run(plan.output)
+        for key, value in about.items():
+            if before.get(key) != value and key not in named:
+                raise ConfigError(
+                    f"{plan.output} holds a comparison with {key} {before.get(key)!r}, not {value!r}: "
+                    "give another --output, or delete the folder"
+                )
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, about)
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """What a folder's comparison compares.
+
+    Raises:
+        ConfigError: the file is damaged.
+        FileNotFoundError: there is none.
+    """
+    return read_json(folder / RUN_FILE, "give another --output, or delete the folder")
+
+
+def result_file(folder: Path, name: str) -> Path:
+    """Where an entry's result is in a comparison's folder."""
+    return folder / "results" / f"{name}.json"
+
+
+def read_result(folder: Path, name: str) -> dict[str, Any]:
+    """An entry's result in a comparison's folder; raises as `read_run`."""
+    return read_json(result_file(folder, name), _DELETE)
+
+
+def check_recipes(comparison: Comparison, folder: Path) -> None:
+    """Refuse a comparison that describes entries otherwise than they were trained in a folder.
+
+    Entries that are not trained now count, too: the report shows their results. The folder and files may have moved.
+
+    Raises:
+        ConfigError: an entry's recipe differs from the one in the folder.
+    """
+    run = read_run(folder)
+    for name in comparison.entries:
+        place = folder / "entries" / name
+        if not (place / "1" / _RECIPE_FILE).exists():
+            continue
+        for recipe in stage_recipes(comparison, name, Budget(run["steps"], run["passages"]), run["decoder"], place):
+            file = _recipe_file(recipe)
+            if not file.exists():
+                continue
+            before = yaml.safe_load(file.read_text(encoding="utf-8"))
+            if _without_places(before) != _without_places(recipe.model_dump(mode="json", exclude_unset=True)):
+                raise ConfigError(f"the recipe of {name} has changed since {file}: delete {place} and its result")
+
+
+def _without_places(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe without the keys that say where things are; run.json has the hashes of the decoder and the files."""
+    data = {key: value for key, value in recipe["data"].items() if key not in ("files", "held_out")}
+    return {key: value for key, value in recipe.items() if key not in ("output", "bundle", "decoder")} | {"data": data}
+
+
+def _write_recipes(job: EntryJob) -> None:
+    """Write the stages as recipe files, which `ctx-compress train` also takes."""
+    for recipe in job.recipes:
+        text = yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True), sort_keys=False)
+        file = _recipe_file(recipe)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+
+
+def _recipe_file(recipe: CompressionRecipe) -> Path:
+    return recipe.output / _RECIPE_FILE
+
+
+def _in_processes(todo: Sequence[EntryJob], jobs: int) -> None:
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    failed: dict[str, BaseException] = {}
+    # A new process for each job: what one job leaves in memory does not slow the next.
+    with (
+        ProcessPoolExecutor(jobs, get_context("spawn"), _end_with_parent, max_tasks_per_child=1) as pool,
+        tqdm(total=sum(job.steps for job in todo), desc="training", unit="step") as bar,
+    ):
+        running: dict[Future[None], EntryJob] = {pool.submit(_run_apart, job, threads): job for job in todo}
+        while running:
+            done, _ = wait(running, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
+            bar.n = sum(_steps_done(recipe) for job in todo for recipe in job.recipes)
+            bar.refresh()
+            for future in done:
+                job = running.pop(future)
+                error = future.exception()
+                bar.write(f"{job.name}: {'done' if error is None else f'failed: {error}'}", file=sys.stderr)
+                if error is not None:
+                    failed[job.name] = error
+    if failed:
+        name, error = next(iter(failed.items()))
+        log = todo[0].plan.output / "entries" / name / "log.txt"
+        raise CtxCompressError(f"{len(failed)} of {len(todo)} failed, first {name}: {error}; see {log}") from error
+
+
+def _run_apart(job: EntryJob, threads: int) -> None:
+    """Run a job in this process, which is its own, with all output going to the job's log."""
+    torch.set_num_threads(threads)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with open(job.folder / "log.txt", "ab", buffering=0) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        run_job(job)
+
+
+def _end_with_parent() -> None:
+    """End this process if the command is killed: otherwise a rerun would train the same entry at the same time."""
+
+    def watch() -> None:
+        parent = parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _steps_done(recipe: CompressionRecipe) -> int:
+    """Steps of a stage that are on disk."""
+    if (recipe.output / REPORT_FILE).exists():
+        return recipe.optim.steps
+    return steps_saved(recipe.output)
+
+
+def run_job(job: EntryJob) -> None:
+    """Train an entry, score it and write its result; or score the baselines and write theirs."""
+    questions = job.plan.test_questions()
+    if not job.recipes:
+        result = _baselines(job.plan, questions)
+    else:
+        try:
+            reports = [_train_stage(recipe) for recipe in job.recipes]
+        except TrainingError as error:  # a changed recipe is refused beside what its former one has made
+            raise TrainingError(f"{error} and the rest of {job.folder}") from error
+        bundle = Bundle.from_pretrained(job.recipes[-1].output / "bundle", dtype=job.plan.dtype)
+        result = _entry_result(job, bundle, reports, questions)
+    result["version"] = __version__
+    file = job.plan.result(job.name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, result)
+
+
+def _train_stage(recipe: CompressionRecipe) -> dict[str, Any]:
+    """Run a stage unless it is finished, and return its report."""
+    report = recipe.output / REPORT_FILE
+    if not report.exists():
+        run_recipe(_recipe_file(recipe))
+    return read_json(report, _DELETE)
+
+
+def _entry_result(
+    job: EntryJob, bundle: Bundle, reports: Sequence[Mapping[str, Any]], questions: Sequence[Question]
+) -> dict[str, Any]:
+    compress_seconds = _compress_seconds(bundle, questions)  # before the store is filled: encoders may cache
+    ratios = job.recipes[-1].ratios
+    answers = answer(bundle, questions, ratios, (SOFT,), max_new_tokens=ANSWER_TOKENS)
+    return {
+        "name": job.name,
+        "method": bundle.config.method.model_dump(mode="json"),
+        "fingerprint": bundle.fingerprint,
+        "stages": [
+            {"stage": r.stage, "steps": r.optim.steps, "seed": r.seed, **_first_examples(r)} for r in job.recipes
+        ],
+        "steps": job.steps,
+        "trained_parameters": max(int(report["trained_parameters"]) for report in reports),
+        "training_seconds": sum(float(report["seconds"]) for report in reports),
+        "interrupted": any(report["resumed"] for report in reports),
+        "training_tokens": sum(source_tokens(recipe, bundle.tokenizer) for recipe in job.recipes),
+        "compress_seconds": compress_seconds,
+        "threads": torch.get_num_threads(),
+        "device": str(bundle.backbone.device),
+        "scores": _scores(answers, questions),
+        "another_passage": _another_passage(bundle, questions, shown_at(ratios)),
+    }
+
+
+def shown_at(ratios: Collection[int]) -> int:
+    """The ratio at which to test whether an entry reads its slots: 4, or its finest."""
+    return _SHOWN_AT if _SHOWN_AT in ratios else min(ratios)
+
+
+def _another_passage(bundle: Bundle, questions: Sequence[Question], ratio: int) -> dict[str, Any]:
+    """The control: scores with the slots of passages that do not answer the questions.
+
+    A decoder that declines without context, but guesses with any slots, scores higher with slots although it reads
+    nothing from them.
+    """
+    answers = answer(bundle, with_other_passages(questions), [ratio], (SOFT,), max_new_tokens=ANSWER_TOKENS)
+    return {"ratio": ratio, "f1": each(token_f1, answers[SOFT, ratio].texts, questions)}
+
+
+def _first_examples(recipe: CompressionRecipe) -> dict[str, int]:
+    """Where a stage's examples begin: a world's seed, or the number of an example."""
+    data = recipe.data
+    return {"world_seed": data.world[0].seed} if data.part is None else {"first_example": data.part.start}
+
+
+def _baselines(plan: Plan, questions: Sequence[Question]) -> dict[str, Any]:
+    """The decoder with full text, without context, and with passages shortened to ceil(tokens / ratio) tokens."""
+    model, tokenizer = load_decoder(plan.start, dtype=plan.dtype)
+    frozen = TuneConfig(mode="frozen")
+    method = MeanPoolingConfig(encoder=frozen, decoder=frozen)
+    base = min(plan.ratios)
+    # Untrained: it only says how many slots a passage has.
+    config = BundleConfig(name="budget", method=method, base_ratio=base, ratios=plan.ratios, max_tokens=1024 * base)
+    bundle = Bundle.build(config, Backbone(model, tokenizer))
+    answers = answer(bundle, questions, plan.ratios, (FULL, NONE, TRUNCATED, EXTRACTED), encoder=load_minilm())
+    return {"name": BASELINES, "decoder": str(plan.decoder), "scores": _scores(answers, questions)}
+
+
+def _scores(answers: SystemAnswers, questions: Sequence[Question]) -> list[dict[str, Any]]:
+    return [
+        {
+            "system": system,
+            "ratio": ratio,
+            "prompt_tokens": given.prompt_tokens,
+            "stored_bytes": given.stored_bytes,
+            "exact_match": each(exact_match, given.texts, questions),
+            "f1": each(token_f1, given.texts, questions),
+        }
+        for (system, ratio), given in answers.items()
+    ]
+
+
+def source_tokens(recipe: CompressionRecipe, tokenizer: Any) -> int:
+    """Tokens of the passages that a stage reads, a passage counting once for each example that holds it."""
+    examples = load_examples(recipe)
+    if recipe.recites:
+        examples = passages_of(examples)
+    lengths: dict[str, int] = {}
+    total = 0
+    for example in islice(cycle(examples), recipe.optim.items):
+        for passage in example.passages:
+            if passage not in lengths:
+                lengths[passage] = len(tokenizer(passage, add_special_tokens=False, verbose=False)["input_ids"])
+        total += sum(shares([lengths[p] for p in example.passages], recipe.data.max_context_tokens))
+    return total
+
+
+def _compress_seconds(bundle: Bundle, questions: Sequence[Question]) -> float:
+    """Median seconds to compress one passage alone at the base ratio."""
+    passages = list(dict.fromkeys(p for q in questions for p in q.passages))[:_TIMED_PASSAGES]
+    return median(seconds_of(partial(bundle.compress, [passage])) for passage in passages)

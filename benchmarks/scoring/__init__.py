@@ -1,0 +1,1 @@
+"""Other scores and baselines than `ctx-compress eval` has."""

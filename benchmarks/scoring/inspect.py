@@ -1,0 +1,51 @@
+"""Pictures and numbers of what a bundle does with texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.evaluation.figures import save
+from ctx_compress_rag.methods.registry import METHODS
+from ctx_compress_rag.ratios import check_window
+
+
+def inspect(bundle: Bundle, texts: Sequence[str], folder: str | Path, ratio: int | None = None) -> list[Path]:
+    """Plot what the bundle's method does with a text, and write the numbers, too; for several texts, their means.
+
+    Args:
+        bundle: a bundle whose method has pictures.
+        texts: one or more texts, each cut to the bundle's window of `config.max_tokens` tokens.
+        folder: the folder for the files; created if needed.
+        ratio: source tokens per slot; None takes the bundle's base ratio.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigError: the method has no pictures, there is no text, or a text is blank.
+        RatioError: the ratio does not divide the window.
+        MissingExtraError: matplotlib is not installed.
+    """
+    name = bundle.config.method.name
+    pictures = METHODS[name].pictures
+    if pictures is None:
+        others = " or ".join(sorted(name for name, method in METHODS.items() if method.pictures))
+        raise ConfigError(f"method {name!r} has no pictures: give a bundle of {others}")
+    if not texts or not all(text.strip() for text in texts):
+        raise ConfigError("there is no text to inspect, or a blank one: give one or more texts with words")
+    ratio = bundle.config.base_ratio if ratio is None else ratio
+    check_window(ratio, bundle.config.max_tokens)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"bundle": bundle.config.name, "fingerprint": bundle.fingerprint}
+    made = pictures(bundle, texts, ratio)
+    for file, content in made.items():
+        if file.endswith(".json"):
+            (folder / file).write_text(json.dumps(about | content, ensure_ascii=False) + "\n", encoding="utf-8")
+        else:
+            save(content, folder / file)
+    return [folder / file for file in made]

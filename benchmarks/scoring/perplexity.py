@@ -1,0 +1,116 @@
+"""Reconstruction perplexity: how well the decoder reconstructs passages from their slots (ArcAligner, section 4.7)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.decoding.change import opened
+from ctx_compress_rag.decoding.splice import predict, splice
+from ctx_compress_rag.evaluation import report
+from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT
+from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.text.templates import PARAPHRASES, PromptBuilder
+from ctx_compress_rag.training.objectives.reconstruction import recited
+
+_TEMPLATE = PARAPHRASES[0]  # its answer is the passage
+_LONGEST = 512  # tokens
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """The perplexity of passages' own text, given one kind of context.
+
+    Attributes:
+        system: what the decoder was given: the full text (the paper's Base), nothing, or slots.
+        ratio: source tokens per slot, None if there are none.
+        value: exp of the mean negative log-likelihood of the passages' tokens, end tokens included.
+    """
+
+    system: str
+    ratio: int | None
+    value: float
+
+
+@torch.inference_mode()
+def reconstruction_perplexity(
+    bundle: Bundle,
+    passages: Sequence[str],
+    ratios: Sequence[int],
+    *,
+    batch_size: int = 8,
+    progress: bool = True,
+) -> list[Perplexity]:
+    """The perplexity of passages' own text given that text, given nothing, and given their slots at each ratio.
+
+    Text is read by the bundle's text decoder, slots by its reader. A bundle that was never trained to reconstruct
+    passages does it badly, whatever its slots hold: compare only bundles that were trained alike.
+
+    Args:
+        bundle: the bundle to score, of any method.
+        passages: held-out passages, none blank; longer ones are cut to 512 tokens.
+        ratios: source tokens per slot; for a method that reads the question, only the stored ratio.
+        batch_size: passages per forward pass.
+        progress: show a progress bar.
+
+    Raises:
+        RatioError: the compressor cannot make a ratio.
+        ConfigError: a passage is blank.
+    """
+    builder = PromptBuilder(bundle.tokenizer, _LONGEST + 1)
+    texts = sorted((builder.shortened([passage], _LONGEST)[0][0] for passage in passages), key=len)
+
+    def from_text(batch: Sequence[str], given: bool) -> list[Prompt]:
+        return [builder.text_prompt(recited(text), _TEMPLATE, [text if given else ""]) for text in batch]
+
+    def from_slots(batch: Sequence[str], ratio: int) -> list[Prompt]:
+        return [
+            builder.holed_prompt(recited(text), _TEMPLATE).filled([bundle.embed(soft)])
+            for text, soft in zip(batch, _compressed(bundle, batch, ratio), strict=True)
+        ]
+
+    systems: list[tuple[str, int | None, Callable[[Sequence[str]], list[Prompt]]]] = [
+        (FULL, None, partial(from_text, given=True)),
+        (NONE, None, partial(from_text, given=False)),
+        *((SOFT, ratio, partial(from_slots, ratio=ratio)) for ratio in ratios),
+    ]
+    scores: list[Perplexity] = []
+    for system, ratio, make in tqdm(systems, desc="perplexity", unit="system", disable=not progress):
+        batches = [texts[start : start + batch_size] for start in range(0, len(texts), batch_size)]
+        losses = torch.cat([_losses(bundle, make(batch)) for batch in batches])
+        scores.append(Perplexity(system, ratio, math.exp(losses.mean())))
+    return scores
+
+
+def _compressed(bundle: Bundle, texts: Sequence[str], ratio: int) -> list[SoftContext]:
+    """Soft contexts as a store would give them: merged from the base ratio if the method allows it."""
+    if not bundle.compressor.nestable:
+        return bundle.compress(texts, ratio)
+    return [bundle.at_ratio(soft, ratio) for soft in bundle.compress(texts)]
+
+
+def _losses(bundle: Bundle, prompts: Sequence[Prompt]) -> Tensor:
+    """Negative log-likelihoods of the answers' tokens, prompt after prompt: (answer tokens,), float64 on the CPU."""
+    batch = splice(bundle.backbone.embeddings, prompts)
+    with opened(bundle, prompts[0].soft, batch.slot_mask) as model:
+        logits, answers = predict(model, batch, prompts)
+    return F.cross_entropy(logits, answers, reduction="none").double().cpu()
+
+
+def perplexity_table(scores: Sequence[Perplexity]) -> str:
+    """The perplexities as a Markdown table."""
+    return report.table(
+        [
+            {"context": s.system, "ratio": report.times(s.ratio), "reconstruction perplexity": f"{s.value:.4g}"}
+            for s in scores
+        ]
+    )

@@ -1,0 +1,85 @@
+"""Cost of a question until its answer begins, with any kind of context: seconds and floating-point operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import TypeVar
+
+from benchmarks.timing.phases import Phases, count_flops, time_phases
+from benchmarks.timing.speed import FIRST_TOKEN
+from ctx_compress_rag.decoding.decoder import Message, TransformersDecoder
+from ctx_compress_rag.evaluation import report
+
+K = TypeVar("K")
+MakePrompt = Callable[[], list[Message]]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of a question that is asked alone, with its passages already stored.
+
+    The two parts are those of Read As Human (table 3, eq. 10 to 12), except that the second ends at the first token.
+
+    Attributes:
+        context_seconds: median time until the prompt's text is ready. For soft contexts this is writing markers, and
+            what RAM reads for a question; for baselines, choosing words or sentences.
+        first_token_seconds: median time until the answer's first token, `context_seconds` and the fetch included.
+        context_flops, first_token_flops: mean operations in these times, counted as they run: matrix products and
+            attention, a multiply-add counting as two. ArcAligner's loops are included.
+    """
+
+    context_seconds: float
+    first_token_seconds: float
+    context_flops: float
+    first_token_flops: float
+
+
+def measure(
+    decoder: TransformersDecoder, questions: Sequence[Mapping[K, MakePrompt]], progress: bool = True
+) -> dict[K, Cost]:
+    """The cost of each system.
+
+    Args:
+        decoder: the decoder that answers.
+        questions: for each question, by system, the function that makes its prompt.
+        progress: show a progress bar.
+    """
+    phases = [{system: _phases(decoder, prompt) for system, prompt in prompts.items()} for prompts in questions]
+    times = time_phases(phases, decoder.bundle.backbone.device, progress)
+    flops = {system: [count_flops(systems[system]) for systems in phases] for system in times}
+    return {
+        system: Cost(
+            context_seconds=median(context for context, _ in times[system]),
+            first_token_seconds=median(context + reading for context, reading in times[system]),
+            context_flops=mean(context for context, _ in flops[system]),
+            first_token_flops=mean(context + reading for context, reading in flops[system]),
+        )
+        for system in times
+    }
+
+
+def _phases(decoder: TransformersDecoder, prompt: MakePrompt) -> Phases:
+    return Phases(
+        prompt,
+        lambda chat: decoder.generate([chat], FIRST_TOKEN),
+        lambda chat: decoder.generate_apart(chat, FIRST_TOKEN),
+    )
+
+
+def cost_table(costs: Mapping[tuple[str, int | None], Cost]) -> str:
+    """The costs of systems at their ratios, as a Markdown table."""
+    return report.table(
+        [
+            {
+                "context": system,
+                "ratio": report.times(ratio),
+                "ms to first token": f"{1e3 * cost.first_token_seconds:.1f}",
+                "of which the context": f"{1e3 * cost.context_seconds:.1f}",
+                "GFLOPs": f"{cost.first_token_flops / 1e9:,.2f}",
+                "for the context": f"{cost.context_flops / 1e9:,.2f}",
+            }
+            for (system, ratio), cost in costs.items()
+        ]
+    )

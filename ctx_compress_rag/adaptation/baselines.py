@@ -1,0 +1,254 @@
+"""Ways to follow demonstrations, under one interface: RAG-GD and its baselines (section 5.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ctx_compress_rag.adaptation.adapter import Adapter
+from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDecoder
+from ctx_compress_rag.adaptation.demonstrations import Demonstration
+from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
+from ctx_compress_rag.adaptation.updates import sgd
+from ctx_compress_rag.bundle.config import explain
+from ctx_compress_rag.bundle.files import ADAPTER_FILE
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.strict import Strict
+
+BASE_FOLDER = "base"
+
+_CONFIG_FILE = "config.json"
+_WEIGHTS_FILE = "model.safetensors"
+_PREFIX_KEY = "prompt_embeddings"
+
+
+@dataclass(frozen=True, eq=False)
+class BaseAdapter(Adaptation):
+    """The base retrieval adapter, whatever the demonstrations. None is the decoder alone."""
+
+    base: Adapter | None
+
+    def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
+        return Adapted(self.base)
+
+
+@dataclass(frozen=True, eq=False)
+class FewShot(Adaptation):
+    """The demonstrations in the prompt, read by the base adapter, or with None by the decoder alone."""
+
+    base: Adapter | None
+
+    def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
+        return Adapted(self.base, shots=tuple(demonstrations))
+
+
+@dataclass(frozen=True, eq=False)
+class TestTimeSGD(Adaptation):
+    """TT-SGD: K steps of gradient descent on the demonstrations, at question time (eq. 8)."""
+
+    __test__ = False  # despite its name, not a test
+
+    base: Adapter
+    steps: int
+    learning_rate: float
+
+    def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
+        update = sgd(decoder, [decoder.rows(demonstrations)], self.base, self.steps, self.learning_rate)
+        return Adapted(update.adapted().row(0))
+
+
+@dataclass(frozen=True, eq=False)
+class PromptTuning(Adaptation):
+    """A learned soft prefix, whatever the demonstrations: (tokens, dim)."""
+
+    prefix: Tensor
+
+    def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
+        return Adapted(prefix=self.prefix)
+
+    def save_pretrained(self, folder: str | Path, decoder: str | None = None) -> None:
+        """Write an ordinary peft prompt-tuning adapter; `decoder` is the decoder's hub id or path."""
+        from peft import PromptTuningConfig
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        PromptTuningConfig(
+            num_virtual_tokens=len(self.prefix),
+            token_dim=self.prefix.shape[1],
+            base_model_name_or_path=decoder,
+            task_type="CAUSAL_LM",
+            inference_mode=True,
+        ).save_pretrained(str(folder))
+        save_file({_PREFIX_KEY: self.prefix.detach().float().cpu().contiguous()}, folder / ADAPTER_FILE)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, decoder: AdaptiveDecoder) -> PromptTuning:
+        """Read a peft prompt-tuning adapter for `decoder`.
+
+        Raises:
+            BundleError: it is missing, or its width is not that of the decoder's embeddings.
+        """
+        prefix = _read(Path(folder) / ADAPTER_FILE).get(_PREFIX_KEY)
+        if prefix is None or prefix.ndim != 2 or prefix.shape[1] != decoder.bundle.backbone.dim:
+            what = "no prompt" if prefix is None else f"a prompt of shape {tuple(prefix.shape)}"
+            raise BundleError(f"{folder} has {what}: this decoder needs vectors of width {decoder.bundle.backbone.dim}")
+        weight = decoder.bundle.backbone.embeddings.weight
+        return cls(prefix.to(weight.device, weight.dtype))
+
+
+class PredictorConfig(Strict):
+    """The contents of a predicted update's config.json.
+
+    Attributes:
+        format: version of the format.
+        loss: what the predictor was trained on: "matching" is RAG-GD, "task" HyperTuning.
+        inner_steps, inner_learning_rate: K and eta of the gradient descent that it replaces; HyperTuning's
+            first updates have the norms of that descent.
+        demonstrations: the number it was trained with, and takes.
+        fingerprint: `AdaptiveDecoder.fingerprint` of the decoder that it was made for; `build` fills it in.
+        ratio: source tokens per slot of the demonstrations' passages; None if they are text.
+        hidden, code: widths of its encoder's layers.
+        layer: after which layer it reads the demonstrations' hidden states; None is the last.
+    """
+
+    format: Literal[1] = 1
+    loss: Literal["matching", "task"] = "matching"
+    inner_steps: int = Field(gt=0)
+    inner_learning_rate: float = Field(gt=0)
+    demonstrations: int = Field(gt=0)
+    fingerprint: str = ""
+    ratio: int | None = Field(default=None, gt=0)
+    hidden: int = Field(default=256, gt=0)
+    code: int = Field(default=64, gt=0)
+    layer: int | None = Field(default=None, gt=0)
+
+
+@dataclass(frozen=True, eq=False)
+class PredictedUpdate(Adaptation):
+    """RAG-GD: an update predicted from the demonstrations in one forward pass (algorithm 1, phase 2).
+
+    HyperTuning is the same with a predictor that was trained on the answers' loss.
+    """
+
+    base: Adapter
+    predictor: UpdatePredictor
+    config: PredictorConfig
+
+    @classmethod
+    def build(cls, base: Adapter, decoder: AdaptiveDecoder, config: PredictorConfig) -> PredictedUpdate:
+        """Build one with an untrained predictor, on a base retrieval adapter for this decoder."""
+        dim = int(decoder.bundle.backbone.model.config.get_text_config().hidden_size)
+        predictor = UpdatePredictor(dim, base.shapes, base.rank, config.hidden, config.code)
+        made_for = config.model_copy(update={"fingerprint": decoder.fingerprint(config.ratio)})
+        return cls(base, predictor.to(next(iter(base.a.values())).device), made_for)
+
+    def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
+        with torch.no_grad():
+            return Adapted(self.base.plus(self.predict(decoder, [self._rows(decoder, demonstrations)])).row(0))
+
+    def predict(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]]) -> Adapter:
+        """The updates for support contexts, given as rows; an adapter with a row for each context."""
+        update: Adapter = self.predictor(pooled_states(decoder, contexts, self.base, self.config.layer))
+        return update
+
+    def target(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]]) -> Adapter:
+        """What `predict` is trained to give: the update that gradient descent makes of each context (eq. 8)."""
+        return sgd(decoder, contexts, self.base, self.config.inner_steps, self.config.inner_learning_rate).change()
+
+    def mean_over(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Demonstration]]) -> BaseAdapter:
+        """A control: the mean of the updates predicted for these contexts, whatever the demonstrations."""
+        rows = [self._rows(decoder, context) for context in contexts]
+        with torch.no_grad():
+            each = self.predict(decoder, rows)
+        # A sum of products is the product of the factors side by side.
+        a = {n: t.flatten(0, 1) for n, t in each.a.items()}
+        b = {n: t.transpose(0, 1).flatten(1) / len(rows) for n, t in each.b.items()}
+        return BaseAdapter(self.base.plus(Adapter(a, b, each.scale)))
+
+    def _rows(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
+        """The demonstrations as the decoder reads them.
+
+        Raises:
+            ConfigError: the predictor was trained with another number of them, or with their passages in another form.
+        """
+        if len(demonstrations) != self.config.demonstrations:
+            raise ConfigError(
+                f"this predictor was trained with {self.config.demonstrations} demonstrations and was given "
+                f"{len(demonstrations)}: give as many as in training"
+            )
+        rows = decoder.rows(demonstrations)
+        wanted = self.config.ratio
+        for number, (row, demonstration) in enumerate(zip(rows, demonstrations, strict=True)):
+            # A marker whose slots cannot be read may have been read as text.
+            given = decoder.ratios(demonstration) if row.soft else {None}
+            if other := sorted(given - {wanted}, key=lambda ratio: ratio or 0):
+                bare = not any(map(str.strip, demonstration.passages)) and not row.soft
+                has = "no passages" if bare else f"passages that are {' and '.join(map(as_read, other))}"
+                raise ConfigError(
+                    f"this predictor was trained on demonstrations whose passages are {as_read(wanted)}, and "
+                    f"demonstration {number} has {has}: give passages as in training"
+                )
+        return rows
+
+    def save_pretrained(self, folder: str | Path, decoder: str | None = None) -> None:
+        """Write the predictor, and under `base/` the base adapter as a peft adapter."""
+        folder = Path(folder)
+        self.base.save_pretrained(folder / BASE_FOLDER, decoder)
+        save_file(
+            {n: t.detach().cpu().contiguous() for n, t in self.predictor.state_dict().items()}, folder / _WEIGHTS_FILE
+        )
+        (folder / _CONFIG_FILE).write_text(self.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, decoder: AdaptiveDecoder) -> PredictedUpdate:
+        """Read what `save_pretrained` wrote, for `decoder`.
+
+        Raises:
+            BundleError: it is missing, damaged, or made for another decoder.
+        """
+        folder = Path(folder)
+        try:
+            text = (folder / _CONFIG_FILE).read_text(encoding="utf-8")
+            config = PredictorConfig.model_validate_json(text)
+        except OSError as error:
+            raise BundleError(f"{str(folder)!r} holds no update predictor: {_CONFIG_FILE} is missing") from error
+        except ValidationError as error:
+            raise BundleError(f"{folder / _CONFIG_FILE}: {explain(error)}") from None
+        if config.fingerprint != decoder.fingerprint(config.ratio):
+            raise BundleError(
+                f"the predictor in {folder} was made for another decoder: train one for this decoder with recipes that "
+                "name this bundle (bundle: in place of decoder:)"
+            )
+        base = Adapter.from_pretrained(folder / BASE_FOLDER, decoder.bundle.backbone.model)
+        made = cls.build(base, decoder, config)
+        state, expected = _read(folder / _WEIGHTS_FILE), made.predictor.state_dict()
+        odd = [n for n in sorted(state.keys() | expected) if n not in state or n not in expected]
+        odd += [n for n in sorted(state.keys() & expected) if state[n].shape != expected[n].shape]
+        if odd:
+            raise BundleError(
+                f"the predictor in {folder} does not fit this decoder and its config, for example {odd[0]}"
+            )
+        made.predictor.load_state_dict(state)
+        made.predictor.requires_grad_(False)
+        return made
+
+
+def as_read(ratio: int | None) -> str:
+    """How a predictor's demonstrations are read, in words."""
+    return "text" if ratio is None else f"soft contexts of ratio {ratio}"
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise BundleError(f"{path} is missing or damaged ({error})") from error

@@ -1,0 +1,1 @@
+"""A trained compressor for one decoder."""

@@ -1,0 +1,463 @@
+"""Bundles: what training makes and everything else loads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ctx_compress_rag.bundle.card import model_card
+from ctx_compress_rag.bundle.config import BundleConfig, explain, whole
+from ctx_compress_rag.bundle.files import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    DECODER_FOLDER,
+    INT8_ADAPTER_FILE,
+    REPORT_FILE,
+    TEACHER,
+    WEIGHTS_FILE,
+    check_free,
+    find_bundle,
+    read_adapter,
+    read_config,
+    read_report,
+    read_tensors,
+)
+from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
+from ctx_compress_rag.methods.base.compressor import Compressor, Tokenized
+from ctx_compress_rag.methods.base.reader import Reader
+from ctx_compress_rag.methods.registry import METHODS
+from ctx_compress_rag.models.backbone import INT8_FILE, Backbone, load_decoder
+from ctx_compress_rag.models.gguf import GgufDecoder, pinned
+from ctx_compress_rag.models.identity import decoder_digest, digest_in_memory, folder_digest, write_decoder
+from ctx_compress_rag.models.int8 import from_int8, to_int8
+from ctx_compress_rag.process_bound import OfThisProcess
+from ctx_compress_rag.ratios import check_window, merge_factor
+from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.text.tokenizing import text_ids
+
+logger = logging.getLogger(__name__)
+
+_TOKENS_PER_BATCH = 8192
+_PASSAGES_PER_ROUND = 256
+
+
+class Bundle(OfThisProcess):
+    """A compressor, a reader and the decoder they were trained for.
+
+    Attributes:
+        config: the bundle's settings.
+        backbone: the decoder's weights, shared by compressor, reader and full-text decoding.
+        compressor: text side.
+        reader: decoder side.
+        report: how it was trained.
+    """
+
+    def __init__(
+        self,
+        config: BundleConfig,
+        backbone: Backbone,
+        compressor: Compressor,
+        reader: Reader,
+        report: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config = config
+        self.backbone = backbone
+        self.compressor = compressor
+        self.reader = reader
+        self.report = dict(report or {})
+        self._former: str | None = None
+        self._decoder_digest: str | None = None
+        self._folder: Path | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        device: str | torch.device | None = None,
+        revision: str | None = None,
+        changes: Mapping[str, Any] | None = None,
+        dtype: str | torch.dtype | None = None,
+        device_map: str | Mapping[str, Any] | None = None,
+        attn_implementation: str | None = None,
+        quantization_config: Any = None,
+    ) -> Bundle:
+        """Load a bundle from a folder, by shipped name (`smollm2-135m` or `demo`), or from the hub.
+
+        Args:
+            name_or_path: a folder, a shipped name, or a hub id such as `someone/bundle`.
+            device: where to put it; None chooses CUDA, MPS or the CPU, in that order.
+            revision: a hub revision; refused for a folder or a shipped name, which have none.
+            changes: settings to use in place of the stored config's, for a further stage of training;
+                the stored weights must fit them.
+            dtype: dtype of the decoder's weights, such as "bfloat16"; None chooses one for the device. It does not
+                change the fingerprint.
+            device_map: where each part of the decoder goes, as transformers takes it, in place of `device`.
+            attn_implementation: the decoder's attention, by transformers' name ("sdpa", "eager", ...).
+            quantization_config: quantizes the decoder's weights during loading: any of transformers' configs
+                (`BitsAndBytesConfig`, `TorchAoConfig`, ...). Such a decoder cannot be saved or exported.
+
+        Raises:
+            BundleError: the bundle is missing or damaged; the message names the file.
+            ConfigError: its config has unknown or impossible values, or the decoder is to be quantized but the method
+                needs a copy of it.
+        """
+        folder = find_bundle(name_or_path, revision)
+        config = read_config(folder / CONFIG_FILE)
+        if changes:
+            try:
+                config = BundleConfig(**{**dict(config), **changes})
+            except ValidationError as error:
+                raise ConfigError(f"the bundle {str(name_or_path)!r} with changes: {explain(error)}") from None
+        shipped = folder / DECODER_FOLDER
+        model, tokenizer = load_decoder(
+            shipped if config.decoder is None else config.decoder,
+            config.revision,
+            device=device,
+            dtype=dtype,
+            device_map=device_map,
+            attn_implementation=attn_implementation,
+            quantization_config=quantization_config,
+        )
+        teacher = folder / TEACHER
+        bundle = cls.build(config, Backbone(model, tokenizer), teacher if teacher.exists() else None)
+        stored: dict[str, dict[str, Tensor]] = {}
+        for part, module in bundle._parts().items():
+            stored[part] = read_tensors(folder / part / WEIGHTS_FILE)
+            module.load_saved_state(stored[part])
+            if part in bundle.backbone.adapters:
+                stored[f"{part} adapter"] = read_adapter(folder / part)
+                bundle.backbone.load_adapter_state(part, stored[f"{part} adapter"])
+        if config.decoder is None:
+            int8 = (shipped / INT8_FILE).exists()
+            stored[DECODER_FOLDER] = read_tensors(shipped / (INT8_FILE if int8 else WEIGHTS_FILE))
+            bundle._decoder_digest = decoder_digest(shipped)
+        # From the files: weights in memory may be rounded to bfloat16, which would give another fingerprint.
+        bundle._former = bundle._digest(stored)
+        bundle.report = read_report(folder / REPORT_FILE)
+        bundle._folder = folder
+        if bundle.backbone.quantized:
+            logger.warning(
+                "bundle %s is quantized: its slots differ slightly from those of the unquantized bundle, which has the "
+                "same fingerprint",
+                config.name,
+            )
+        logger.info("bundle %s (%s), fingerprint %s", config.name, config.method.name, bundle.fingerprint[:12])
+        return bundle
+
+    def loaded_again(self, **options: Any) -> Bundle:
+        """Load the same bundle again with other `options` of `from_pretrained`.
+
+        Raises:
+            ConfigError: this bundle was made in this process, not loaded.
+            BundleError: as `from_pretrained`.
+        """
+        if self._folder is None:
+            raise ConfigError(
+                f"bundle {self.config.name!r} was made in this process and cannot be loaded again with {options}: "
+                "save it, and load it with Bundle.from_pretrained"
+            )
+        return type(self).from_pretrained(self._folder, **options)
+
+    @classmethod
+    def build(cls, config: BundleConfig, backbone: Backbone, teacher: Path | None = None) -> Bundle:
+        """Make an untrained bundle for `backbone`, from which training starts.
+
+        Args:
+            config: the bundle's settings.
+            backbone: the decoder.
+            teacher: a peft adapter folder that makes the decoder the full-text teacher; None if the
+                decoder itself is the teacher.
+
+        Raises:
+            BundleError: the teacher is not a peft adapter folder, or does not fit the decoder.
+        """
+        if isinstance(config.decoder, GgufDecoder):
+            config = config.model_copy(update={"decoder": pinned(config.decoder, config.revision)})
+        method = METHODS[config.method.name]
+        compressor = method.compressor(backbone, config.method)
+        reader = method.reader(backbone, config.method, compressor)
+        if teacher is not None:
+            add_teacher(backbone, teacher)
+        return cls(config, backbone, compressor, reader)
+
+    def reader_from_teacher(self) -> None:
+        """Initialise the reader's adapter with the teacher's weights.
+
+        Raises:
+            ConfigError: one of the two has no adapter, or their shapes or scales differ.
+        """
+        for name in (TEACHER, "reader"):
+            if name not in self.backbone.adapters:
+                raise ConfigError(f"reader_from_teacher: the {name} has no LoRA adapter")
+        self.backbone.copy_adapter(TEACHER, "reader")
+
+    @property
+    def tokenizer(self) -> Any:
+        """The decoder's tokenizer, padding on the left."""
+        return self.backbone.tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the config, the weights and the decoder: 64 hex digits.
+
+        The decoder is identified by its commit on the hub, a GGUF file's SHA-256, or all files of its folder
+        (`folder_digest`).
+        """
+        if self._decoder_digest is None:
+            name = self.config.decoder
+            if name is None:
+                self._decoder_digest = digest_in_memory(self.backbone.model, self.tokenizer)
+            else:
+                in_folder = isinstance(name, str) and Path(name).is_dir()
+                self._decoder_digest = folder_digest(Path(str(name))) if in_folder else ""
+        return hashlib.sha256(f"2 {self.former_fingerprint} {self._decoder_digest}".encode()).hexdigest()
+
+    @property
+    def former_fingerprint(self) -> str:
+        """The fingerprint in its older form, without tokenizer, chat template and decoder config."""
+        if self._former is None:
+            states = {part: module.saved_state() for part, module in self._parts().items()}
+            adapters = self.backbone.adapters & states.keys()
+            states |= {f"{part} adapter": self.backbone.adapter_state(part) for part in adapters}
+            if self.config.decoder is None:
+                states[DECODER_FOLDER] = self.backbone.own_state()
+            self._former = self._digest(states)
+        return self._former
+
+    def made(self, fingerprint: str) -> bool:
+        """Whether this is the bundle's fingerprint, in its current or older form."""
+        return fingerprint in (self.fingerprint, self.former_fingerprint)
+
+    def _digest(self, states: Mapping[str, Mapping[str, Tensor]]) -> str:
+        digest = hashlib.sha256()
+        settings = self.config.model_dump(mode="json", exclude={"name", "reads", "template", "answer_tokens"})
+        if isinstance(self.config.decoder, GgufDecoder):
+            # Only the file's content counts, not where it is.
+            settings |= {"decoder": self.config.decoder.sha256, "revision": None}
+        digest.update(json.dumps(settings, sort_keys=True).encode())
+        if self.config.decoder is not None:
+            digest.update(str(getattr(self.backbone.model.config, "_commit_hash", "")).encode())
+        for part in sorted(states):
+            digest.update(part.encode())
+            _hash_tensors(digest, states[part])
+        return digest.hexdigest()
+
+    def _parts(self) -> dict[str, Compressor | Reader]:
+        """The two sides by name, which is also the name of their folder and of their adapter."""
+        return {"compressor": self.compressor, "reader": self.reader}
+
+    def save_pretrained(self, folder: str | Path, *, int8: bool = False) -> None:
+        """Write the bundle: config, safetensors weights in half precision, report and model card.
+
+        The weights in memory are rounded to what is written, so this object and the saved one are the
+        same bundle with the same fingerprint. All adapters, including the teacher's, are ordinary peft adapters.
+
+        Args:
+            folder: where to write; an existing bundle is overwritten.
+            int8: write all matrices (of the decoder, its copies and the adapters) in 8 bits: half the size. Only this
+                library reads them; for others, such as peft or vLLM, load the bundle and save it without `int8`.
+
+        Raises:
+            ConfigError: the folder is a file, or has a README.md or config.json that is not a bundle's, or a teacher
+                that is no bundle's and that this bundle would be loaded with.
+        """
+        folder = Path(folder)
+        check_free(folder)
+        old_teacher = TEACHER not in self.backbone.adapters and (folder / TEACHER).exists()
+        if old_teacher and not (folder / CONFIG_FILE).exists():
+            raise ConfigError(f"{folder / TEACHER} would be read as this bundle's teacher: give a new folder")
+        # Until all weights are written, what is left of an earlier bundle must not load.
+        for name in (CONFIG_FILE, REPORT_FILE, "README.md"):
+            (folder / name).unlink(missing_ok=True)
+        if old_teacher:
+            shutil.rmtree(folder / TEACHER)
+        pack = _packing(int8)
+        for part, module in self._parts().items():
+            (folder / part).mkdir(parents=True, exist_ok=True)
+            packed = pack(module.saved_state())
+            module.load_saved_state(from_int8(packed))
+            save_file(packed, folder / part / WEIGHTS_FILE)
+        for name in self.backbone.adapters & {*self._parts(), TEACHER}:
+            self._save_adapter(name, folder / name, int8)
+        if self.config.decoder is None:
+            self._save_decoder(folder / DECODER_FOLDER, int8)
+        self._former = None
+        (folder / CONFIG_FILE).write_text(self.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        self._save_report(folder)
+
+    def save_report(self) -> None:
+        """Rewrite `report` and the model card in the folder that the bundle was loaded from, but not its weights.
+
+        Raises:
+            ConfigError: this bundle was made in this process, not loaded.
+        """
+        if self._folder is None:
+            raise ConfigError(f"bundle {self.config.name!r} was made in this process: give save_pretrained a folder")
+        self._save_report(self._folder)
+
+    def _save_report(self, folder: Path) -> None:
+        (folder / REPORT_FILE).write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
+        (folder / "README.md").write_text(model_card(self.config, self.report, self.fingerprint), encoding="utf-8")
+
+    def _save_adapter(self, name: str, folder: Path, int8: bool) -> None:
+        """Write an adapter as a peft folder, with its matrices in 8 bits if `int8`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        pack = _lossless if name == TEACHER and not int8 else _packing(int8)
+        packed = pack(self.backbone.adapter_state(name))
+        self.backbone.load_adapter_state(name, from_int8(packed))
+        save_file(packed, folder / (INT8_ADAPTER_FILE if int8 else ADAPTER_FILE))
+        # An older file of the other kind could be read instead.
+        (folder / (ADAPTER_FILE if int8 else INT8_ADAPTER_FILE)).unlink(missing_ok=True)
+        self.backbone.save_adapter_config(name, folder)
+
+    def _save_decoder(self, folder: Path, int8: bool) -> None:
+        """Write the decoder as a transformers folder, without adapters."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_decoder(self.backbone.model, self.tokenizer, folder)
+        self._decoder_digest = decoder_digest(folder)
+        packed = _packing(int8)(self.backbone.own_state())
+        self.backbone.load_own_state(from_int8(packed))
+        save_file(packed, folder / (INT8_FILE if int8 else WEIGHTS_FILE), metadata={"format": "pt"})
+        # An older file of the other kind could be read instead.
+        (folder / (WEIGHTS_FILE if int8 else INT8_FILE)).unlink(missing_ok=True)
+
+    def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
+        """Upload the bundle to the Hugging Face hub; returns the commit's URL."""
+        import tempfile
+
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
+
+    def check_ratio(self, ratio: int) -> None:
+        """Raise RatioError if the compressor cannot make this ratio."""
+        check_window(ratio, self.config.max_tokens)
+        if self.compressor.question_aware and ratio != self.config.base_ratio:
+            raise RatioError(
+                f"ratio {ratio}: bundle {self.config.name!r} (ram) always stores one vector for each segment of "
+                f"{self.config.base_ratio} tokens: leave out the ratio"
+            )
+
+    def compress(self, texts: Sequence[str], ratio: int | None = None, progress: bool = False) -> list[SoftContext]:
+        """Compress passages.
+
+        A passage longer than the encoder's window (`config.max_tokens`) is compressed window by window.
+
+        Args:
+            texts: the passages.
+            ratio: source tokens per slot; None means the base ratio, from which coarser ones can be merged.
+            progress: show a progress bar.
+
+        Raises:
+            ConfigError: a passage is blank, or has no tokens.
+            RatioError: the compressor cannot make this ratio.
+        """
+        ratio = self.config.base_ratio if ratio is None else whole("ratio", ratio)
+        self.check_ratio(ratio)
+        if isinstance(texts, str):
+            raise ConfigError("texts is one string: give a list of passages")
+        passages = [self._tokenized(text, index) for index, text in enumerate(texts)]
+        done: list[SoftContext] = []
+        with tqdm(total=len(passages), desc="compressing", unit="passage", disable=not progress) as bar:
+            for start in range(0, len(passages), _PASSAGES_PER_ROUND):
+                part = passages[start : start + _PASSAGES_PER_ROUND]
+                done += self.compressor.compress(part, ratio, self.config.max_tokens, _TOKENS_PER_BATCH)
+                bar.update(len(part))
+        return done
+
+    def _tokenized(self, text: str, index: int) -> Tokenized:
+        if not isinstance(text, str):
+            raise ConfigError(f"passage {index} is a {type(text).__name__}: give its text")
+        ids = text_ids(self.tokenizer, text) if text.strip() else []
+        if not ids:
+            raise ConfigError(f"passage {index} is blank: there is nothing to compress in {text[:40]!r}")
+        return Tokenized(text, ids)
+
+    def at_ratio(self, soft: SoftContext, ratio: int) -> SoftContext:
+        """Merge a stored soft context (at the base ratio) to a coarser ratio.
+
+        Raises:
+            RatioError: the ratio is not a multiple of the base ratio, or the method is not nestable.
+        """
+        nestable, method = self.compressor.nestable, self.config.method.name
+        factor = merge_factor(whole("ratio", ratio), self.config.base_ratio, nestable=nestable, name=method)
+        return soft.merge(factor)
+
+    @torch.inference_mode()
+    def embed(self, soft: SoftContext) -> Tensor:
+        """A soft context as input embeddings on the decoder's device and in its precision: (slots, decoder dim)."""
+        device = self.backbone.device
+        embedded: Tensor = self.reader(soft.slots.to(device), soft.token_counts.to(device))
+        return embedded.to(self.backbone.embeddings.weight.dtype)
+
+    def soft_decoder(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
+        """A context manager that locks the decoder for this thread, set up to read soft contexts.
+
+        Args:
+            slot_mask: bool (batch, length), True at the slots of the prompts that it will read.
+        """
+        return self.reader.decoder(slot_mask)
+
+    def text_decoder(self) -> AbstractContextManager[Any]:
+        """A context manager that locks the decoder for this thread, set up to read plain text (the teacher)."""
+        return self.backbone.use(TEACHER if TEACHER in self.backbone.adapters else None)
+
+
+def add_teacher(backbone: Backbone, folder: Path) -> None:
+    """Add a peft adapter folder to a decoder as its full-text teacher.
+
+    Raises:
+        BundleError: the folder is not a peft adapter, or does not fit the decoder.
+    """
+    from peft import LoraConfig
+
+    if not (folder / ADAPTER_CONFIG_FILE).exists():
+        raise BundleError(f"the teacher {str(folder)!r} is not a peft adapter folder: it has no {ADAPTER_CONFIG_FILE}")
+    config, state = LoraConfig.from_pretrained(str(folder)), read_adapter(folder)
+    try:
+        backbone.add_adapter(TEACHER, config)
+        backbone.load_adapter_state(TEACHER, state)
+    except (ValueError, BundleError) as error:  # peft's, where the decoder has none of the modules
+        decoder = type(backbone.model).__name__
+        raise BundleError(
+            f"the teacher {str(folder)!r} does not fit the decoder, a {decoder} ({error}): give one trained on it"
+        ) from error
+
+
+def _packing(int8: bool) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+    return to_int8 if int8 else _half
+
+
+def _lossless(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Convert to half precision only if that is exact: a teacher stays as it was given."""
+    half = _half(state)
+    return half if all(torch.equal(half[name].to(value.dtype), value) for name, value in state.items()) else dict(state)
+
+
+def _half(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.to(torch.float16) for name, value in state.items()}
+
+
+def _hash_tensors(digest: Any, state: Mapping[str, Tensor]) -> None:
+    # Hashed in half precision, as stored, so that the device's precision does not change the fingerprint.
+    for name in sorted(state):
+        digest.update(name.encode())
+        digest.update(state[name].detach().to("cpu", torch.float16).contiguous().numpy().tobytes())

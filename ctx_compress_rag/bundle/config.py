@@ -1,0 +1,121 @@
+"""The configuration of a bundle. Unknown keys and impossible values are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+
+from ctx_compress_rag.errors import ConfigError, shown
+from ctx_compress_rag.methods.registry import AnyMethodConfig
+from ctx_compress_rag.models.gguf import GgufDecoder
+from ctx_compress_rag.strict import Strict
+from ctx_compress_rag.text.templates import TEMPLATES
+
+T = TypeVar("T")
+_WHOLE = TypeAdapter(int)
+_SECONDS = TypeAdapter(Annotated[float, Field(ge=0)])
+
+
+class BundleConfig(Strict):
+    """The contents of a bundle's config.json.
+
+    Attributes:
+        format: version of the bundle format.
+        name: the bundle's name.
+        method: the compression method and its settings.
+        decoder: hub id or path of the decoder, or its GGUF file; None when the bundle ships it in `decoder/`.
+        revision: the decoder's revision on the hub.
+        base_ratio: source tokens per slot in the store.
+        ratios: the ratios it was trained for.
+        max_tokens: the encoder's window; longer passages are compressed window by window.
+        reads: one line about the texts it is meant for.
+        template: the prompt template that it was trained with, see `text.prompts`; None if not recorded.
+        answer_tokens: tokens of the longest answer that it was trained on; None if not recorded.
+    """
+
+    left_out: ClassVar[frozenset[str]] = frozenset({"template", "answer_tokens"})
+
+    format: Literal[1] = 1
+    name: str = Field(min_length=1)
+    method: AnyMethodConfig
+    decoder: str | GgufDecoder | None = None
+    revision: str | None = None
+    base_ratio: int = Field(gt=0)
+    ratios: list[int] = Field(min_length=1)
+    max_tokens: int = Field(gt=0)
+    reads: str = "general text"
+    template: str | None = None
+    answer_tokens: int | None = Field(default=None, gt=0)
+
+    @property
+    def asked_by(self) -> str:
+        """The template for questions, unless the caller gives another."""
+        return self.template or TEMPLATES[0]
+
+    @property
+    def decoder_name(self) -> str | None:
+        """The decoder's name; None if the bundle ships it."""
+        return None if self.decoder is None else str(self.decoder)
+
+    @model_validator(mode="after")
+    def _ratios_fit(self) -> BundleConfig:
+        self.method.check_ratios(self.base_ratio, self.ratios)
+        if self.max_tokens % self.base_ratio:
+            raise ValueError(f"max_tokens {self.max_tokens} is not a multiple of base_ratio {self.base_ratio}")
+        return self
+
+
+def checked(name: str, value: object, rule: TypeAdapter[T]) -> T:
+    """Validate an argument by a pydantic rule, which reads 16, 16.0 and "16" as the same number.
+
+    Raises:
+        ConfigError: the value breaks the rule; the message begins with the name and the value.
+    """
+    try:
+        return rule.validate_python(value)
+    except ValidationError as error:
+        said = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{name}={shown(value)}: {said}") from None
+
+
+def whole(name: str, value: object) -> int:
+    """Validate an argument as a whole number.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    if isinstance(value, bool):  # pydantic takes True for 1
+        raise ConfigError(f"{name}={value!r} is not a number: give one")
+    return checked(name, value, _WHOLE)
+
+
+def seconds(name: str, value: object) -> float:
+    """Validate an argument as a time in seconds, 0 or more.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    return checked(name, value, _SECONDS)
+
+
+def explain(error: ValidationError) -> str:
+    """Describe all errors in one line: the field, the problem, and the value given."""
+    return "; ".join(_explained(fault) for fault in error.errors())
+
+
+def _explained(fault: Mapping[str, Any]) -> str:
+    where = ".".join(str(place) for place in fault["loc"])
+    match fault["type"]:
+        case "missing":
+            return f"{where} is missing: give it"
+        case "extra_forbidden":
+            return f"{where}={shown(fault['input'])} is unknown: leave it out, or correct its name"
+        case "union_tag_invalid":
+            known = fault["ctx"]
+            named = ".".join(filter(None, (where, known["discriminator"].strip("'"))))
+            return f"{named}: {known['tag']!r} is unknown: give one of {known['expected_tags']}"
+    said = f"{where or 'config'}: {fault['msg'].removeprefix('Value error, ')}"
+    # A rule about several values has all of them as its input.
+    return said if isinstance(fault["input"], dict) else f"{said} (got {shown(fault['input'])})"

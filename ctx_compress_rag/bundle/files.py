@@ -1,0 +1,121 @@
+"""A bundle's folder: how to find it, its file names, and how to read its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ctx_compress_rag.bundle.config import BundleConfig, explain
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.models.int8 import from_int8
+
+SHIPPED = {folder.name: folder for folder in Path(__file__).parent.glob("shipped/*/")}
+# Until its users name it by its path.
+SHIPPED["demo"] = Path(__file__).parents[2] / "benchmarks/world/bundle"
+
+CONFIG_FILE = "config.json"
+REPORT_FILE = "training_report.json"
+DECODER_FOLDER = "decoder"
+TEACHER = "teacher"
+WEIGHTS_FILE = "model.safetensors"
+INT8_ADAPTER_FILE = "adapter_model.int8.safetensors"
+
+# The names that peft gives to an adapter's files.
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+
+
+def find_bundle(name_or_path: str | Path, revision: str | None) -> Path:
+    """Find a bundle's folder: a local one, a shipped one, or one downloaded from the hub.
+
+    Raises:
+        ConfigError: this is not a name or path, or a revision is given for a bundle that is not on the hub.
+        BundleError: there is no such bundle, or it cannot be downloaded.
+    """
+    shown = str(name_or_path) if isinstance(name_or_path, Path) else name_or_path
+    none = f"no bundle {shown!r}: give a folder, one of {sorted(SHIPPED)}, or a hub id owner/name"
+    if not isinstance(name_or_path, str | Path) or not str(name_or_path).strip() or name_or_path == Path():
+        raise ConfigError(none)
+    folder = SHIPPED.get(str(name_or_path), Path(name_or_path))
+    if folder.is_dir():
+        if revision is not None:
+            what = "comes with this package" if shown in SHIPPED else "is a folder"
+            raise ConfigError(f"revision={revision!r}: the bundle {shown!r} {what} and has none: leave revision out")
+        return folder
+    if str(name_or_path).count("/") != 1 or str(name_or_path).startswith((".", "/", "~")):
+        raise BundleError(none)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                str(name_or_path), revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja"]
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise BundleError(f"cannot fetch the bundle {str(name_or_path)!r} from the hub: {error}") from error
+
+
+def check_free(folder: Path) -> None:
+    """Refuse to overwrite files that are not a bundle's.
+
+    Raises:
+        ConfigError: the folder is a file, or has such files.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file: give a folder")
+    if any((folder / name).exists() for name in (CONFIG_FILE, "README.md")):
+        try:
+            read_config(folder / CONFIG_FILE)
+        except (BundleError, ConfigError):
+            raise ConfigError(f"{folder} has files that are not a bundle's: give a new folder") from None
+
+
+def read_config(path: Path) -> BundleConfig:
+    """Read a bundle's settings; raises BundleError if there are none, ConfigError if they are impossible."""
+    try:
+        return BundleConfig.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise BundleError(f"{path.parent} is not a bundle: it has no {path.name}") from None
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {explain(error)}") from None
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Read a bundle's training report, empty if there is none; raises BundleError if it is damaged."""
+    try:
+        report = json.loads(path.read_bytes()) if path.exists() else {}
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{path} is damaged ({error}): fetch or make the bundle again") from error
+    if not isinstance(report, dict):
+        raise BundleError(f"{path} holds a {type(report).__name__}, not a JSON object: fetch or make the bundle again")
+    return report
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a file's tensors, unpacked from 8 bits; raises BundleError if it is missing or damaged."""
+    try:
+        tensors = from_int8(load_file(path))
+    except FileNotFoundError:
+        raise BundleError(f"the bundle is incomplete: {path} is missing") from None
+    except (SafetensorError, OSError) as error:
+        raise BundleError(f"{path} is damaged ({error}): fetch or make the bundle again") from error
+    for name, value in tensors.items():
+        if not value.is_floating_point() or not value.isfinite().all():
+            raise BundleError(
+                f"{path} is damaged ({name} holds a NaN, an infinity or whole numbers): fetch or make the bundle again"
+            )
+    return tensors
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """Read the tensors of an adapter's folder, in 8 bits or not; raises as `read_tensors`."""
+    int8 = folder / INT8_ADAPTER_FILE
+    return read_tensors(int8 if int8.exists() else folder / ADAPTER_FILE)

@@ -1,0 +1,111 @@
+"""Write a bundle's decoder and adapters for vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.files import ADAPTER_FILE, DECODER_FOLDER, TEACHER, WEIGHTS_FILE
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.base.mapped_reader import MappedReader
+from ctx_compress_rag.models.identity import write_decoder
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank
+
+
+@dataclass(frozen=True)
+class Served:
+    """The names of a bundle's decoder on a server.
+
+    Attributes:
+        base: the decoder's own weights.
+        text: what reads prompts without slots.
+        soft: what reads prompts with slots.
+        adapters: for each name that is an adapter, its name in the backbone.
+    """
+
+    base: str
+    text: str
+    soft: str
+    adapters: Mapping[str, str]
+
+
+def served(bundle: Bundle) -> Served:
+    """The names of a bundle's decoder on a server that is started as `export` says.
+
+    Raises:
+        ConfigError: a server cannot run the bundle's reader.
+    """
+    reader, name = bundle.reader, bundle.config.name
+    method = bundle.config.method.name
+    if type(reader) is not MappedReader:
+        raise ConfigError(
+            f"bundle {name!r}: {method} changes the decoder's layers as it reads, which a server cannot do: "
+            "leave server= out and let this process answer"
+        )
+    if reader.tune.mode == "full":
+        raise ConfigError(
+            f"bundle {name!r}: its reader is a decoder of its own, besides the one that reads text, and a server "
+            "has only one: train the reader with LoRA, or leave server= out"
+        )
+    adapters = {}
+    text = soft = name
+    if reader.tune.mode == "lora":
+        soft = f"{name}-{reader.side}"
+        adapters[soft] = reader.side
+    if TEACHER in bundle.backbone.adapters:
+        text = f"{name}-{TEACHER}"
+        adapters[text] = TEACHER
+    return Served(name, text, soft, adapters)
+
+
+def export(bundle: Bundle, folder: str | Path) -> list[str]:
+    """Write decoder and adapters for vLLM; return the command that serves them.
+
+    Args:
+        bundle: the bundle.
+        folder: where to write; the decoder goes into `decoder`, each adapter into a folder of its name.
+
+    Raises:
+        ConfigError: a server cannot run the bundle's reader.
+    """
+    names, backbone, folder = served(bundle), bundle.backbone, Path(folder)
+    decoder = folder / DECODER_FOLDER
+    decoder.mkdir(parents=True, exist_ok=True)
+    write_decoder(backbone.model, bundle.tokenizer, decoder)
+    backbone.model.generation_config.save_pretrained(decoder)
+    save_file(backbone.own_state(), decoder / WEIGHTS_FILE, metadata={"format": "pt"})
+    command = ["vllm", "serve", str(decoder), "--served-model-name", names.base, "--enable-prompt-embeds"]
+    command += ["--dtype", dtype_name(backbone.model.dtype)]
+    if backbone.window is not None:
+        command += ["--max-model-len", str(backbone.window)]
+    # In JSON, a small decoder that may write blank lines writes nothing else; only a backend that is chosen with the
+    # server forbids them.
+    command += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
+    if names.adapters:
+        targets: set[str] = set()
+        rank = 0
+        for adapter in names.adapters.values():
+            (folder / adapter).mkdir(exist_ok=True)
+            state = backbone.adapter_state(adapter)
+            save_file(state, folder / adapter / ADAPTER_FILE)
+            backbone.save_adapter_config(adapter, folder / adapter)
+            targets |= {key.split(".lora_")[0].rpartition(".")[2] for key in state}
+            rank = max(rank, *(len(value) for key, value in state.items() if ".lora_A." in key))
+        # With vLLM's default targets, prompt embeddings and LoRA together crash its engine.
+        command += ["--enable-lora", "--max-lora-rank", str(min(each for each in _RANKS if each >= rank))]
+        # One place more than adapters: on a CPU, vLLM takes the number -1 of a prompt without adapter for the last
+        # place, and in a mixed batch would read that prompt with the adapter in this place.
+        command += ["--max-loras", str(len(names.adapters) + 1), "--lora-target-modules", *sorted(targets)]
+        command += ["--lora-modules", *(f"{name}={folder / each}" for name, each in names.adapters.items())]
+    return command
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name in vLLM."""
+    return str(dtype).removeprefix("torch.")

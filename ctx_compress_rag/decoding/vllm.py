@@ -1,0 +1,262 @@
+"""A decoder in a vLLM server: markers are resolved here, vectors are sent, text comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import cache
+from typing import Any, Literal
+
+import httpx
+import torch
+
+from ctx_compress_rag.adaptation.decoder import Adapted, AdaptiveDecoder
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.decoding.answers import Answers
+from ctx_compress_rag.decoding.export import dtype_name, served
+from ctx_compress_rag.decoding.generation import Generation, Put, Sampling
+from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.decoding.structured import closed_schema
+from ctx_compress_rag.errors import ConfigError, ServerError
+from ctx_compress_rag.prompt import Prompt, PromptLike
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.marker import OnUnreadable
+
+_AGAIN = (429, 502, 503, 504)
+_CONNECTIONS = 256
+_GREEDY = Sampling()
+
+
+class ServerDecoder(AdaptiveDecoder):
+    """A TransformersDecoder whose model runs in a vLLM server, started with the command that `export` prints.
+
+    Tokenizer, embeddings and store are in this process; prompts with slots are sent as `prompt_embeds`, others as
+    token ids. Each prompt is checked before it is sent: its shape, that its values are finite, and its length
+    against the server's window. May be called from any number of threads; requests share connections.
+
+    Args:
+        bundle: the bundle, in the server's dtype.
+        store: where markers' passages are; without one, markers are literal text.
+        server: the server's address, with or without `/v1`.
+        api_key: the server's key.
+        timeout: maximum seconds to wait for the first token, and from one token to the next.
+        max_retries: how often a request is sent again if the server is unreachable or busy; never after the first
+            piece of an answer.
+        on_missing: as in TransformersDecoder.
+        on_unreadable: as in TransformersDecoder.
+
+    Raises:
+        ConfigError: an argument has an impossible value, or the bundle's method changes the decoder's layers.
+        ServerError: at a call, the server cannot be reached, refuses, or ends in the middle of an answer.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        store: SoftContextStore | None = None,
+        *,
+        server: str,
+        api_key: str | None = None,
+        timeout: float = 120.0,
+        max_retries: int = 2,
+        on_missing: Literal["error", "text"] = "error",
+        on_unreadable: OnUnreadable = "error",
+    ) -> None:
+        super().__init__(bundle, store, on_missing=on_missing, on_unreadable=on_unreadable)
+        if not server.startswith(("http://", "https://")):
+            raise ConfigError(f"server={server!r}: give an address that begins with http:// or https://")
+        if not timeout > 0:  # nor NaN
+            raise ConfigError(f"timeout={timeout}: give seconds, more than 0")
+        if max_retries < 0:
+            raise ConfigError(f"max_retries={max_retries}: give 0 or more")
+        self.server = server.rstrip("/").removesuffix("/v1")
+        self._names = served(bundle)
+        self._retries = max_retries
+        self._windows: dict[str, int | None] | None = None
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._http = httpx.AsyncClient(
+            headers=headers,
+            timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
+            limits=httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS),
+        )
+
+    def with_adapted(self, adapted: Adapted) -> AdaptiveDecoder:
+        """Refused: an adaptation changes the weights of a decoder in this process."""
+        raise ConfigError(f"the decoder runs in {self.server}, which cannot adapt: leave server= out")
+
+    def generate(self, prompts: Sequence[PromptLike], sampling: Sampling = _GREEDY) -> list[Generation]:
+        """Answer as TransformersDecoder does; all prompts are sent at once.
+
+        Raises:
+            ServerError: the server cannot be reached, refuses, or ends in the middle of an answer.
+        """
+        prepared, cancels = self.prepare(prompts), list[Callable[[], None]]()
+        answers = Answers(len(prepared))
+        try:
+            for index, prompt in enumerate(prepared):
+                cancels.append(self.begin(prompt, sampling, answers.of(index)))
+            return answers.wait()
+        finally:
+            for cancel in cancels:
+                cancel()
+
+    def begin(self, prompt: Prompt, sampling: Sampling, put: Put) -> Callable[[], None]:
+        if sampling.extractive:
+            raise ConfigError(
+                f"extractive answers need the decoder in this process, not {self.server}: leave server= out"
+            )
+        body = self._body(prompt, sampling)
+        future = asyncio.run_coroutine_threadsafe(self._answer(body, prompt, put), _loop())
+
+        def cancel() -> None:
+            future.cancel()
+
+        return cancel
+
+    def _body(self, prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
+        special = self.bundle.tokenizer.get_added_vocab()
+        body: dict[str, Any] = {
+            "model": self._names.soft if prompt.soft else self._names.text,
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop": list(sampling.stop),
+            "stop_token_ids": [special[each] for each in sampling.stop if each in special],
+            "seed": sampling.seed,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if sampling.json_schema is not None:
+            schema = {"name": "answer", "schema": closed_schema(sampling.json_schema)}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if prompt.soft:
+            body["prompt_embeds"] = self._embeds(prompt)
+        else:
+            body["prompt"] = prompt.ids().tolist()
+        return body
+
+    def _embeds(self, prompt: Prompt) -> str:
+        """The prompt's vectors, checked: vLLM does not check them, and a NaN spoils the answers of others."""
+        backbone = self.bundle.backbone
+        with torch.no_grad():
+            [vectors] = splice(backbone.embeddings, [prompt]).inputs_embeds
+        vectors = vectors.detach().to("cpu", backbone.model.dtype)
+        if vectors.shape != (prompt.length, backbone.dim):
+            raise ServerError(f"a prompt has shape {tuple(vectors.shape)}, not {(prompt.length, backbone.dim)}")
+        if not torch.isfinite(vectors).all():
+            raise ServerError(
+                f"a prompt holds NaN or infinity in {dtype_name(vectors.dtype)} and was not sent: its passages' slots "
+                "are damaged, or too large for this dtype"
+            )
+        buffer = io.BytesIO()
+        torch.save(vectors.clone(), buffer)  # a view would be saved with its whole base
+        return base64.b64encode(buffer.getvalue()).decode()
+
+    async def _answer(self, body: dict[str, Any], prompt: Prompt, put: Put) -> None:
+        try:
+            for attempt in range(self._retries + 1):
+                begun = False
+                try:
+                    await self._fit(body, prompt)
+                    async for piece in self._pieces_of(body, prompt):
+                        begun = True
+                        put(piece)
+                    return
+                except (_Busy, httpx.HTTPError) as error:
+                    if begun or attempt == self._retries:
+                        raise self._lost(error) from None
+                    await asyncio.sleep(0.5 * 2**attempt)
+        except Exception as error:
+            put(error)
+
+    def _lost(self, error: Exception) -> ServerError:
+        said = str(error) or type(error).__name__
+        return ServerError(f"{self.server} did not answer ({said}): check that it is running, or give a longer timeout")
+
+    async def _fit(self, body: dict[str, Any], prompt: Prompt) -> None:
+        """Check the request against the server's list of models."""
+        if self._windows is None:
+            self._windows = await self._models()
+        if body["model"] not in self._windows:
+            raise ServerError(
+                f"{self.server} has no model {body['model']!r} (it has {sorted(self._windows)}): start it with the "
+                "command that `ctx-compress export` prints"
+            )
+        window = self._windows[body["model"]] or self._windows.get(self._names.base)
+        if window is None:
+            return
+        if prompt.length >= window:
+            raise ConfigError(
+                f"the prompt has {prompt.length} tokens ({prompt.slots} of them slots) and the server's window of "
+                f"{window} must hold an answer too: use a coarser ratio, fewer passages or a shorter prompt"
+            )
+        body["max_tokens"] = min(body["max_tokens"], window - prompt.length)
+
+    async def _models(self) -> dict[str, int | None]:
+        reply = await self._http.get(f"{self.server}/v1/models")
+        if reply.status_code != 200:
+            raise self._refused(reply.status_code, reply.content)
+        try:
+            return {model["id"]: model.get("max_model_len") for model in reply.json()["data"]}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ServerError(
+                f"{self.server} is not an OpenAI-compatible server ({error!r}): check the address"
+            ) from None
+
+    async def _pieces_of(self, body: dict[str, Any], prompt: Prompt) -> AsyncIterator[str | Generation]:
+        text, reason, tokens = "", None, None
+        async with self._http.stream("POST", f"{self.server}/v1/completions", json=body) as reply:
+            if reply.status_code != 200:
+                raise self._refused(reply.status_code, await reply.aread())
+            async for line in reply.aiter_lines():
+                if not line.startswith("data:") or line == "data: [DONE]":
+                    continue
+                event = self._event(line)
+                for choice in event.get("choices") or ():
+                    if choice.get("text"):
+                        text += choice["text"]
+                        yield choice["text"]
+                    reason = choice.get("finish_reason") or reason
+                tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+        if reason not in ("stop", "length") or tokens is None:
+            raise ServerError(f"{self.server} ended in the middle of an answer ({reason}): ask again")
+        yield Generation(text, prompt.length, prompt.slots, tokens, reason)
+
+    def _event(self, line: str) -> dict[str, Any]:
+        try:
+            event = json.loads(line.removeprefix("data:"))
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            raise ServerError(f"{self.server} sent something other than an event: {line[:80]!r}")
+        if "error" in event:
+            raise ServerError(f"{self.server} failed: {str(event['error'])[:300]}")
+        return event
+
+    def _refused(self, status: int, content: bytes) -> _Busy | ServerError:
+        if status in _AGAIN:
+            return _Busy(f"status {status}")
+        try:
+            said = json.loads(content)
+            said = said.get("error", said).get("message", said)
+        except (ValueError, AttributeError):
+            said = content.decode(errors="replace")
+        hint = ": give the server's api_key" if status in (401, 403) else ""
+        return ServerError(f"{self.server} refused the request with status {status} ({str(said)[:300]}){hint}")
+
+
+class _Busy(Exception):
+    """The server is not ready for a request."""
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The event loop, in a thread of its own, that all requests of this process run in."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="ctx-compress-http", daemon=True).start()
+    return loop

@@ -1,0 +1,1 @@
+"""Bases of every framework's LLM and postprocessor."""

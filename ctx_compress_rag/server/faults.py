@@ -1,0 +1,61 @@
+"""Errors as a client sees them: it learns what it can fix; what only the operator can fix is in the log."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ctx_compress_rag.errors import (
+    ConfigError,
+    DecoderMemoryError,
+    MissingPassageError,
+    ServerError,
+    StoreLockedError,
+    StoreWriteError,
+    UnreadableMarkerError,
+)
+from ctx_compress_rag.server.replies import fault
+
+logger = logging.getLogger(__name__)
+
+
+class RequestError(Exception):
+    """A request that is refused.
+
+    Args:
+        status: the HTTP status.
+        message: what is wrong and what to do.
+        code: OpenAI's error code.
+        param: the field at fault.
+    """
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = fault(message, "invalid_request_error", param=param, code=code)
+
+
+def as_fault(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """Status and body for an error, without paths and other tenants' names."""
+    match error:
+        case RequestError():
+            return error.status, error.body
+        case MissingPassageError():
+            message = "a marker's passage was deleted or its text changed: retrieve or compress again"
+            return 404, fault(message, "invalid_request_error", code="passage_not_found")
+        case UnreadableMarkerError():
+            # The error's own advice is for the operator: a client has neither the key nor on_unreadable.
+            what = str(error).partition(": give")[0]
+            return 400, fault(f"{what}: send its text to POST /v1/compress with this API key", "invalid_request_error")
+        case ConfigError():
+            return 400, fault(str(error), "invalid_request_error")
+        case DecoderMemoryError():
+            return 503, fault(str(error), "server_error", code="out_of_memory")
+        case ServerError():
+            logger.error("the decoder's server: %s", error)
+            return 502, fault("the server that runs the decoder failed to answer: try again", "server_error")
+        case StoreLockedError() | StoreWriteError():
+            logger.error("the store cannot be written: %s", error)
+            return 503, fault("the store cannot be written to now: try again later", "server_error")
+    logger.error("a request failed", exc_info=error)
+    return 500, fault("the server failed to answer: its log says why", "server_error")

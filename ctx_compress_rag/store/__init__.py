@@ -1,0 +1,6 @@
+"""Where soft contexts are kept: a Chroma collection beside the app's own, and the payload codecs."""
+
+from ctx_compress_rag.store.passage import AddReport, Compresses, Passage, StoredPassage, StoreInfo, SyncReport
+from ctx_compress_rag.store.store import SoftContextStore
+
+__all__ = ["AddReport", "Compresses", "Passage", "SoftContextStore", "StoreInfo", "StoredPassage", "SyncReport"]

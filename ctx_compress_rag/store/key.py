@@ -1,0 +1,89 @@
+"""The secret that signs markers. It is never written to Chroma."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+from ctx_compress_rag.errors import StoreError
+from ctx_compress_rag.store.marker import MIN_KEY_BYTES
+
+KEY_VARIABLE = "CTX_COMPRESS_KEY"
+KEY_FILE = "ctx-compress.key"
+_process_key = secrets.token_bytes(32)
+
+
+def find_key(folder: Path | None, *, remote: bool) -> bytes:
+    """The key of a store that was opened without one.
+
+    The environment variable CTX_COMPRESS_KEY if it is set. Otherwise the file `ctx-compress.key` in the store's
+    folder, created at first use and readable only by its owner. A store on a server has no default: machines that
+    share it must share the key. A store in memory has a new key in each process.
+
+    Args:
+        folder: the store's folder; None if it has none.
+        remote: whether the store is on a server.
+
+    Raises:
+        StoreError: the variable is too short or blank, a store on a server has no key, or the file cannot be used.
+    """
+    value = os.environ.get(KEY_VARIABLE)
+    if value is not None:
+        key = value.encode("utf-8", "surrogateescape")
+        if len(key) < MIN_KEY_BYTES or not value.strip():
+            raise StoreError(
+                f"{KEY_VARIABLE} has {len(key)} bytes{'' if value.strip() else ', all blank'}: set a secret of at "
+                f"least {MIN_KEY_BYTES} (for example from openssl rand -hex 32), or unset the variable"
+            )
+        return key
+    if folder is not None:
+        return key_from_file(folder / KEY_FILE)
+    if not remote:
+        return _process_key
+    raise StoreError(
+        f"a store on a server needs a key that all its users share: set {KEY_VARIABLE} (openssl rand -hex 32), or give "
+        "key=. In earlier versions, each machine made its own key, and no other machine could read its markers; that "
+        "key is in ~/.config/ctx-compress/ctx-compress.key, in hexadecimal"
+    )
+
+
+def key_from_file(path: Path) -> bytes:
+    """The key in a file, which is created if missing; two processes that do so at once get the same key.
+
+    Raises:
+        StoreError: the file belongs to another user, others can read it, it is damaged, or it cannot be created.
+    """
+    try:
+        if not path.exists():
+            _create(path)
+        if os.name == "posix" and path.stat().st_uid != os.geteuid():
+            raise StoreError(
+                f"the marker key {path} belongs to user {path.stat().st_uid}, and this process runs as user "
+                f"{os.geteuid()}: run as the owner, `chown` the file, or set {KEY_VARIABLE}"
+            )
+        if os.name == "posix" and stat.S_IMODE(path.stat().st_mode) & 0o077:
+            raise StoreError(f"others can read the marker key {path}: run `chmod 600 {path}`")
+        key = bytes.fromhex(path.read_text("ascii"))
+    except OSError as error:
+        raise StoreError(f"cannot use the marker key {path} ({error}): set {KEY_VARIABLE} instead") from error
+    except ValueError as error:
+        raise StoreError(f"the marker key {path} is damaged: delete it to get a new one") from error
+    if len(key) < MIN_KEY_BYTES:
+        raise StoreError(f"the marker key {path} is damaged: delete it to get a new one")
+    return key
+
+
+def _create(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{KEY_FILE}-")  # mkstemp's mode is 0600
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(secrets.token_hex(32))
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)  # whole or not at all, and never over another process's key
+    finally:
+        os.unlink(draft)

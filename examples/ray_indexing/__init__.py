@@ -1,0 +1,1 @@
+"""Fill a store on a Ray cluster."""

@@ -1,0 +1,263 @@
+"""What adapt-eval counts, scores and keeps."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from benchmarks.adaptation import run as evaluation
+from benchmarks.adaptation.cost import phases
+from benchmarks.adaptation.run import evaluate, table, verdict
+from benchmarks.adaptation.systems import Recipes, System
+from benchmarks.timing.phases import count_flops
+from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, BaseAdapter, PredictedUpdate, TestTimeSGD
+from ctx_compress_rag.adaptation.baselines import PredictorConfig
+from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
+from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.cli import main
+from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.decoding.generation import Sampling
+from ctx_compress_rag.errors import ConfigError, DataError
+from ctx_compress_rag.text.answers import exact_match, token_f1
+from ctx_compress_rag.training.run import run_recipe
+from helpers.adaptation import DEMONSTRATIONS, random_adapter, small_recipes, system_score
+
+
+@pytest.fixture(scope="module")
+def decoder(bundle_folder: Path) -> AdaptiveDecoder:
+    return AdaptiveDecoder(Bundle.from_pretrained(bundle_folder, device="cpu"))
+
+
+# Costs
+
+
+def test_flops_are_those_of_the_matrix_products(decoder: AdaptiveDecoder) -> None:
+    """Counted by hand for one demonstration: weights twice per token, attention, factors, the predictor."""
+    model = decoder.bundle.backbone.model
+    base = random_adapter(model, 4, seed=3)
+    episode = Episode("task", (DEMONSTRATIONS[1],), DEMONSTRATIONS[2])
+    one = Sampling(max_new_tokens=1)
+
+    def flops(adaptation: Any) -> tuple[int, int]:
+        return count_flops(phases(decoder, System("it", adaptation), episode, one))
+
+    [row] = decoder.rows(episode.support)
+    tokens, width, layers = len(row.answers), 32, 2
+    linear = sum(m.weight.numel() for n, m in model.model.named_modules() if n.endswith("_proj"))
+    attention = layers * 2 * 2 * tokens * tokens * width
+    factors = 2 * tokens * sum(t.numel() for t in (*base.a.values(), *base.b.values()))
+    forward = 2 * tokens * linear + attention + factors
+    config = PredictorConfig(inner_steps=1, inner_learning_rate=0.1, demonstrations=1, hidden=8, code=4)
+    update = PredictedUpdate.build(base, decoder, config)
+    predictor = 2 * sum(p.numel() for p in update.predictor.parameters() if p.ndim == 2)
+    assert flops(BaseAdapter(base))[0] == 0
+    assert flops(update)[0] == pytest.approx(forward + predictor, rel=0.02)
+    steps = {k: flops(TestTimeSGD(base, k, 0.1))[0] for k in (1, 2, 5)}
+    assert steps[2] == 2 * steps[1] and steps[5] == 5 * steps[1]
+    assert 1.8 * forward < steps[1] < 3.5 * forward
+    answered, plain = flops(BaseAdapter(base))[1], flops(BaseAdapter(None))[1]
+    prompt = len(decoder.rows([episode.query])[0].answers) - int(decoder.rows([episode.query])[0].answers.sum())
+    assert answered - plain == factors // tokens * prompt
+
+
+# The table
+
+
+def test_answers_of_other_weights_are_not_kept(tmp_path: Path, bundle_folder: Path, decoder: AdaptiveDecoder) -> None:
+    """As when an output is removed and trained again on edited files, by the same recipe."""
+    for name, file in small_recipes(tmp_path, bundle_folder, steps=1).items():
+        if name != "base":
+            file.unlink()
+    command = ["adapt-eval", "--recipes", str(tmp_path / "recipes"), "--questions", "3", "--timed", "1"]
+    command += ["--max-tokens", "4", "--output", str(tmp_path / "scores")]
+    assert main(command) == 0
+    weights = tmp_path / "out" / "base" / "adapter_model.safetensors"
+    torch.manual_seed(0)
+    save_file({name: torch.randn_like(value) for name, value in load_file(weights).items()}, weights)
+    assert main(command) == 0
+    adapter = BaseAdapter(Adapter.from_pretrained(weights.parent, decoder.bundle.backbone.model))
+    answers = json.loads((tmp_path / "scores" / "answers" / "base_adapter.json").read_text())["answers"]
+    for answer, episode in zip(answers, Episodes(FamilyTasks("test"), 3, 3, seed=0), strict=True):
+        adapted = decoder.adapt(episode.support, adapter)
+        assert answer == adapted.generate([episode.query.chat()], Sampling(max_new_tokens=4))[0].text.strip()
+
+
+@pytest.mark.slow
+def test_the_command_trains_scores_and_goes_on(
+    tmp_path: Path, bundle_folder: Path, decoder: AdaptiveDecoder, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setitem(evaluate.__kwdefaults__, "tuning", 2)
+    files = small_recipes(tmp_path, bundle_folder, steps=1)
+    command = ["adapt-eval", "--recipes", str(tmp_path / "recipes"), "--questions", "6", "--timed", "1"]
+    command += ["--max-tokens", "4", "--output", str(tmp_path / "scores")]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    record = json.loads((tmp_path / "scores" / "scores.json").read_text())
+    systems = [score["system"] for score in record["scores"]]
+    assert systems == [
+        "query only", "decoder alone", "decoder alone, few-shot", "base adapter", "base adapter, few-shot",
+        "prompt tuning", "HyperTuning", "TT-SGD, K=1", "TT-SGD, K=2", "RAG-GD, K=1", "RAG-GD, K=2",
+        "TT-SGD, K=1, tuned", "TT-SGD, K=2, tuned", "mean of the predicted updates, K=2",
+        "predicted from another task, K=2", "copied ending",
+    ]  # fmt: skip
+    lines = [line for line in out.splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[1:]] == systems
+    assert (tmp_path / "scores" / "scores.md").read_text().strip() in out
+    assert (tmp_path / "scores" / "scores.png").read_bytes().startswith(b"\x89PNG")
+
+    # Each answer again by the plainest way, and the scores from the answers.
+    episodes = list(Episodes(FamilyTasks("test"), 6, 2, seed=0))
+    base = Adapter.from_pretrained(tmp_path / "out" / "base", decoder.bundle.backbone.model)
+    update = PredictedUpdate.from_pretrained(tmp_path / "out" / "k2", decoder)
+    for name, adaptation in (
+        ("base adapter", BaseAdapter(base)),
+        ("RAG-GD, K=2", update),
+        ("TT-SGD, K=2", TestTimeSGD(base, 2, 0.5)),
+    ):
+        file = tmp_path / "scores" / "answers" / f"{name.replace(' ', '_').replace(',', '')}.json"
+        answers = json.loads(file.read_text())["answers"]
+        for answer, episode in zip(answers, episodes, strict=True):
+            adapted = decoder.adapt(episode.support, adaptation)
+            assert answer == adapted.generate([episode.query.chat()], Sampling(max_new_tokens=4))[0].text.strip()
+        [score] = [s for s in record["scores"] if s["system"] == name]
+        wanted = [e.query.answer for e in episodes]
+        f1 = [token_f1(a, [w]) for a, w in zip(answers, wanted, strict=True)]
+        em = [exact_match(a, [w]) for a, w in zip(answers, wanted, strict=True)]
+        assert score["f1"]["value"] == pytest.approx(sum(f1) / 6)
+        assert score["exact_match"]["value"] == pytest.approx(sum(em) / 6)
+        assert score["f1"]["low"] <= score["f1"]["value"] <= score["f1"]["high"]
+        assert set(score["by_task"]) == {e.task for e in episodes}
+
+    # Controls: no passages; the mean update; another task's demonstrations; the demonstrations' ending.
+    kept = {name: json.loads((tmp_path / "scores" / "answers" / f"{name}.json").read_text())["answers"] for name in (
+        "query_only", "decoder_alone", "copied_ending", "predicted_from_another_task_K=2",
+        "mean_of_the_predicted_updates_K=2",
+    )}  # fmt: skip
+    each = [update.adapt(decoder, episode.support).adapter for episode in episodes]
+    changes = {n: sum(a.b[n] @ a.a[n] for a in each) / 6 for n in base.a}  # of weights, the base's among them
+    mean = update.mean_over(decoder, [episode.support for episode in episodes]).base
+    for name, change in changes.items():
+        torch.testing.assert_close(mean.b[name] @ mean.a[name], change, atol=1e-5, rtol=1e-4)
+    for number, episode in enumerate(episodes):
+        ending = " ".join(episode.query.answer.split()[-3:])
+        assert kept["copied_ending"][number] == f"{kept['decoder_alone'][number]} {ending}"
+        bare = replace(episode.query, passages=())
+        given = decoder.generate([bare.chat()], Sampling(max_new_tokens=4))[0].text.strip()
+        assert kept["query_only"][number] == given
+        others = [e for e in episodes[number + 1 :] + episodes[:number] if e.task != episode.task]
+        adapted = decoder.adapt(others[0].support, update)
+        given = adapted.generate([episode.query.chat()], Sampling(max_new_tokens=4))[0].text.strip()
+        assert kept["predicted_from_another_task_K=2"][number] == given
+
+    # What is there is not made again; what was made otherwise is refused.
+    monkeypatch.setattr("ctx_compress_rag.training.run.run_recipe", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("benchmarks.adaptation.run.generate_together", lambda *_: pytest.fail("answered again"))
+    scores = evaluate(tmp_path / "recipes", tmp_path / "scores", questions=6, timed=1, max_new_tokens=4, progress=False)
+    assert table(scores).splitlines()[3].split(" | ")[1] == lines[2].split(" | ")[1]
+    files["k1"].write_text(files["k1"].read_text().replace("code: 4", "code: 5"))
+    assert main(command) == 2
+    assert "before" in (error := capsys.readouterr().err) and "k1.yaml was changed" in error
+
+
+def test_a_budget_shortens_every_recipe_and_leaves_the_folder_alone(tmp_path: Path) -> None:
+    files = small_recipes(tmp_path, Path("demo"), steps=50)
+    solved = {"folder": str(tmp_path / "kept"), "contexts": 90, "steps": [1, 2]}
+    files["k1"].write_text(yaml.safe_dump(yaml.safe_load(files["k1"].read_text()) | {"solved": solved}))
+    texts = {file: file.read_text() for file in files.values()}
+    whole = Recipes.find(tmp_path / "recipes")
+    short = whole.shortened(7, tmp_path / "quick")
+    assert Recipes.find(tmp_path / "quick" / "recipes") == short
+    for before, after in zip((whole.base, *whole.others), (short.base, *short.others), strict=True):
+        assert after.optim.steps == 7 and after.output.is_relative_to(tmp_path / "quick")
+        own = {"output": before.output, "optim": before.optim}
+        if isinstance(before, UpdatePredictorRecipe):
+            assert isinstance(after, UpdatePredictorRecipe)
+            assert after.base == short.base.output
+            own |= {"base": before.base, "solved": before.solved}
+            if after.solved is not None:
+                assert after.solved.contexts == 14 and after.solved.folder.is_relative_to(tmp_path / "quick")
+        assert after.model_copy(update=own) == before
+    assert whole.shortened(80, tmp_path / "quick").base.optim.steps == 50
+    assert {file: file.read_text() for file in files.values()} == texts
+    with pytest.raises(ConfigError, match="steps"):
+        whole.shortened(0, tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("f1", "low", "adapt_ms", "met"),
+    [(0.5, 0.1, 5.0, [1, 1, 1]), (0.49, 0.0, 9.9, [0, 1, 1]), (0.47, 0.1, 9.9, [1, 0, 1]), (0.6, 0.1, 10.0, [1, 1, 0])],
+)
+def test_the_verdict_says_what_is_met(f1: float, low: float, adapt_ms: float, met: list[int]) -> None:
+    scores = [system_score("base adapter", 0.3, 0.0, 0.0), system_score("TT-SGD, K=1", 0.9, 0.1, 1.0)]
+    scores += [system_score("TT-SGD, K=5", 0.5, 0.1, 100.0), system_score("RAG-GD, K=5", f1, low, adapt_ms)]
+    [line] = verdict(scores).splitlines()
+    assert line.startswith("- RAG-GD, K=5: ")
+    assert [int(said == "is") for said in re.findall(r"\*\*(is|is not)\*\*", line)] == met
+
+
+def test_the_command_reads_files_and_slots(
+    tmp_path: Path, bundle_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tasks from files, passages as slots from the store, one predictor; a file asks as many as it has."""
+    monkeypatch.setitem(evaluate.__kwdefaults__, "tuning", 2)
+    for task in ("one", "two"):
+        rows = [Example((f"{task} has {i}.", "More."), (Turn(f"What has {task}, {i}?", (str(i),)),)) for i in range(8)]
+        write_jsonl(tmp_path / f"{task}.jsonl", rows)
+    data = {"files": [str(tmp_path / "one.jsonl")], "passages": 1}
+    files = small_recipes(tmp_path, bundle_folder, steps=1, ratio=4, data=data)
+    for name in ("prefix", "k2", "task"):
+        files[name].unlink()
+    command = ["adapt-eval", "--recipes", str(tmp_path / "recipes"), "--data", str(tmp_path / "two.jsonl")]
+    command += ["--questions", "9", "--timed", "1", "--max-tokens", "3", "--output", str(tmp_path / "scores")]
+    assert main(command) == 0
+    assert "\n4 questions, each with demonstrations" in capsys.readouterr().out
+    kept = json.loads((tmp_path / "scores" / "scores.json").read_text())
+    assert [s["system"] for s in kept["scores"]][-4:] == [
+        "TT-SGD, K=1", "RAG-GD, K=1", "TT-SGD, K=1, tuned", "mean of the predicted updates, K=1",
+    ]  # fmt: skip
+    assert all(set(s["by_task"]) == {"two"} for s in kept["scores"])
+    assert kept["questions"] == 4
+    assert kept["data"] == ["two.jsonl"]
+
+    # Other questions under the same name: answers are made anew, of one passage each. Trained outputs and solved
+    # contexts of the former ones are refused.
+    asked: list[str] = []
+    answer = evaluation.generate_together
+
+    def watched(decoders: Any, chats: Any, sampling: Any) -> Any:
+        asked.extend(chat[0]["content"] for chat in chats)
+        return answer(decoders, chats, sampling)
+
+    monkeypatch.setattr(evaluation, "generate_together", watched)
+    rows = [Example((f"They had {i}.", "More."), (Turn(f"Which had they, {i}?", ("no",)),)) for i in range(8)]
+    write_jsonl(tmp_path / "two.jsonl", rows)
+    assert main(command) == 0
+    assert asked and all(re.fullmatch(r"(\[\[\S+\]\])?\n\nQuestion: Which had they, \d\?", text) for text in asked)
+    write_jsonl(tmp_path / "one.jsonl", rows)
+    assert main(command) == 2
+    assert f"out/base was made before {tmp_path}/one.jsonl changed: remove it" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="other settings: remove this folder"):
+        run_recipe(files["k1"], resume=False)
+
+
+@pytest.mark.parametrize(("rows", "named"), [(0, "no data file at"), (3, "the task asked has 3 questions")])
+def test_files_to_score_with_are_read_before_anything_is_trained(
+    rows: int, named: str, tmp_path: Path, bundle_folder: Path
+) -> None:
+    small_recipes(tmp_path, bundle_folder, steps=1)
+    if rows:
+        asked = [Example(("A passage.",), (Turn(f"Which is it, {i}?", (str(i),)),)) for i in range(rows)]
+        write_jsonl(tmp_path / "asked.jsonl", asked)
+    with pytest.raises(DataError, match=named):
+        evaluate(tmp_path / "recipes", tmp_path / "scores", files=[str(tmp_path / "asked.jsonl")])
+    assert not list(tmp_path.rglob("training_report.json"))

@@ -1,0 +1,315 @@
+"""Comparisons on questions from files, from a decoder that a teacher is merged into."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from benchmarks.compare import decoder as compare_decoder
+from benchmarks.compare.config import (
+    SHIPPED,
+    Budget,
+    Comparison,
+    load_comparison,
+    merged,
+    stage_recipes,
+)
+from benchmarks.compare.decoder import merge_teacher
+from benchmarks.compare.run import Plan
+from benchmarks.world.world import world_examples
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.cli import main
+from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.evaluation.answering import FULL, prompt_of
+from ctx_compress_rag.models.identity import write_decoder
+from ctx_compress_rag.text.answers import token_f1
+from ctx_compress_rag.text.templates import TEMPLATES
+from ctx_compress_rag.training.examples import load_examples
+from helpers.decoding import by_transformers
+from helpers.models import draw_lora, save_tiny_llama
+from helpers.training import killed
+
+LONG = "A word " * 200
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+    """Questions to train on, questions to test with, two of which are in both, a decoder and a teacher."""
+    folder = tmp_path_factory.mktemp("files")
+    training = world_examples("train", 7, 24, max_turns=2, passages=(1,))
+    test = world_examples("train", 900, 12, max_turns=1, passages=(1,))
+    asked_again = Example(training[3].passages, (Turn("What does nobody ask?", ("This",)),))
+    long = [Example((LONG,), (Turn("How long is it?", ("Long",)),))]
+    write_jsonl(folder / "test.jsonl", [*test, asked_again, *long])
+    rows = folder / "train.jsonl"
+    write_jsonl(rows, [*training, Example(("A passage of its own.",), test[5].turns), *long])
+    (folder / "train.jsonl.gz").write_bytes(gzip.compress(rows.read_bytes()))
+    decoder = save_tiny_llama(tiny_tokenizer, folder / "model")
+    teacher = get_peft_model(decoder, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    draw_lora(teacher, 0.3)
+    teacher.save_pretrained(folder / "teacher")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def settings(files: Path) -> dict[str, Any]:
+    return {
+        "ratios": [4, 8],
+        "batch_size": 2,
+        "data": {"files": [str(files / "train.jsonl.gz")], "test": str(files / "test.jsonl"), "most_words": 150},
+        "decoder": str(files / "model"),
+        "teacher": str(files / "teacher"),
+        "settings": {
+            "window": 64,
+            "data": {"max_turns": 2, "max_context_tokens": 64},
+            "optim": {"learning_rate": 1.0e-3, "log_every": 1},
+        },
+        "entries": {
+            "pooled": {
+                "note": "two stages",
+                "method": {"name": "mean_pooling"},
+                "stages": [{"share": 0.5, "stage": "distillation"}, {"share": 0.5, "stage": "answer"}],
+            },
+            "one": {
+                "note": "one stage",
+                "method": {"name": "mean_pooling", "layers": 0, "encoder": {"mode": "frozen"}},
+                "settings": {"seed": 3},
+                "stages": [{"share": 1, "stage": "answer"}],
+            },
+        },
+    }
+
+
+def read(settings: dict[str, Any], name: str, steps: int, tmp_path: Path, passages: int = 1) -> list[Example]:
+    recipes = stage_recipes(Comparison.model_validate(settings), name, Budget(steps, passages), "decoder", tmp_path)
+    return [example for recipe in recipes for example in load_examples(recipe)]
+
+
+def test_every_entry_reads_the_same_questions(settings: dict[str, Any], tmp_path: Path) -> None:
+    """In the same order, whatever its stages and its own seed, and from the first again after the last."""
+    one, two = (read(settings, name, 30, tmp_path) for name in ("one", "pooled"))
+    assert one == two
+    assert len(one) == 60
+    distinct = len({(e.passages, e.turns) for e in one})
+    assert one[distinct:] == one[: 60 - distinct]
+    other = read(merged(settings, {"data": {"seed": 1}}), "one", 30, tmp_path)
+    assert other != one and set(other) == set(one)
+
+
+def test_what_is_held_out_or_too_long_is_not_read(settings: dict[str, Any], files: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (files / "train.jsonl").read_text().splitlines()]
+    test = [json.loads(line) for line in (files / "test.jsonl").read_text().splitlines()]
+    held_out = [{row["question"] for row in test}, {row["context"][0] for row in test}]
+    wanted = {
+        (row["context"][0], row["question"])
+        for row in rows
+        if row["question"] not in held_out[0] and row["context"][0] not in held_out[1] and row["context"][0] != LONG
+    }
+    found = {(e.passages[0], turn.question) for e in read(settings, "one", 50, tmp_path) for turn in e.turns}
+    assert found <= wanted and len(wanted - found) <= 1  # a question beside one that is held out goes with it
+    assert len(wanted) < len(rows) - 2
+
+
+def test_prompts_hold_as_many_passages_as_the_budget_says(settings: dict[str, Any], tmp_path: Path) -> None:
+    assert {len(e.passages) for e in read(settings, "one", 12, tmp_path, passages=3)} == {3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"first_world": 3}, "either first_world, .* or data"),
+        ({"data": {"mix": {"passages": [2]}}}, "set by --passages"),
+        ({"decoder": None}, "teacher needs decoder"),
+        ({"entries": {"one": {"settings": {"data": {"mix": {}}}}}}, "may not set data.mix"),
+        ({"entries": {"baselines": {"note": "", "like": "one"}}}, "cannot be named 'baselines'"),
+        ({"entries": {"../one": {"note": "", "like": "one"}}}, "cannot be named '../one'"),
+    ],
+)
+def test_faults_are_named(settings: dict[str, Any], tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(merged(settings, changes)))
+    with pytest.raises(ConfigError, match=message):
+        stage_recipes(load_comparison(file), "one", Budget(4, 1), "decoder", tmp_path)
+
+
+def test_the_merged_decoder_is_the_decoder_with_its_teacher(files: Path, tmp_path: Path) -> None:
+    """peft's own model, its sum rounded to bfloat16 as training reads it."""
+    merge_teacher(str(files / "model"), str(files / "teacher"), tmp_path / "decoder")
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "decoder", dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(files / "model", dtype=torch.float32)
+    ids = torch.arange(40)[None] + 5
+    with torch.no_grad():
+        without = plain(ids).logits
+        wanted = PeftModel.from_pretrained(plain, files / "teacher")(ids).logits
+        found = made(ids).logits
+    assert (wanted - without).abs().max() > 20 * (wanted - found).abs().max()
+    assert all(torch.equal(p, p.bfloat16().float()) for p in made.parameters())
+
+
+def test_two_runs_may_merge_at_the_same_time(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slower one keeps what the faster one has written, and leaves nothing else behind."""
+    arguments = (str(files / "model"), str(files / "teacher"), tmp_path / "decoder")
+
+    def overtaken(*args: Any) -> None:
+        monkeypatch.setattr(compare_decoder, "write_decoder", write_decoder)
+        merge_teacher(*arguments)
+        write_decoder(*args)
+
+    monkeypatch.setattr(compare_decoder, "write_decoder", overtaken)
+    merge_teacher(*arguments)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["decoder"]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "decoder")
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def command(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    file = tmp_path_factory.mktemp("comparison") / "files.yaml"
+    file.write_text(yaml.safe_dump(settings, sort_keys=False))
+    return ["compare", str(file), "--budget", "6", "--questions", "4", "--entries", "pooled", "one"]
+
+
+@pytest.fixture(scope="module")
+def finished(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a comparison that was cut off in an entry's second stage."""
+    folder = tmp_path_factory.mktemp("compared")
+    with killed(after=1, within="pooled/2/"):
+        main([*command, "--output", str(folder)])
+    assert main([*command, "--output", str(folder)]) == 0
+    return folder
+
+
+def results(folder: Path, name: str) -> Any:
+    return json.loads((folder / "results" / f"{name}.json").read_text())
+
+
+def test_entries_start_from_the_merged_decoder_and_name_it(finished: Path, files: Path) -> None:
+    pooled = results(finished, "pooled")
+    assert pooled["interrupted"]
+    assert [stage["first_example"] for stage in pooled["stages"]] == [0, 6]
+    for stage in ("1", "2"):
+        folder = finished / "entries" / "pooled" / stage / "bundle"
+        bundle = Bundle.from_pretrained(folder)
+        assert bundle.config.decoder == str((finished / "decoder").resolve())
+        assert not (folder / "decoder").exists()
+    assert bundle.fingerprint == pooled["fingerprint"]
+    report = (finished / "compare.md").read_text()
+    assert report.startswith("# 4 test questions, 12 examples of training\n")
+    assert "Questions of test.jsonl" in report and f"with the LoRA of {files / 'teacher'} merged" in report
+
+
+def test_baselines_are_the_merged_decoder_s(finished: Path, settings: dict[str, Any], tiny_tokenizer: Any) -> None:
+    """Answers from full text, one by one, by transformers' own generation."""
+    data = Comparison.model_validate(settings).data
+    asked = Plan(finished, "decoder", None, Budget(6, 1), 4, [4, 8], data).test_questions()
+    assert all(LONG not in q.passages for q in asked)
+    model = AutoModelForCausalLM.from_pretrained(finished / "decoder", dtype=torch.float32)
+    f1 = []
+    for q in asked:
+        chat = prompt_of(TEMPLATES[0], q.passages, q.question)
+        f1.append(token_f1(by_transformers(model, tiny_tokenizer, chat, 32).strip(), q.answers))
+    [score] = [s for s in results(finished, "baselines")["scores"] if s["system"] == FULL]
+    assert score["f1"] == pytest.approx(f1)
+
+
+def test_other_data_are_another_comparison(
+    finished: Path,
+    command: list[str],
+    settings: dict[str, Any],
+    files: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text((files / "test.jsonl").read_text().replace('?"', ' now?"'))
+    for changes, name in (
+        ({"files": [str(other)]}, "data_sha256"),
+        ({"test": str(other)}, "test_sha256"),
+        ({"seed": 1}, "test_sha256"),
+    ):
+        file = tmp_path / "changed.yaml"
+        file.write_text(yaml.safe_dump(merged(settings, {"data": changes})))
+        assert main([command[0], str(file), *command[2:], "--output", str(finished)]) == 2
+        assert f"holds a comparison with {name}" in capsys.readouterr().err
+
+
+def test_a_finished_comparison_may_move(
+    finished: Path, command: list[str], settings: dict[str, Any], files: Path, tmp_path: Path
+) -> None:
+    """And so may its files: what they hold is compared, not where they are."""
+    moved, elsewhere, yaml_file = tmp_path / "moved", tmp_path / "elsewhere.jsonl.gz", tmp_path / "moved.yaml"
+    shutil.copytree(finished, moved)
+    shutil.copy(files / "train.jsonl.gz", elsewhere)
+    changes = {"data": {"files": [str(elsewhere)]}}
+    yaml_file.write_text(yaml.safe_dump(merged(settings, changes), sort_keys=False))
+    trained = {file: file.stat().st_mtime_ns for file in moved.rglob("*.safetensors")}
+    assert main([command[0], str(yaml_file), *command[2:], "--output", str(moved)]) == 0
+    assert {file: file.stat().st_mtime_ns for file in moved.rglob("*.safetensors")} == trained
+    assert (moved / "compare.md").read_text() == (finished / "compare.md").read_text()
+
+
+@pytest.mark.parametrize("changes", [{"batch_size": 3}, {"entries": {"pooled": {"settings": {"seed": 5}}}}])
+@pytest.mark.parametrize("options", [["--entries", "one"], ["--table-only"]])
+def test_results_of_other_settings_are_not_reported(
+    finished: Path,
+    command: list[str],
+    settings: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    options: list[str],
+) -> None:
+    """Also not those of entries that are not trained now."""
+    file, report = tmp_path / "changed.yaml", (finished / "compare.md").read_text()
+    file.write_text(yaml.safe_dump(merged(settings, changes)))
+    assert main(["compare", str(file), *command[2:6], *options, "--output", str(finished)]) == 2
+    assert " has changed since " in capsys.readouterr().err
+    assert (finished / "compare.md").read_text() == report
+
+
+@pytest.mark.parametrize("name", ["run.json", "results/one.json", "results/baselines.json"])
+def test_a_damaged_file_is_named(
+    finished: Path, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(finished, damaged)
+    (damaged / name).write_text((damaged / name).read_text()[:40])
+    for options in ([], ["--table-only"]):
+        assert main([*command, *options, "--output", str(damaged)]) == 2
+        assert f"{damaged / name} is damaged" in capsys.readouterr().err
+
+
+def test_too_many_questions_are_refused(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--questions", "99", "--output", str(tmp_path / "new")]) == 2
+    assert "has 13 questions to score with, not 99" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_every_entry_of_the_shipped_comparison_trains(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On tiny files and a tiny decoder, and not compiled; each stage is cut off once and resumed."""
+    shipped = yaml.safe_load((SHIPPED / "natural.yaml").read_text())
+    small = {key: settings[key] for key in ("data", "decoder", "teacher", "batch_size")}
+    shipped = merged(shipped, small, {"settings": {"optim": {"compile": False}}})
+    file = tmp_path / "natural.yaml"
+    file.write_text(yaml.safe_dump(shipped))
+    run = ["compare", str(file), "--budget", "4", "--questions", "4", "--output", str(tmp_path / "out")]
+    with killed(after=1):
+        main(run)
+    assert main(run) == 0
+    assert "Without a result yet" not in (tmp_path / "out" / "compare.md").read_text()
+    assert {results(tmp_path / "out", name)["steps"] for name in shipped["entries"]} == {4}

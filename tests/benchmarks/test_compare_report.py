@@ -1,0 +1,192 @@
+"""What the report of a comparison says of scores: intervals, methods shown, orderings."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.compare.config import Comparison, Ordering
+from benchmarks.compare.report import methods_shown, orderings, read_report, table
+from ctx_compress_rag.errors import ConfigError, DataError
+from ctx_compress_rag.text.answers import paired_difference
+
+ENTRY = {"note": "", "method": {"name": "mean_pooling"}, "stages": [{"share": 1, "stage": "answer"}]}
+
+
+def comparison() -> Comparison:
+    """Two claims of three entries, whose scores `written` gives."""
+    return Comparison.model_validate(
+        {
+            "ratios": [4, 8],
+            "batch_size": 2,
+            "first_world": 500,
+            "settings": {},
+            "entries": {"pooled": ENTRY, "coarse": ENTRY | {"ratios": [8]}, "tokens": ENTRY},
+            "orderings": [
+                {"claim": "the first claim", "better": "pooled", "worse": "coarse"},
+                {"claim": "the second claim", "better": "pooled", "worse": "tokens"},
+            ],
+        }
+    )
+
+
+SCORES = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=2, max_size=40)
+
+
+@given(SCORES, st.integers(0, 5))
+@settings(deadline=None)
+def test_a_paired_difference_is_a_plain_bootstrap(scores: list[tuple[float, float]], seed: int) -> None:
+    first, second = zip(*scores, strict=True)
+    found = paired_difference(first, second, resamples=50, seed=seed)
+    rng = np.random.default_rng(seed)
+    means = []
+    for _ in range(50):
+        drawn = rng.integers(len(scores), size=len(scores))
+        means.append(sum(first[i] for i in drawn) / len(scores) - sum(second[i] for i in drawn) / len(scores))
+    assert found.value == pytest.approx(sum(first) / len(scores) - sum(second) / len(scores), abs=1e-9)
+    assert [found.low, found.high] == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=1e-9)
+
+
+def test_pairing_narrows_the_interval() -> None:
+    """Two systems with the same hard questions, one a little better at each: sure, however spread the scores are."""
+    rng = np.random.default_rng(0)
+    hard = rng.random(50) * 0.9
+    found = paired_difference((hard + 0.05).tolist(), hard.tolist())
+    assert (found.low, found.value, found.high) == pytest.approx((0.05, 0.05, 0.05))
+
+
+def test_differences_of_other_questions_are_refused() -> None:
+    with pytest.raises(DataError, match="got 2 and 3"):
+        paired_difference([1, 1], [0, 0, 0])
+
+
+def written(
+    folder: Path,
+    scores: dict[str, dict[int, list[float]]],
+    control: list[float] | None = None,
+    none: list[float] | None = None,
+) -> Path:
+    """A comparison's folder with these F1 scores: entries' at ratios, of another's passages, and without context."""
+    count = 40
+    (folder / "results").mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"steps": 4, "questions": count, "passages": 1}))
+
+    def row(system: str, ratio: int | None, f1: list[float], tokens: float) -> dict[str, Any]:
+        return {
+            "system": system, "ratio": ratio, "f1": f1, "exact_match": f1, "prompt_tokens": tokens, "stored_bytes": 8.0
+        }  # fmt: skip
+
+    whole = [row("full text", None, [1.0] * count, 74.0), row("no context", None, none or [0.0] * count, 10.0)]
+    whole.append(row("truncation", 8, [0.5, 0.0] * 20, 18.0))
+    (folder / "results" / "baselines.json").write_text(json.dumps({"name": "baselines", "scores": whole}))
+    for name, by_ratio in scores.items():
+        rows = [row("soft context", ratio, f1, 10 + 64 / ratio) for ratio, f1 in by_ratio.items()]
+        result = {
+            "method": {"name": "mean_pooling"}, "scores": rows, "trained_parameters": 1, "training_seconds": 1.0,
+            "training_tokens": 1, "compress_seconds": 1.0, "interrupted": False,
+            "another_passage": {"f1": control or [0.0] * count},
+        }  # fmt: skip
+        (folder / "results" / f"{name}.json").write_text(json.dumps(result))
+    return folder
+
+
+def test_orderings_say_what_held(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    low, high = (rng.random(40) * 0.3).tolist(), (0.6 + rng.random(40) * 0.3).tolist()
+    noise = rng.permutation([0.0, 1.0] * 20).tolist()
+    for coarse, verdict in ((low, "held"), (high, "not shown"), ([1.0] * 40, "reversed")):
+        folder = written(tmp_path / verdict, {"pooled": {4: noise, 8: high}, "coarse": {8: coarse}})
+        first, second = orderings(comparison(), read_report(comparison(), folder))
+        assert first.startswith(f"- **{verdict}**: the first claim: pooled over coarse at 8x ")
+        assert f"{np.mean(high) - np.mean(coarse):+.3f} (" in first
+        assert second == "- **not measured**: the second claim (tokens has no result)"
+    folder = written(tmp_path / "both", {"pooled": {4: noise, 8: high}, "tokens": {4: low, 8: low}})
+    line = orderings(comparison(), read_report(comparison(), folder))[1]
+    fours, eights = np.mean(noise) - np.mean(low), np.mean(high) - np.mean(low)
+    assert f"pooled over tokens {(fours + eights) / 2:+.3f} (" in line
+    assert f"; 4x {fours:+.3f} (" in line and f", 8x {eights:+.3f} (" in line
+
+
+@pytest.mark.parametrize(
+    ("winner", "loser", "verdict"),
+    [
+        (0.02, 0.0, "not shown"),  # always a little more, where neither reads its slots
+        (0.3, 0.25, "held"),  # the loser reads its slots
+        (0.3, 0.0, "held"),  # far apart, and the winner does
+    ],
+)
+@pytest.mark.parametrize("guessed", ["none", "control"])
+def test_an_ordering_says_nothing_of_entries_that_do_not_read(
+    tmp_path: Path, winner: float, loser: float, verdict: str, guessed: str
+) -> None:
+    """A tenth is answered without a context, or with any slots, and by entries that do not read theirs."""
+    rng = np.random.default_rng(0)
+    noise = (rng.random(40) * 0.2).tolist()
+    guesses = rng.permutation(noise).tolist()
+    pooled, coarse = ([value + extra for value in noise] for extra in (winner, loser))
+    folder = written(tmp_path, {"pooled": {8: pooled}, "coarse": {8: coarse}}, **{guessed: guesses})
+    line = orderings(comparison(), read_report(comparison(), folder))[0]
+    assert line.startswith(f"- **{verdict}**")
+    assert "(+" in line  # the interval of the difference is above zero each time
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "verdict"), [("pooled", "coarse", "held"), ("coarse", "pooled", "reversed")]
+)
+def test_an_ordering_needs_a_winner_that_reads(tmp_path: Path, better: str, worse: str, verdict: str) -> None:
+    """Far ahead of one that reads its slots, by guesses that any slots give."""
+    rng = np.random.default_rng(0)
+    high, low = (0.6 + rng.random(40) * 0.3).tolist(), (0.2 + rng.random(40) * 0.1).tolist()
+    folder = written(tmp_path, {"pooled": {8: high}, "coarse": {8: low}})
+    asked = comparison().model_copy(update={"orderings": [Ordering(claim="it", better=better, worse=worse)]})
+    assert orderings(asked, read_report(asked, folder))[0].startswith(f"- **{verdict}**")
+    file = folder / "results" / "pooled.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"another_passage": {"f1": high}}))
+    assert orderings(asked, read_report(asked, folder))[0].startswith("- **not shown**")
+
+
+def test_a_method_is_shown_by_three_standard_errors(tmp_path: Path) -> None:
+    """No context and other passages answer nothing here, so that a gain is the score itself."""
+    rng = np.random.default_rng(2)
+    for error, verdict in ((2.9, "not shown"), (3.1, "shown")):
+        scores = rng.random(40)
+        scores += error * np.std(scores, ddof=1) / math.sqrt(40) - scores.mean()
+        gain = f"{scores.mean():+.3f} ± "
+        folder = written(tmp_path / verdict, {"pooled": {4: scores.tolist(), 8: [1.0] * 40}, "coarse": {8: [0.0] * 40}})
+        first, second = methods_shown(read_report(comparison(), folder))
+        assert first.startswith(f"- **{verdict}**: pooled at 4x: over no context {gain}")
+        assert f"over another passage {gain}" in first
+        assert second.startswith("- **not shown**: coarse at 8x: over no context +0.000 ")
+
+
+def test_a_guess_is_not_shown(tmp_path: Path) -> None:
+    """The same score from another passage's slots: far above no context, and nothing is read."""
+    guess = [0.5, 0.6] * 20
+    [line] = methods_shown(read_report(comparison(), written(tmp_path, {"pooled": {4: guess}}, guess)))
+    assert line.startswith("- **not shown**: pooled at 4x: over no context +0.550 ")
+    assert "over another passage +0.000 " in line
+
+
+def test_a_result_without_a_control_is_named(tmp_path: Path) -> None:
+    file = written(tmp_path, {"pooled": {4: [0.5] * 40}}) / "results" / "pooled.json"
+    result = json.loads(file.read_text())
+    del result["another_passage"]
+    file.write_text(json.dumps(result))
+    with pytest.raises(ConfigError, match=r"pooled\.json is of an earlier version, without a control: delete it"):
+        read_report(comparison(), tmp_path)
+
+
+def test_a_context_off_its_ratio_is_marked(tmp_path: Path) -> None:
+    """64 tokens of text: 8 slots are 8x, as the tokens that truncation keeps; 10 are 6.4x."""
+    folder = written(tmp_path, {"pooled": {8: [0.5, 1.0] * 20}})
+    assert "[" not in table(read_report(comparison(), folder)).splitlines()[-1]
+    result = folder / "results" / "pooled.json"
+    result.write_text(result.read_text().replace('"prompt_tokens": 18.0', '"prompt_tokens": 20.0'))
+    assert "[6.4x]" in table(read_report(comparison(), folder)).splitlines()[-1]

@@ -1,0 +1,140 @@
+"""What a question costs: operations against the matrix products written out, times of prompts that take theirs."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sentence_transformers import SentenceTransformer
+
+from benchmarks.timing.cost import Cost, cost_table, measure
+from benchmarks.world.world import world_examples
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.evaluation.answering import (
+    EXTRACTED,
+    FULL,
+    NONE,
+    SOFT,
+    TRUNCATED,
+    prompt_of,
+)
+from ctx_compress_rag.evaluation.harness import evaluate, table
+from ctx_compress_rag.evaluation.questions import Question, questions_of
+from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.text.templates import TEMPLATES
+from helpers.close_reading import PASSAGES, QUESTION, ask, close_bundle, close_store, read
+from helpers.ram import plain_ids
+from helpers.sentences import save_encoder
+
+LAYERS, WIDTH = 2, 32
+
+
+def linear(model: Any) -> int:
+    """Weights that every token is multiplied with; a frozen decoder's, without its head."""
+    return sum(m.weight.numel() for n, m in model.named_modules() if n.endswith("_proj") and "lora" not in n)
+
+
+def reading(model: Any, tokens: int) -> int:
+    """Operations of layers that read so many tokens."""
+    return 2 * tokens * linear(model) + LAYERS * 2 * 2 * tokens * tokens * WIDTH
+
+
+def test_operations_are_those_of_the_matrix_products(tiny_bundle: Any, tmp_path: Path) -> None:
+    """Full text: layers and the head at one position; slots: also LoRA and the linear map, but of no passage's text."""
+    model = tiny_bundle.backbone.model
+    head = 2 * len(tiny_bundle.tokenizer) * WIDTH
+    passages = questions_of(world_examples("test", 0, 1, max_turns=1, passages=(3,)))[0].passages
+    with SoftContextStore(tmp_path, tiny_bundle) as store:
+        store.add(list(passages), progress=False)
+        decoder = TransformersDecoder(tiny_bundle, store)
+
+        def given(texts: Any) -> Any:
+            return prompt_of(TEMPLATES[0], texts(), "What is it about?")
+
+        makers = {FULL: partial(given, lambda: passages), SOFT: partial(given, lambda: mark(store, passages, ratio=8))}
+        costs = measure(decoder, [makers], progress=False)
+        length = {name: decoder.count_chat_tokens(make()) for name, make in makers.items()}
+        slots = sum(soft.merge(2).n_slots for soft in tiny_bundle.compress(list(passages)))
+    assert costs[FULL].context_flops == costs[SOFT].context_flops == 0
+    assert costs[FULL].first_token_flops == pytest.approx(reading(model, length[FULL]) + head, rel=1e-3)
+    lora = 2 * length[SOFT] * sum(p.numel() for p in tiny_bundle.reader.trained_parameters() if p.ndim == 2)
+    map_ = 2 * (slots - length[SOFT]) * WIDTH * WIDTH  # the map is among those parameters, and reads slots alone
+    assert costs[SOFT].first_token_flops == pytest.approx(reading(model, length[SOFT]) + head + lora + map_, rel=1e-3)
+
+
+def test_what_ram_reads_for_a_question_is_its_own(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """The question and the skimmed segments, of at most four tokens each; passages were read before."""
+    bundle = close_bundle(tiny_tokenizer)
+    with close_store(tmp_path, bundle) as store:
+        decoder = TransformersDecoder(bundle, store)
+        make = {"RAM": lambda: prompt_of(TEMPLATES[0], ask(store, reduction=2), QUESTION)}
+        cost = measure(decoder, [make], progress=False)["RAM"]
+        _, skimmed = read(store, ask(store, reduction=2))
+        segments = sum(marker.slots for marker in skimmed)
+        tokens = decoder.count_chat_tokens(make["RAM"]())
+    model = bundle.backbone.model
+    everything = sum(-(-len(plain_ids(bundle, text)) // 4) for text in PASSAGES)
+    assert 0 < segments < everything
+    encoding = reading(model, len(plain_ids(bundle, QUESTION))) + segments * reading(model, 4)
+    assert cost.context_flops == pytest.approx(encoding, rel=0.02)
+    assert cost.first_token_flops > cost.context_flops + reading(model, tokens)
+
+
+def test_times_are_those_of_each_question_but_the_warm_up(tiny_bundle: Any) -> None:
+    calls: list[str] = []
+
+    def slowly(name: str, seconds: float) -> Any:
+        calls.append(name)
+        time.sleep(1.0 if len(calls) <= 2 else seconds)
+        return prompt_of(TEMPLATES[0], [], name)
+
+    question = {"slow": partial(slowly, "slow", 0.1), "quick": partial(slowly, "quick", 0.0)}
+    costs = measure(TransformersDecoder(tiny_bundle), [question], progress=False)
+    assert [sorted(calls[i : i + 2]) for i in (0, 2)] == [["quick", "slow"]] * 2  # a round is of both
+    assert 0.1 <= costs["slow"].context_seconds < 0.5  # the mean of both rounds is more
+    assert costs["quick"].context_seconds < 0.1
+    for cost in costs.values():
+        assert cost.first_token_seconds > cost.context_seconds
+
+
+def test_every_system_has_its_cost_where_it_is_asked_for(
+    tiny_bundle: Any, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions = questions_of(world_examples("test", 0, 2, max_turns=1, passages=(1,)))
+    ranked: list[str] = []
+    encoder = SentenceTransformer(str(save_encoder(tmp_path, tiny_tokenizer)))
+    encode = encoder.encode
+    monkeypatch.setattr(encoder, "encode", lambda texts, **how: ranked.append(texts[0]) or encode(texts, **how))
+    options: dict[str, Any] = {"encoder": encoder, "max_new_tokens": 2, "progress": False}
+    plain = evaluate(tiny_bundle, questions, (4, 8), **options)
+    assert all(score.cost is None for score in plain)
+    assert sorted(ranked) == sorted(q.question for q in questions)  # once for all ratios
+    scores = evaluate(tiny_bundle, questions, (4, 8), cost=True, **options)
+    by = {(s.system, s.ratio): s.cost for s in scores if s.cost is not None}
+    assert list(by) == [(FULL, None), (NONE, None), *[(s, r) for r in (4, 8) for s in (SOFT, TRUNCATED, EXTRACTED)]]
+    for ratio in (4, 8):
+        assert by[NONE, None].first_token_flops < by[TRUNCATED, ratio].first_token_flops
+        assert by[TRUNCATED, ratio].first_token_flops < by[FULL, None].first_token_flops
+        assert by[EXTRACTED, ratio].context_flops > 0 == by[TRUNCATED, ratio].context_flops  # ranks, and each time
+    assert [s.f1 for s in scores] == [s.f1 for s in plain]
+    assert table(scores) == f"{table(plain)}\n\n{cost_table(by)}"
+    assert cost_table({(SOFT, 8): Cost(0.01, 0.5, 2e9, 3.5e9)}).endswith(
+        "| soft context | 8x | 500.0 | 10.0 | 3.50 | 2.00 |"
+    )
+
+
+def test_costs_are_of_questions_from_the_whole_set(tiny_bundle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def measured(decoder: Any, questions: Any, progress: bool) -> Any:
+        asked.extend(int(make[NONE, None].args[1].question) for make in questions)
+        return {system: Cost(0.1, 0.2, 0, 1e9) for system in questions[0]}
+
+    monkeypatch.setattr("ctx_compress_rag.evaluation.answering.measure", measured)
+    questions = [Question(("Kormoor lies by the sea.",), str(i), ("it",)) for i in range(12)]
+    evaluate(tiny_bundle, questions, (4,), cost=True, max_new_tokens=1, progress=False)
+    assert asked == [0, 2, 4, 7, 9]

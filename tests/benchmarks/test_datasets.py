@@ -1,0 +1,329 @@
+"""Small files in the form in which the papers' data sets are published, and rows as the hub gives them."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.datasets.published import SETS, convert
+from ctx_compress_rag.cli import main
+from ctx_compress_rag.data.examples import read_jsonl
+from ctx_compress_rag.errors import DataError
+
+TEXT = "Brenmoor Light was built in 1874. Ada Quill drew it."
+PAGES = [
+    ["Brenmoor Light", ["Brenmoor Light was built in 1874.", " Ada Quill drew it."]],
+    ["Ada Quill", ["Born 1840."]],
+]
+FACTS = [["Brenmoor Light", 1], ["Ada Quill", 0], ["Ada Quill", 7]]
+BARE = [[title, [sentence.strip() for sentence in sentences]] for title, sentences in PAGES]  # as 2Wiki has them
+WIKI = {"question": "Who drew it?", "answer": "Ada Quill", "context": PAGES, "supporting_facts": FACTS}
+CTXS = [{"title": "Brenmoor Light", "text": TEXT}, {"title": "Tea", "text": "A drink."}]
+GOLD = [page | {"isgold": page["title"] != "Tea"} for page in CTXS]
+JOINED = ("Brenmoor Light\n" + TEXT, "Tea\nA drink.")
+MUSIQUE = {
+    "question": "Who drew it?", "answer": "Ada Quill", "answer_aliases": ["Quill"], "answerable": True,
+    "paragraphs": [
+        {"idx": 0, "title": "Brenmoor Light", "paragraph_text": TEXT, "is_supporting": True},
+        {"idx": 1, "title": "Tea", "paragraph_text": "A drink.", "is_supporting": False},
+    ],
+}  # fmt: skip
+MRQA = {"context": TEXT, "qas": [
+    {
+        "question": "When?", "answers": ["1874", "in 1874"],
+        "detected_answers": [{"text": "1874", "char_spans": [[28, 31]]}],
+    },
+]}  # fmt: skip
+
+
+def lines(path: Path, *rows: Any) -> Path:
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wt", encoding="utf-8") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
+
+
+def squad(folder: Path) -> Path:
+    qas = [
+        {"id": "1", "question": " When was it built?", "answers": [{"text": "1874", "answer_start": 28}] * 2},
+        {"id": "2", "question": "Who paid?", "answers": [], "is_impossible": True},
+    ]
+    article = {"title": "Brenmoor", "paragraphs": [{"context": TEXT, "qas": qas}]}
+    (folder / "squad.json").write_text(json.dumps({"version": "1.1", "data": [article]}))
+    return folder / "squad.json"
+
+
+def trivia(folder: Path) -> Path:
+    (folder / "qa").mkdir()
+    (folder / "evidence" / "wikipedia").mkdir(parents=True)
+    (folder / "evidence" / "wikipedia" / "Light.txt").write_text(TEXT)
+    answer = {"Value": "Ada Quill", "Aliases": ["Quill"], "NormalizedAliases": ["quill"]}
+    pages = [{"Title": "Brenmoor Light", "Filename": "Light.txt"}, {"Title": "Gone", "Filename": "Gone.txt"}]
+    row = {"Question": "Who drew it?", "QuestionId": "q", "Answer": answer, "EntityPages": pages}
+    (folder / "qa" / "wikipedia-dev.json").write_text(json.dumps({"Data": [row]}))
+    return folder / "qa" / "wikipedia-dev.json"
+
+
+def narrative(folder: Path) -> Path:
+    (folder / "third_party" / "wikipedia").mkdir(parents=True)
+    tables = {
+        "third_party/wikipedia/summaries.csv": [
+            ["document_id", "set", "summary", "summary_tokenized"],
+            ["d1", "valid", TEXT, TEXT.lower()],
+            ["d2", "test", TEXT, TEXT.lower()],
+        ],
+        "qaps.csv": [
+            ["document_id", "set", "question", "answer1", "answer2", "question_tokenized"],
+            ["d2", "test", "When was it built?", "1874", "In 1874.", "when was it built ?"],
+            ["d1", "valid", "Who drew it?", "Ada Quill", "Ada, the keeper", "who drew it ?"],
+        ],
+    }  # fmt: skip
+    for name, rows in tables.items():
+        with (folder / name).open("w", newline="") as out:
+            csv.writer(out).writerows(rows)
+    return folder / "qaps.csv"
+
+
+def news(folder: Path, source: str = "test.src.cleaned", target: str = "test.tgt") -> Path:
+    (folder / source).write_text("One NEWLINE_CHAR more. ||||| Two. |||||\n")
+    (folder / target).write_text("\u2013 Both.\n")
+    return folder / source
+
+
+def popqa(folder: Path) -> Path:
+    with (folder / "popQA.tsv").open("w", newline="") as out:
+        table = csv.writer(out, delimiter="\t")
+        table.writerow(["id", "subj", "prop", "obj", "question", "possible_answers"])
+        table.writerow(["4", "Brenmoor", "built", "1874", "When?", '["1874", "MD"]'])
+    return folder / "popQA.tsv"
+
+
+# For each set: the file, and what its first question becomes: question, answers, passages, evidence.
+WIKI_PASSAGES = ("Brenmoor Light\n" + TEXT, "Ada Quill\nBorn 1840.")
+WIKI_ROW = ("Who drew it?", ("Ada Quill",), WIKI_PASSAGES, ("Ada Quill drew it.", "Born 1840."))
+FILES: dict[str, Any] = {
+    "squad": (squad, ("When was it built?", ("1874",), (TEXT,), ())),
+    "hotpotqa": (lambda f: lines(f / "h.json", [WIKI]), WIKI_ROW),
+    "hotpotqa_gold": (
+        lambda f: lines(f / "h.json", [WIKI | {"context": [["Tea", ["A drink."]], *PAGES]}]),
+        WIKI_ROW,
+    ),
+    "2wikimultihopqa": (lambda f: lines(f / "2.json", [WIKI | {"context": BARE}]), WIKI_ROW),
+    "musique": (
+        lambda f: lines(f / "m.jsonl", MUSIQUE | {"answerable": False}, MUSIQUE),
+        ("Who drew it?", ("Ada Quill", "Quill"), JOINED, (TEXT,)),
+    ),
+    "nq": (
+        lambda f: lines(f / "nq.json", [{"question": "When?", "answers": ["1874"], "ctxs": GOLD}]),
+        ("When?", ("1874",), JOINED, (TEXT,)),
+    ),
+    "triviaqa": (trivia, ("Who drew it?", ("Ada Quill", "Quill"), JOINED[:1], ())),
+    "popqa": (
+        lambda f: lines(f / "p.jsonl", {"question": "When?", "possible_answers": '["1874", "MD"]', "ctxs": CTXS}),
+        ("When?", ("1874", "MD"), JOINED, ()),
+    ),
+    "bamboogle": (
+        lambda f: lines(f / "b.jsonl", {"question": "When?", "answer": "1874", "ctxs": CTXS}),
+        ("When?", ("1874",), JOINED, ()),
+    ),
+    "narrativeqa": (narrative, ("Who drew it?", ("Ada Quill", "Ada, the keeper"), (TEXT,), ())),
+    "mrqa": (
+        lambda f: lines(f / "m.jsonl.gz", {"header": {"dataset": "NewsQA"}}, MRQA),
+        ("When?", ("1874", "in 1874"), (TEXT,), ()),
+    ),
+    "multinews": (news, ("Summarize the documents.", ("Both.",), ("One \n more.", "Two."), ())),
+}  # fmt: skip
+HUB: dict[str, Any] = {
+    "squad": {"question": "When was it built?", "context": TEXT, "answers": {"text": ["1874"], "answer_start": [28]}},
+    "hotpotqa": WIKI | {
+        "context": {"title": [p[0] for p in PAGES], "sentences": [p[1] for p in PAGES]},
+        "supporting_facts": {"title": [f[0] for f in FACTS], "sent_id": [f[1] for f in FACTS]},
+    },
+    "2wikimultihopqa": WIKI | {"context": json.dumps(BARE), "supporting_facts": json.dumps(FACTS)},
+    "triviaqa": {
+        "question": "Who drew it?", "answer": {"value": "Ada Quill", "aliases": ["Quill"]},
+        "entity_pages": {"title": ["Brenmoor Light", "Gone"], "wiki_context": [TEXT, ""]},
+        "search_results": {"title": [], "search_context": []},
+    },
+    "narrativeqa": {
+        "document": {"id": "d1", "summary": {"text": TEXT}}, "question": {"text": "Who drew it?"},
+        "answers": [{"text": "Ada Quill"}, {"text": "Ada, the keeper"}],
+    },
+    "mrqa": {
+        "context": TEXT, "question": "When?", "answers": ["1874", "in 1874"],
+        "detected_answers": {"text": ["1874"], "char_spans": [{"start": [28], "end": [31]}]},
+    },
+}  # fmt: skip
+
+
+def written(folder: Path) -> list[tuple[Any, ...]]:
+    """What was written to `out.jsonl`: question, answers, passages and evidence of each row."""
+    examples = read_jsonl(folder / "out.jsonl")
+    return [(turn.question, turn.answers, e.passages, turn.evidence) for e in examples for turn in e.turns]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_published_file_becomes_rows(name: str, tmp_path: Path) -> None:
+    made, expected = FILES[name]
+    assert main(["data", name, str(made(tmp_path)), "--output", str(tmp_path / "out.jsonl")]) == 0
+    assert written(tmp_path) == [expected]
+
+
+@pytest.mark.parametrize("name", ["hotpotqa", "2wikimultihopqa", "musique"])
+def test_retrieved_passages_take_the_place_of_a_sets_own(name: str, tmp_path: Path) -> None:
+    """As a set's own row, where there is more than one answer with all of them, and as DPR writes it."""
+    own = MUSIQUE if name == "musique" else WIKI
+    dpr = {"question": "Who drew it?", "answers": ["Ada Quill"]}
+    hidden = [MUSIQUE | {"answerable": False}] if name == "musique" else []
+    file = lines(tmp_path / "r.jsonl", *(row | {"ctxs": CTXS} for row in (own, dpr, *hidden)))
+    convert(name, file, tmp_path / "out.jsonl")
+    answers = [("Ada Quill", "Quill") if name == "musique" else ("Ada Quill",), ("Ada Quill",)]
+    assert written(tmp_path) == [("Who drew it?", accepted, JOINED, ()) for accepted in answers]
+
+
+def hub_of(monkeypatch: pytest.MonkeyPatch, *rows: Any, script: bool = False) -> list[Any]:
+    """The hub cannot be asked here: `datasets` gives these rows; what it is asked for."""
+    asked: list[Any] = []
+
+    def load_dataset(*names: Any, **options: Any) -> list[Any]:
+        asked.append((names, options))
+        if script and "revision" not in options:
+            raise RuntimeError("Dataset scripts are no longer supported, but found hotpot_qa.py")
+        return list(rows)
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    return asked
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_row_of_the_hub_becomes_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = hub_of(monkeypatch, HUB[name], HUB[name])
+    assert convert(name, None, tmp_path / "out.jsonl", split="train", limit=1) == 1
+    assert written(tmp_path) == [FILES[name][1]]
+    assert asked == [(SETS[name].hub, {"split": "train", "streaming": True})]
+
+
+def test_a_set_with_a_loading_script_is_read_from_its_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = hub_of(monkeypatch, HUB["hotpotqa"], script=True)
+    assert convert("hotpotqa", None, tmp_path / "out.jsonl") == 1
+    assert written(tmp_path) == [WIKI_ROW]
+    options = {"data_dir": "distractor", "revision": "refs/convert/parquet", "split": "validation", "streaming": True}
+    assert asked[1] == (("hotpotqa/hotpot_qa",), options)
+
+
+def test_multi_news_is_downloaded_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub cannot be asked here: its files are those of a folder."""
+    news(tmp_path, "val.src.cleaned", "val.tgt")
+
+    def download(repo: str, file: str, repo_type: str) -> str:
+        assert (repo, repo_type) == ("alexfabbri/multi_news", "dataset")
+        return str(tmp_path / Path(file).name)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    convert("multinews", None, tmp_path / "out.jsonl")
+    assert written(tmp_path) == [FILES["multinews"][1]]
+
+
+@pytest.mark.parametrize("name", ["2wikimultihopqa", "multinews"])
+def test_a_set_that_the_hub_does_not_give_is_said(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("offline")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=refuse))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    with pytest.raises(DataError, match=rf"the split 'dev' of .*offline.* ctx-compress data {name} FILE"):
+        convert(name, None, tmp_path / "out.jsonl", split="dev")
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("test.src", "test.tgt"), ("val.src.cleaned", "val.tgt.cleaned"), ("a.txt.src", "a.txt.tgt")]
+)
+def test_multi_news_in_each_of_its_forms(source: str, target: str, tmp_path: Path) -> None:
+    file = news(tmp_path, source, target)
+    if ".txt" in source:  # the preprocessed files
+        file.write_text(file.read_text().replace("|||||", "story_separator_special_tag"))
+    convert("multinews", file, tmp_path / "out.jsonl")
+    assert written(tmp_path) == [FILES["multinews"][1]]
+
+
+def test_one_split_of_a_file_with_all_is_written(tmp_path: Path) -> None:
+    """Else the test's questions are trained on."""
+    file, out = narrative(tmp_path), tmp_path / "out.jsonl"
+    assert convert("narrativeqa", file, out, split="test") == 1
+    assert written(tmp_path) == [("When was it built?", ("1874", "In 1874."), (TEXT,), ())]
+    with pytest.raises(DataError, match="no question with an answer in the split 'dev'"):
+        convert("narrativeqa", file, out, split="dev")
+
+
+def test_hidden_answers_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test split of TriviaQA on the hub."""
+    hidden = HUB["triviaqa"] | {"answer": {"value": "<unk>", "aliases": []}}
+    hub_of(monkeypatch, hidden)
+    with pytest.raises(DataError, match="triviaqa has no question with an answer in the split 'test'"):
+        convert("triviaqa", None, tmp_path / "out.jsonl", split="test")
+
+
+def test_what_cannot_be_converted_is_said(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(DataError, match="no data set 'squid': choose from squad, "):
+        convert("squid", None, out)
+    with pytest.raises(DataError, match=r"no data file at .*gone\.json"):
+        convert("hotpotqa", tmp_path / "gone.json", out)
+    with pytest.raises(DataError, match="not in the form of musique .*paragraphs"):
+        convert("musique", lines(tmp_path / "other.jsonl", {"question": "?"}), out)
+    assert not list(tmp_path.glob("out*"))
+    with pytest.raises(DataError, match=r"not in the form of musique .*get"):
+        convert("musique", lines(tmp_path / "numbers.jsonl", ["a"]), out)
+    with pytest.raises(DataError, match="no data file at"):
+        convert("triviaqa", tmp_path, out)
+    (tmp_path / "text.jsonl.gz").write_text("{}")
+    with pytest.raises(DataError, match="not in the form of mrqa .*gzip"):
+        convert("mrqa", tmp_path / "text.jsonl.gz", out)
+    for source in (popqa(tmp_path), None):  # there are no passages on the hub, either
+        with pytest.raises(DataError, match="^the rows have questions and no passages: retrieve some first"):
+            convert("popqa", source, out)
+    with pytest.raises(DataError, match="^the rows have questions and no passages: retrieve some first"):
+        convert("nq", lines(tmp_path / "nq.jsonl", {"question": "When?", "answer": ["1874"]}), out)
+
+
+def test_a_question_without_a_passage_leaves_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In TriviaQA a page of the evidence may not be there, and DPR has found nothing for some questions."""
+    bare = {"question": "Who?", "answers": ["Ada"], "positive_ctxs": []}
+    row = bare | {"positive_ctxs": CTXS}
+    file = lines(tmp_path / "nq.jsonl", bare, row, bare, row)
+    assert convert("nq", file, tmp_path / "out.jsonl") == 2
+    assert [passages for _, _, passages, _ in written(tmp_path)] == [JOINED, JOINED]
+    assert "2 questions have no passages and are left out" in caplog.text
+
+
+def test_pages_that_are_not_there_are_said(tmp_path: Path) -> None:
+    file = trivia(tmp_path)
+    (tmp_path / "evidence" / "wikipedia" / "Light.txt").unlink()
+    with pytest.raises(DataError, match="questions and no passages.* of triviaqa in evidence/ beside qa/"):
+        convert("triviaqa", file, tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("kept", [40, -30])
+def test_a_cut_or_damaged_file_is_said(kept: int, tmp_path: Path) -> None:
+    """A download that broke off, and one with wrong bytes."""
+    file = lines(tmp_path / "mrqa.jsonl.gz", *[MRQA | {"id": i} for i in range(50)])
+    whole = file.read_bytes()
+    file.write_bytes(whole[:kept] if kept > 0 else whole[:20] + b"\xff" * 8 + whole[28:])
+    with pytest.raises(DataError, match=r"cannot read .*mrqa\.jsonl\.gz"):
+        convert("mrqa", file, tmp_path / "out.jsonl")
+
+
+def test_the_summaries_alone_are_refused(tmp_path: Path) -> None:
+    """Else each would be asked of itself."""
+    news(tmp_path, "test.src", "test.tgt")
+    with pytest.raises(DataError, match=r"test\.tgt .*give the \.src file"):
+        convert("multinews", tmp_path / "test.tgt", tmp_path / "out.jsonl")

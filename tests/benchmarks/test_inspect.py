@@ -1,0 +1,157 @@
+"""Pictures and numbers of what a bundle does with a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+
+from benchmarks.pictures.allocation import allocation
+from benchmarks.scoring.inspect import inspect
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.cli import main
+from ctx_compress_rag.errors import ConfigError, RatioError
+from helpers.comprexit import comprexit_bundle
+
+TEXT = "Orla Drumwell was born in Pellmouth.\nShe paid $5 or $6 for three books about the northern coast."
+
+
+@pytest.fixture(scope="module")
+def make(tiny_tokenizer: Any) -> Callable[..., Bundle]:
+    """Make a ComprExIT bundle of three layers with a window of 64 tokens and segments of 16."""
+    return partial(comprexit_bundle, tiny_tokenizer)
+
+
+def numbers(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "transmission.json").read_text(encoding="utf-8")))
+
+
+def colours(path: Path) -> int:
+    """How many colours a picture has."""
+    red, green, blue = (imread(path)[..., i] * 255 for i in range(3))
+    return len(np.unique(red * 65536 + green * 256 + blue))
+
+
+def test_the_command_writes_pictures_and_numbers(
+    make: Callable[..., Bundle], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = make()
+    bundle.save_pretrained(tmp_path / "bundle")
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    out = tmp_path / "new" / "out"
+    assert (
+        main(["inspect", "--bundle", str(tmp_path / "bundle"), str(tmp_path / "text.txt"), "--output", str(out)]) == 0
+    )
+    names = ["transmission.json", "gates.png", "plan.png", "allocation.png"]
+    assert capsys.readouterr().out.splitlines() == [str(out / name) for name in names]
+    assert sorted(path.name for path in out.iterdir()) == sorted(names)
+    assert all(colours(out / name) > 50 for name in names[1:])
+    found = numbers(out)
+    assert found["fingerprint"] == bundle.fingerprint and found["ratio"] == 4
+    assert "".join(found["tokens"]).split() == TEXT.split()
+
+
+@pytest.mark.parametrize("ratio", [4, 8])
+def test_the_numbers_make_the_stored_slots(make: Callable[..., Bundle], tmp_path: Path, ratio: int) -> None:
+    """From the gates and the plan that are written, transformers' states and three matrices: eq. 7 and 12."""
+    bundle = make()
+    inspect(bundle, [TEXT], tmp_path, ratio)
+    found = numbers(tmp_path)
+    gates, plan = torch.tensor(found["gates"]), torch.tensor(found["plan"])
+    ids = bundle.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    assert gates.shape == (len(ids), 3) and plan.shape == (len(ids), -(-len(ids) // ratio))
+    torch.testing.assert_close(gates.sum(1), torch.ones(len(ids)))
+    torch.testing.assert_close(torch.tensor(found["mean_gates"]), gates.mean(0))
+    with torch.no_grad():
+        states = bundle.backbone.model(torch.tensor([ids]), output_hidden_states=True).hidden_states[1:]
+        sized = [state[0] / state[0].pow(2).mean(-1, keepdim=True).sqrt() for state in states]
+        mixed = sum(gates[:, [i]] * state for i, state in enumerate(sized))
+        values = mixed @ bundle.compressor.anchor.weight.T @ bundle.compressor.value.weight.T
+    slots = []
+    for start in range(0, len(ids), 16):
+        part = plan[start : start + 16, start // ratio : -(-min(start + 16, len(ids)) // ratio)]
+        assert part.sum() == pytest.approx(1, abs=1e-5)
+        slots.append(part.shape[1] * part.T @ values[start : start + 16])
+    assert plan.sum() == pytest.approx(len(slots), abs=1e-4)  # nothing goes from one segment to another
+    [soft] = bundle.compress([TEXT], ratio)
+    torch.testing.assert_close(torch.cat(slots), soft.slots, atol=1e-4, rtol=1e-3)
+
+
+def test_ablations_and_long_texts(make: Callable[..., Bundle], tmp_path: Path) -> None:
+    """The last layer alone has no gates; the plan of the window attention is drawn all the same."""
+    bundle = make(layers="last", allocation="window_attention")
+    files = inspect(bundle, [TEXT * 10], tmp_path)
+    assert [file.name for file in files] == ["transmission.json", "plan.png", "allocation.png"]
+    found = numbers(tmp_path)
+    assert found["gates"] is None and found["mean_gates"] is None
+    plan = torch.tensor(found["plan"])
+    assert plan.shape == (64, 16) and len(found["tokens"]) == 64  # the window
+    own = torch.block_diag(*[torch.ones(4, 1)] * 16).bool()
+    assert (plan[own] > 0).all() and (plan[~own] == 0).all()
+
+
+def test_slots_are_compared_as_numpy_does_it() -> None:
+    """Random weights over tokens: correlation, spectrum and its entropy; the two ends of the effective rank."""
+    rng = np.random.default_rng(0)
+    for tokens, slots in ((12, 3), (5, 5), (40, 10)):
+        weights = rng.random((tokens, slots))
+        rows = (weights / weights.sum(0)).T
+        spectrum = np.linalg.svd(rows, compute_uv=False)
+        shares = spectrum / spectrum.sum()
+        correlation = np.corrcoef(rows)
+        found = allocation(torch.tensor(weights))
+        np.testing.assert_allclose(found.correlation, correlation, atol=1e-6)
+        np.testing.assert_allclose(found.singular_values, shares, atol=1e-6)
+        assert found.effective_rank == pytest.approx(np.exp(-(shares * np.log(shares)).sum()))
+        assert found.overlap == pytest.approx(np.abs(correlation[~np.eye(slots, dtype=bool)]).mean())
+    apart = allocation(torch.block_diag(*[torch.ones(4, 1)] * 6))
+    same = allocation(torch.rand(9, 1).expand(9, 4))
+    assert apart.effective_rank == pytest.approx(6) and same.effective_rank == pytest.approx(1, abs=1e-4)
+    assert same.overlap == pytest.approx(1) and allocation(torch.rand(3, 1)).overlap is None
+
+
+def test_of_several_texts_the_means(make: Callable[..., Bundle], tmp_path: Path) -> None:
+    """Through the command, from JSONL whose passages stand in two rows: the means of what each alone gives."""
+    bundle = make()
+    bundle.save_pretrained(tmp_path / "bundle")
+    texts = [TEXT, "The harbour of Pellmouth was built in 1874 by two brothers from the north."]
+    rows = [{"question": "Who?", "answers": ["Orla"], "context": text} for text in [*texts, *texts]]
+    (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    command = ["inspect", str(tmp_path / "set.jsonl"), "--bundle", str(tmp_path / "bundle"), "--output"]
+    assert main([*command, str(tmp_path / "both")]) == 0
+    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == ["gates.png", "transmission.json"]
+    alone = []
+    for number, text in enumerate(texts):
+        inspect(bundle, [text], tmp_path / str(number))
+        alone.append(numbers(tmp_path / str(number)))
+    found = numbers(tmp_path / "both")
+    assert found["passages"] == 2
+    gates = np.concatenate([each["gates"] for each in alone])
+    np.testing.assert_allclose(found["mean_gates"], gates.mean(0), atol=1e-6)
+    shares = [each["effective_rank"] / len(each["singular_values"]) for each in alone]
+    assert found["effective_rank_share"] == pytest.approx(sum(shares) / 2)
+    assert found["overlap"] == pytest.approx(sum(each["overlap"] for each in alone) / 2)
+
+
+def test_what_cannot_be_drawn_is_said(
+    make: Callable[..., Bundle], tiny_bundle: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="method 'mean_pooling' has no pictures: give a bundle of .*comprexit"):
+        inspect(tiny_bundle, [TEXT], tmp_path)
+    bundle = make()
+    for texts in ([" \n"], [TEXT, ""], []):
+        with pytest.raises(ConfigError, match="blank"):
+            inspect(bundle, texts, tmp_path)
+    for ratio in (0, 3, -4):
+        with pytest.raises(RatioError, match=f"ratio {ratio} does not divide the encoder's window of 64"):
+            inspect(bundle, [TEXT], tmp_path, ratio)
+    assert list(tmp_path.iterdir()) == []
+    assert main(["inspect", "--bundle", "demo", str(tmp_path / "none.txt")]) == 2
+    assert "cannot read the text" in capsys.readouterr().err

@@ -1,0 +1,177 @@
+"""Supervised attention: where tokens are told to look, and the loss against transformers' own attention maps."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.world.pointers import Pointers, PointingHeads, pointers_of
+from benchmarks.world.world import world_examples
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.text.templates import TEMPLATES, PromptBuilder
+from ctx_compress_rag.training.engine.muon import MuonAdamW
+from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
+
+SHAPE: dict[str, Any] = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+
+
+@pytest.mark.parametrize(("model_class", "config"), [(LlamaForCausalLM, LlamaConfig), (Qwen3ForCausalLM, Qwen3Config)])
+def test_the_loss_is_that_of_the_attention_maps(model_class: Any, config: Any) -> None:
+    """-log of the attention that transformers' eager attention reports, head 0, summed over the targets."""
+    torch.manual_seed(0)
+    model = model_class(config(**SHAPE)).eval()
+    ids = torch.randint(0, 64, (3, 20))
+    pointers = Pointers.of([(0, 10, 3, 5), (1, 19, 0, 0), (2, 7, 6, 7), (0, 4, 4, 4)])
+    heads = PointingHeads(model, (0, 2))
+    with heads.watching():
+        model(input_ids=ids, use_cache=False)
+        losses = [heads.loss(which, pointers).item() for which in (0, 1)]
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    maps = eager(input_ids=ids, output_attentions=True).attentions
+    for which, layer in enumerate((0, 2)):
+        seen = [
+            -math.log(maps[layer][row, 0, position, first : last + 1].sum().item())
+            for row, position, first, last in [(0, 10, 3, 5), (1, 19, 0, 0), (2, 7, 6, 7), (0, 4, 4, 4)]
+        ]
+        assert losses[which] == pytest.approx(sum(seen) / 4, rel=1e-4)
+
+
+def test_the_decoder_is_as_before_once_it_is_no_longer_watched() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+    ids = torch.randint(0, 64, (2, 9))
+    plain = model(input_ids=ids).logits
+    before = model.config.to_dict()
+    heads = PointingHeads(model, (0, 1))
+    with heads.watching():
+        assert torch.equal(model(input_ids=ids).logits, plain)
+    assert model.config.to_dict() == before
+    with pytest.raises(KeyError):
+        heads.loss(0, Pointers.of([(0, 1, 0, 0)]))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("spaced", [False, True], ids=["plain", "a space put before texts"])
+def test_tokens_point_to_the_name_and_the_fact_of_the_question(
+    tiny_tokenizer: Any, template: str, spaced: bool
+) -> None:
+    """Whatever is pointed to decodes to the subject's name, or to the answer's token inside the right passage.
+
+    With the demo's own tokenizer, too, which puts a space before a text: a passage's first word is then other
+    tokens inside a prompt.
+    """
+    if spaced:
+        tiny_tokenizer = Bundle.from_pretrained("demo").backbone.tokenizer
+    builder = PromptBuilder(tiny_tokenizer)
+    named = 0
+    for example in world_examples("train", 77, 24, 12, [1, 2, 4]):
+        prompt, names, copies = pointers_of(builder, example, template)
+        ids, text = prompt.ids(), builder.text_prompt(example, template)
+        assert torch.equal(ids, text.ids()) and torch.equal(prompt.answers, text.answers)
+        subjects = {turn.subject for turn in example.turns if turn.subject}
+        for position, first, last in names:
+            assert last < position and tiny_tokenizer.decode(ids[first : last + 1]).strip() in subjects
+        for position, first, last in copies:
+            assert first == last < position
+            # What stands after the position is an answer's token, and is what the position copies.
+            assert prompt.answers[position + 1] and ids[position + 1] == ids[first]
+        named += len(names)
+        by_answer = [turn for turn in example.turns if turn.subject]
+        assert len(copies) >= len(by_answer)  # an answer has at least one token
+        for turn in by_answer:
+            [passage] = [p for p in example.passages if turn.subject in p.split(". ")[0]]
+            assert turn.answers[0] in passage
+    assert named > 500
+
+
+def test_of_two_passages_the_one_about_the_subject_is_pointed_to(tiny_tokenizer: Any) -> None:
+    builder = PromptBuilder(tiny_tokenizer)
+    texts = ("The mayor of Brynfell is Ada Marsh.", "The mayor of Oakmoor is Ada Marsh.")
+    example = Example(texts, (Turn("Who governs Oakmoor?", ("Ada Marsh",), subject="Oakmoor"),))
+    prompt, names, copies = pointers_of(builder, example, TEMPLATES[0])
+    ids = prompt.ids()
+    assert copies and all("Oakmoor is" in tiny_tokenizer.decode(ids[:first]) for _, first, _ in copies)
+    assert {tiny_tokenizer.decode(ids[first : last + 1]).strip() for _, first, last in names} == {"Oakmoor"}
+
+
+def test_without_a_subject_nothing_is_pointed_to(tiny_tokenizer: Any) -> None:
+    example = Example(("The mayor of Brynfell is Ada Marsh.",), (Turn("Who governs Brynfell?", ("Ada Marsh",)),))
+    _, names, copies = pointers_of(PromptBuilder(tiny_tokenizer), example, TEMPLATES[0])
+    assert names == copies == []
+
+
+def test_training_moves_the_attention(tiny_tokenizer: Any) -> None:
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "vocab_size": len(tiny_tokenizer)}))
+    loss = AnswerLoss(model, 0.05, (PointingHeads(model, (1, 2)), 1.0))
+    batch = TextCollator(PromptBuilder(tiny_tokenizer), TEMPLATES, 1024, 0, pointing=True)(
+        world_examples("train", 5, 4, 4, [1])
+    )
+    plain = AnswerLoss(model, 0.05)(**{k: v for k, v in batch.items() if k != "pointers"})["loss"].item()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen = []
+    for _ in range(12):
+        value = loss(**batch)["loss"]
+        value.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        seen.append(value.item())
+    assert seen[0] > plain + 1 and seen[-1] < seen[0] - 1
+
+
+def test_muon_and_adamw_make_the_steps_that_each_makes_alone() -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
+    twin = copy.deepcopy(model)
+    matrices = [p for n, p in twin.named_parameters() if n.endswith("proj.weight")]
+    rest = [p for n, p in twin.named_parameters() if not n.endswith("proj.weight")]
+    ours = MuonAdamW(model, 0.01, 1e-3, (0.9, 0.95), 0.01)
+    theirs = [
+        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01),
+    ]
+    schedule = torch.optim.lr_scheduler.LambdaLR(ours, lambda step: 0.5**step)
+    for step in range(4):
+        ids = torch.randint(0, 64, (2, 8))
+        model(input_ids=ids, labels=ids).loss.backward()
+        # Muon orthogonalises in bfloat16, which turns the last bits of a gradient into large ones: both get the same.
+        for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+            two.grad = None if one.grad is None else one.grad.clone()
+        for optimiser, rate in zip(theirs, (0.01, 1e-3), strict=True):
+            optimiser.param_groups[0]["lr"] = rate * 0.5**step
+            optimiser.step()
+        ours.step()
+        schedule.step()
+        ours.zero_grad()
+        twin.zero_grad()
+        if step == 1:  # an interruption: the states go through a file
+            again = MuonAdamW(model, 0.01, 1e-3, (0.9, 0.95), 0.01)
+            again.load_state_dict(copy.deepcopy(ours.state_dict()))
+            schedule.optimizer = ours = again
+    for (name, one), two in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(one, two, atol=1e-6), name
+
+
+def test_muon_leaves_frozen_weights_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    frozen = model[0].weight.clone()
+    optimiser = MuonAdamW(model, 0.01, 1e-3, (0.9, 0.95), 0.01)
+    model(torch.ones(2, 4)).sum().backward()
+    optimiser.step()
+    assert torch.equal(model[0].weight, frozen)

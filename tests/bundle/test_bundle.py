@@ -1,0 +1,362 @@
+"""Bundles: what is saved is what is loaded, and what is damaged is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle import bundle as bundle_module
+from ctx_compress_rag.bundle.config import BundleConfig
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.models import backbone as backbone_module
+from ctx_compress_rag.models.backbone import load_decoder
+from ctx_compress_rag.models.gguf import GgufDecoder
+from helpers.models import read_both_ways, widen
+
+PROMPT = torch.arange(20, 50).unsqueeze(0)
+
+
+@pytest.fixture(scope="module")
+def made(make_tiny_bundle: Callable[..., Any]) -> Any:
+    bundle = make_tiny_bundle(seed=6)
+    widen(bundle.backbone.model, bundle.compressor, bundle.reader, seed=5)
+    return bundle
+
+
+@pytest.fixture(scope="module")
+def saved(made: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundle")
+    made.report = {"steps": 3, "loss": 0.5}
+    made.save_pretrained(folder)
+    return Path(folder)
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the saved bundle, to be damaged."""
+    return Path(shutil.copytree(saved, tmp_path / "bundle"))
+
+
+# Round trips
+
+
+def test_a_saved_bundle_loads_and_saves_again_with_the_same_bits(made: Any, saved: Path, tmp_path: Path) -> None:
+    """Of every method, and in all of its forms: methods/test_methods.py."""
+    second = Bundle.from_pretrained(saved, device="cpu")
+    assert second.fingerprint == made.fingerprint and len(made.fingerprint) == 64
+    text, soft = read_both_ways(made, PROMPT)
+    assert all(torch.equal(a, b) for a, b in zip((text, soft), read_both_ways(second, PROMPT), strict=True))
+    assert not torch.equal(text, soft)
+    assert second.tokenizer("Orla kept bees.")["input_ids"] == made.tokenizer("Orla kept bees.")["input_ids"]
+    assert second.tokenizer.chat_template == made.tokenizer.chat_template
+    assert not any(parameter.requires_grad for parameter in second.backbone.model.parameters())
+    second.save_pretrained(tmp_path)
+    files = {path.relative_to(saved) for path in saved.rglob("*")}
+    assert files == {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
+    for name in files:
+        if name.suffix == ".safetensors":
+            assert (saved / name).read_bytes() == (tmp_path / name).read_bytes(), name
+
+
+def test_a_bundle_that_is_half_overwritten_does_not_load(
+    folder: Path, make_tiny_bundle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = make_tiny_bundle(seed=7)
+    written = []
+
+    def full(state: Any, file: Path, **options: Any) -> None:
+        written.append(file)
+        if len(written) == 2:
+            raise OSError(28, "No space left on device")
+        save_file(state, file, **options)
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(bundle_module, "save_file", full)
+        other.save_pretrained(folder)
+    with pytest.raises(BundleError, match="not a bundle"):
+        Bundle.from_pretrained(folder, device="cpu")
+    other.save_pretrained(folder)
+    assert Bundle.from_pretrained(folder, device="cpu").fingerprint == other.fingerprint
+
+
+def test_report_and_card_are_kept(saved: Path) -> None:
+    assert Bundle.from_pretrained(saved, device="cpu").report == {"steps": 3, "loss": 0.5}
+    assert "mean_pooling" in (saved / "README.md").read_text()
+    assert not [path for path in saved.rglob("*") if path.suffix in (".bin", ".pt", ".pth", ".pkl")]
+
+
+# The fingerprint
+
+
+def test_the_fingerprint_covers_every_weight(made: Any) -> None:
+    def fingerprint() -> str:
+        return Bundle(made.config, made.backbone, made.compressor, made.reader).fingerprint
+
+    original = fingerprint()
+    parameters = {**dict(made.backbone.model.named_parameters()), **dict(made.reader.named_parameters())}
+    seen = {original}
+    for parameter in parameters.values():
+        kept = parameter.flatten()[0].clone()
+        with torch.no_grad():
+            parameter.view(-1)[0] += 1
+            seen.add(fingerprint())
+            parameter.view(-1)[0] = kept
+    assert len(seen) == len(parameters) + 1
+    assert fingerprint() == original
+
+
+def test_the_fingerprint_covers_the_config_but_not_names(made: Any) -> None:
+    def fingerprint(**changes: Any) -> str:
+        settings = {**made.config.model_dump(), **changes}
+        return Bundle(BundleConfig(**settings), made.backbone, made.compressor, made.reader).fingerprint
+
+    original = fingerprint()
+    assert fingerprint(name="other", reads="recipes") == original
+    method = made.config.method.model_dump()
+    changes: list[dict[str, Any]] = [
+        {"base_ratio": 8, "ratios": [8, 16]},
+        {"ratios": [4, 8]},
+        {"max_tokens": 128},
+        {"decoder": "someone/model"},
+        {"decoder": "someone/model", "revision": "v2"},
+        {"method": {**method, "embedding_skip": True}},
+        {"method": {**method, "linear": False}},
+        {"method": {**method, "encoder": {"rank": 8}}},
+    ]
+    assert len({original, *(fingerprint(**change) for change in changes)}) == len(changes) + 1
+
+
+def test_the_fingerprint_is_the_same_in_another_precision(
+    made: Any, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU computes in bfloat16, which rounds the stored weights to other bits."""
+    monkeypatch.setattr(backbone_module, "choose_device", lambda _: (torch.device("cpu"), torch.bfloat16))
+    rounded = Bundle.from_pretrained(saved)
+    assert rounded.backbone.model.dtype == torch.bfloat16
+    assert rounded.fingerprint == made.fingerprint
+
+
+# Damage
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "compressor/model.safetensors",
+        "compressor/adapter_model.safetensors",
+        "reader/model.safetensors",
+        "reader/adapter_model.safetensors",
+        "decoder/model.safetensors",
+    ],
+)
+@pytest.mark.parametrize("damage", ["missing", "truncated", "pickled"])
+def test_missing_and_damaged_files_are_named(folder: Path, name: str, damage: str) -> None:
+    path = folder / name
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-9])
+    elif damage == "pickled" and path.suffix == ".safetensors":
+        # A pickle in place of safetensors, under the name that other libraries load it from.
+        torch.save(load_file(path), path.with_name(path.name.replace("model.safetensors", "pytorch_model.bin")))
+        path.unlink()
+    else:
+        path.unlink()
+    with pytest.raises((BundleError, ConfigError)) as caught:
+        Bundle.from_pretrained(folder, device="cpu")
+    named = "decoder" if name.startswith("decoder") else path.name
+    assert named in str(caught.value) and str(folder) in str(caught.value)
+
+
+def test_an_empty_folder_is_no_bundle(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"is not a bundle: it has no config\.json"):
+        Bundle.from_pretrained(tmp_path)
+
+
+def test_weights_that_do_not_fit_are_refused(folder: Path) -> None:
+    path = folder / "reader" / "model.safetensors"
+    original = load_file(path)
+    save_file({"projection.weight": torch.zeros(3, 3)}, path)
+    with pytest.raises(BundleError, match=r"projection.weight has shape \(3, 3\), its config needs \(32, 32\)"):
+        Bundle.from_pretrained(folder, device="cpu")
+    save_file({**original, "extra": torch.zeros(1)}, path)
+    with pytest.raises(BundleError, match="1 names differ, for example extra"):
+        Bundle.from_pretrained(folder, device="cpu")
+    save_file(original, path)
+
+    path = folder / "compressor" / "adapter_model.safetensors"
+    adapter = load_file(path)
+    name = next(iter(adapter))
+    save_file({key: value for key, value in adapter.items() if key != name}, path)
+    with pytest.raises(BundleError, match="1 keys differ") as caught:
+        Bundle.from_pretrained(folder, device="cpu")
+    assert name in str(caught.value)
+    save_file({**adapter, name: torch.zeros(2, 2)}, path)
+    with pytest.raises(BundleError, match=r"has shape \(2, 2\)"):
+        Bundle.from_pretrained(folder, device="cpu")
+
+
+@pytest.mark.parametrize("change", [{"attention_bias": True}, {"num_hidden_layers": 9}])
+def test_a_decoder_whose_files_lack_weights_is_refused(folder: Path, change: dict[str, Any]) -> None:
+    """transformers would make them at random."""
+    path = folder / "decoder" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(BundleError, match=r"names \d+ weights that are not in its files, such as model\.layers\."):
+        load_decoder(folder / "decoder", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"unknown": 1}, r"unknown=1 is unknown: leave it out"),
+        ({"method": {"name": "mean_pooling", "pooling": "max"}}, r"method.mean_pooling.pooling='max' is unknown"),
+        ({"method": {"name": "max_pooling"}}, r"method.name: 'max_pooling' is unknown: give one of .*'mean_pooling'"),
+        ({"method": {"name": "mean_pooling", "encoder": {"rank": 0}}}, r"method.mean_pooling.encoder.rank: .*got 0"),
+        ({"base_ratio": 0}, r"base_ratio: .*got 0"),
+        ({"base_ratio": "four"}, r"base_ratio: .*got 'four'"),
+        ({"ratios": []}, "ratios: "),
+        ({"ratios": [4, 6]}, "ratio 6 cannot be made from slots stored at 4"),
+        ({"ratios": [2]}, "ratio 2 cannot be made from slots stored at 4"),
+        ({"max_tokens": 62}, "max_tokens 62 is not a multiple of base_ratio 4"),
+        ({"format": 2}, r"format: .*got 2"),
+        ({"name": ""}, "name: "),
+    ],
+)
+def test_unknown_and_impossible_values_are_refused_by_name(folder: Path, change: dict[str, Any], message: str) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ConfigError, match=message) as caught:
+        Bundle.from_pretrained(folder, device="cpu")
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["compressor", "reader"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 3])
+def test_weights_that_are_not_finite_numbers_are_named(folder: Path, part: str, value: float) -> None:
+    path = folder / part / "adapter_model.safetensors"
+    state = load_file(path)
+    name = max(state)
+    state[name] = torch.full_like(state[name], value, dtype=torch.int32 if value == 3 else None)
+    save_file(state, path)
+    with pytest.raises(BundleError, match=f"{re.escape(str(path))} is damaged .*{re.escape(name)} holds a NaN"):
+        Bundle.from_pretrained(folder, device="cpu")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe{}"])
+def test_a_config_that_is_no_json_object_is_refused(folder: Path, content: bytes) -> None:
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        Bundle.from_pretrained(folder, device="cpu")
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", '"steps"', "{", "[" * 100_000])
+def test_a_report_that_is_no_object_is_named(folder: Path, content: str) -> None:
+    (folder / "training_report.json").write_text(content)
+    with pytest.raises(BundleError, match=r"training_report\.json (holds a \w+, not a JSON object|is damaged)"):
+        Bundle.from_pretrained(folder, device="cpu")
+
+
+# Names and the hub
+
+
+@pytest.mark.parametrize("name", ["no-such-bundle", "./nowhere", "/no/where", "a/b/c", "~/bundle"])
+def test_unknown_names_are_refused(name: str) -> None:
+    with pytest.raises(BundleError, match=r"give a folder, one of \['demo', 'smollm2-135m'\], or a hub id") as caught:
+        Bundle.from_pretrained(name)
+    assert repr(name) in str(caught.value)
+
+
+def test_a_revision_is_the_hubs(folder: Path) -> None:
+    """It used to be ignored for what is not on the hub."""
+    for name, what in (("demo", "comes with this package"), (str(folder), "is a folder")):
+        with pytest.raises(ConfigError, match=rf"revision='v1': the bundle .* {what} and has none: leave revision out"):
+            Bundle.from_pretrained(name, revision="v1")
+
+
+def test_a_decoder_folder_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(BundleError, match="cannot load the decoder '/no/where': there is no such folder"):
+        load_decoder("/no/where", device="cpu")
+    with pytest.raises(BundleError, match="'no/where': there is no such folder, and the hub says"):
+        load_decoder("no/where", device="cpu")
+
+
+def test_impossible_changes_are_told_like_an_impossible_config(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="with changes: config: ratio 6 cannot be made from slots stored at 4"):
+        Bundle.from_pretrained(folder, device="cpu", changes={"ratios": [6]})
+
+
+def test_an_unreachable_hub_is_a_bundle_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(BundleError, match="cannot fetch the bundle 'someone/nothing' from the hub"):
+        Bundle.from_pretrained("someone/nothing")
+    with pytest.raises(BundleError, match=r"cannot fetch 'tiny.gguf' of 'someone/tiny' from the hub"):
+        load_decoder(GgufDecoder(repo="someone/tiny", file="tiny.gguf"))
+
+
+def test_pushing_uploads_a_folder_that_loads(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    class Hub:
+        """Keeps what HfApi would upload."""
+
+        def __init__(self, token: str | None = None) -> None:
+            calls.append(("token", {"token": token}))
+
+        def create_repo(self, repo_id: str, **settings: Any) -> None:
+            calls.append((repo_id, settings))
+
+        def upload_folder(self, *, repo_id: str, folder_path: str) -> str:
+            shutil.copytree(folder_path, tmp_path / repo_id)
+            return f"https://hub/{repo_id}/commit/1"
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    assert made.push_to_hub("someone/bundle", private=True, token="t") == "https://hub/someone/bundle/commit/1"
+    assert calls == [("token", {"token": "t"}), ("someone/bundle", {"private": True, "exist_ok": True})]
+
+    asked: dict[str, Any] = {}
+
+    def download(repo_id: str, **settings: Any) -> str:
+        asked.update(settings)
+        return str(tmp_path / repo_id)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path / "someone")  # a folder of that name is not in the way
+    loaded = Bundle.from_pretrained("someone/bundle", device="cpu", revision="v1")
+    assert loaded.fingerprint == made.fingerprint
+    assert asked["revision"] == "v1"
+    # All that was uploaded for loading is asked for; pickles never are.
+    from huggingface_hub.utils import filter_repo_objects
+
+    uploaded = [p.relative_to(tmp_path / "someone/bundle").as_posix() for p in (tmp_path / "someone").rglob("*.*")]
+    wanted = set(filter_repo_objects([*uploaded, "pytorch_model.bin"], allow_patterns=asked["allow_patterns"]))
+    assert set(uploaded) - wanted == {"README.md"} and "pytorch_model.bin" not in wanted
+
+
+def test_other_files_are_not_written_over(make_tiny_bundle: Callable[..., Any], tmp_path: Path) -> None:
+    bundle = make_tiny_bundle()
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "README.md").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for taken, message in (("project", "files that are not a bundle's"), ("file", "is a file")):
+        with pytest.raises(ConfigError, match=message):
+            bundle.save_pretrained(tmp_path / taken)
+    assert [f.name for f in (tmp_path / "project").iterdir()] == ["README.md"]
+    bundle.save_pretrained(tmp_path / "new")
+    bundle.save_pretrained(tmp_path / "new")  # a bundle's own files are
+
+
+@pytest.mark.parametrize("name", ["", None, 5])
+def test_what_is_no_name_is_no_bundle(name: Any) -> None:
+    with pytest.raises(ConfigError, match="no bundle"):
+        Bundle.from_pretrained(name)

@@ -1,0 +1,215 @@
+"""A bundle's adapters: the teacher's beside the two sides', in half precision for peft or in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from ctx_compress_rag.bundle.bundle import Bundle, add_teacher
+from ctx_compress_rag.bundle.config import BundleConfig
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.methods.base.config import TuneConfig
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.training.recipe import parse_recipe
+from helpers import architectures
+from helpers.models import draw_lora, read_both_ways, tiny_llama
+
+NAMES = ["compressor", "reader", "teacher"]
+TUNE = TuneConfig(rank=64, alpha=32)  # wide enough for matrices that are worth 8 bits
+PROMPT = torch.arange(20, 50).unsqueeze(0)
+TEXT = "Orla Drumwell was born in Pellmouth, where she kept bees."
+
+
+def decoder(tokenizer: Any) -> Any:
+    torch.manual_seed(4)
+    return tiny_llama(tokenizer, hidden_size=64, intermediate_size=128)
+
+
+def save_teacher(tokenizer: Any, folder: Path, **settings: Any) -> Path:
+    """An ordinary peft adapter for the same decoder."""
+    config = LoraConfig(
+        **{"r": 64, "lora_alpha": 32, "target_modules": "all-linear", "init_lora_weights": False} | settings
+    )
+    get_peft_model(decoder(tokenizer), config).save_pretrained(folder, save_embedding_layers=False)
+    return folder
+
+
+@pytest.fixture
+def made(tiny_tokenizer: Any, tmp_path: Path) -> Bundle:
+    """A bundle with three adapters, all of whose weights matter."""
+    config = BundleConfig(
+        name="tiny",
+        method={"name": "mean_pooling", "encoder": TUNE, "decoder": TUNE},
+        base_ratio=4,
+        ratios=[4, 8],
+        max_tokens=64,
+    )
+    teacher = save_teacher(tiny_tokenizer, tmp_path / "taught")
+    bundle = Bundle.build(config, Backbone(decoder(tiny_tokenizer), tiny_tokenizer), teacher)
+    bundle.reader.initialise(1.0)
+    with torch.no_grad():
+        for parameter in bundle.compressor.trained_parameters() + bundle.reader.trained_parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return bundle
+
+
+def copied(bundle: Bundle, name: str) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in bundle.backbone.adapter_state(name).items()}
+
+
+def logits(bundle: Bundle) -> tuple[torch.Tensor, ...]:
+    """Of the text's reader and the slots' reader, and a passage's slots."""
+    return (*read_both_ways(bundle, PROMPT), bundle.compress([TEXT])[0].slots)
+
+
+def same(one: Bundle, other: Bundle) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(logits(one), logits(other), strict=True))
+
+
+def test_in_8_bits_adapters_take_half_the_room_and_move_by_half_a_step(made: Bundle, tmp_path: Path) -> None:
+    before = {name: copied(made, name) for name in NAMES}
+    half, int8 = tmp_path / "half", tmp_path / "int8"
+    made.save_pretrained(half)
+    made.save_pretrained(int8, int8=True)
+    loaded = Bundle.from_pretrained(int8, device="cpu")
+    assert same(loaded, made) and loaded.fingerprint == made.fingerprint
+    for name in NAMES:
+        sizes = [sum(file.stat().st_size for file in (f / name).glob("adapter_model*")) for f in (int8, half)]
+        assert sizes[0] < 0.62 * sizes[1], name
+        assert not (int8 / name / "adapter_model.safetensors").exists(), "peft would take 8 bits for its own"
+        after = loaded.backbone.adapter_state(name)
+        for key, value in before[name].items():
+            step = value.abs().amax(1, keepdim=True) / 127
+            # Half a step, and what half precision adds to the row's largest entries.
+            assert ((after[key] - value).abs() <= 0.5 * step + 2e-3 * value.abs() + 1e-6).all(), (name, key)
+            assert not torch.equal(after[key], value)
+
+
+def test_in_half_precision_all_three_are_ordinary_peft_adapters(made: Bundle, tmp_path: Path) -> None:
+    made.save_pretrained(tmp_path / "int8", int8=True)
+    loaded = Bundle.from_pretrained(tmp_path / "int8", device="cpu")
+    loaded.save_pretrained(tmp_path / "half")
+    assert same(loaded, made)
+    for name in NAMES:
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "half" / "decoder", dtype=torch.float32).eval()
+        tuned = PeftModel.from_pretrained(plain, tmp_path / "half" / name).eval()
+        with torch.no_grad(), loaded.backbone.use(name) as model:
+            expected = model(input_ids=PROMPT).logits
+            torch.testing.assert_close(tuned(input_ids=PROMPT).logits, expected, atol=1e-4, rtol=1e-4)
+            with tuned.disable_adapter():
+                assert (tuned(input_ids=PROMPT).logits - expected).abs().max() > 0.1
+
+
+def test_experts_are_adapted_saved_and_loaded(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """peft wraps the experts of a layer twice, once for each of their two matrices."""
+    torch.manual_seed(4)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    sizes = {"vocab_size": len(tiny_tokenizer), "head_dim": 16, "tie_word_embeddings": True}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, **sizes)).eval()
+    config = BundleConfig(name="tiny", method={"name": "mean_pooling"}, base_ratio=4, ratios=[4], max_tokens=64)
+    made = Bundle.build(config, Backbone(model, tiny_tokenizer))
+    draw_lora(model, std=0.1)
+    made.save_pretrained(tmp_path)
+    assert any("experts" in name for name in load_file(tmp_path / "reader" / "adapter_model.safetensors"))
+    assert same(Bundle.from_pretrained(tmp_path, device="cpu"), made)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "decoder", dtype=torch.float32).eval()
+    tuned = PeftModel.from_pretrained(plain, tmp_path / "reader").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(tuned(input_ids=PROMPT).logits, logits(made)[1], atol=1e-4, rtol=1e-4)
+
+
+def test_without_8_bits_the_teacher_is_kept_as_it_was(made: Bundle, tmp_path: Path) -> None:
+    given = load_file(tmp_path / "taught" / "adapter_model.safetensors")
+    made.save_pretrained(tmp_path / "bundle")
+    kept = load_file(tmp_path / "bundle" / "teacher" / "adapter_model.safetensors")
+    assert kept.keys() == given.keys() and all(torch.equal(kept[name], given[name]) for name in given)
+
+
+def test_one_form_replaces_the_other_in_the_same_folder(made: Bundle, tmp_path: Path) -> None:
+    for int8 in (True, False, True):
+        made.save_pretrained(tmp_path / "bundle", int8=int8)
+        for name in NAMES:
+            assert len(list((tmp_path / "bundle" / name).glob("adapter_model*"))) == 1
+        assert same(Bundle.from_pretrained(tmp_path / "bundle", device="cpu"), made)
+
+
+def test_a_bundle_without_a_teacher_replaces_one_that_has_it(
+    made: Bundle, make_tiny_bundle: Callable[..., Bundle], tmp_path: Path
+) -> None:
+    folder, plain = tmp_path / "bundle", make_tiny_bundle()
+    made.save_pretrained(folder)
+    plain.save_pretrained(folder)
+    assert same(Bundle.from_pretrained(folder, device="cpu"), plain)
+
+
+def test_a_teacher_that_is_no_bundles_is_left_alone(
+    make_tiny_bundle: Callable[..., Bundle], tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """As in a folder of training outputs; loading would take it for the bundle's own."""
+    file = save_teacher(tiny_tokenizer, tmp_path / "teacher") / "adapter_model.safetensors"
+    with pytest.raises(ConfigError, match="would be read as this bundle's teacher"):
+        make_tiny_bundle().save_pretrained(tmp_path)
+    assert file.exists() and not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize("modules", [["q_proj"], ["o_proj", "q_proj"]])  # Phi-3 has no q_proj
+def test_a_teacher_of_another_architecture_is_named(tiny_tokenizer: Any, tmp_path: Path, modules: list[str]) -> None:
+    teacher = save_teacher(tiny_tokenizer, tmp_path / "taught", target_modules=modules)
+    other = Backbone(architectures.model("Phi3"), architectures.tokenizer("Phi3"))
+    said = f"the teacher '{teacher}' does not fit the decoder, a Phi3ForCausalLM .*q_proj"
+    with pytest.raises(BundleError, match=said):
+        add_teacher(other, teacher)
+
+
+# The reader's LoRA from the teacher's
+
+
+def test_the_reader_may_start_as_the_teacher(made: Bundle) -> None:
+    text, soft, slots = logits(made)
+    assert not torch.equal(text, soft)
+    made.reader_from_teacher()
+    again, started, kept = logits(made)
+    assert torch.equal(started, text) and torch.equal(again, text) and torch.equal(kept, slots)
+    made.reader.trained_parameters()[-1].data.add_(1.0)
+    assert torch.equal(logits(made)[0], text), "a copy: training the reader leaves the teacher as it is"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"r": 8}, {"lora_alpha": 64}, {"target_modules": ["q_proj"]}, {"use_rslora": True}], ids=str
+)
+def test_another_shape_is_refused(
+    make_tiny_bundle: Callable[..., Any], tiny_tokenizer: Any, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    teacher = save_teacher(tiny_tokenizer, tmp_path / "taught", **settings)
+    config = make_tiny_bundle(decoder=TUNE).config
+    bundle = Bundle.build(config, Backbone(decoder(tiny_tokenizer), tiny_tokenizer), teacher)
+    before = copied(bundle, "reader")
+    with pytest.raises(ConfigError, match="adapter 'reader' cannot start from 'teacher': they differ in"):
+        bundle.reader_from_teacher()
+    assert all(torch.equal(before[name], value) for name, value in bundle.backbone.adapter_state("reader").items())
+
+
+def test_what_is_not_there_is_named(make_tiny_bundle: Callable[..., Any], tiny_tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="reader_from_teacher: the teacher has no LoRA adapter"):
+        make_tiny_bundle().reader_from_teacher()
+    config = make_tiny_bundle(decoder=TuneConfig(mode="frozen")).config
+    teacher = save_teacher(tiny_tokenizer, tmp_path / "taught")
+    bundle = Bundle.build(config, Backbone(decoder(tiny_tokenizer), tiny_tokenizer), teacher)
+    with pytest.raises(ConfigError, match="reader_from_teacher: the reader has no LoRA adapter"):
+        bundle.reader_from_teacher()
+
+
+def test_a_recipe_needs_a_teacher_to_start_from() -> None:
+    recipe = {"stage": "answer", "name": "a", "output": "runs/a", "data": {"files": ["a.jsonl"]}, "decoder": "b/c"}
+    settings = recipe | {"method": {"name": "mean_pooling"}, "reader_from_teacher": True}
+    with pytest.raises(ConfigError, match="reader_from_teacher needs a teacher"):
+        parse_recipe(settings, "recipe")
+    assert getattr(parse_recipe(settings | {"teacher": "runs/t"}, "recipe"), "reader_from_teacher")  # noqa: B009

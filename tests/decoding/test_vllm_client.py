@@ -1,0 +1,331 @@
+"""server=: what goes to vLLM, byte for byte, what comes back, and what is said where something is wrong."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import pytest
+import torch
+from llama_index.core.llms import ChatMessage
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.export import export, served
+from ctx_compress_rag.decoding.vllm import ServerDecoder
+from ctx_compress_rag.errors import ConfigError, ServerError
+from ctx_compress_rag.store import SoftContextStore
+from helpers.langchain import TEXTS
+from helpers.serving import WAIT, listening
+from helpers.vllm import KEY, FakeVllm
+from langchain_ctx_compress import ChatCompressedContext
+from llama_index.llms.ctx_compress import CompressedContextLLM
+
+TOKENS = Sampling(max_new_tokens=10)
+
+
+@pytest.fixture(scope="module")
+def store(talkative: Any) -> SoftContextStore:
+    made = SoftContextStore(chromadb.EphemeralClient(), talkative, collection="vllm", key=b"k" * 16)
+    made.add(list(TEXTS.values()), list(TEXTS), progress=False)
+    return made
+
+
+@pytest.fixture(scope="module")
+def started(talkative: Any) -> Iterator[tuple[FakeVllm, str]]:
+    fake = FakeVllm(talkative)
+    with listening(fake.app) as url:
+        yield fake, url
+
+
+@pytest.fixture
+def fake(started: tuple[FakeVllm, str]) -> FakeVllm:
+    started[0].bodies.clear()
+    started[0].clients.clear()
+    return started[0]
+
+
+@pytest.fixture
+def url(started: tuple[FakeVllm, str]) -> str:
+    return started[1]
+
+
+@pytest.fixture
+def there(talkative: Any, store: SoftContextStore, url: str) -> ServerDecoder:
+    return ServerDecoder(talkative, store, server=url, api_key=KEY, timeout=WAIT)
+
+
+@pytest.fixture
+def soft(store: SoftContextStore) -> str:
+    return f"Context: {store.marker('tower', 8)} Who built it?"
+
+
+def test_the_bytes_are_the_prompts_vectors_and_nothing_else(
+    fake: FakeVllm, there: ServerDecoder, talkative: Any, store: SoftContextStore, soft: str
+) -> None:
+    [slots] = store.get(["tower"])
+    assert slots is not None
+    tokenizer, embed = talkative.tokenizer, talkative.backbone.embeddings
+    before, after = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("Context: ", " Who built it?"))
+    inner = talkative.embed(talkative.at_ratio(slots, 8))
+    expected = torch.cat([embed(torch.tensor(before)), inner, embed(torch.tensor(after))])
+    there.generate([soft], Sampling(4, stop=("END",), seed=3, temperature=0.5, top_p=0.9, top_k=7))
+    [body] = fake.bodies
+    sent = base64.b64decode(body.pop("prompt_embeds"))
+    assert torch.equal(torch.load(io.BytesIO(sent), weights_only=True), expected)
+    buffer = io.BytesIO()
+    torch.save(expected.clone(), buffer)
+    assert sent == buffer.getvalue()  # a view's whole storage would be longer
+    assert body == {
+        "model": "tiny-reader",
+        "max_tokens": 4,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "stop": ["END"],
+        "stop_token_ids": [],
+        "seed": 3,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def test_text_goes_as_token_ids_to_the_decoder_itself(fake: FakeVllm, there: ServerDecoder, talkative: Any) -> None:
+    there.generate(["Who kept bees?"], Sampling(2, stop=("<|user|>",)))
+    [body] = fake.bodies
+    assert body["model"] == "tiny" and "prompt_embeds" not in body
+    assert body["prompt"] == talkative.tokenizer("Who kept bees?")["input_ids"]
+    assert body["stop_token_ids"] == [talkative.tokenizer.convert_tokens_to_ids("<|user|>")]
+
+
+def test_a_form_goes_without_fields_that_nobody_asked_for(fake: FakeVllm, there: ServerDecoder) -> None:
+    schema = {"type": "object", "properties": {"arches": {"type": "integer"}}}
+    there.generate(["How many?"], Sampling(2, json_schema=json.dumps(schema)))
+    [body] = fake.bodies
+    sent = body["response_format"]
+    assert sent["type"] == "json_schema" and sent["json_schema"]["schema"] == {**schema, "additionalProperties": False}
+    with pytest.raises(ConfigError, match="json_schema="):
+        there.generate(["How many?"], Sampling(2, json_schema="no json"))
+
+
+def test_a_server_cannot_quote(fake: FakeVllm, there: ServerDecoder) -> None:
+    with pytest.raises(ConfigError, match="extractive answers need the decoder in this process"):
+        there.generate(["How many?"], Sampling(2, extractive=True))
+    assert fake.bodies == []
+
+
+def test_answers_and_streams_are_those_of_the_decoder_here(
+    there: ServerDecoder, decoder: TransformersDecoder, soft: str
+) -> None:
+    prompts: list[Any] = [soft, "Who kept bees?", [{"role": "user", "content": soft}]]
+    expected = decoder.generate(prompts, TOKENS)
+    assert there.generate(prompts, TOKENS) == expected
+    for prompt, answer in zip(prompts, expected, strict=True):
+        *pieces, last = there.stream(prompt, TOKENS)
+        assert last == answer and "".join(map(str, pieces)) == answer.text and len(pieces) > 3
+
+
+def test_many_at_once_share_connections(fake: FakeVllm, there: ServerDecoder, soft: str) -> None:
+    for _ in range(12):
+        there.generate([soft], Sampling(1))
+    assert len(fake.clients) == 1
+    with ThreadPoolExecutor(8) as pool:
+        texts = set(pool.map(lambda _: there.generate([soft], TOKENS)[0].text, range(24)))
+    assert len(texts) == 1 and len(fake.clients) <= 9
+
+
+async def test_both_frameworks_classes_take_a_server(store: SoftContextStore, url: str, soft: str) -> None:
+    here = ChatCompressedContext(store=store, max_tokens=8)
+    there = ChatCompressedContext(store=store, max_tokens=8, server=url, api_key=KEY)
+    expected = here.invoke(soft)
+    assert KEY not in repr(there)
+    assert there.invoke(soft).content == (await there.ainvoke(soft)).content == expected.content
+    assert there.invoke(soft).usage_metadata == expected.usage_metadata
+    assert "".join([str(chunk.content) async for chunk in there.astream(soft)]) == expected.content
+    assert [each.content for each in there.batch([soft, soft])] == [expected.content] * 2
+    mine = CompressedContextLLM(store=store, max_tokens=8)
+    theirs = CompressedContextLLM(store=store, max_tokens=8, server=url, api_key=KEY)
+    assert KEY not in repr(theirs) and KEY not in theirs.to_json()
+    chat = [ChatMessage(role="user", content=soft)]
+    assert theirs.complete(soft).text == (await theirs.acomplete(soft)).text == mine.complete(soft).text
+    assert [r.delta for r in theirs.stream_chat(chat)][-1] == "" and theirs.chat(chat).raw == mine.chat(chat).raw
+    with pytest.raises(ConfigError, match="cannot adapt"):
+        theirs.decoder.with_adapted(theirs.decoder.adapted)
+
+
+# What is checked before it goes
+
+
+def test_a_nan_never_leaves(
+    fake: FakeVllm, there: ServerDecoder, soft: str, monkeypatch: pytest.MonkeyPatch, talkative: Any
+) -> None:
+    embed = talkative.embed
+    for value in (float("nan"), float("inf")):
+
+        def spoiled(slots: Any, value: float = value) -> torch.Tensor:
+            made: torch.Tensor = embed(slots).clone()
+            made[0, 0] = value
+            return made
+
+        monkeypatch.setattr(talkative, "embed", spoiled)
+        with pytest.raises(ServerError, match="NaN or infinity in float32 and was not sent"):
+            there.generate([soft], TOKENS)
+    assert fake.bodies == []
+
+
+def test_the_servers_window_holds(fake: FakeVllm, there: ServerDecoder, talkative: Any) -> None:
+    one = len(talkative.tokenizer(" bees")["input_ids"])
+    with pytest.raises(ConfigError, match="server's window of 256"):
+        there.generate([" bees" * (260 // one)], TOKENS)
+    assert fake.bodies == []
+    there.generate([" bees" * (252 // one)], TOKENS)
+    [body] = fake.bodies
+    assert len(body["prompt"]) + body["max_tokens"] == 256
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"server": "localhost:8000"}, "server='localhost:8000'"),
+        ({"timeout": 0}, "timeout=0"),
+        ({"timeout": float("nan")}, "timeout=nan"),
+        ({"max_retries": -1}, "max_retries=-1"),
+    ],
+)
+def test_impossible_options(talkative: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServerDecoder(talkative, **{"server": "http://127.0.0.1:1", **options})
+
+
+# What goes wrong there
+
+
+def test_a_busy_server_is_asked_again(fake: FakeVllm, there: ServerDecoder, soft: str) -> None:
+    fake.faults += [503, 429]
+    assert there.generate([soft], TOKENS)[0].text
+    assert len(fake.bodies) == 3
+    fake.faults += [503, 503, 503]
+    with pytest.raises(ServerError, match="did not answer .status 503."):
+        there.generate([soft], TOKENS)
+    assert not fake.faults
+
+
+def test_a_server_that_only_starts_is_asked_again(fake: FakeVllm, talkative: Any, url: str) -> None:
+    fake.starting += [503, 502]
+    early = ServerDecoder(talkative, server=url, api_key=KEY, max_retries=2)
+    assert early.generate(["Who?"], TOKENS)[0].text
+    fake.starting += [503, 503]
+    with pytest.raises(ServerError, match="did not answer .status 503."):
+        ServerDecoder(talkative, server=url, api_key=KEY, max_retries=1).generate(["Who?"], TOKENS)
+    assert not fake.starting
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (400, "status 400 .not now."),
+        (500, "status 500"),
+        ("cut", "ended in the middle of an answer"),
+        ('data: {"error": {"message": "engine died"}}\n\n', "engine died"),
+        ("data: <html>\n\n", "other than an event"),
+        ("data: 7\n\n", "other than an event"),
+    ],
+)
+def test_faults_reach_the_caller_once(
+    fake: FakeVllm, there: ServerDecoder, soft: str, fault: Any, message: str
+) -> None:
+    for ask in (lambda: there.generate([soft], TOKENS), lambda: list(there.stream(soft, TOKENS))):
+        fake.faults.append(fault)
+        with pytest.raises(ServerError, match=message):
+            ask()
+    assert len(fake.bodies) == 2
+    assert there.generate([soft], TOKENS)
+
+
+def test_nobody_there_and_no_key(talkative: Any, url: str) -> None:
+    began = time.monotonic()
+    nobody = ServerDecoder(talkative, server="http://127.0.0.1:1", max_retries=0, timeout=5)
+    with pytest.raises(ServerError, match="check that it is running"):
+        nobody.generate(["Who?"], TOKENS)
+    assert time.monotonic() - began < 30
+    with pytest.raises(ServerError, match=r"status 401 .*give the server's api_key") as caught:
+        ServerDecoder(talkative, server=url, api_key="wrong-key").generate(["Who?"], TOKENS)
+    assert "wrong-key" not in str(caught.value)
+
+
+def test_a_server_without_the_adapter_is_refused(
+    fake: FakeVllm, there: ServerDecoder, soft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "names", ["tiny"])
+    with pytest.raises(ServerError, match="no model 'tiny-reader'.*ctx-compress export"):
+        there.generate([soft], TOKENS)
+
+
+def test_a_stream_left_early_ends_the_request(fake: FakeVllm, there: ServerDecoder, soft: str) -> None:
+    stream = there.stream(soft, Sampling(max_new_tokens=200))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert there.generate([soft], Sampling(2))
+
+
+# Export
+
+
+def test_what_is_exported_is_what_transformers_and_peft_read(talkative: Any, tmp_path: Path) -> None:
+    command = export(talkative, tmp_path)
+    decoder, reader = tmp_path / "decoder", tmp_path / "reader"
+    assert command[:3] == ["vllm", "serve", str(decoder)]
+    for words in (
+        ["--served-model-name", "tiny"],
+        ["--enable-prompt-embeds", "--dtype", "float32", "--max-model-len", "1024"],
+        ["--enable-lora", "--max-lora-rank", "16"],
+        ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'],
+        ["--max-loras", "2"],  # one place stays free: see export
+        ["--lora-modules", f"tiny-reader={reader}"],
+    ):
+        at = command.index(words[0])
+        assert command[at : at + len(words)] == words
+    at = command.index("--lora-target-modules")
+    named = json.loads((reader / "adapter_config.json").read_text())["target_modules"]
+    layers = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert set(command[at + 1 : at + 8]) == layers == {name.rpartition(".")[2] for name in named}
+
+    ids = torch.tensor([[5, 9, 2, 7, 30]])
+    model = AutoModelForCausalLM.from_pretrained(decoder)
+    assert AutoTokenizer.from_pretrained(decoder).chat_template == talkative.tokenizer.chat_template
+    for adapter in (None, "reader"):  # peft changes the model that it is given
+        loaded: Any = model if adapter is None else PeftModel.from_pretrained(model, reader)
+        with torch.no_grad(), talkative.backbone.use(adapter) as own:
+            torch.testing.assert_close(loaded(input_ids=ids).logits, own(input_ids=ids).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ({"name": "arcaligner", "encoder_dim": 8}, "changes the decoder's layers as it reads"),
+        ({"decoder": {"mode": "full"}}, "a decoder of its own"),
+    ],
+)
+def test_methods_that_a_server_cannot_run_are_refused(
+    make_tiny_bundle: Callable[..., Any], tmp_path: Path, method: dict[str, Any], message: str
+) -> None:
+    bundle = make_tiny_bundle(**method)
+    with pytest.raises(ConfigError, match=message):
+        export(bundle, tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        ServerDecoder(bundle, server="http://127.0.0.1:1")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_frozen_decoder_needs_no_adapter(make_tiny_bundle: Callable[..., Any], tmp_path: Path) -> None:
+    bundle = make_tiny_bundle(decoder={"mode": "frozen"})
+    assert "--enable-lora" not in export(bundle, tmp_path)
+    assert served(bundle).soft == served(bundle).text == "tiny"

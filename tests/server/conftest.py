@@ -1,0 +1,48 @@
+"""The index that `ctx-compress serve` is started on, and the app in this process, for two keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import pytest
+
+from ctx_compress_rag.cli import main
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.server.api_keys import ApiKeys
+from ctx_compress_rag.server.app import Limits, create_app
+from ctx_compress_rag.store import SoftContextStore
+from helpers.cli import save_bundle, write_docs
+from helpers.langchain import TEXTS
+from helpers.serving import ANNA, BERT, listening
+
+
+@pytest.fixture(scope="session")
+def index(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    save_bundle(make_tiny_bundle(), folder / "bundle")
+    store = folder / "chroma"
+    docs = write_docs(folder / "docs", files=1)
+    assert main(["index", str(docs), "--store", str(store), "--bundle", str(folder / "bundle")]) == 0
+    return store
+
+
+@pytest.fixture(scope="module")
+def store(talkative: Any) -> SoftContextStore:
+    made = SoftContextStore(chromadb.EphemeralClient(), talkative, collection="served", key=b"k" * 16)
+    made.add(list(TEXTS.values()), progress=False)
+    return made
+
+
+@pytest.fixture(scope="module")
+def decoder(talkative: Any, store: SoftContextStore) -> TransformersDecoder:
+    return TransformersDecoder(talkative, store)
+
+
+@pytest.fixture(scope="module")
+def url(decoder: TransformersDecoder) -> Iterator[str]:
+    app = create_app(decoder, ApiKeys({ANNA: "anna", BERT: "bert"}), Limits(body_bytes=100_000, answer_tokens=12))
+    with listening(app) as address:
+        yield address

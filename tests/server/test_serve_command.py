@@ -1,0 +1,73 @@
+"""`ctx-compress serve` as a process of its own: it answers many at once, it compresses, and it stops when told."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ctx_compress_rag.cli import main
+from ctx_compress_rag.server.run import serve
+from helpers.load import load
+from helpers.serving import ANNA, WAIT, serving
+
+HEADERS = {"Authorization": f"Bearer {ANNA}"}
+
+
+def test_the_command_serves_until_it_is_told_to_stop(index: Path) -> None:
+    limits = ["--max-tokens", "4", "--max-prompt-tokens", "60", "--max-body", "4000"]
+    with serving(index, *limits) as (process, url):
+        check_it_serves(url)
+        asyncio.run(load(url, "tiny", clients=16, seconds=3, key=ANNA)).check(16)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT) in (0, -signal.SIGTERM)
+
+
+def test_the_address_is_said_when_it_can_be_asked() -> None:
+    def asked(url: str) -> None:
+        with socket.create_connection(("127.0.0.1", int(url.split(":")[2].removesuffix("/v1"))), WAIT):
+            raise KeyboardInterrupt  # or it would serve on
+
+    with pytest.raises(KeyboardInterrupt):
+        serve(None, "127.0.0.1", 0, started=asked)
+
+
+def check_it_serves(url: str) -> None:
+    with httpx.Client(timeout=WAIT, headers=HEADERS) as http:
+        [item] = http.post(f"{url}/compress", json={"input": "Orla kept bees in Pellmouth.", "ratio": 8}).json()["data"]
+        body = {"model": "tiny", "messages": [{"role": "user", "content": f"{item['text']} Who kept bees?"}]}
+        reply = http.post(f"{url}/chat/completions", json=body).json()
+        assert reply["usage"]["slots"] > 0 and 1 <= reply["usage"]["completion_tokens"] <= 4
+        long = http.post(f"{url}/completions", json={"model": "tiny", "prompt": "bees " * 100})
+        assert long.status_code == 400 and "60 are allowed here" in long.json()["error"]["message"]
+        assert http.post(f"{url}/completions", json={"model": "tiny", "prompt": "bees " * 1000}).status_code == 413
+        assert httpx.get(f"{url}/models").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host", "0.0.0.0"], "there are no API keys"),
+        (["--api-keys", "nowhere"], "cannot read the API keys 'nowhere'"),
+        (["--max-body", "0"], "body_bytes=0"),
+        (["--collection", "docs"], "give --bundle"),
+        (["--port", "99999"], "127.0.0.1:99999: choose another --port"),
+    ],
+)
+def test_what_cannot_be_served_is_said(
+    index: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CTX_COMPRESS_API_KEYS", raising=False)
+    assert main(["serve", "--store", str(index), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_said(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--store", str(index), "--port", str(port)]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err

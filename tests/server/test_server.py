@@ -1,0 +1,314 @@
+"""The server, asked by the clients that people use: the openai package, LangChain's ChatOpenAI, and plain HTTP."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from langchain_openai import ChatOpenAI
+from pydantic import SecretStr
+
+from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.server.app import Limits, create_app
+from ctx_compress_rag.store import SoftContextStore
+from helpers.decoding import held, wait_for
+from helpers.langchain import QUESTION, TEXTS, Tower
+from helpers.serving import ANNA, BERT, WAIT, chat, client, directly, json_format, listening, marker, post
+
+
+def test_a_chat_completion_is_the_decoders_own_answer(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder
+) -> None:
+    expected = directly(decoder, chat(store))
+    assert expected.slots > 0
+    reply = client(url).chat.completions.create(model="tiny", messages=chat(store))
+    assert reply.object == "chat.completion" and reply.model == "tiny"
+    [choice] = reply.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert choice.finish_reason == expected.finish_reason == "length"
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == expected.prompt_tokens
+    assert reply.usage.completion_tokens == expected.completion_tokens == 12
+    assert reply.usage.total_tokens == expected.prompt_tokens + 12
+    assert reply.usage.model_extra == {"slots": expected.slots}
+
+
+def test_options_reach_the_decoder(url: str, store: SoftContextStore, decoder: TransformersDecoder) -> None:
+    free = directly(decoder, chat(store)).text
+    stop = free[4:7]
+    options = {"max_tokens": 20, "temperature": 1.5, "top_p": 0.9, "seed": 3}
+    for given, sampling in (
+        ({"stop": stop}, {"stop": (stop,)}),
+        ({"stop": ["nothing", stop]}, {"stop": ("nothing", stop)}),
+        ({"max_completion_tokens": 3, "max_tokens": 5}, {"max_new_tokens": 3}),
+        ({"max_tokens": 9, "extra_body": {"extractive": True}}, {"max_new_tokens": 9, "extractive": True}),
+        (
+            {**options, "extra_body": {"top_k": 7}},
+            {"max_new_tokens": 20, "temperature": 1.5, "top_p": 0.9, "seed": 3, "top_k": 7},
+        ),
+    ):
+        reply = client(url).chat.completions.create(model="tiny", messages=chat(store), **given)  # type: ignore[call-overload]
+        expected = directly(decoder, chat(store), **sampling)
+        assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (
+            expected.text,
+            expected.finish_reason,
+        )
+
+
+def test_answers_are_json_of_the_schema(url: str, store: SoftContextStore) -> None:
+    """The decoder's weights are random: it would write none by itself."""
+    asked: Any = {"model": "tiny", "messages": chat(store), "max_tokens": 100}
+    wanted = json_format(Tower.model_json_schema())
+    whole = client(url).chat.completions.create(**asked, response_format=wanted).choices[0]
+    Tower.model_validate_json(whole.message.content or "")
+    stream = client(url).chat.completions.create(**asked, response_format=wanted, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.message.content
+    parsed = client(url).chat.completions.parse(**asked, response_format=Tower).choices[0].message.parsed
+    assert parsed == Tower.model_validate_json(whole.message.content or "")
+    loose = client(url).chat.completions.create(**asked, response_format={"type": "json_object"}).choices[0]
+    assert (loose.message.content or "").startswith("{")
+    llm = ChatOpenAI(base_url=f"{url}/v1", model="tiny", api_key=SecretStr(ANNA), max_retries=0, max_tokens=100)
+    assert isinstance(llm.with_structured_output(Tower).invoke(f"{marker(store, 'tower')} {QUESTION}"), Tower)
+    # Others are answered in the same passes, in their own form.
+    with ThreadPoolExecutor(6) as pool:
+        formats = [{"response_format": wanted}, {}] * 3
+        made = list(pool.map(lambda given: client(url).chat.completions.create(**asked, **given), formats))
+    texts = [each.choices[0].message.content for each in made]
+    assert texts[::2] == [whole.message.content] * 3 and len(set(texts[1::2])) == 1 and texts[1] != texts[0]
+
+
+def test_content_parts_and_roles(url: str, store: SoftContextStore, decoder: TransformersDecoder) -> None:
+    parts = [{"type": "text", "text": marker(store, "mill")}, {"type": "text", "text": " Who?"}]
+    messages: list[Any] = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    same = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": marker(store, "mill") + " Who?"}]
+    reply = client(url).chat.completions.create(model="tiny", messages=messages)
+    assert reply.choices[0].message.content == directly(decoder, same).text
+
+
+def test_completions_take_raw_prompts_one_or_several(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder
+) -> None:
+    prompts = [f"{marker(store, 'ferry')} When?", "Who kept bees?"]
+    reply = client(url).completions.create(model="tiny", prompt=prompts)
+    expected = [directly(decoder, prompt) for prompt in prompts]
+    assert [choice.text for choice in reply.choices] == [answer.text for answer in expected]
+    assert [choice.index for choice in reply.choices] == [0, 1]
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == sum(answer.prompt_tokens for answer in expected)
+    [one] = client(url).completions.create(model="tiny", prompt=prompts[1]).choices
+    assert one.text == expected[1].text
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_streams_give_the_answer_in_pieces(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder, kind: str
+) -> None:
+    prompt: Any = chat(store) if kind == "chat" else "Who kept bees?"
+    expected = directly(decoder, prompt)
+    asked: Any = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}}
+    if kind == "chat":
+        chunks: list[Any] = list(client(url).chat.completions.create(messages=prompt, **asked))
+        assert chunks[0].choices[0].delta.role == "assistant"
+        texts = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+    else:
+        chunks = list(client(url).completions.create(prompt=prompt, **asked))
+        texts = [c.choices[0].text for c in chunks if c.choices]
+    assert "".join(texts) == expected.text and len([text for text in texts if text]) > 3
+    assert [c.choices[0].finish_reason for c in chunks if c.choices] == [None] * (len(texts) - 1) + ["length"]
+    assert chunks[-1].usage.prompt_tokens == expected.prompt_tokens
+    assert len({c.id for c in chunks}) == 1
+
+
+def test_langchains_client(url: str, store: SoftContextStore, decoder: TransformersDecoder) -> None:
+    llm = ChatOpenAI(model="tiny", base_url=f"{url}/v1", api_key=ANNA, max_retries=0, temperature=0)  # type: ignore[arg-type]
+    text = f"{marker(store, 'tower')}\n\n{QUESTION}"
+    expected = directly(decoder, [{"role": "user", "content": text}])
+    answer = llm.invoke(text)
+    assert answer.content == expected.text
+    assert answer.usage_metadata is not None and answer.usage_metadata["input_tokens"] == expected.prompt_tokens
+    assert "".join(str(chunk.content) for chunk in llm.stream(text)) == expected.text
+    assert [each.content for each in llm.batch([text, text])] == [expected.text] * 2
+
+
+async def test_asynchronous_clients(url: str, store: SoftContextStore, decoder: TransformersDecoder) -> None:
+    expected = directly(decoder, chat(store)).text
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=ANNA, max_retries=0) as asked:
+        stream = await asked.chat.completions.create(model="tiny", messages=chat(store), stream=True)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == expected
+
+
+# Under load
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_stops_the_decoder(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder, stream: bool
+) -> None:
+    passes: list[int] = []
+    handle = decoder.bundle.backbone.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    body = {"model": "tiny", "messages": chat(store), "max_tokens": 900, "stream": stream}
+    headers = {"Authorization": f"Bearer {ANNA}"}
+    try:
+        with httpx.Client(timeout=httpx.Timeout(WAIT, read=WAIT if stream else 0.4)) as http:
+            if stream:
+                with http.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers) as reply:
+                    next(reply.iter_lines())
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    http.post(f"{url}/v1/chat/completions", json=body, headers=headers)
+        client(url).chat.completions.create(model="tiny", messages=chat(store), max_tokens=1)
+        settled = len(passes)
+        time.sleep(0.3)
+        assert len(passes) == settled < 850
+    finally:
+        handle.remove()
+
+
+def running(url: str) -> float:
+    [line] = [
+        line for line in httpx.get(f"{url}/metrics").text.splitlines() if line.startswith("ctx_compress_requests_r")
+    ]
+    return float(line.split()[1])
+
+
+def test_who_goes_before_the_first_piece_gives_the_place_back(url: str, decoder: TransformersDecoder) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "stream": True}
+    with held(decoder.bundle):
+        with pytest.raises(httpx.ReadTimeout):
+            post(url, "chat/completions", body, timeout=0.5)
+        wait_for(lambda: running(url) == 0)
+    assert 'status="499"' in httpx.get(f"{url}/metrics").text
+
+
+def test_what_nobody_waits_for_is_not_compressed(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder
+) -> None:
+    """The first of two has begun; the other's client goes before its turn."""
+    texts = [f"The {name} of Stavely was built of oak." for name in ("bridge", "barn")]
+    with ThreadPoolExecutor(2) as pool, held(decoder.bundle):
+
+        def ask(text: str) -> None:
+            with pytest.raises(httpx.ReadTimeout):
+                post(url, "compress", {"input": text}, timeout=1)
+
+        for waiting in [pool.submit(ask, text) for text in texts if not time.sleep(0.3)]:  # type: ignore[func-returns-value]
+            waiting.result(WAIT)
+    last = "The mill of Stavely was built of oak."
+    post(url, "compress", {"input": last})
+    assert store.has([*texts, last], scope="anna") == [True, False, True]
+    store.delete(store.ids("anna"), "anna")
+
+
+def test_many_texts_keep_no_other_tenant_waiting(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder
+) -> None:
+    texts = [f"House {number} of Stavely was built of oak." for number in range(320)]
+
+    def ask(text: str | list[str], key: str) -> float:
+        assert post(url, "compress", {"input": text}, key).is_success
+        return time.monotonic()
+
+    with ThreadPoolExecutor(2) as pool:
+        with held(decoder.bundle):
+            many = pool.submit(ask, texts, ANNA)
+            time.sleep(0.5)
+            one = pool.submit(ask, "The mill of Stavely was built of oak.", BERT)
+            time.sleep(0.2)
+        assert one.result(WAIT) < many.result(WAIT)
+    for scope in ("anna", "bert"):
+        store.delete(store.ids(scope), scope)
+
+
+def test_of_many_texts_only_the_part_that_has_begun_is_compressed_for_nobody(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder
+) -> None:
+    texts = [f"Barn {number} of Stavely was built of oak." for number in range(100)]
+    with held(decoder.bundle), pytest.raises(httpx.ReadTimeout):
+        post(url, "compress", {"input": texts}, timeout=1)
+    post(url, "compress", {"input": "The mill of Stavely was built of oak."})  # waits for what has begun
+    stored = store.has(texts, scope="anna")
+    assert stored[0] and not stored[-1]
+    store.delete(store.ids("anna"), "anna")
+
+
+def test_what_is_too_much_is_told_to_come_again(decoder: TransformersDecoder, store: SoftContextStore) -> None:
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    with listening(create_app(decoder, limits=Limits(requests=2, answer_tokens=2))) as url:
+
+        def ask() -> Any:
+            return client(url).chat.completions.create(model="tiny", messages=messages).choices
+
+        with ThreadPoolExecutor(2) as pool:
+            with held(decoder.bundle):
+                waiting = [pool.submit(ask) for _ in range(2)]
+                wait_for(lambda: running(url) == 2)
+                with pytest.raises(openai.RateLimitError, match="try again"):
+                    ask()
+                assert httpx.get(f"{url}/health").status_code == 200
+            assert all(each.result(WAIT) for each in waiting)
+        assert ask()
+
+
+def test_stopping_lets_running_answers_end(decoder: TransformersDecoder, store: SoftContextStore) -> None:
+    with listening(create_app(decoder)) as url:
+        messages: list[Any] = [{"role": "user", "content": QUESTION}]
+        stream = client(url).chat.completions.create(model="tiny", messages=messages, max_tokens=200, stream=True)
+        pieces = [next(iter(stream))]
+        # The context's end asks the server to stop while the answer runs.
+        reader = threading.Thread(target=lambda: pieces.extend(stream))
+        reader.start()
+    reader.join(WAIT)
+    assert pieces[-1].choices[0].finish_reason == "length"
+
+
+def test_no_answer_is_longer_than_the_operator_allows(decoder: TransformersDecoder) -> None:
+    with listening(create_app(decoder, limits=Limits(longest_answer=5))) as url:
+        for asked, got in ((None, 5), (500, 5), (3, 3)):
+            messages: Any = [{"role": "user", "content": QUESTION}]
+            reply = client(url).chat.completions.create(model="tiny", messages=messages, max_tokens=asked)
+            assert (reply.usage.completion_tokens, reply.choices[0].finish_reason) == (got, "length")  # type: ignore[union-attr]
+
+
+def test_metrics_say_what_was_done(decoder: TransformersDecoder, store: SoftContextStore) -> None:
+    with listening(create_app(decoder, limits=Limits(answer_tokens=5))) as url:
+        asked = [{"role": "user", "content": f"{store.marker(store.ids()[0], 8)} {QUESTION}"}]
+        expected = decoder.generate([asked], Sampling(max_new_tokens=5))[0]
+        client(url).chat.completions.create(model="tiny", messages=asked)  # type: ignore[arg-type]
+        with pytest.raises(openai.BadRequestError):
+            client(url).chat.completions.create(model="tiny", messages=[])
+        post(url, "compress", {"input": [TEXTS["mill"]]})
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+    for line in (
+        'ctx_compress_requests_total{route="/v1/chat/completions",status="200"} 1.0',
+        'ctx_compress_requests_total{route="/v1/chat/completions",status="400"} 1.0',
+        'ctx_compress_requests_total{route="/v1/compress",status="200"} 1.0',
+        f'ctx_compress_tokens_total{{kind="prompt"}} {float(expected.prompt_tokens)}',
+        f'ctx_compress_tokens_total{{kind="slot"}} {float(expected.slots)}',
+        'ctx_compress_tokens_total{kind="completion"} 5.0',
+        "ctx_compress_passages_total 1.0",
+        "ctx_compress_requests_running 0.0",
+        "ctx_compress_first_token_seconds_count 1.0",
+    ):
+        assert line in lines
+
+
+def test_models_are_listed(url: str) -> None:
+    assert [model.id for model in client(url).models.list()] == ["tiny"]
+    assert client(url).models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+        client(url).models.retrieve("other")
+
+
+def test_a_server_needs_a_store(decoder: TransformersDecoder) -> None:
+    with pytest.raises(ConfigError, match="has no store"):
+        create_app(TransformersDecoder(decoder.bundle))
+    with pytest.raises(ConfigError, match="requests=0"):
+        Limits(requests=0)
+    with pytest.raises(ConfigError, match="longest_answer=0"):
+        Limits(longest_answer=0)

@@ -1,0 +1,291 @@
+"""What the server refuses: other tenants' markers, requests that it does not serve, and what went wrong inside."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.server.api_keys import ApiKeys
+from ctx_compress_rag.server.app import Limits, create_app
+from ctx_compress_rag.store import SoftContextStore
+from helpers.langchain import TEXTS
+from helpers.serving import ANNA, BERT, chat, client, json_format, listening, marker, post
+
+# Tenants
+
+
+def test_a_key_reads_its_own_scopes_markers_only(url: str, store: SoftContextStore) -> None:
+    """Another tenant's marker refuses the request, and says nothing of the passage."""
+    asked = chat(store)
+    own = client(url).chat.completions.create(model="tiny", messages=asked)
+    assert own.usage is not None and own.usage.model_extra != {"slots": 0}
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="not made with this key for scope 'bert'") as caught:
+            client(url, BERT).chat.completions.create(model="tiny", messages=asked, stream=stream)
+        assert "anna" not in str(caught.value) and TEXTS["tower"][:20] not in str(caught.value)
+        # What a client can do, not what the operator or a chain can.
+        assert "or was changed: send its text to POST /v1/compress with this API key" in str(caught.value)
+        assert "on_unreadable" not in str(caught.value) and "CTX_COMPRESS_KEY" not in str(caught.value)
+    # Nor does the store's own scope, that of markers written without a server, belong to a key.
+    default = [{"role": "user", "content": store.marker(store.ids()[0], 8)}]
+    with pytest.raises(openai.BadRequestError, match="not made with this key"):
+        client(url).chat.completions.create(model="tiny", messages=default)  # type: ignore[arg-type]
+
+
+def test_scopes_hold_while_tenants_ask_at_once(url: str, store: SoftContextStore) -> None:
+    def slots(number: int) -> tuple[bool, int]:
+        owner, key = (("anna", ANNA), ("bert", BERT))[number % 2]
+        asker = (ANNA, BERT)[number // 2 % 2]
+        content: list[Any] = [{"role": "user", "content": f"{marker(store, 'tower', owner)} {number}"}]
+        try:
+            reply = client(url, asker).chat.completions.create(model="tiny", messages=content, max_tokens=2)
+        except openai.BadRequestError:
+            return asker == key, 0
+        assert reply.usage is not None and reply.usage.model_extra is not None
+        return asker == key, reply.usage.model_extra["slots"]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(slots, range(24)))
+    assert all((count > 0) is own for own, count in found)
+
+
+def test_compress_writes_markers_of_the_keys_scope(url: str, store: SoftContextStore) -> None:
+    text = "The Harrow Institute was founded in 1911, and it moved to Stavely after the flood."
+    before = len(store)
+    found = {}
+    for key, scope in ((ANNA, "anna"), (BERT, "bert")):
+        reply = post(url, "compress", {"input": [text, TEXTS["mill"]], "ratio": 8}, key)
+        assert reply.status_code == 200, reply.text
+        shown = [item["text"] for item in reply.json()["data"]]
+        assert shown == store.markers(store.ensure([text, TEXTS["mill"]], scope=scope), 8, scope)
+        found[scope] = shown
+        assert len(store.ids(scope)) == 1  # the other text is everyone's
+    assert len(store) == before + 2
+    assert not set(found["anna"]) & set(found["bert"])
+    refused = post(url, "compress", {"input": [found["anna"][0]], "ratio": 8}, BERT)  # not a passage of bert's
+    assert refused.status_code == 400 and "was not made with this key" in refused.text
+    assert len(store) == before + 2
+    for size, said in (({"ratio": 3}, "ratio 3 cannot be made"), ({"reduction": 4}, "reduction=4: bundle 'tiny'")):
+        reply = post(url, "compress", {"input": text, **size})
+        assert reply.status_code == 400 and said in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong", f"Basic {ANNA}", f"Bearer {ANNA}x", "Bearer é"])
+def test_nobody_gets_in_without_a_key(url: str, header: str | None) -> None:
+    headers = {} if header is None else {"Authorization": header.encode()}
+    for method, path in (
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/compress"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/tiny"),
+    ):
+        body = {"model": "tiny", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x"}
+        reply = httpx.request(method, url + path, headers=headers, json=body if method == "POST" else None)
+        assert reply.status_code == 401, path
+        assert reply.headers["WWW-Authenticate"] == "Bearer"
+        assert reply.json()["error"]["code"] == "invalid_api_key"
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+
+
+def test_who_has_no_key_takes_nobodys_place(decoder: TransformersDecoder, store: SoftContextStore) -> None:
+    """Without one no body is waited for: neither a place nor memory is taken by those who send it slowly."""
+    limits = Limits(requests=2, answer_tokens=2)
+    with listening(create_app(decoder, ApiKeys({ANNA: "anna"}), limits)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        slow = [socket.create_connection((host, int(port))) for _ in range(4)]
+        for path, connection in zip(("chat/completions", "compress") * 2, slow, strict=True):
+            head = (
+                f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{{"
+            )
+            connection.sendall(head.encode())
+        said = [connection.recv(12) for connection in slow]
+        assert said == [b"HTTP/1.1 401"] * 4
+        assert client(url).chat.completions.create(model="tiny", messages=chat(store)).choices
+        for connection in slow:
+            connection.close()
+
+
+def test_a_key_is_needed_where_another_app_mounts_this_one(
+    decoder: TransformersDecoder, store: SoftContextStore
+) -> None:
+    app = Starlette(routes=[Mount("/llm", create_app(decoder, ApiKeys({ANNA: "anna"}), Limits(answer_tokens=2)))])
+    inner = app.routes[0].app  # type: ignore[attr-defined]
+    app.router.lifespan_context = inner.router.lifespan_context
+    with listening(app) as url:
+        for path in ("/llm/v1/models", "/llm/v1/chat/completions"):
+            assert httpx.request("POST" if "chat" in path else "GET", url + path).status_code == 401
+        assert httpx.get(f"{url}/llm/health").status_code == 200
+        assert client(f"{url}/llm").chat.completions.create(model="tiny", messages=chat(store)).choices
+
+
+# What is refused
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"messages": []}, 400, "messages is empty: send 1 or more"),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            400,
+            "messages.0.role='tool' is not supported here: send 'system', ",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            400,
+            "0.type='image_url'",
+        ),
+        ({"messages": [{"role": "user", "content": " "}]}, 400, "empty"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "bees " * 3000}]}, 400, "window of 1024"),
+        ({"max_tokens": 0}, 400, "max_tokens=0: Input should be greater"),
+        ({"max_tokens": "many"}, 400, "max_tokens='many': Input should be a valid integer"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"temperature": "Infinity"}, 400, "temperature"),
+        ({"top_p": 0}, 400, "top_p"),
+        ({"stop": [""]}, 400, "stop"),
+        ({"stop": 5}, 400, "stop=5 is not text: send a string or a list"),
+        ({"stop": ["x"] * 17}, 400, "stop has more than 16 items: send fewer"),
+        ({"stop": "x" * 1001}, 400, "at most 1000 characters"),
+        ({"stop": ["a", "x" * 1001]}, 400, "at most 1000 characters"),
+        ({"messages": [{"role": "user", "content": c} for c in [""] * 1100 + ["x"]]}, 400, "has 1101 messages"),
+        ({"n": 2}, 400, "n=2 is not supported here: send 1"),
+        ({"presence_penalty": 1}, 400, "presence_penalty=1 is not supported here: send 0"),
+        ({"frequency_penalty": -0.5}, 400, "frequency_penalty=-0.5 is not supported here: send 0"),
+        ({"logprobs": True}, 400, "logprobs"),
+        ({"tools": [{"type": "function"}]}, 400, "tools=[{'type': 'function'}] is not supported here: leave it out"),
+        ({"response_format": {"type": "xml"}}, 400, "response_format={'type': 'xml'} is not supported here: send one"),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema is missing: send it"),
+        ({"response_format": json_format({"type": "nothing"})}, 400, "json_schema"),
+        ({"response_format": json_format({"enum": ["x" * 99] * 700})}, 400, "65536 are allowed"),
+        ({"response_format": json_format(nested(400))}, 400, "recursion"),
+        ({"response_format": json_format({"$ref": "http://somewhere/else"})}, 400, "json_schema"),
+        ({"best": 1}, 400, "best is not supported here"),
+        ({"model": "gpt-4o"}, 404, "no model 'gpt-4o'"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(url: str, body: dict[str, Any], status: int, message: str) -> None:
+    whole = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **body}
+    for stream in (False, True):
+        reply = post(url, "chat/completions", content=json.dumps({**whole, "stream": stream}))
+        assert reply.status_code == status, reply.text
+        assert message in reply.json()["error"]["message"]
+        assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{}", "input is missing: send it"),
+        (b"[]", "the body is not a JSON object: send one"),
+        (b"[5]", "the body is not a JSON object: send one"),
+        (b'{"input": 5}', "input=5 is not text: send a string or a list"),
+        (b'{"input": []}', "input is empty: send 1 or more"),
+        (b'{"input": ["a", 5]}', "input.1=5: Input should be a valid string"),
+        (b'{"input": "a", "ratio": "x"}', "ratio='x': Input should be a valid integer"),
+    ],
+)
+def test_compress_says_what_to_send(url: str, content: bytes, message: str) -> None:
+    reply = post(url, "compress", content=content)
+    assert reply.status_code == 400 and message in reply.json()["error"]["message"]
+
+
+def test_bodies_that_are_no_request(url: str) -> None:
+    headers = {"Authorization": f"Bearer {ANNA}"}
+    for content in (b"", b"{", b"[" * 50_000, b"\xff\xfe", b'"text"', b"null"):
+        reply = post(url, "chat/completions", content=content)
+        assert reply.status_code == 400, (content[:10], reply.text)
+        assert "JSON" in reply.json()["error"]["message"] and reply.json()["error"]["param"] is None
+    plain = post(url, "compress", content=b'{"input": "a"}', headers={"Content-Type": "text/plain"})
+    assert "send one, with the header Content-Type: application/json" in plain.json()["error"]["message"]
+    for route in ("embeddings", "responses"):
+        message = post(url, route, {}).json()["error"]["message"]
+        assert message.startswith(f"'POST /v1/{route}' is not served here: there are POST /v1/chat/completions")
+        named = re.findall(r"(GET|POST) ([a-z0-9/]+)(?=,|$)", message.partition("there are ")[2])
+        assert {("GET", "/health"), ("GET", "/metrics"), ("GET", "/v1/models"), ("POST", "/v1/compress")} < set(named)
+        for method, path in named:
+            assert httpx.request(method, url + path, headers=headers).status_code not in (404, 405)
+    for path in ("/v1/nothing", "/openapi.json", "/docs"):
+        assert httpx.get(url + path, headers=headers).status_code == 404
+    assert httpx.get(f"{url}/v1/completions", headers=headers).status_code == 405
+
+
+def test_a_long_body_is_refused_before_it_is_read(url: str) -> None:
+    sent = 0
+
+    def endless() -> Iterator[bytes]:
+        nonlocal sent
+        while sent < 50_000_000:
+            sent += 65536
+            yield b" " * 65536
+
+    for content in (b" " * 200_000, endless()):
+        try:
+            reply = post(url, "compress", content=content)
+        except httpx.WriteError:
+            continue  # the server had answered and closed
+        assert reply.status_code == 413
+        assert "longer than 100000 bytes" in reply.json()["error"]["message"]
+    assert sent < 50_000_000
+
+
+def test_a_deleted_passage_is_said_and_no_path_is_shown(url: str, store: SoftContextStore) -> None:
+    text = "Stavely lies on the river Ash."
+    [id] = store.ensure([text])
+    gone = store.marker(id, 4, "anna")
+    store.delete([id])
+    for stream in (False, True):
+        with pytest.raises(openai.NotFoundError, match="compress again") as caught:
+            client(url).chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": gone}], stream=stream
+            )
+        assert caught.value.code == "passage_not_found"
+
+
+def test_faults_of_the_server_are_not_explained_to_clients(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("/secret/path")
+
+    with decoder.bundle.backbone.model.register_forward_pre_hook(fail):
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="its log says why") as caught:
+                client(url).chat.completions.create(model="tiny", messages=chat(store), stream=stream)
+            assert "secret" not in str(caught.value)
+    assert client(url).chat.completions.create(model="tiny", messages=chat(store)).choices
+
+
+def test_an_error_in_the_middle_of_a_stream_reaches_the_client(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder
+) -> None:
+    passes: list[int] = []
+
+    def fail(*_: Any, **__: Any) -> None:
+        passes.append(1)
+        if len(passes) > 6:
+            raise RuntimeError("broken")
+
+    with decoder.bundle.backbone.model.register_forward_pre_hook(fail):
+        stream = client(url).chat.completions.create(model="tiny", messages=chat(store), stream=True)
+        with pytest.raises(openai.APIError, match="failed to answer"):
+            list(stream)

@@ -1,0 +1,167 @@
+"""Payload codecs: what goes in comes out, within the error the codec promises; damage is noticed."""
+
+import base64
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from ctx_compress_rag.errors import ConfigError, PayloadError
+from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.store.codec import CODECS, decode, encode, payload_bytes, payload_codec
+from ctx_compress_rag.store.seven_bits import to_bytes, to_text
+
+shapes = st.tuples(st.integers(1, 20), st.integers(1, 12))
+
+
+def matrices(limit: float) -> st.SearchStrategy[np.ndarray]:
+    values = st.floats(-limit, limit, width=32, allow_nan=False)
+    return shapes.flatmap(lambda shape: arrays.arrays(np.float32, shape, elements=values))
+
+
+def in_base64(raw: bytes) -> str:
+    """As earlier versions wrote payloads."""
+    return base64.b64encode(raw).decode()
+
+
+def context(slots: np.ndarray, counts: list[int] | None = None) -> SoftContext:
+    return SoftContext(torch.from_numpy(slots), torch.tensor(counts or [4] * len(slots)))
+
+
+@settings(deadline=None)
+@given(matrices(float(np.float32(3e38))))
+def test_int8_is_within_its_step_in_every_column(slots: np.ndarray) -> None:
+    """Its own: channels with outliers do not drown the others."""
+    back = decode(encode(context(slots), "int8")).slots.numpy().astype(np.float64)
+    column = np.abs(slots.astype(np.float64)).max(axis=0)
+    # Half a step of a scale at most 2**(1/8) above max/127; nothing is promised 2**31 below the largest column.
+    step = np.maximum(column, column.max() * 2.0**-31) / 127 * 2**0.125
+    assert (np.abs(back - slots) <= step * 0.501 + 1e-40).all()
+
+
+@settings(deadline=None)
+@given(matrices(float(np.float32(3e38))))
+def test_int4_is_no_worse_than_rounding_each_group_to_15_steps(slots: np.ndarray) -> None:
+    back = decode(encode(context(slots), "int4")).slots.numpy().astype(np.float64)
+    size = slots.size
+    exact, error = np.zeros((2, -(-size // 32), 32))
+    exact.reshape(-1)[:size] = slots.reshape(-1)
+    error.reshape(-1)[:size] = (back - slots).reshape(-1)
+    peak = np.abs(exact).max(axis=1, keepdims=True)
+    # A scale of its own, 2**(1/8) above the best at most; nothing is promised 2**15 below the largest group.
+    step = np.maximum(peak, peak.max() * 2.0**-15) / 7 * 2**0.125
+    assert (np.linalg.norm(error, axis=1) <= 0.501 * step[:, 0] * 32**0.5 + 1e-40).all()
+
+
+def test_int4_takes_17_bytes_for_32_values() -> None:
+    slots = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
+    assert payload_bytes(encode(context(slots), "int4")) == 64 * 256 // 32 * 17 + 4 + struct.calcsize("<BBIIII") + 8
+    back = decode(encode(context(slots), "int4")).slots.numpy()
+    assert np.linalg.norm(back - slots) < 0.1 * np.linalg.norm(slots)
+
+
+@settings(deadline=None)
+@given(matrices(65504.0))
+def test_fp16_equals_numpy_half(slots: np.ndarray) -> None:
+    back = decode(encode(context(slots), "fp16")).slots.numpy()
+    np.testing.assert_array_equal(back, slots.astype(np.float16).astype(np.float32))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40), st.sampled_from(sorted(CODECS)))
+def test_token_counts_are_exact(counts: list[int], codec: str) -> None:
+    back = decode(encode(context(np.ones((len(counts), 2), np.float32), counts), codec))
+    assert back.token_counts.tolist() == counts
+    assert back.token_counts.dtype == torch.int64
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_any_float_type_is_taken(codec: str, dtype: torch.dtype) -> None:
+    slots = torch.linspace(-2, 2, 12, requires_grad=True).reshape(3, 4).to(dtype)
+    back = decode(encode(SoftContext(slots, torch.tensor([4, 4, 1])), codec))
+    torch.testing.assert_close(back.slots, slots.detach().float(), atol=0.2 if codec == "int4" else 0.02, rtol=0)
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_are_refused(codec: str, value: float) -> None:
+    slots = np.ones((3, 4), np.float32)
+    slots[1, 2] = value
+    with pytest.raises(PayloadError, match="1 of 12"):
+        encode(context(slots), codec)
+
+
+def test_fp16_overflow_is_refused_and_int8_takes_it() -> None:
+    slots = np.full((2, 3), 65505.0, np.float32)
+    with pytest.raises(PayloadError, match=r"65504.*int8"):
+        encode(context(slots), "fp16")
+    assert np.abs(decode(encode(context(slots), "int8")).slots.numpy() / slots - 1).max() < 0.01
+
+
+@pytest.mark.parametrize("count", [-1, 2**32])
+def test_impossible_token_counts_are_refused(count: int) -> None:
+    with pytest.raises(PayloadError, match=str(count)):
+        encode(context(np.ones((2, 2), np.float32), [4, count]))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
+def test_nothing_cannot_be_stored(shape: tuple[int, int]) -> None:
+    with pytest.raises(PayloadError, match="nothing to store"):
+        encode(SoftContext(torch.zeros(shape), torch.ones(shape[0], dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_every_cut_and_every_changed_byte_is_noticed(codec: str) -> None:
+    """Padding gives several widths one size (int4): 3 x 4 numbers are as many bytes as 3 x 5."""
+    payload = encode(context(np.arange(12, dtype=np.float32).reshape(3, 4)), codec)
+    raw = to_bytes(payload)
+    changed = (raw[:at] + bytes([raw[at] ^ bits]) + raw[at + 1 :] for at in range(len(raw)) for bits in range(1, 256))
+    for damaged in (*(payload[:end] for end in range(len(payload))), *map(to_text, changed)):
+        with pytest.raises(PayloadError):
+            decode(damaged)
+
+
+@settings(deadline=None)
+@given(st.text() | st.text().map(lambda text: text + "~") | st.binary().map(to_text) | st.binary().map(in_base64))
+def test_rubbish_is_a_payload_error(rubbish: str) -> None:
+    with pytest.raises(PayloadError):
+        decode(rubbish)
+
+
+@pytest.mark.parametrize(("second", "value", "named"), [(1, np.nan, "NaN"), (2**31, 2, "cover")])
+def test_what_another_program_wrote_is_checked(second: int, value: float, named: str) -> None:
+    """Numbers that are none, and counts of tokens that do not cover the slots, under a right checksum."""
+    body = struct.pack("<II", 4, second) + np.array([1, value], "<f2").tobytes()
+    raw = struct.pack("<BBIIII", 1, CODECS["fp16"].code, 1, 2, 1, zlib.crc32(body)) + body
+    with pytest.raises(PayloadError, match=named):
+        decode(to_text(raw))
+
+
+def test_unknown_codec_names_the_choices() -> None:
+    with pytest.raises(ConfigError, match=r"'int2'.*fp16"):
+        encode(context(np.ones((1, 1), np.float32)), "int2")
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=50))
+def test_bytes_are_written_seven_bits_a_character(raw: bytes) -> None:
+    bits = "".join(f"{byte:08b}" for byte in raw)
+    sevens = [int(bits[start : start + 7].ljust(7, "0"), 2) for start in range(0, len(bits), 7)]
+    text = to_text(raw)
+    assert text == "".join(chr(seven or 128) for seven in sevens) + "~"
+    assert to_bytes(text) == to_bytes(in_base64(raw)) == raw
+    assert payload_bytes(text) == payload_bytes(in_base64(raw)) == len(raw)
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_payloads_of_earlier_versions_are_read(codec: str) -> None:
+    payload = encode(context(np.arange(12, dtype=np.float32).reshape(3, 4)), codec)
+    earlier = in_base64(to_bytes(payload))
+    assert torch.equal(decode(earlier).slots, decode(payload).slots)
+    assert payload_codec(earlier) == payload_codec(payload) == codec

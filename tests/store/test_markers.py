@@ -1,0 +1,165 @@
+"""Markers: read back exactly, refused when forged, found in linear time, kept apart by scope."""
+
+import asyncio
+import json
+import logging
+import time
+from string import Formatter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctx_compress_rag.errors import ConfigError, RatioError, UnreadableMarkerError
+from ctx_compress_rag.store.marker import MAX_FACTOR, Marker, MarkerCodec, current_scope, defused, scope
+
+KEY = b"k" * 32
+CODEC = MarkerCodec(KEY, "f" * 64)
+LETTERS = "abcdefghijklmnop"
+names = st.text(LETTERS, min_size=17, max_size=17)
+factors = st.integers(1, MAX_FACTOR)
+slot_counts = st.integers(1, 9_999_999)
+scopes = st.text(min_size=1, max_size=20)
+plain = st.text(max_size=60) | st.text("[]ctx:.abp0123", max_size=60)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(plain, names, factors, slot_counts), max_size=5), plain, scopes)
+def test_what_is_written_is_read(rows: list[tuple[str, str, int, int]], tail: str, who: str) -> None:
+    text, expected = "", []
+    for before, name, factor, slots in rows:
+        text += before + CODEC.write(name, factor, slots, who)
+        expected += [before, (name, factor, slots)]
+    parts = CODEC.split(text + tail, who)
+    read = [part if isinstance(part, str) else (part.passage, part.factor, part.slots) for part in parts]
+    assert read == [part for part in [*expected, tail] if part]
+
+
+def test_the_form_is_the_documented_one() -> None:
+    written = CODEC.write(CODEC.passage("some text"), 4, 16, "default")
+    assert len(written) == len("[[ctx:]]") + 20 + 1 + 2 + 1 + 16
+    head, slots, tag = written.removeprefix("[[ctx:").removesuffix("]]").split(".")
+    assert (len(head), slots, len(tag)) == (20, "16", 16)
+    assert set(head + tag) <= set(LETTERS)
+
+
+def test_the_same_text_has_the_same_marker_and_nothing_else_has() -> None:
+    other_key, other_bundle = MarkerCodec(b"x" * 32, "f" * 64), MarkerCodec(KEY, "e" * 64)
+    name = CODEC.passage("text")
+    assert name == MarkerCodec(KEY, "f" * 64).passage("text")
+    assert len({name, CODEC.passage("text "), other_key.passage("text"), other_bundle.passage("text")}) == 4
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(), min_size=2, max_size=6, unique=True))
+def test_different_texts_have_different_names(texts: list[str]) -> None:
+    assert len({CODEC.passage(text) for text in texts}) == len(texts)
+
+
+def test_the_fields_cannot_run_into_each_other() -> None:
+    # Joined without lengths, scope "ab" with id "c..." would sign the same bytes as scope "a" with "bc...".
+    first = CODEC.write("c" * 17, 1, 2, "ab")
+    assert CODEC.split(first, "a" + "b") != [first]
+    assert CODEC.split(first, "a") == [first]
+    assert CODEC.split(first.replace("[[ctx:", "[[ctx:b", 1), "a") == [first.replace("[[ctx:", "[[ctx:b", 1)]
+
+
+def test_a_forged_marker_is_logged_once_and_stays(caplog: pytest.LogCaptureFixture) -> None:
+    forged = f"[[ctx:{'a' * 20}.16.{'b' * 16}]]"
+    good = CODEC.write("p" * 17, 1, 3, "t")
+    with caplog.at_level(logging.WARNING):
+        parts = CODEC.split(f"{forged} and {forged}{good}", "t")
+    assert parts[0] == f"{forged} and {forged}"
+    assert isinstance(parts[1], Marker)
+    assert [record.message for record in caplog.records] == [
+        "2 marker(s) in the text were not made with this key for scope 't', or were cut: left as literal text"
+    ]
+
+
+def test_a_marker_of_another_scope_is_refused_with_the_remedy() -> None:
+    """The app's likeliest mistake is a postprocessor without the LLM's scope."""
+    with pytest.raises(
+        UnreadableMarkerError, match="for scope 'alice'.*give the postprocessor and the LLM the same scope"
+    ):
+        CODEC.split(CODEC.write("p" * 17, 1, 3, "default"), "alice", "error")
+
+
+@pytest.mark.parametrize("before", ["", "[", "[[", "a[[[[["])
+@pytest.mark.parametrize("after", ["", "]", "]]"])
+def test_what_is_defused_is_no_marker_however_many_brackets_stand_around_it(before: str, after: str) -> None:
+    good = CODEC.write("p" * 17, 1, 3, "t")
+    left = defused(f"{before}{good}{good}{after} [[words]]")
+    assert CODEC.split(left, "t", "error") == [left]
+    assert CODEC.split(f"[{left}]", "t", "error") == [f"[{left}]"]
+    assert left.replace("ctx", "ctx:") == f"{before}{good}{good}{after} [[words]]"
+
+
+def test_it_survives_what_prompts_go_through() -> None:
+    good = CODEC.write("abcdefghijklmnopa", 4, 16, "t")
+    (expected,) = CODEC.split(good, "t")
+    template = "Read {a} well"
+    for travelled in (
+        f"Context: {good}?",
+        template.format(a=good),
+        "".join(literal for literal, *_ in Formatter().parse(good)),
+        json.loads(json.dumps([good]))[0],
+        json.dumps([good]),
+        repr([good]),
+        good.lower(),
+        good.encode("latin-1").decode("latin-1"),
+    ):
+        assert expected in CODEC.split(travelled, "t")
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "[[ctx:",
+        "[",
+        "[[ctx:" + "a" * 20,
+        "[[ctx:" + "a" * 20 + ".1",
+        "[[ctx:" + "a" * 20 + ".16." + "b" * 16 + "]",
+        "[[ctx:" + "a" * 20 + ".16." + "b" * 16 + "]]",
+    ],
+)
+def test_hostile_text_takes_linear_time(unit: str) -> None:
+    text = unit * (2_000_000 // len(unit))
+
+    def seconds() -> float:
+        began = time.process_time()
+        assert CODEC.split(text, "t") == [text]
+        return time.process_time() - began
+
+    assert any(seconds() < 1.0 for _ in range(3))  # 0.02 to 0.2 s when measured; quadratic time would be minutes
+
+
+@pytest.mark.parametrize("factor", [0, -1, MAX_FACTOR + 1])
+def test_a_factor_that_cannot_be_written_is_refused(factor: int) -> None:
+    with pytest.raises(RatioError, match=str(factor)):
+        CODEC.write("a" * 17, factor, 1, "t")
+
+
+def test_a_short_key_is_refused() -> None:
+    with pytest.raises(ConfigError, match="16 bytes, got 5"):
+        MarkerCodec(b"short", "f" * 64)
+
+
+def test_scopes_nest_and_follow_tasks() -> None:
+    async def seen_in_thread() -> str | None:
+        return await asyncio.to_thread(current_scope)
+
+    async def both() -> list[str | None]:
+        with scope("a"):
+            first = asyncio.create_task(seen_in_thread())
+        with scope("b"):
+            return [await first, await seen_in_thread()]
+
+    assert current_scope() is None
+    with scope("outer"):
+        with scope("inner"):
+            assert current_scope() == "inner"
+        assert current_scope() == "outer"
+    assert current_scope() is None
+    assert asyncio.run(both()) == ["a", "b"]
+    with pytest.raises(ConfigError, match="scope"), scope(""):
+        pass

@@ -1,0 +1,174 @@
+"""Records that are not as they were written: refused when read, found and made again."""
+
+from __future__ import annotations
+
+import base64
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import numpy as np
+import pytest
+
+from ctx_compress_rag.errors import PayloadError, StoreError
+from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.store import AddReport, Passage, SoftContextStore
+from ctx_compress_rag.store import codec as codecs
+from ctx_compress_rag.store.key import KEY_FILE
+from ctx_compress_rag.store.seven_bits import to_bytes, to_text
+from helpers.store import WordBundle, add, assert_same, passage
+
+KEY = b"sixteen bytes or more"
+Row = dict[str, Any]
+
+
+def loud(row: Row, _: Row) -> Row:
+    raw = bytearray(to_bytes(row["payload"]))
+    head, run = struct.calcsize("<BBIIII"), 2 * 8
+    raw[head + run : head + run + 4] = np.float32(3e38).tobytes()
+    raw[head - 4 : head] = struct.pack("<I", zlib.crc32(raw[head:]))
+    return {"payload": to_text(bytes(raw))}
+
+
+DAMAGE: dict[str, Callable[[Row, Row], Row]] = {
+    "another passage's payload": lambda row, other: {"payload": other["payload"]},
+    "another passage's text": lambda row, other: {"text": other["text"], "text_hash": other["text_hash"]},
+    "another passage's name": lambda row, other: {"marker": other["marker"]},
+    "another passage's record": lambda row, other: other,
+    "fewer slots": lambda row, other: {"slots": 1},
+    "more tokens": lambda row, other: {"tokens": 31},
+    "no slots": lambda row, other: {"slots": "eight"},
+    "a payload cut short": lambda row, other: {"payload": row["payload"][:-8]},
+    "a text that is none": lambda row, other: {"text": "!"},
+    "no payload": lambda row, other: {"payload": 5},
+    "zero slots of a right checksum": lambda row, other: {"payload": codecs.encode(WordBundle().at("x", 4))},
+    "a scale of 3e38": loud,
+    "no seal": lambda row, other: {"seal": ""},
+    "other metadata": lambda row, other: {"metadata": '{"source": "https://elsewhere.example"}'},
+    "another passage's metadata": lambda row, other: {
+        key: value for key, value in other.items() if key in ("metadata", "metadata_seal", "full_hash")
+    },
+    "metadata of unknown origin": lambda row, other: {"metadata_seal": None},
+}
+
+
+def spoil(folder: Path, id: str, name: str) -> None:
+    raw = chromadb.PersistentClient(folder).get_collection("passages-ctx", embedding_function=None)
+    row = dict(raw.get(ids=[id])["metadatas"][0])
+    raw.update(ids=[id], metadatas=[DAMAGE[name](row, row)])
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_changed_record_is_refused_and_made_anew(tmp_path: Path, name: str) -> None:
+    bundle = WordBundle()
+    with SoftContextStore(tmp_path, bundle, key=KEY) as store:
+        add(store, 3)
+        markers = [store.split(marker)[0] for marker in store.markers(["p0", "p1", "p2"], 4)]
+        raw = chromadb.PersistentClient(tmp_path).get_collection("passages-ctx", embedding_function=None)
+        other, row = (dict(raw.get(ids=[id])["metadatas"][0]) for id in ("p0", "p1"))
+        raw.update(ids=["p1"], metadatas=[DAMAGE[name](row, other)])
+        if "payload" in DAMAGE[name](row, other) and len(DAMAGE[name](row, other)) == 1:  # the text is still good
+            assert store.get_passages(["p1"])[0].text == passage(1)
+        reads: list[Callable[[], Any]] = [lambda: store.get(["p1"]), lambda: store.fetch(markers[:2])]
+        if name == "a text that is none":  # which slots do without
+            reads = [lambda: store.get_passages(["p1"])]
+        for read in reads:
+            with pytest.raises((PayloadError, KeyError), match="'p1' is damaged.*add it again|no passage"):
+                read()
+        assert_same(store.get(["p2"])[0], bundle.at(passage(2), 4))
+        assert store.discard_damaged() == ["p1"]
+        assert add(store, 3) == AddReport(added=1, updated=0, unchanged=2)
+        assert_same(store.fetch(markers)[1], bundle.at(passage(1), 4))
+        assert store.discard_damaged() == []
+
+
+def test_a_text_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:
+    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
+        add(store, 1)
+        raw = chromadb.PersistentClient(tmp_path).get_collection("passages-ctx", embedding_function=None)
+        bomb = base64.b64encode(zlib.compress(b"a" * (100 << 20), 9)).decode()
+        raw.update(ids=["p0"], metadatas=[{"text": bomb}])
+        with pytest.raises(PayloadError, match="unpacks to more than 16,777,216 bytes"):
+            store.get_passages(["p0"])
+
+
+def test_another_key_reads_nothing_and_says_why(tmp_path: Path) -> None:
+    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
+        add(store, 1)
+    with (
+        SoftContextStore(tmp_path, WordBundle(), key=KEY + b"!") as store,
+        pytest.raises(PayloadError, match="another key.*CTX_COMPRESS_KEY"),
+    ):
+        mark(store, [passage(0)], ["p0"], on_unreadable="error")
+
+
+@pytest.mark.parametrize("scope", ["default", "alice"])
+def test_a_retrieval_makes_damaged_slots_anew(tmp_path: Path, scope: str) -> None:
+    bundle = WordBundle()
+    with SoftContextStore(tmp_path, bundle, key=KEY) as store:
+        store.add([Passage(passage(i), f"p{i}", {"page": i}) for i in range(3)], progress=False)
+        spoil(tmp_path, "p1", "zero slots of a right checksum")
+        texts = [passage(i) for i in range(3)]
+        with pytest.raises(PayloadError, match="'p1' is damaged"):
+            mark(store, texts, ["p0", "p1", "p2"], scope=scope, on_missing="error")
+        left = mark(store, texts, ["p0", "p1", "p2"], scope=scope, on_missing="text", on_unreadable="text")
+        assert [text.startswith("[[ctx:") for text in left] == [True, False, True]
+        shown = mark(store, texts, ["p0", "p1", "p2"], scope=scope)
+        markers = [part for text in shown for part in store.split(text, scope)]
+        assert [len(call) for call in bundle.calls] == [3, 1]
+        assert_same(store.fetch(markers)[1], bundle.at(passage(1), 4))
+        assert store.get_passages(["p1"], scope)[0].metadata == {"page": 1}
+        assert store.damaged() == ([] if scope == "default" else ["p1"])  # others' records are theirs to mend
+
+
+def test_a_broken_seal_costs_its_own_passage_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
+        add(store, 3)
+        spoil(tmp_path, "p1", "more tokens")
+        texts = [passage(i) for i in range(3)]
+        shown = mark(store, texts, ["p0", "p1", "p2"])
+        assert [text.startswith("[[ctx:") for text in shown] == [True, False, True] and shown[1] == passage(1)
+        assert "p1" in caplog.text and "another key" in caplog.text
+        with pytest.raises(PayloadError, match="'p1' is damaged"):
+            mark(store, texts, ["p0", "p1", "p2"], on_unreadable="error")
+
+
+@pytest.mark.parametrize("key", [" " * 20, "", "short"])
+def test_a_blank_key_is_refused(tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CTX_COMPRESS_KEY", key)
+    with pytest.raises(StoreError, match="at least 16"):
+        add(SoftContextStore(tmp_path, WordBundle()), 1)
+
+
+def test_a_key_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.name != "posix" or os.getuid() != 0:
+        pytest.skip("needs a second user")
+    path = tmp_path / KEY_FILE
+    path.write_text("ab" * 32)
+    path.chmod(0o600)
+    os.chown(path, 65534, -1)
+    with pytest.raises(StoreError, match="belongs to user 65534"):
+        add(SoftContextStore(tmp_path, WordBundle()), 1)
+    monkeypatch.setenv("CTX_COMPRESS_KEY", "as the error says: set this")
+    with SoftContextStore(tmp_path, WordBundle()) as store:
+        add(store, 1)
+        assert store.get(["p0"])[0] is not None
+
+
+def test_a_process_reads_a_damaged_folder_once_it_is_restored(tmp_path: Path) -> None:
+    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
+        store.add([passage(1)], ["one"], progress=False)
+    database = tmp_path / "chroma.sqlite3"
+    whole = database.read_bytes()
+    database.write_bytes(b"no database" * 500)
+    for _ in range(3):
+        with pytest.raises(StoreError, match="cannot open"), SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
+            store.add([passage(2)], ["two"], progress=False)
+    database.write_bytes(whole)
+    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
+        assert store.add([passage(2)], ["two"], progress=False).added == 1
+        assert sorted(store.ids()) == ["one", "two"]

@@ -1,0 +1,204 @@
+"""What a store is given: a collection of the app's, ratios and numbers, passages of any size."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import numpy as np
+import pytest
+
+from ctx_compress_rag.errors import ConfigError, RatioError, StoreError, StoreWriteError
+from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.store import Passage, SoftContextStore, SyncReport
+from ctx_compress_rag.store.passage import MAX_CHARACTERS
+from helpers.store import WordBundle, add, assert_same, passage
+
+KEY = b"sixteen bytes or more"
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Any:
+    collection = chromadb.PersistentClient(str(tmp_path / "app")).create_collection("app")
+    ids = [f"p{n}" for n in range(300)]
+    collection.add(
+        ids, [[0.0]] * 300, documents=[passage(n) for n in range(300)], metadatas=[{"n": n} for n in range(300)]
+    )
+    return collection
+
+
+@pytest.mark.parametrize("give", [lambda app: app, lambda app: app.get()], ids=["collection", "get"])
+def test_a_collection_s_passages_are_added(store: SoftContextStore, app: Any, give: Callable[[Any], Any]) -> None:
+    assert store.add(give(app), progress=False).added == 300
+    kept = store.get_passages([f"p{n}" for n in range(300)])
+    assert [each and (each.text, each.metadata) for each in kept] == [(passage(n), {"n": n}) for n in range(300)]
+
+
+@pytest.mark.parametrize("odd", [{"title": "\ud800"}, {"\udfff": 1}, {"n": 10**5000}, {"n": -(2**63) - 1}])
+def test_metadata_that_cannot_be_stored_are_left_out(store: SoftContextStore, odd: dict[str, Any]) -> None:
+    given = [Passage(passage(0), "p0", {"page": 2**63 - 1, "kept": "é😀", "none": None, "yes": True} | odd)]
+    assert store.add(given, progress=False).added == 1
+    [kept] = store.get_passages(["p0"])
+    assert kept is not None and kept.metadata == {"page": 2**63 - 1, "kept": "é😀", "none": None, "yes": True}
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [
+        {"a": "a text", "b": "another"},
+        {"ids": ["p0"], "documents": None},
+        {"ids": [["p0"]], "documents": [["a query's result"]]},
+        {"ids": "p0", "documents": "text"},
+        {},
+    ],
+)
+def test_another_mapping_is_refused(store: SoftContextStore, documents: Any) -> None:
+    with pytest.raises(ConfigError, match="a mapping is not a list of documents"):
+        store.add(documents)
+    assert len(store) == 0
+
+
+def test_sync_follows_a_collection(store: SoftContextStore, app: Any, bundle: WordBundle) -> None:
+    app.add(["empty"], [[0.0]], metadatas=[{"n": -1}])  # a record without a text
+    store.add(["a passage of somebody else"], ["p1"], scope="tenant", progress=False)
+    assert store.sync(app, progress=False) == SyncReport(300, 0, 0, 0)
+    assert store.sync(app, progress=False) == SyncReport(0, 0, 300, 0)
+    app.delete(["p0", "p1"])
+    app.update(["p2"], [[0.0]], documents=["a text that changed"])
+    app.add(["new"], [[0.0]], documents=["a new text"])
+    assert store.sync(app, progress=False) == SyncReport(1, 1, 297, 2)
+    assert sorted(store.ids()) == sorted(id for id in app.get()["ids"] if id != "empty")
+    assert_same(store.get(["p2"])[0], bundle.at("a text that changed", 4))
+    assert store.ids("tenant") == ["p1"]
+    with pytest.raises(ConfigError, match="not a chromadb.Collection"):
+        store.sync("app")  # type: ignore[arg-type]
+
+
+def test_sync_deletes_nothing_if_it_gets_the_soft_contexts_themselves(store: SoftContextStore, tmp_path: Path) -> None:
+    store.add(["a passage"], ["p"], progress=False)
+    companion = chromadb.PersistentClient(tmp_path / "chroma").get_collection(store.info().collection)
+    with pytest.raises(ConfigError, match="holds soft contexts itself"):
+        store.sync(companion)
+    assert store.ids() == ["p"]
+
+
+def test_sync_keeps_what_is_added_while_it_compresses(tmp_path: Path, app: Any) -> None:
+    class Meanwhile(WordBundle):
+        def compress(self, texts: Sequence[str], ratio: int | None = None) -> list[SoftContext]:
+            app.upsert(["late"], [[0.0]], documents=["a late text"])
+            other.add(["a late text"], ["late"], progress=False)
+            return super().compress(texts, ratio)
+
+    folder = tmp_path / "chroma"
+    with SoftContextStore(folder, WordBundle()) as other, SoftContextStore(folder, Meanwhile()) as store:
+        other.add(["an old text"], ["old"], progress=False)
+        assert store.sync(app, progress=False).deleted == 1
+        assert "late" in store.ids() and "old" not in store.ids()
+
+
+@pytest.mark.parametrize("ratio", [0, -4, 3, 10**9])
+def test_an_impossible_ratio_is_refused_at_opening(tmp_path: Path, bundle: WordBundle, ratio: int) -> None:
+    with pytest.raises(RatioError, match=f"ratio {ratio} does not divide"):
+        SoftContextStore(tmp_path / "store", bundle, ratio=ratio)
+    assert not (tmp_path / "store").exists()
+
+
+def test_an_impossible_ratio_is_refused_by_bundles(make_tiny_bundle: Any, tmp_path: Path) -> None:
+    ram = make_tiny_bundle(name="ram", segment_tokens=8)
+    for bundle, ratio in ((make_tiny_bundle(), 3), (ram, 16)):
+        with pytest.raises(RatioError, match=f"ratio {ratio}"):
+            SoftContextStore(tmp_path, bundle, ratio=ratio)
+    assert SoftContextStore(tmp_path, ram, ratio=8).base_ratio == 8
+
+
+def test_a_store_that_was_made_with_an_impossible_ratio_says_so(tmp_path: Path, bundle: WordBundle) -> None:
+    client = chromadb.PersistentClient(str(tmp_path))
+    with SoftContextStore(client, bundle) as store:
+        add(store, 1)
+    raw = client.get_collection("passages-ctx", embedding_function=None)
+    raw.modify(metadata={**raw.metadata, "base_ratio": 0})
+    with pytest.raises(StoreError, match="impossible ratio 0: index again"):
+        SoftContextStore(client, bundle)
+
+
+@pytest.mark.parametrize("ratio", [16, 16.0, "16"])
+def test_numbers_are_taken_as_people_write_them(tmp_path: Path, bundle: WordBundle, ratio: Any) -> None:
+    with SoftContextStore(tmp_path, bundle, key=KEY, ratio=ratio) as store:
+        assert (store.base_ratio, type(store.base_ratio)) == (16, int)
+    with SoftContextStore(tmp_path / "fine", bundle, key=KEY, ratio=4) as store:
+        add(store, 1)
+        assert store.markers(["p0"], ratio) == store.markers(["p0"], 16) == [store.marker("p0", ratio)]
+        assert mark(store, [passage(0)], ["p0"], ratio=ratio) == store.markers(["p0"], 16)
+
+
+@pytest.mark.parametrize("ids", [None, 5, [3], "p0"])
+def test_ids_are_strings_in_a_list(store: SoftContextStore, ids: Any) -> None:
+    add(store, 1)
+    for refused in (store.delete, store.get):
+        with pytest.raises(ConfigError, match="ids must be"):
+            refused(ids)
+    assert store.ids() == ["p0"]
+
+
+def test_a_folder_that_cannot_be_made_is_named(bundle: WordBundle, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(StoreWriteError, match="cannot make the folder"):
+        add(SoftContextStore(tmp_path / "file" / "store", bundle, key=KEY), 1)
+
+
+@pytest.mark.parametrize("ratio", [16.5, "sixteen", None, [16], True])
+def test_what_is_no_number_is_refused(store: SoftContextStore, ratio: Any) -> None:
+    add(store, 1)
+    with pytest.raises(ConfigError, match="ratio="):
+        store.markers(["p0"], ratio)
+
+
+def test_a_passage_of_megabytes_is_refused_before_work(store: SoftContextStore, bundle: WordBundle) -> None:
+    with pytest.raises(ConfigError, match=r"'big' has 5,000,000 characters.*cut it into passages"):
+        store.add(["fine", "word " * 1_000_000], ["small", "big"], progress=False)
+    assert (len(store), bundle.calls) == (0, [])
+    store.add(["w" * MAX_CHARACTERS], progress=False)
+
+
+@pytest.mark.parametrize("key", ["a str of sixteen characters", 5, bytearray(b"k" * 32), ["k"]])
+def test_a_key_that_is_no_bytes_is_refused(tmp_path: Path, bundle: WordBundle, key: Any) -> None:
+    with pytest.raises(ConfigError, match=f"a marker key is bytes, got {type(key).__name__}"):
+        SoftContextStore(tmp_path, bundle, key=key)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lock_timeout": "soon"},
+        {"lock_timeout": -1},
+        {"lock_timeout": math.nan},
+        {"skimmed_slots": -1},
+        {"collection": None},
+        {"collection": 5},
+        {"collection": ""},
+        {"collection": "two words"},
+        {"collection": "x" * 600},
+        {"ratio": True},
+    ],
+)
+def test_an_impossible_option_is_refused_by_name_before_a_folder_is_made(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))}="):
+        SoftContextStore(tmp_path / "new", WordBundle(), **wrong)
+    assert not (tmp_path / "new").exists()
+
+
+def test_numbers_of_numpy_and_as_text_are_options(tmp_path: Path) -> None:
+    with SoftContextStore(tmp_path, WordBundle(), lock_timeout="8", skimmed_slots=np.int64(4)) as store:  # type: ignore[arg-type]
+        assert add(store, 1).added == 1
+
+
+def test_a_store_cannot_be_pickled_and_deep_copies_share_it(store: SoftContextStore) -> None:
+    with pytest.raises(ConfigError, match="SoftContextStore cannot be pickled: open it"):
+        pickle.dumps([store])
+    assert copy.deepcopy({"store": store})["store"] is store

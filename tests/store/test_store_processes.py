@@ -1,0 +1,316 @@
+"""A SoftContextStore and other processes: kills, locks, forks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import chromadb
+import pytest
+import torch
+
+from ctx_compress_rag.errors import StoreLockedError, StoreWriteError
+from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.store import AddReport, SoftContextStore
+from ctx_compress_rag.store import collection as companion
+from ctx_compress_rag.store.lock import LOCK_FILE, READERS_FILE, TURN_FILE
+from helpers.forked import run_python
+from helpers.server import chroma_server
+from helpers.store import LEAVE_JOURNAL, WRITE, WordBundle, add, assert_same, passage
+
+
+def test_kill_in_the_middle_loses_nothing_and_a_rerun_completes(tmp_path: Path, bundle: WordBundle) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    code = f"""{WRITE}
+import os, signal
+class Dying(WordBundle):
+    def compress(self, texts, ratio=None):
+        if len(self.calls) == 3:
+            print(sum(map(len, self.calls)), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().compress(texts, ratio)
+SoftContextStore(sys.argv[1], Dying()).add([passage(i, 300) for i in range(200)], [f"p{{i}}" for i in range(200)])
+"""
+    run = run_python(code, killed)
+    assert run.returncode == -9
+    with SoftContextStore(killed, bundle) as store, SoftContextStore(whole, bundle) as reference:
+        survived = len(store)
+        ids, texts = [f"p{i}" for i in range(200)], [passage(i, 300) for i in range(200)]
+        assert survived == int(run.stdout) < 200  # the batches that were written before the fourth
+        assert store.add(texts, ids) == AddReport(added=200 - survived, updated=0, unchanged=survived)
+        reference.add(texts, ids)
+        for one, other in zip(store.get(ids), reference.get(ids), strict=True):
+            assert torch.equal(one.slots, other.slots)
+        assert store.get_passages(ids) == reference.get_passages(ids)
+        assert store.add(texts, ids).unchanged == 200
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        (lambda store: add(store, 41), AddReport(added=1, updated=0, unchanged=40)),
+        (lambda store: store.marker("p0", 4) in mark(store, [passage(0)], ["p0"])[0], True),
+        (lambda store: store.has([passage(0)], ["p0"]), [True]),
+        (lambda store: len(store.ids()), 40),
+        (lambda store: store.info().passages, 40),
+        (len, 40),
+    ],
+)
+def test_after_a_kill_in_the_middle_of_a_transaction_any_call_may_come_first(
+    tmp_path: Path, bundle: WordBundle, first: Callable[[SoftContextStore], object], expected: object
+) -> None:
+    with SoftContextStore(tmp_path, bundle) as store:
+        add(store, 40)
+        assert run_python(LEAVE_JOURNAL, tmp_path).returncode == -9
+        assert first(store) == expected
+        assert not (tmp_path / "chroma.sqlite3-journal").exists()
+        assert store.damaged() == []
+        assert_same(store.get(["p39"])[0], bundle.at(passage(39), 4))
+
+
+@contextmanager
+def held_lock(folder: Path) -> Iterator[None]:
+    """Another process holds the writers' lock, as one does in the middle of a write."""
+    code = (
+        "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print('held', flush=1); input()"
+    )
+    command = [sys.executable, "-c", code, str(folder / LOCK_FILE)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        yield
+        holder.communicate("\n")
+
+
+def test_writers_of_two_processes_take_turns(tmp_path: Path, bundle: WordBundle) -> None:
+    code = f"""{WRITE}
+store = SoftContextStore(sys.argv[1], WordBundle())
+print(len(store), store.get(["p0"])[0] is not None, store.ensure([passage(0)], ["p0"]))
+print(store.add([passage(7)], ["other"], progress=False))
+"""
+    with SoftContextStore(tmp_path, bundle) as store:
+        add(store, 2)
+        assert run_python(code, tmp_path).stdout.startswith("2 True ['p0']\nAddReport(added=1,")  # this one is open
+        assert_same(store.get(["other"])[0], bundle.at(passage(7), 4))
+        # A second store of this process writes along, also through a client and another spelling of the path.
+        with SoftContextStore(tmp_path / ".." / tmp_path.name, bundle) as second:
+            assert add(second, 1, start=5).added == 1
+        assert add(store, 1, start=6).added == 1
+        assert sorted(store.ids()) == ["other", "p0", "p1", "p5", "p6"]
+
+
+def test_a_reader_does_without_the_lock_and_a_writer_waits_for_it(tmp_path: Path, bundle: WordBundle) -> None:
+    with SoftContextStore(tmp_path, bundle, lock_timeout=0.2) as store:
+        add(store, 2)
+        bundle.calls.clear()
+        with held_lock(tmp_path):
+            assert_same(store.get(["p0"])[0], bundle.at(passage(0), 4))
+            assert store.ensure([passage(0)], ["p0"]) == ["p0"]
+            for refused in (lambda: add(store, 3), lambda: store.delete(["p0"])):
+                began = time.monotonic()
+                with pytest.raises(StoreLockedError, match=f"(?s){tmp_path}.*lock_timeout.*chroma run"):
+                    refused()
+                assert 0.2 <= time.monotonic() - began < 5
+            assert bundle.calls == []  # refused before the work
+            assert store.delete(["none"]) == 0
+        assert add(store, 3) == AddReport(added=1, updated=0, unchanged=2)
+
+
+def test_a_reader_waits_for_the_write_in_progress(
+    tmp_path: Path, bundle: WordBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as a writer would, and the default at least."""
+    fcntl = pytest.importorskip("fcntl")
+    with SoftContextStore(tmp_path, bundle) as store:
+        add(store, 1)
+    monkeypatch.setattr(companion, "DEFAULT_TIMEOUT", 0.3)
+    for lock_timeout, wait in ((0, 0.3), (0.9, 0.9)):
+        with (
+            SoftContextStore(tmp_path, bundle, lock_timeout=lock_timeout) as store,
+            open(tmp_path / READERS_FILE) as file,
+        ):
+            fcntl.flock(file, fcntl.LOCK_EX)
+            began = time.monotonic()
+            with pytest.raises(StoreLockedError):
+                store.get(["p0"])
+            assert wait <= time.monotonic() - began < wait + 0.5
+            fcntl.flock(file, fcntl.LOCK_UN)
+            assert_same(store.get(["p0"])[0], bundle.at(passage(0), 4))
+
+
+def test_what_cannot_be_stored_stays_text_with_a_warning(
+    tmp_path: Path, bundle: WordBundle, caplog: pytest.LogCaptureFixture
+) -> None:
+    with SoftContextStore(tmp_path, bundle, lock_timeout=0) as store:
+        add(store, 1)
+        with held_lock(tmp_path):
+            texts = mark(store, [passage(0), passage(1), passage(2)], ["p0", "new", "newer"])
+        assert texts == [store.marker("p0", 4), passage(1), passage(2)]
+    assert "passages ['new', 'newer'] (another process is writing" in caplog.text
+
+
+needs_second_user = pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="needs a second user")
+KEY = b"sixteen bytes or more"
+AS_ANOTHER_USER = f"""{WRITE}
+import os
+from ctx_compress_rag.errors import StoreError, StoreWriteError
+from ctx_compress_rag.marking.mark import mark
+folder, key, bundle = sys.argv[1], {KEY}, WordBundle()
+os.setuid(65534)
+"""
+"""The beginning of a program of a user whom files and folder do not belong to."""
+
+
+def open_to_all(path: Path, mode: int = 0o755) -> None:
+    """Let other users read it and the folders that it is in, or what `mode` says."""
+    for each in [path, *path.parents]:
+        if each.is_relative_to(tempfile.gettempdir()) and each != Path(tempfile.gettempdir()):
+            each.chmod(mode)
+
+
+@needs_second_user
+def test_a_read_only_folder_can_be_queried(tmp_path: Path, bundle: WordBundle) -> None:
+    code = f"""{AS_ANOTHER_USER}
+with SoftContextStore(folder, bundle, key=key) as store:
+    [marker] = store.split(store.marker("p1", 8))
+    print(store.text_of([marker]) == [passage(1)], store.fetch([marker])[0].n_tokens, len(store), store.info().slots)
+    print(store.has([passage(0)], ["p0"]), sorted(store.ids()))
+    try:
+        store.add([passage(5)], ["p5"], progress=False)
+    except StoreWriteError as error:
+        print("refused:", error)
+try:
+    SoftContextStore(folder, bundle, key=key, collection="typo")
+except StoreWriteError as error:
+    print("none:", error)
+"""
+    folder = tmp_path / "chroma"
+    with SoftContextStore(folder, bundle, key=KEY) as store:
+        add(store, 2)
+    open_to_all(folder)
+    run = run_python(code, folder)
+    assert run.stdout.splitlines()[:2] == ["True 30 2 16", "[True] ['p0', 'p1']"], run
+    assert "refused: cannot write to the store" in run.stdout
+    assert "has no collection 'typo-ctx', and this user may not make one" in run.stdout
+
+
+@needs_second_user
+def test_a_read_only_database_can_be_queried(tmp_path: Path, bundle: WordBundle) -> None:
+    """In a folder that this user may write to: another user has made the files."""
+    code = f"""{AS_ANOTHER_USER}
+with SoftContextStore(folder, bundle, key=key) as store:
+    print(mark(store, [passage(1), passage(5)], ["p1", "p5"]) == [store.marker("p1", 4), passage(5)])
+"""
+    folder = tmp_path / "chroma"
+    with SoftContextStore(folder, bundle, key=KEY) as store:
+        add(store, 2)
+    open_to_all(folder, 0o777)
+    for path in folder.rglob("*"):
+        path.chmod(0o644 if path.name == "chroma.sqlite3" else 0o777)
+    run = run_python(code, folder)
+    assert run.stdout == "True\n", run
+
+
+@needs_second_user
+def test_a_read_only_folder_that_a_killed_writer_left_says_who_has_to_open_it(
+    tmp_path: Path, bundle: WordBundle
+) -> None:
+    """As another user, who may not undo the journal."""
+    code = f"""{AS_ANOTHER_USER}
+try:
+    SoftContextStore(folder, bundle, key=key)
+except StoreError as error:
+    print(error)
+"""
+    folder = tmp_path / "chroma"
+    with SoftContextStore(folder, bundle, key=KEY) as store:
+        add(store, 40)
+    assert run_python(LEAVE_JOURNAL, folder).returncode == -9
+    open_to_all(folder / "chroma.sqlite3-journal")
+    run = run_python(code, folder)
+    assert "chroma.sqlite3-journal must be undone first: open the store once as a user who may write" in run.stdout, run
+
+
+@needs_second_user
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+def test_a_store_that_nobody_made_and_this_user_cannot_make_is_refused_at_once(tmp_path: Path, mode: int) -> None:
+    """In a folder that another user may read alone, or not even look into."""
+    closed = Path(tempfile.mkdtemp(dir=tempfile.gettempdir()))
+    closed.chmod(mode)
+    code = f"""{AS_ANOTHER_USER}
+for name in ("", "new", "new/newer"):
+    try:
+        SoftContextStore(os.path.join(folder, name), bundle, key=key)
+        print("opened")
+    except StoreWriteError as error:
+        print(error)
+"""
+    run = run_python(code, closed)
+    closed.rmdir()
+    said = run.stdout.splitlines()
+    assert len(said) == 3 and all(
+        f"none can be made because this user may not write to {closed}:" in line for line in said
+    )
+
+
+def test_a_chroma_server_on_the_folder_is_noticed(tmp_path: Path, bundle: WordBundle) -> None:
+    with SoftContextStore(tmp_path, bundle) as store:
+        add(store, 2)
+        with chroma_server(tmp_path) as port:
+            with pytest.raises(StoreLockedError, match=r"server \(process \d+\) runs on .*HttpClient"):
+                add(store, 3)
+            with SoftContextStore(tmp_path, bundle) as reader:
+                assert_same(reader.get(["p1"])[0], bundle.at(passage(1), 4))
+            assert add(SoftContextStore(chromadb.HttpClient("127.0.0.1", port), bundle, key=b"k" * 16), 3).added == 1
+        assert len(store) == 3
+        assert add(store, 4) == AddReport(added=1, updated=0, unchanged=3)
+
+
+@pytest.mark.parametrize("name", [LOCK_FILE, TURN_FILE, READERS_FILE])
+def test_a_link_in_place_of_a_lock_file_is_not_followed(tmp_path: Path, bundle: WordBundle, name: str) -> None:
+    """Who may write to the folder could have the store write into any file of its owner."""
+    precious, folder = tmp_path / "precious", tmp_path / "chroma"
+    precious.write_text("words")
+    folder.mkdir()
+    (folder / name).symlink_to(precious)
+    with SoftContextStore(folder, bundle) as store, pytest.raises(StoreWriteError, match=f"{name}.*symbolic link"):
+        add(store, 1)
+    assert precious.read_text() == "words"
+
+
+def test_a_dead_writers_lock_is_free(tmp_path: Path, bundle: WordBundle) -> None:
+    code = """
+import os, pathlib, signal, sys
+from ctx_compress_rag.store.lock import writer
+with writer(pathlib.Path(sys.argv[1]), 0):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert run_python(code, tmp_path).returncode == -9
+    with SoftContextStore(tmp_path, bundle, lock_timeout=0) as store:
+        assert add(store, 2).added == 2
+
+
+def test_a_store_carried_over_a_fork_says_so_and_leaves_the_parent_alone(tmp_path: Path) -> None:
+    code = f"""{WRITE}
+import multiprocessing
+from ctx_compress_rag.errors import StoreError
+store = SoftContextStore(sys.argv[1], WordBundle())
+store.add([passage(0)], ["p0"], progress=False)
+def child():
+    try:
+        store.get(["p0"])
+    except StoreError as error:
+        print("child:", error, flush=True)
+process = multiprocessing.get_context("fork").Process(target=child)
+process.start(); process.join(30)
+print("exit", process.exitcode, flush=True)
+print(store.add([passage(1)], ["p1"], progress=False).added)
+"""
+    lines = run_python(code, tmp_path).stdout.splitlines()
+    assert "before a fork" in lines[0] and "spawn" in lines[0]
+    assert lines[1:] == ["exit 0", "1"]

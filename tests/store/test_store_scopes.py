@@ -1,0 +1,220 @@
+"""Tenants of one store: none reads, writes over or deletes another's passages."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from langchain_core.documents import Document
+
+from ctx_compress_rag.errors import ConfigError, MissingPassageError
+from ctx_compress_rag.marking.mark import expand, mark, stored_ids
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store import codec as codecs
+from ctx_compress_rag.store import marker as markers
+from ctx_compress_rag.store.marker import MarkerCodec
+from ctx_compress_rag.store.scope import own_id, owned, record_id
+from ctx_compress_rag.store.seven_bits import to_bytes
+from helpers.store import WordBundle, add, assert_same, passage
+from langchain_ctx_compress import CompressedContextPostprocessor
+
+
+@pytest.fixture
+def store(bundle: WordBundle) -> Iterator[SoftContextStore]:
+    client = chromadb.EphemeralClient()
+    yield SoftContextStore(client, bundle, collection="tenants")
+    client.delete_collection("tenants-ctx")
+
+
+def test_tenants_that_use_one_id_at_once_each_get_their_own_text(store: SoftContextStore) -> None:
+    texts = {"ann": passage(1), "bob": passage(2)}
+    start = threading.Barrier(2)
+
+    def work(tenant: str) -> None:
+        postprocessor = CompressedContextPostprocessor(store=store, ratio=4, scope=tenant)
+        start.wait()
+        for _ in range(60):
+            [found] = postprocessor.invoke([Document(id="doc1", page_content=texts[tenant])])
+            assert expand(store, found.page_content, tenant) == texts[tenant]
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, texts))
+
+
+def test_retrievals_that_alternate_between_tenants_compress_once_each(
+    store: SoftContextStore, bundle: WordBundle
+) -> None:
+    for n in range(20):
+        tenant = ("ann", "bob")[n % 2]
+        [marker] = mark(store, [passage(n % 2)], ["doc1"], ratio=4, scope=tenant)
+        assert expand(store, marker, tenant) == passage(n % 2)
+    assert sum(map(len, bundle.calls)) == 2
+
+
+def test_one_tenants_passages_are_not_there_for_another(store: SoftContextStore) -> None:
+    store.add([passage(1)], ["a"], progress=False, scope="ann")
+    marker = store.marker("a", 4, scope="ann")
+    for tenant in ("bob", markers.DEFAULT_SCOPE):
+        assert store.get(["a"], tenant) == store.get_passages(["a"], tenant) == [None]
+        assert store.has([passage(1)], ["a"], tenant) == [False]
+        assert store.ids(tenant) == []
+        assert store.delete(["a"], tenant) == 0
+        assert store.split(marker, tenant) == [marker]
+        with pytest.raises(MissingPassageError, match="'a' is not stored"):
+            store.marker("a", 4, tenant)
+    assert store.ids("ann") == ["a"]
+    assert store.delete(["a"], "ann") == 1
+
+
+def test_a_tenants_marker_ends_with_its_own_passage(store: SoftContextStore) -> None:
+    for tenant in ("ann", "bob"):
+        store.add([passage(1)], ["a"], progress=False, scope=tenant)
+    [marker] = store.split(store.marker("a", 4, "ann"), "ann")
+    assert store.text_of([marker]) == [passage(1)]
+    store.delete(["a"], "ann")
+    with pytest.raises(MissingPassageError):
+        store.text_of([marker])
+
+
+def test_what_has_no_scope_is_shared_and_a_tenants_own_comes_first(store: SoftContextStore, bundle: WordBundle) -> None:
+    add(store, 2)
+    bundle.calls.clear()
+    assert mark(store, [passage(0), passage(1)], ["p0", "p1"], scope="ann") == store.markers(["p0", "p1"], 4, "ann")
+    assert bundle.calls == []
+    store.add([passage(7)], ["p0"], progress=False, scope="ann")
+    assert [found.text for found in store.get_passages(["p0", "p1"], "ann")] == [passage(7), passage(1)]
+    assert store.get_passages(["p0"])[0].text == passage(0)
+    assert store.get_passages(["p0"], "ann", [passage(0)])[0].text == passage(0)
+    with markers.scope("ann"):
+        assert_same(store.get(["p0"])[0], bundle.at(passage(7), 4))
+
+
+def test_a_tenants_marker_in_a_shared_document_stays_with_the_tenant(store: SoftContextStore) -> None:
+    store.add(["a secret of ann"], ["secret"], progress=False, scope="ann")
+    shared = f"everyone reads this {store.marker('secret', 4, 'ann')}"
+    [marked] = mark(store, [shared], ["doc1"], ratio=4, scope="ann")
+    assert expand(store, marked, "ann") == "everyone reads this a secret of ann"
+    assert store.get_passages(["doc1"]) == store.get_passages(["doc1"], "bob") == [None]
+    [theirs] = mark(store, [shared], ["doc1"], ratio=4, scope="bob")
+    assert expand(store, theirs, "bob") == shared
+    assert store.ids() == []
+
+
+def test_only_the_given_text_is_signed(store: SoftContextStore) -> None:
+    add(store, 1)
+    with pytest.raises(MissingPassageError, match="'p0'"):
+        store.markers(["p0"], 4, None, [passage(5)])
+    texts = [passage(0), passage(1)]
+    expected = [mark(store, [text])[0] for text in texts]  # under their own hashes: these records stay
+    start = threading.Barrier(2)
+
+    def work(n: int) -> None:
+        start.wait()
+        for _ in range(40):
+            assert mark(store, [texts[n]], ["same"]) == [expected[n]]
+            assert expand(store, expected[n]) == texts[n]
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
+
+
+def test_ids_are_looked_up_in_the_tenants_scope(store: SoftContextStore) -> None:
+    store.add([passage(1)], progress=False, scope="ann")
+    [by_text] = store.ids("ann")
+    assert stored_ids(store, [passage(1)], ["mine"], "ann") == [by_text]
+    assert stored_ids(store, [passage(1)], ["mine"], "bob") == ["mine"]
+
+
+@given(
+    st.lists(
+        st.tuples(st.text(max_size=50), st.sampled_from(["default", "ann", "ann/", "bob"])), min_size=2, unique=True
+    )
+)
+def test_no_two_passages_share_a_record(pairs: list[tuple[str, str]]) -> None:
+    pairs += [(record_id(id, scope), markers.DEFAULT_SCOPE) for id, scope in pairs]  # an id made to look like another's
+    pairs = list(dict.fromkeys(pairs))
+    keys = [record_id(id, scope) for id, scope in pairs]
+    named = {key: pair for key, pair in zip(keys, pairs, strict=True)}
+    assert len(named) == len(pairs)
+    for key, (id, scope) in named.items():
+        assert own_id(key) == id and owned(key, scope)
+        assert not any(owned(key, other) for other in {"default", "ann", "ann/", "bob"} - {scope})
+
+
+@pytest.mark.parametrize("scope", ["", "  ", 5])
+def test_a_scope_that_is_no_name_is_refused_everywhere(store: SoftContextStore, tmp_path: Path, scope: Any) -> None:
+    add(store, 1)
+    for refused in (
+        lambda: SoftContextStore(tmp_path, store.bundle, scope=scope),
+        lambda: store.add([passage(0)], scope=scope),
+        lambda: store.ensure([passage(0)], scope=scope),
+        lambda: store.get(["p0"], scope),
+        lambda: store.get_passages(["p0"], scope),
+        lambda: store.has([passage(0)], scope=scope),
+        lambda: store.ids(scope),
+        lambda: store.delete(["p0"], scope),
+        lambda: store.markers(["p0"], 4, scope),
+        lambda: store.split("text", scope),
+        lambda: mark(store, [passage(0)], scope=scope),
+        lambda: expand(store, passage(0), scope),
+        lambda: markers.scope(scope).__enter__(),
+        lambda: CompressedContextPostprocessor(store=store, scope=scope),
+    ):
+        with pytest.raises(ConfigError, match="scope"):
+            refused()
+    assert len(store) == 1
+
+
+def test_a_store_without_scopes_made_before_opens_and_reads(tmp_path: Path, bundle: WordBundle) -> None:
+    """Records as the first release wrote them: the id alone, hashed with text and bundle."""
+    key, text = b"a key of sixteen bytes", passage(3)
+
+    def digest(*fields: str) -> str:
+        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:32]
+
+    deflated = base64.b64encode(zlib.compress(text.encode())).decode()
+    client = chromadb.PersistentClient(tmp_path)
+    collection = client.create_collection(
+        "passages-ctx",
+        embedding_function=None,
+        metadata={
+            "ctx_format": 1,
+            "bundle": "words",
+            "fingerprint": bundle.fingerprint,
+            "base_ratio": 4,
+            "codec": "int8",
+        },
+    )
+    row = {
+        "payload": base64.b64encode(to_bytes(codecs.encode(bundle.at(text, 4)))).decode(),
+        "text": deflated,
+        "text_hash": digest(bundle.fingerprint, "old", text),
+        "full_hash": digest(bundle.fingerprint, "old", text, "{}"),
+        "metadata": "{}",
+        "marker": MarkerCodec(key, bundle.fingerprint).passage(text),
+        "slots": 8,
+        "tokens": 30,
+    }
+    collection.upsert(ids=["old"], embeddings=[[0.0]], metadatas=[row])
+    with SoftContextStore(tmp_path, bundle, key=key) as store:
+        assert store.reseal() == 1
+    for scope in (markers.DEFAULT_SCOPE, "ann"):
+        with SoftContextStore(tmp_path, bundle, key=key, scope=scope) as store:
+            assert_same(store.get(["old"])[0], bundle.at(text, 4))
+            assert store.info().payload_bytes == len(to_bytes(row["payload"]))
+            [marker] = mark(store, [text], ["old"])
+            assert expand(store, marker) == text
+    assert bundle.calls == []
+    with SoftContextStore(tmp_path, bundle, key=key) as store:
+        assert store.add([text], ["old"], progress=False).unchanged == 1

@@ -1,0 +1,208 @@
+"""Metrics against published examples, plain computations and properties."""
+
+import doctest
+import math
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.text import answers as metrics
+from ctx_compress_rag.text.answers import (
+    contains_answer,
+    exact_match,
+    mentions_answer,
+    normalize_answer,
+    standard_error,
+    teacher_normalized,
+    token_f1,
+)
+
+WORDS = st.lists(st.sampled_from(["red", "blue", "green", "art", "party", "north"]), max_size=6).map(" ".join)
+
+
+def plain_f1(prediction: str, answer: str) -> float:
+    """Word F1 from precision and recall, counting by hand; the words need no normalisation."""
+    left = answer.split()
+    predicted, hits = prediction.split(), 0
+    wanted = len(left)
+    for word in predicted:
+        if word in left:
+            left.remove(word)
+            hits += 1
+    if not predicted or not wanted:
+        return 1.0 if prediction.split() == answer.split() else 0.0
+    if not hits:
+        return 0.0
+    precision, recall = hits / len(predicted), hits / wanted
+    return 2 * precision * recall / (precision + recall)
+
+
+def test_docstring_examples() -> None:
+    result = doctest.testmod(metrics)
+    assert result.attempted >= 2
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("The Cat!", "cat"),
+        ("an apple a day", "apple day"),
+        ("  tabs\tand\nlines ", "tabs and lines"),
+        ("U.S.A.", "usa"),
+        ("theatre another", "theatre another"),  # articles are whole words
+        ("a.", ""),
+        ("Zürich — 北京", "zürich — 北京"),
+        ("「东京」、日本。", "东京日本"),
+        ("\uff01\uff08东京\uff09\uff0c日本\uff1f", "东京日本"),  # full width
+        ("서울, 대한민국", "서울 대한민국"),  # Korean has spaces
+    ],
+)
+def test_normal_form(text: str, normal: str) -> None:
+    assert normalize_answer(text) == normal
+
+
+def test_known_scores() -> None:
+    # From the rules of SQuAD's evaluation script: the best of several answers counts.
+    answers = ["Denver Broncos", "the Denver Broncos", "Broncos"]
+    assert exact_match("The denver broncos.", answers) == 1.0
+    assert exact_match("Denver Broncos won", answers) == 0.0
+    assert token_f1("Denver Broncos won", answers) == pytest.approx(0.8)
+    assert token_f1("Carolina Panthers", answers) == 0.0
+    assert contains_answer("It was the Denver Broncos, in 2016", answers) == 1.0
+    assert contains_answer("Denver's Panthers", answers) == 0.0
+    assert token_f1("red red", ["red"]) == pytest.approx(2 / 3)  # a word counts as often as it stands
+
+
+def test_contains_is_a_substring_of_the_normal_form() -> None:
+    """The definition of Simple Context Compression, section 5.1."""
+    assert contains_answer("首都是东京。", ["东京"]) == 1.0
+    assert contains_answer("It is the U.S.A., surely", ["usa"]) == 1.0
+    assert contains_answer("a big party", ["art"]) == 1.0
+    assert contains_answer("north of the east", ["north east"]) == 0.0
+
+
+def test_mentions_compares_whole_words() -> None:
+    assert not mentions_answer("a big party", ["art"])
+    assert mentions_answer("big art, here", ["fig", "art"])
+    assert not mentions_answer("north of the east", ["north east"])
+    assert mentions_answer("首都是东京。", ["东京"])
+    assert not mentions_answer("big art", ["the", ""]) and not mentions_answer("", [])
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "precision", "recall"),
+    [
+        ("首都是东京。", "东京", 2 / 5, 1),
+        ("東京です", "東京", 2 / 4, 1),  # kana are words, too
+        ("コーヒー・ショップ", "コーヒー", 4 / 8, 1),  # the middle dot is punctuation
+        ("在 2016 年", "2016年", 2 / 3, 1),  # runs of other characters stay whole
+        ("「Python 语言」", "python语言", 1, 1),
+        ("南京", "东京", 1 / 2, 1 / 2),
+    ],
+)
+def test_f1_of_chinese_and_japanese_counts_characters(
+    prediction: str, answer: str, precision: float, recall: float
+) -> None:
+    """As MLQA's evaluation segments Chinese; counted by hand."""
+    assert token_f1(prediction, [answer]) == pytest.approx(2 * precision * recall / (precision + recall))
+
+
+@pytest.mark.parametrize("metric", [exact_match, token_f1, contains_answer])
+def test_unanswerable_questions_want_an_empty_prediction(metric) -> None:
+    for answers in ([], [""]):
+        assert metric("", answers) == 1.0
+        assert metric("the", answers) == 1.0  # normalises to nothing
+        assert metric("Paris", answers) == 0.0
+    assert metric("", ["Paris"]) == 0.0
+
+
+@given(WORDS, st.lists(WORDS, min_size=1, max_size=3))
+def test_f1_is_the_best_plain_f1(prediction: str, answers: list[str]) -> None:
+    assert token_f1(prediction, answers) == pytest.approx(max(plain_f1(prediction, a) for a in answers))
+
+
+@given(st.text(), st.lists(st.text(), min_size=1, max_size=3))
+def test_scores_agree_with_each_other(prediction: str, answers: list[str]) -> None:
+    f1 = token_f1(prediction, answers)
+    assert 0.0 <= f1 <= 1.0
+    if exact_match(prediction, answers):
+        assert f1 == 1.0
+        assert contains_answer(prediction, answers) == 1.0
+    assert normalize_answer(normalize_answer(prediction)) == normalize_answer(prediction)
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=30))
+def test_standard_error_is_that_of_the_mean(scores: list[float]) -> None:
+    assert standard_error(scores) == pytest.approx(statistics.stdev(scores) / math.sqrt(len(scores)), abs=1e-12)
+
+
+def test_standard_error_of_one_score_is_refused() -> None:
+    with pytest.raises(DataError, match="got 1"):
+        standard_error([0.5])
+
+
+def test_normalised_score_is_the_papers_formula() -> None:
+    compressed, nothing, full = [0.8, 0.6, 1.0, 0.4] * 10, [0.2, 0.0, 0.1, 0.1] * 10, [1.0, 0.8, 1.0, 0.6] * 10
+    share = teacher_normalized(compressed, nothing, full)
+    assert share is not None
+    assert share.value == pytest.approx((0.7 - 0.1) / (0.85 - 0.1))
+    assert share.low < share.value < share.high
+
+
+@given(st.floats(0, 1), st.lists(st.integers(1, 4), min_size=5, max_size=20))
+def test_a_share_kept_of_every_question_has_an_exact_interval(share: float, worth: list[int]) -> None:
+    """If each question keeps the same share, so does each resample: only pairing makes this hold."""
+    nothing = [0.1] * len(worth)
+    full = [0.1 + w / 5 for w in worth]
+    compressed = [0.1 + share * w / 5 for w in worth]
+    interval = teacher_normalized(compressed, nothing, full, resamples=50)
+    assert interval is not None
+    assert (interval.value, interval.low, interval.high) == pytest.approx((share, share, share))
+
+
+def test_interval_matches_the_delta_method() -> None:
+    """A first-order approximation of the ratio's spread, by other mathematics than resampling."""
+    rng = np.random.default_rng(7)
+    n = 800
+    nothing = rng.binomial(1, 0.1, n).astype(float)
+    full = rng.binomial(1, 0.9, n).astype(float)
+    compressed = np.where(rng.random(n) < 0.7, full, nothing)
+    interval = teacher_normalized(compressed.tolist(), nothing.tolist(), full.tolist())
+    assert interval is not None
+    gain, worth = compressed - nothing, full - nothing
+    ratio = gain.mean() / worth.mean()
+    spread = 1.96 * np.std(gain - ratio * worth, ddof=1) / math.sqrt(n) / worth.mean()
+    assert interval.value == pytest.approx(ratio)
+    assert interval.low == pytest.approx(ratio - spread, abs=0.15 * spread)
+    assert interval.high == pytest.approx(ratio + spread, abs=0.15 * spread)
+
+
+def test_the_seed_fixes_the_interval() -> None:
+    rng = np.random.default_rng(1)
+    scores = [rng.random(40).tolist(), [0.0] * 40, [1.0] * 40]
+    assert teacher_normalized(*scores, seed=3) == teacher_normalized(*scores, seed=3)
+    assert teacher_normalized(*scores, seed=3) != teacher_normalized(*scores, seed=4)
+
+
+@pytest.mark.parametrize(
+    ("nothing", "full"),
+    [
+        ([0.5] * 10, [0.5] * 10),  # the text gains nothing
+        ([0.6] * 10, [0.5] * 10),  # less than nothing
+        ([0.0, 1.0] * 5, [1.0, 0.0] * 4 + [1.0, 1.0]),  # better by one question of ten: chance
+    ],
+)
+def test_no_share_of_a_worth_that_is_not_sure(nothing: list[float], full: list[float]) -> None:
+    assert teacher_normalized([0.5] * 10, nothing, full) is None
+
+
+def test_scores_of_different_questions_are_refused() -> None:
+    with pytest.raises(DataError, match="got 2 compressed, 3 without context and 2 with full text"):
+        teacher_normalized([1, 1], [0, 0, 0], [1, 1])
+    with pytest.raises(DataError, match="got 0"):
+        teacher_normalized([], [], [])
