@@ -1,4 +1,4 @@
-"""The examples of docs/migration.md, on one world, and that the page shows their code."""
+"""The examples of examples/migration/README.md, on one world, and that the page shows their code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from migration.app import App, answering, compare, make_app, measure
 from migration.reranker import Reranker
 from migration.text_compression import RATE, TextCompressor
 
-PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "examples" / "migration" / "README.md").read_text(encoding="utf-8")
 NAMES = ["text_compression", "reranker", "long_context"]
 DIFFS = list(zip(NAMES, re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL), strict=True))
 
