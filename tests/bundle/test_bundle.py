@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle import bundle as bundle_module
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models import backbone as backbone_module
