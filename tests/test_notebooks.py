@@ -23,7 +23,7 @@ FIGURES = {
     "what_does_a_ratio_cost": 2,
     "in_context_gradient_descent": 6,
 }
-SMALL = {"smollm2-135m": "demo", "wikipedia_corpus": "invented_corpus"}
+SMALL = {"smollm2-135m": "demo"}
 FOUND = "import json\nprint(json.dumps({}))"
 NOT_FOR_A_PAGE = {
     "a path of somebody's machine": r"(?<![\w.])/(home|root|tmp|usr|var|work|opt|mnt|Users|private)/|[A-Z]:\\",

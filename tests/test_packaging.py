@@ -131,7 +131,7 @@ def test_core_modules_import_only_what_is_declared(file: Path) -> None:
     core = declared(PROJECT["dependencies"])
     if file.parent.name == "serving":  # the server's own room; no other imports it before it is asked for
         core |= declared(EXTRAS["serve"])
-    extras = ("train", "gguf", "demo", "retrieval", "documents", "structured", "hub", "llmlingua", "ray")
+    extras = ("train", "gguf", "demo", "retrieval", "documents", "structured", "hub", "llmlingua")
     optional = declared(*(EXTRAS[name] for name in extras))
     assert foreign_distributions(file, at_import_time=True) <= core
     assert foreign_distributions(file, at_import_time=False) <= core | optional

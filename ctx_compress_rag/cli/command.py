@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
+from io import TextIOWrapper
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -15,13 +16,17 @@ from typer.core import TyperCommand
 
 from ctx_compress_rag.errors import CtxCompressError
 
-app = typer.Typer(
-    name="ctx-compress",
-    help="Compress passages into soft contexts, keep them in Chroma, ask a local decoder.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+
+def program(name: str) -> typer.Typer:
+    """A program of several commands.
+
+    Args:
+        name: as users type it.
+    """
+    return typer.Typer(name=name, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+app = program("ctx-compress")
 
 Run = TypeVar("Run", bound=Callable[..., None])
 _VERBOSE = inspect.Parameter(
@@ -52,15 +57,19 @@ def _repeated(args: Sequence[str], lists: set[str]) -> list[str]:
     return done
 
 
-def command(name: str, example: str) -> Callable[[Run], Run]:
-    """Register a function as a command.
+def command(example: str, to: typer.Typer = app) -> Callable[[Run], Run]:
+    """Register a function as a command: its name is the command's, its docstring the help.
+
+    `eval_` is the command `eval`, and `adapt_eval` would be `adapt-eval`.
 
     Args:
-        name: its name.
-        example: its arguments as typed, shown in its help.
+        example: arguments as typed, shown in the help.
+        to: the program that gets the command.
     """
 
     def register(run: Run) -> Run:
+        name = run.__name__.rstrip("_").replace("_", "-")
+
         @wraps(run)
         def guarded(*, verbose: bool, **options: Any) -> None:
             logging.basicConfig(format="%(levelname)s: %(message)s")
@@ -78,10 +87,21 @@ def command(name: str, example: str) -> Callable[[Run], Run]:
 
         signature = inspect.signature(run, eval_str=True)
         guarded.__signature__ = signature.replace(parameters=[*signature.parameters.values(), _VERBOSE])  # type: ignore[attr-defined]
-        app.command(name, cls=_Command, epilog=f"Example: ctx-compress {name} {example}")(guarded)
+        to.command(name, cls=_Command, epilog=f"Example: {to.info.name} {name} {example}")(guarded)
         return run
 
     return register
+
+
+def run(app: typer.Typer, argv: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit code: 0, 2 for an error that the user can fix, 130 if interrupted."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what a terminal's encoding lacks must not end a command
+    try:
+        app(args=argv, prog_name=app.info.name)
+    except SystemExit as done:
+        return int(done.code or 0)
+    return 0
 
 
 def _stop(message: str, code: int) -> None:

@@ -15,6 +15,9 @@ from ctx_compress_rag.text.encoding import conversion
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle.bundle import Bundle
 
+STORE = "chroma"
+"""The folder of an index."""
+
 # Control characters, marks that change the writing direction, and surrogates (undecodable bytes of file names).
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -50,7 +53,6 @@ AnswerTokens = Annotated[
     ),
 ]
 Extractive = Annotated[bool, typer.Option("--extractive", help="Answers quote the passages word for word.")]
-Temperature = Annotated[float, typer.Option(metavar="T", help="0 always takes the most likely token.")]
 BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum prompts per forward pass.")]
 Device = Annotated[str | None, typer.Option(metavar="NAME", help="cuda, mps or cpu.  [default: the first available]")]
 Dtype = Annotated[
@@ -106,14 +108,6 @@ def check_template(template: str | None) -> None:
     """
     if template is not None and not ("{context}" in template and "{question}" in template):
         raise ConfigError(f"--template {template!r} lacks {{context}} or {{question}}: add it")
-
-
-def print_report(output: str, name: str, text: str, record: object) -> None:
-    """Print tables, and write them and their numbers to a folder, as `name`.md and `name`.json."""
-    from ctx_compress_rag.evaluation import report
-
-    report.write(output, name, text, record)
-    print(f"{text}\n\nalso in {output}")
 
 
 def note_what_it_reads(bundle: Bundle) -> None:

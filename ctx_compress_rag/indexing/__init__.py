@@ -1,1 +1,4 @@
-"""What the commands run: indexing, asking, serving, upkeep and the demo."""
+"""What the commands run: from files to an index, questions about it, and the demo."""
+
+DEFAULT_BUNDLE = "smollm2-135m"
+"""The shipped bundle that reads English."""

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import chromadb
 from chromadb.errors import NotFoundError
@@ -15,13 +14,10 @@ from tqdm.auto import tqdm
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError, DataError, StoreError
 from ctx_compress_rag.indexing.chunking import chunk
-from ctx_compress_rag.indexing.fill import Added, Soft, fill, shown, total
 from ctx_compress_rag.indexing.index import PassageIndex, check_there, make_passage
 from ctx_compress_rag.indexing.inputs import Input, as_text
-from ctx_compress_rag.store import Passage, SoftContextStore
+from ctx_compress_rag.store import AddReport, Passage, SoftContextStore
 from ctx_compress_rag.store.collections import passages_in
-from ray_indexing.on_ray import fill_on_ray
-from ray_indexing.worker import CompressPassages
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +81,6 @@ def update_index(
     chunk_tokens: int | None = None,
     prune: bool = False,
     progress: bool = True,
-    ray_workers: int | None = None,
 ) -> IndexReport:
     """Bring an index up to date with a folder or file; only new and changed passages are compressed.
 
@@ -94,7 +89,7 @@ def update_index(
 
     The old passages of a changed file are always removed, after the new ones are stored. The passages of a deleted file
     are removed only with `prune`, and only if they came from this folder; those of a file that exists but cannot be
-    read stay. A row of JSONL or Parquet counts as a file.
+    read stay. A row of JSONL counts as a file.
 
     Args:
         index: the index.
@@ -102,13 +97,11 @@ def update_index(
         chunk_tokens: maximum decoder tokens of a passage; None takes 256, or the bundle's window if that is less.
         prune: remove the passages of deleted files.
         progress: show a progress bar, in bytes of the input.
-        ray_workers: number of Ray workers that embed and compress; None does it in this process.
 
     Raises:
         ConfigError: `chunk_tokens` is too small.
         StoreError: there are records of another key, which are not deleted.
         DataError: a row is unusable, or there is no text.
-        WorkerError: Ray lost passages; the same call resumes with them.
     """
     if chunk_tokens is None:
         chunk_tokens = min(DEFAULT_CHUNK_TOKENS, index.bundle.config.max_tokens)
@@ -121,11 +114,7 @@ def update_index(
     added = unchanged = 0
     with tqdm(total=given.bytes, desc="indexing", unit="B", unit_scale=True, disable=not progress) as bar:
         bar.set_postfix_str("0 passages")
-        if ray_workers is None:
-            parts = fill(index, cut, CompressPassages(index.bundle, **index.making))
-        else:
-            parts = fill_on_ray(index, cut, ray_workers, {"bundle": index.bundle_name, **index.loading, **index.making})
-        for part in parts:
+        for part in index.add(cut):
             added, unchanged = added + part.added, unchanged + part.unchanged
             bar.set_postfix_str(f"{added + unchanged} passages", refresh=False)
             bar.update(cut.bytes - bar.n)
@@ -150,12 +139,11 @@ def compress_collection(
     name: str,
     bundle: str,
     codec: str | None = None,
-    ray_workers: int | None = None,
     *,
     device: str | None = None,
     dtype: str | None = None,
-) -> Added:
-    """Compress the texts of an app's own Chroma collection into soft contexts beside it, page by page.
+) -> AddReport:
+    """Compress the texts of an app's own Chroma collection into soft contexts beside it.
 
     Soft contexts of deleted passages stay; `SoftContextStore.sync` removes them, too.
 
@@ -164,14 +152,12 @@ def compress_collection(
         name: the collection.
         bundle: a bundle's folder, shipped name or hub id.
         codec: codec of a new store.
-        ray_workers: as in `update_index`.
         device: see `Bundle.from_pretrained`.
         dtype: see `Bundle.from_pretrained`.
 
     Raises:
         StoreError: there is no such folder or collection, or it has no texts.
         BundleError, FingerprintMismatchError: see `Bundle.from_pretrained` and `SoftContextStore`.
-        WorkerError: as `update_index`.
     """
     check_there(folder)
     client = chromadb.PersistentClient(str(folder))
@@ -180,14 +166,6 @@ def compress_collection(
     except (NotFoundError, UnicodeEncodeError):  # the latter for a name that is not UTF-8
         names = ", ".join(sorted(each.name for each in client.list_collections()))
         raise StoreError(f"no collection {name!r} in {str(folder)!r}: there are {names or 'none'}") from None
-    loading = {"device": device, "dtype": dtype}
     loaded = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
     with SoftContextStore(collection, loaded, codec=codec) as store:
-        make: dict[str, Any] = {"ratio": store.base_ratio, "codec": store.codec}
-        passages = passages_in(collection)
-        with tqdm(total=collection.count(), desc="compressing", unit="passage") as bar:
-            if ray_workers is None:
-                parts = fill(Soft(store), passages, CompressPassages(loaded, **make))
-            else:
-                parts = fill_on_ray(Soft(store), passages, ray_workers, {"bundle": bundle, **loading, **make})
-            return total(shown(parts, bar))
+        return store.add(passages_in(collection))

@@ -9,13 +9,13 @@ from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
+from tqdm.auto import tqdm
+
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.plots import plot_scores
 from ctx_compress_rag.indexing.ask import question_prompt
-from ctx_compress_rag.indexing.defaults import INVENTED
-from ctx_compress_rag.indexing.demo_corpus import Corpus, DemoQuestion, invented_corpus, wikipedia_corpus
-from ctx_compress_rag.indexing.fill import Added
-from ctx_compress_rag.indexing.index import Hit, PassageIndex, open_index
+from ctx_compress_rag.indexing.demo_corpus import Corpus, DemoQuestion, wikipedia_corpus
+from ctx_compress_rag.indexing.index import Added, Hit, PassageIndex, open_index
 from ctx_compress_rag.text.answers import standard_error, token_f1
 
 if TYPE_CHECKING:
@@ -103,26 +103,22 @@ class DemoReport:
         return f"{answers}\n\n{scores}\n\npassages: {self.licence}"
 
 
-def run_demo(
-    folder: str | Path, bundle: str | None = None, invented: bool = False, progress: bool = True
-) -> DemoReport:
+def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = True) -> DemoReport:
     """Index the demo's corpus in a Chroma folder, and ask its questions with each kind of context.
 
     The plot is saved beside the folder, under its name with `.png`. A second run compresses nothing.
 
     Args:
         folder: the Chroma folder; created if missing.
-        bundle: a bundle in place of the folder's own, or of the corpus's if the folder has none.
-        invented: index passages about an invented world in place of paragraphs of Wikipedia.
+        bundle: a bundle in place of the folder's own, or of the shipped one if the folder has none.
         progress: show progress bars.
     """
     from ctx_compress_rag.decoding.decoder import TransformersDecoder
 
     folder = Path(folder)
-    corpus = invented_corpus() if invented else wikipedia_corpus()
-    default = INVENTED if invented else None
-    with open_index(folder, bundle, create=True, default=default) as index:
-        stored = index.add(corpus.passages, progress)
+    corpus = wikipedia_corpus()
+    with open_index(folder, bundle, create=True) as index:
+        stored = _add(index, corpus, progress)
         hits = index.search([question.text for question in corpus.questions], corpus.retrieved)
         decoder = TransformersDecoder(index.bundle, index.store, batch_size=len(corpus.questions))
         systems = _compare(index, decoder, corpus, hits)
@@ -139,6 +135,15 @@ def run_demo(
         licence=corpus.licence,
         picture=_draw(systems, corpus.about, folder.with_name(f"{folder.name}.png")),
     )
+
+
+def _add(index: PassageIndex, corpus: Corpus, progress: bool) -> Added:
+    added = unchanged = 0
+    with tqdm(total=len(corpus.passages), desc="indexing", unit="passage", disable=not progress) as bar:
+        for part in index.add(corpus.passages):
+            added, unchanged = added + part.added, unchanged + part.unchanged
+            bar.update(sum(part))
+    return Added(added, unchanged)
 
 
 def _compare(

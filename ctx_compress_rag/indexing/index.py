@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Self
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from chromadb.errors import NotFoundError
-from tqdm.auto import tqdm
 
 from ctx_compress_rag.errors import ConfigError, StoreError
-from ctx_compress_rag.indexing.defaults import ENGLISH
-from ctx_compress_rag.indexing.fill import Added, fill, shown, total
+from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import Passage, SoftContextStore, StoreInfo
 from ctx_compress_rag.store.collection import column, explained
@@ -29,9 +28,9 @@ from ctx_compress_rag.store.connect import Connection, check_name, connect
 from ctx_compress_rag.store.lock import DEFAULT_TIMEOUT
 from ctx_compress_rag.store.marker import DEFAULT_SCOPE
 from ctx_compress_rag.store.pages import pages
+from ctx_compress_rag.store.passage import passage_batches
 from ctx_compress_rag.store.sqlite import DATABASE, SqliteCollection
-from ctx_compress_rag.text.passage_vectors import PACKAGED, load_embedder, question_vectors
-from ray_indexing.worker import CompressPassages
+from ctx_compress_rag.text.passage_vectors import PACKAGED, load_embedder, passage_vectors, question_vectors
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle.bundle import Bundle
@@ -41,6 +40,15 @@ BUNDLE_KEY = "ctx_bundle"
 _EMBEDDER_KEY = "ctx_embedder"  # missing in indexes made before there was a choice
 _COSINE: Any = {"hnsw": {"space": "cosine"}}
 _PAGE = 2000
+_LOOKED_UP = 250
+"""How many passages are looked up together: as many as Chroma answers in one query."""
+
+
+class Added(NamedTuple):
+    """How many passages were compressed and stored now, and how many were stored before."""
+
+    added: int
+    unchanged: int
 
 
 def make_passage(text: str, source: str, root: str) -> Passage:
@@ -70,61 +78,47 @@ class PassageIndex:
 
     Attributes:
         bundle: the bundle.
+        bundle_name: its address, recorded in a new index.
         store: the soft contexts.
-        bundle_name: its address, from which another process loads it.
-        loading: the requested device and dtype, also for that process.
         embedder: the sentence encoder that passages and questions are compared with.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        bundle: Bundle,
-        bundle_name: str,
-        codec: str | None,
-        embedder: str,
-        loading: Mapping[str, str | None] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, folder: str, bundle: Bundle, bundle_name: str, codec: str | None, embedder: str) -> None:
         self.bundle = bundle
         self.embedder = embedder
         self.store = SoftContextStore(folder, bundle, collection=COLLECTION, codec=codec)
         self._connection = connect(folder, COLLECTION)
         self.bundle_name = bundle_name
-        self.loading = loading
 
-    def add(self, passages: Sequence[Passage], progress: bool = True) -> Added:
-        """Store the passages that are missing, batch by batch; after an interruption the same call resumes.
+    def add(self, passages: Iterable[Passage]) -> Iterator[Added]:
+        """Store the passages that are missing; yield counts, batch by batch, once a batch is on disk.
+
+        At most 250 passages are in memory at a time. After an interruption the same call resumes. A passage that then
+        has only a vector is compressed when it is added again, or retrieved.
 
         Args:
             passages: as `make_passage` makes them.
-            progress: show a progress bar.
         """
-        with tqdm(total=len(passages), desc="indexing", unit="passage", disable=not progress) as bar:
-            return total(shown(fill(self, passages, CompressPassages(self.bundle, **self.making)), bar))
+        stream = iter(passages)
+        while group := list(islice(stream, _LOOKED_UP)):
+            missing = {str(passage.id): passage for passage in self._missing(group)}
+            yield Added(0, len(group) - len(missing))
+            for batch in passage_batches(missing, _LOOKED_UP):
+                texts = [passage.text for passage in batch.values()]
+                vectors: Any = passage_vectors(texts, self.embedder)
+                metadatas: Any = [dict(passage.metadata) for passage in batch.values()]
+                with self._writing() as collection:
+                    collection.upsert(list(batch), vectors, metadatas, texts)
+                self.store.add(batch.values(), progress=False)
+                yield Added(len(batch), 0)
 
-    @property
-    def making(self) -> dict[str, Any]:
-        """The arguments of `CompressPassages` for this index, besides the bundle."""
-        return {"ratio": self.store.base_ratio, "codec": self.store.codec, "embedder": self.embedder}
-
-    def missing(self, passages: Sequence[Passage]) -> list[Passage]:
-        """The passages without a vector or a soft context; takes at most 250."""
+    def _missing(self, passages: Sequence[Passage]) -> list[Passage]:
+        """The passages without a vector or a soft context."""
         ids = [str(passage.id) for passage in passages]
         compressed = self.store.has([passage.text for passage in passages], ids)
         with self._reading() as collection:
             found = set(collection.get(ids=ids, include=[])["ids"]) if collection else set()
         return [p for p, id, done in zip(passages, ids, compressed, strict=True) if not (done and id in found)]
-
-    def put(self, passages: Sequence[Passage], made: Mapping[str, Any]) -> None:
-        """Store passages with what a worker made: `vector`, then `payload`, made by a bundle with `fingerprint`.
-
-        A passage that has only a vector, after an interruption, is compressed when it is retrieved.
-        """
-        metadatas: Any = [dict(passage.metadata) for passage in passages]
-        texts = [passage.text for passage in passages]
-        with self._writing() as collection:
-            collection.upsert([str(p.id) for p in passages], made["vector"], metadatas, texts)
-        self.store.put(passages, made)
 
     def remove(self, ids: Sequence[str]) -> None:
         """Remove passages from both collections."""
@@ -213,7 +207,6 @@ def open_index(
     *,
     codec: str | None = None,
     create: bool = False,
-    default: str | None = None,
     embedder: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
@@ -222,10 +215,10 @@ def open_index(
 
     Args:
         folder: the folder.
-        bundle: a bundle's folder, shipped name or hub id; None takes the index's own, or `default`.
+        bundle: a bundle's folder, shipped name or hub id; None takes the index's own, or for a new index the shipped
+            one that reads English.
         codec: codec of a new store.
         create: make the folder if there is none.
-        default: the bundle of a new index; None takes the shipped one that reads English.
         embedder: a sentence-transformers model, by folder or hub id; None takes the index's own, or the packaged
             MiniLM.
         device: see `Bundle.from_pretrained`.
@@ -248,10 +241,9 @@ def open_index(
             f"the index in {folder} was made with the embedder {made_with!r}, not {asked!r}: leave --embedder out, or "
             "index into another folder"
         )
-    name = bundle or recorded or default or ENGLISH
+    name = bundle or recorded or DEFAULT_BUNDLE
     loaded = Bundle.from_pretrained(name, device=device, dtype=dtype)
-    loading = {"device": device, "dtype": dtype}
-    return PassageIndex(str(folder), loaded, _lasting(name), codec, asked or made_with, loading)
+    return PassageIndex(str(folder), loaded, _lasting(name), codec, asked or made_with)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What `ctx-compress index` reads: a folder of files, JSONL or Parquet; one text at a time."""
+"""What `ctx-compress index` reads: a folder of files, or JSONL; one text at a time."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from stat import S_ISREG
 from typing import Any, NamedTuple
 
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.extras import needs
 from ctx_compress_rag.indexing.documents import DOCUMENTS, TEXTS, read_file, readable
 from ctx_compress_rag.store.passage import content_id
 from ctx_compress_rag.text.encoding import conversion
 
 logger = logging.getLogger(__name__)
 
-JSONL, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
-_ROWS = 256
+JSONL = (".jsonl", ".ndjson")
 
 
 class Text(NamedTuple):
@@ -78,7 +76,7 @@ class FolderInput(Input):
         if not path.is_dir():
             raise DataError(
                 f"{str(path)!r} is not a folder: give the folder of your {', '.join(suffixes)} files, or a "
-                f"{', '.join(JSONL + PARQUET)} file"
+                f"{', '.join(JSONL)} file"
             )
         super().__init__(path, 0)
         self.files: list[Path] = []
@@ -168,33 +166,13 @@ class Jsonl(Input):
                     yield _of_row(row, f"{self.path}, line {number}", len(line))
 
 
-class Parquet(Input):
-    """One text per row, from the columns `text` and, if present, `id`."""
-
-    def texts(self) -> Iterator[Text]:
-        with needs("ray"):
-            from pyarrow import ArrowException
-            from pyarrow.parquet import ParquetFile
-        try:
-            with ParquetFile(self.path) as file:
-                columns = [name for name in ("text", "id") if name in file.schema_arrow.names]
-                share = self.bytes // max(1, file.metadata.num_rows)
-                number = 0
-                for rows in file.iter_batches(_ROWS, columns=columns):
-                    for row in rows.to_pylist():
-                        number += 1
-                        yield _of_row(row, f"{self.path}, row {number}", share)
-        except ArrowException as error:
-            raise DataError(f"cannot read {str(self.path)!r} as Parquet ({error})") from error
-
-
 def as_text(path: str) -> str:
     """A path as text that ids and Chroma take: bytes that are not UTF-8 are escaped."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def open_input(path: str | Path) -> Input:
-    """The texts of a folder, or of a JSONL or Parquet file.
+    """The texts of a folder, or of a JSONL file.
 
     Raises:
         DataError: there is no such folder or file, or no text in the folder that can be read.
@@ -203,11 +181,10 @@ def open_input(path: str | Path) -> Input:
         raise DataError("the path to index is empty: give a folder or a file")  # Path("") is the current folder
     path = Path(path)
     suffix = path.suffix.lower()
-    if suffix not in JSONL + PARQUET or path.is_dir():
+    if suffix not in JSONL or path.is_dir():
         return FolderInput(path)
-    kind = Jsonl if suffix in JSONL else Parquet
     try:
-        return kind(path, path.stat().st_size)
+        return Jsonl(path, path.stat().st_size)
     except OSError as error:
         raise DataError(f"cannot read {str(path)!r}: {error.strerror}") from error
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from threading import Thread
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ctx_compress_rag.errors import ConfigError, WorkerError
-from ctx_compress_rag.extras import needs
-from ctx_compress_rag.indexing.fill import Added, Target, columns, lookups
 from ctx_compress_rag.store.passage import Passage
 from ray_indexing.worker import CompressPassages
 
@@ -20,65 +16,6 @@ if TYPE_CHECKING:
 
 _BLOCK_BYTES = 65_536
 """Size of the blocks in which Ray passes on a stream; its default, 128 MB, would take hours to compress."""
-_AHEAD = 4
-"""Batches queued per worker."""
-
-
-def fill_on_ray(target: Target, passages: Iterable[Passage], workers: int, make: Mapping[str, Any]) -> Iterator[Added]:
-    """Like `fill`, but compress on Ray workers; this process reads, looks up and stores the passages.
-
-    A thread reads passages and queues the missing ones; the queue holds a few batches per worker, so that memory
-    stays bounded here and on the workers.
-
-    Args:
-        target: where the passages are stored.
-        passages: the passages, read in another thread.
-        workers: number of workers; each loads the bundle, on its own GPU if the cluster has enough.
-        make: arguments of `CompressPassages`.
-
-    Raises:
-        MissingExtraError: Ray is not installed.
-        WorkerError: passages did not come back because a worker died or could not load the bundle.
-    """
-    ray = _started(workers)
-    from ray.util.queue import Queue
-
-    queue = Queue(maxsize=_AHEAD * workers, actor_options={"num_cpus": 0})
-    waiting: dict[str, Passage] = {}
-    unchanged: list[int] = []  # of each group, until it is reported
-    faults: list[BaseException] = []
-
-    def feed() -> None:
-        try:
-            for stored, batches in lookups(target, passages):
-                unchanged.append(stored)
-                for batch in batches:
-                    waiting.update(batch)
-                    queue.put(columns(batch))
-        except BaseException as error:  # raised again by the thread that stores
-            faults.append(error)
-        finally:
-            with suppress(ray.exceptions.RayActorError):  # nobody is left to read
-                queue.put(None)
-
-    feeder = Thread(target=feed, daemon=True)
-    feeder.start()
-    try:
-        queued = ray.data.from_items([0]).map_batches(_drained, fn_args=[queue], num_cpus=0)
-        for made in _made(queued, workers, make):
-            batch = [waiting.pop(id) for id in map(str, made["id"])]
-            target.put(batch, made)
-            yield Added(len(batch), _sum(unchanged))
-    except ray.exceptions.RayError as error:
-        raise WorkerError(f"a worker failed ({_last_line(error)}): fix that, then run again to resume") from error
-    finally:
-        queue.shutdown(force=True)
-        feeder.join()
-    if faults:
-        raise faults[0]
-    if waiting:
-        raise WorkerError(f"{len(waiting)} passages did not come back from Ray's workers: run again to resume")
-    yield Added(0, _sum(unchanged))
 
 
 def store_dataset(dataset: Any, store: SoftContextStore, bundle: str, workers: int, scope: str | None = None) -> int:
@@ -95,7 +32,7 @@ def store_dataset(dataset: Any, store: SoftContextStore, bundle: str, workers: i
         scope: tenant or user that owns the passages.
 
     Raises:
-        MissingExtraError, WorkerError: as in `fill_on_ray`.
+        WorkerError: passages did not come back because a worker died or could not load the bundle.
     """
     ray = _started(workers)
     held = ray.put(frozenset(store.ids(scope)))
@@ -115,9 +52,9 @@ def store_dataset(dataset: Any, store: SoftContextStore, bundle: str, workers: i
 def _started(workers: int) -> Any:
     if workers < 1:
         raise ConfigError(f"cannot compress on {workers} workers: give 1 or more")
-    with needs("ray"):
-        import ray
-        import ray.data
+    import ray
+    import ray.data
+
     if not ray.is_initialized():
         # A local cluster needs a CPU for each worker, or Ray would wait forever.
         local = {"address": "local", "num_cpus": max(workers, os.cpu_count() or 1), "include_dashboard": False}
@@ -143,16 +80,6 @@ def _made(dataset: Any, workers: int, make: Mapping[str, Any]) -> Iterator[dict[
         num_gpus=1 if gpus else None,
     )
     return compressed.iter_batches(batch_size=None, prefetch_batches=1)  # type: ignore[no-any-return]
-
-
-def _drained(_: Any, queue: Any) -> Iterator[dict[str, list[str]]]:
-    while (batch := queue.get()) is not None:
-        yield batch
-
-
-def _sum(counts: list[int]) -> int:
-    taken, counts[:] = sum(counts), []
-    return taken
 
 
 def _last_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What a worker does: turn texts into payloads, and into vectors if passages are retrieved by them."""
+"""What a worker does: turn texts into payloads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from ctx_compress_rag.store.codec import DEFAULT_CODEC, check_codec
 from ctx_compress_rag.store.passage import Passage
 from ctx_compress_rag.store.record import payload_of
-from ctx_compress_rag.text.passage_vectors import passage_vectors
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle.bundle import Bundle
@@ -19,13 +18,12 @@ class CompressPassages:
 
     `dataset.map_batches(CompressPassages, fn_constructor_kwargs={"bundle": "demo"}, batch_size=64, concurrency=2)`
     loads the bundle once in each worker, on its device, and adds columns to the dataset. The workers need no key and
-    write nothing: one process seals and stores their results (`bulk.on_ray.store_dataset`).
+    write nothing: one process seals and stores their results (`store_dataset`).
 
     Args:
         bundle: a bundle, or its folder, shipped name or hub id.
         ratio: source tokens per slot; None takes the bundle's base ratio.
         codec: the store's codec.
-        embedder: a sentence-transformers model, or "minilm", that also makes the column `vector`.
         device, dtype: for a bundle that is loaded here, as in `Bundle.from_pretrained`.
 
     Raises:
@@ -37,7 +35,6 @@ class CompressPassages:
         bundle: Bundle | str,
         ratio: int | None = None,
         codec: str = DEFAULT_CODEC,
-        embedder: str | None = None,
         device: str | None = None,
         dtype: str | None = None,
     ) -> None:
@@ -49,10 +46,9 @@ class CompressPassages:
         self.ratio = self.bundle.config.base_ratio if ratio is None else ratio
         self.bundle.check_ratio(self.ratio)
         self.codec = check_codec(codec)
-        self.embedder = embedder
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Add `payload`, `fingerprint` and, with an embedder, `vector` (n, dim) to a batch of str `id` and `text`.
+        """Add `payload` and `fingerprint` to a batch of str `id` and `text`.
 
         Raises:
             PayloadError: the bundle made a NaN or infinity; the message names the passage.
@@ -66,6 +62,4 @@ class CompressPassages:
             ],
             "fingerprint": [self.bundle.fingerprint] * len(texts),
         }
-        if self.embedder is not None:
-            made["vector"] = passage_vectors(texts, self.embedder)
         return {**batch, **made}

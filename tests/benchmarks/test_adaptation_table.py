@@ -13,6 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from benchmarks.__main__ import main
 from benchmarks.adaptation import run as evaluation
 from benchmarks.adaptation.cost import phases
 from benchmarks.adaptation.run import evaluate, table, verdict
@@ -23,7 +24,6 @@ from ctx_compress_rag.adaptation.baselines import PredictorConfig
 from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.errors import ConfigError, DataError

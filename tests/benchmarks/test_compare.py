@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
+from benchmarks.__main__ import main
 from benchmarks.compare import run as compare_module
 from benchmarks.compare.config import (
     Budget,
@@ -29,7 +30,6 @@ from benchmarks.world.world import World, world_examples
 from ctx_compress_rag import __version__
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
-from ctx_compress_rag.cli import main
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.questions import Question, questions_of, with_other_passages
@@ -367,7 +367,7 @@ def test_entries_train_in_processes(finished: Path, command: list[str], tmp_path
 def test_workers_end_with_the_command(command: list[str], tmp_path: Path) -> None:
     """Killed, it leaves no worker behind that would write where the next run trains."""
     long = [*command, "--output", str(tmp_path), "--entries", "coarse", "--jobs", "2", "--budget", "4000"]
-    started = subprocess.Popen([sys.executable, "-m", "ctx_compress_rag.cli", *long], stderr=subprocess.DEVNULL)
+    started = subprocess.Popen([sys.executable, "-m", "benchmarks", *long], stderr=subprocess.DEVNULL)
     try:
         wait_for(lambda: any(tmp_path.glob("entries/coarse/1/checkpoints/checkpoint-*")), seconds=300)
         children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()

@@ -14,6 +14,7 @@ import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from benchmarks.__main__ import main
 from benchmarks.compare import decoder as compare_decoder
 from benchmarks.compare.config import (
     SHIPPED,
@@ -27,7 +28,6 @@ from benchmarks.compare.decoder import merge_teacher
 from benchmarks.compare.run import Plan
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.answering import FULL, prompt_of

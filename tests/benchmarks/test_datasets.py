@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import main
 from benchmarks.datasets.published import SETS, convert
-from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import read_jsonl
 from ctx_compress_rag.errors import DataError
 

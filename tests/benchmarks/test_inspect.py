@@ -13,10 +13,10 @@ import pytest
 import torch
 from matplotlib.image import imread
 
+from benchmarks.__main__ import main
 from benchmarks.pictures.allocation import allocation
 from benchmarks.scoring.inspect import inspect
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.cli import main
 from ctx_compress_rag.errors import ConfigError, RatioError
 from helpers.comprexit import comprexit_bundle
 

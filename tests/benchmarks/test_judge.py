@@ -14,9 +14,9 @@ import pytest
 from langchain_core.language_models.fake_chat_models import FakeListChatModel, GenericFakeChatModel
 from langchain_core.messages import AIMessage
 
+from benchmarks.__main__ import main
 from benchmarks.scoring.judge import judge_answers, load_judge, verdict
 from benchmarks.world.world import world_examples
-from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import ConfigError, JudgeError
 from ctx_compress_rag.evaluation.answering import FULL, SOFT, answer

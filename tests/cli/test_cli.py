@@ -78,13 +78,13 @@ def test_deleted_files_need_prune(run: Any, bundle_folder: Path, tmp_path: Path)
 
 
 KILLED = """
-import importlib, os, signal, sys
-from ray_indexing import worker
+import os, signal, sys
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.cli import main
+from ctx_compress_rag.indexing import index
 
-importlib.import_module("ctx_compress_rag.indexing.fill").LOOKED_UP = 30  # passages of a batch
-stages = {"embedding": (worker, "passage_vectors", 2), "compressing": (Bundle, "compress", 2)}
+index._LOOKED_UP = 30  # passages of a batch
+stages = {"embedding": (index, "passage_vectors", 2), "compressing": (Bundle, "compress", 2)}
 owner, name, last = stages[sys.argv[1]]
 real, calls = getattr(owner, name), []
 
@@ -285,7 +285,7 @@ def test_wrong_usage_is_told(run: Any) -> None:
     for argv, message in (
         ([], "Missing command"),
         (["ask"], "Missing argument 'QUESTION'"),
-        (["repair"], "Missing option '--store'"),
+        (["backup", "copy"], "Missing option '--store'"),
         (["fly"], "No such command 'fly'"),
         (["ask", "x", "--store", "s", "--ratio", "many"], "Invalid value for '--ratio'"),
     ):
@@ -307,11 +307,8 @@ def test_help_brings_no_torch() -> None:
     assert "--ratio" in done.stdout
 
 
-def test_repair_backup_and_vacuum_keep_an_index_as_it_is(run: Any, store: Path, tmp_path: Path) -> None:
+def test_backup_copies_an_index(run: Any, store: Path, tmp_path: Path) -> None:
     assert run("backup", "--store", store, tmp_path / "copy") == 0
-    assert run("repair", "--store", tmp_path / "copy") == 0
-    assert f"{tmp_path / 'copy.before-repair-1'}" in run.out
-    assert run("vacuum", "--store", tmp_path / "copy") == 0 and "bytes freed" in run.out
     assert_same_contents(tmp_path / "copy", store)
     assert "does not exist yet" in run.fails("backup", "--store", store, tmp_path / "copy")
 

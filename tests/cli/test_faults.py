@@ -49,8 +49,8 @@ def test_a_list_is_several_values_after_one_flag_or_several_flags() -> None:
     ("package", "extra", "args"),
     [
         ("matplotlib", "train", ["agree", "questions.txt", "--store", "nowhere"]),
-        ("matplotlib", "train", ["eval", "--bundle", "nowhere"]),
-        ("sentencex", "sentences", ["eval", "--bundle", "nowhere"]),
+        ("matplotlib", "train", ["eval", "--data", "nowhere.jsonl"]),
+        ("sentencex", "sentences", ["eval", "--data", "nowhere.jsonl"]),
     ],
 )
 def test_a_package_that_is_missing_is_named_before_the_work(
@@ -65,37 +65,18 @@ def test_a_package_that_is_missing_is_named_before_the_work(
 # Files
 
 
-def test_bench_names_a_text_that_it_cannot_use(run: Any, tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text(" \n")
-    (tmp_path / "binary.txt").write_bytes(bytes(range(256)))
-    for file, message in (
-        ("empty.txt", "holds no text"),
-        ("binary.txt", "can't decode byte 0x80"),
-        ("missing.txt", "No such file"),
-        (".", "Is a directory"),
-    ):
-        said = run.fails("bench", tmp_path / file)
-        assert message in said and str(tmp_path / file) in said
-    (tmp_path / "good.txt").write_text("Some text.")
-    assert "0 passages" in run.fails("bench", tmp_path / "good.txt", "--passages", 0)
-    assert "0 tokens are too short" in run.fails("bench", tmp_path / "good.txt", "--tokens", 0)
-    for several in (("--prompt", 2, "--training"), ("--concurrency", 2, "--prompt", 2)):
-        assert "give one of them" in run.fails("bench", tmp_path / "good.txt", *several)
-    assert "add --prompt" in run.fails("bench", tmp_path / "good.txt", "--server", "http://localhost:1")
-
-
 FULL = """
 import resource, sys
-from ray_indexing import worker
 from ctx_compress_rag.cli import main
+from ctx_compress_rag.indexing import index
 
-real = worker.passage_vectors
+real = index.passage_vectors
 
 def then_full(*args):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # no file grows further: a disk error
     return real(*args)
 
-worker.passage_vectors = then_full
+index.passage_vectors = then_full
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -170,9 +151,7 @@ def test_agree_finds_out_before_the_answers_that_its_output_is_no_folder(run: An
     )
 
 
-def test_numbers_that_make_no_sense_are_refused(run: Any, tmp_path: Path) -> None:
-    assert run("adapt-eval", "--questions", 0, "--output", tmp_path) == 2
-    assert "'--questions': Input should be greater than or equal to 2" in run.err
+def test_numbers_that_make_no_sense_are_refused(run: Any) -> None:
     assert run("agree", "q.txt", "--worst", -1) == 2
     assert "'--worst': Input should be greater than or equal to 0" in run.err
 
@@ -181,14 +160,16 @@ def test_numbers_that_make_no_sense_are_refused(run: Any, tmp_path: Path) -> Non
 def test_eval_refuses_before_it_answers(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
     one = tmp_path / "one.jsonl"
     write_jsonl(one, world_examples("test", 0, 1, max_turns=1, passages=(1,)))
-    evaluate = ["eval", "--bundle", bundle_folder, "--no-extraction", "--output", tmp_path / "out"]
+    two = tmp_path / "two.jsonl"
+    write_jsonl(two, world_examples("test", 0, 2, max_turns=1, passages=(1,)))
+    evaluate = ["eval", "--bundle", bundle_folder, "--no-extraction", "--output", tmp_path / "out", "--data", two]
     for given, message in (
         (["--questions", 0], "0 questions have no standard error: give 2 or more"),
         (["--questions", 1], "1 questions have no standard error"),
         (["--card", "--bundle", "demo"], "--card cannot write into the shipped bundle 'demo': give"),
         (["--passages", 0], "0 passages in a prompt: give 1 or more"),
         (["--data", one], "one: 1 questions have an answer"),
-        (["--questions", 2, "--passages", 1, "--ratios", 4, 5], "ratio 5 cannot be made from slots stored at 4"),
+        (["--ratios", 4, 5], "ratio 5 cannot be made from slots stored at 4"),
         (["--data", tmp_path / "missing.jsonl"], "missing.jsonl"),
         (["--data", tmp_path], "give a file of JSONL in UTF-8"),
     ):

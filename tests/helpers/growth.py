@@ -26,9 +26,9 @@ import numpy as np
 from ctx_compress_rag import Bundle
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.evaluation.figures import new_figure, save
+from ctx_compress_rag.indexing import index as passage_index
 from ctx_compress_rag.indexing.index import PassageIndex, inspect_index, make_passage
 from helpers.store import passage
-from ray_indexing import worker
 
 EVERYTHING = ["embeddings", "metadatas", "documents"]
 MADE, WORDS, FETCHED, ROUNDS, RATIO = 250, 12, 8, 100, 4
@@ -81,13 +81,13 @@ def indexed(folder: str, bundle: Bundle, count: int, stack: ExitStack) -> tuple[
         return PassageIndex(folder, bundle, "demo", None, "none")
 
     with index() as opened:
-        first = ms(lambda: opened.add(passages, progress=False), CPU)
+        first = ms(lambda: list(opened.add(passages)), CPU)
     with index() as opened:
         found = {
             "passages": count,
             "index a passage (CPU ms)": first / count,
             "bytes a passage": (opened.store.info().disk_bytes or 0) / count,
-            "again, nothing new (CPU ms)": ms(lambda: opened.add(passages, progress=False), CPU),
+            "again, nothing new (CPU ms)": ms(lambda: list(opened.add(passages)), CPU),
             "sources (CPU ms)": ms(lambda: opened.sources("/docs"), CPU),
             "info (CPU ms)": ms(lambda: inspect_index(folder), CPU),
         }
@@ -130,7 +130,7 @@ def plot(path: str, rows: Sequence[dict[str, float]]) -> None:
 
 
 if __name__ == "__main__":
-    worker.passage_vectors = vectors
+    passage_index.passage_vectors = vectors
     measured = measure([int(size) for size in sys.argv[2:]])
     for row in measured:
         print(", ".join(f"{name} {value:.4g}" for name, value in row.items()))

@@ -9,43 +9,18 @@ import chromadb
 import pytest
 
 from benchmarks.datasets.held_out import held_out
-from benchmarks.world.world import split_of
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.indexing.demo import DemoReport, run_demo
-from ctx_compress_rag.indexing.demo_corpus import invented_corpus, wikipedia_corpus
+from ctx_compress_rag.indexing.demo_corpus import wikipedia_corpus
 from ctx_compress_rag.text.answers import token_f1
 
 
 @pytest.fixture(scope="module")
 def report(bundle_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> DemoReport:
-    return run_demo(tmp_path_factory.mktemp("demo") / "chroma", str(bundle_folder), invented=True, progress=False)
-
-
-def test_the_corpus_is_always_the_same_and_unseen_in_training() -> None:
-    corpus = invented_corpus()
-    assert corpus == invented_corpus()
-    assert (len(corpus.passages), len(corpus.questions)) == (40, 12)
-    assert len({passage.id for passage in corpus.passages}) == 40
-    names = [str(passage.metadata["source"]) for passage in corpus.passages]
-    assert len(set(names)) == 40
-    for name in names:  # "Orla Drumwell", "Pellmoor", "Asterline Guild": one word of a name is its compound
-        assert "test" in {split_of(word) for word in name.split()}
-
-
-def test_the_needed_passages_hold_the_answers() -> None:
-    corpus = invented_corpus()
-    text_of = {passage.id: passage.text for passage in corpus.passages}
-    for question in corpus.questions:
-        parts = question.answers[0].split(" and ")
-        assert len(parts) == len(question.needs)
-        named = sorted(question.needs, key=lambda id: question.text.index(id.split("#")[0]))
-        for part, id in zip(parts, named, strict=True):
-            assert part in text_of[id]
-    assert sorted(len(question.needs) for question in corpus.questions) == [1] * 8 + [2] * 4
-    assert len({question.text for question in corpus.questions}) == 12
+    return run_demo(tmp_path_factory.mktemp("demo") / "chroma", str(bundle_folder), progress=False)
 
 
 def test_the_paragraphs_of_wikipedia_hold_the_answers_and_are_held_out_of_training() -> None:
@@ -68,7 +43,7 @@ def test_the_english_bundle_reads_wikipedia(tmp_path: Path) -> None:
 
 
 def test_the_report_is_of_one_store_and_one_decoder(report: DemoReport, bundle_folder: Path) -> None:
-    assert (report.stored.added, report.stored.unchanged) == (40, 0)
+    assert (report.stored.added, report.stored.unchanged) == (24, 0)
     assert [(s.label, s.ratio) for s in report.systems] == [
         ("full text", None),
         ("soft context 4x", 4),
@@ -85,10 +60,9 @@ def test_the_report_is_of_one_store_and_one_decoder(report: DemoReport, bundle_f
     assert any(full.answers)
     assert full.prompt_tokens > soft[0].prompt_tokens > soft[1].prompt_tokens > soft[2].prompt_tokens
     assert soft[2].prompt_tokens > none.prompt_tokens
-    # 16x: a sixteenth of the tokens of four passages, each rounded up, and what stands between them.
     sixteenth = (full.prompt_tokens - none.prompt_tokens) / 16
     assert sixteenth - 1 <= soft[2].prompt_tokens - none.prompt_tokens <= sixteenth + 8
-    assert full.stored_bytes == sum(len(passage.text.encode()) for passage in invented_corpus().passages)
+    assert full.stored_bytes == sum(len(passage.text.encode()) for passage in wikipedia_corpus().passages)
     assert len({system.stored_bytes for system in soft}) == 1 and none.stored_bytes == 0
 
 
@@ -108,9 +82,9 @@ def test_a_second_run_compresses_nothing_and_says_so(
     monkeypatch.setattr(Bundle, "compress", lambda *args, **kwargs: pytest.fail("compressed again"))
     folder = report.picture.with_suffix("")
     capsys.readouterr()
-    assert main(["demo", "--invented", "--store", str(folder)]) == 0
+    assert main(["demo", "--store", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert f"all 40 passages found in {folder}: nothing compressed" in out
+    assert f"all 24 passages found in {folder}: nothing compressed" in out
     assert str(report.picture.resolve()) in out
     for system in report.systems:
         line = next(line for line in out.splitlines() if line.startswith(f"{system.label}  "))
@@ -118,5 +92,5 @@ def test_a_second_run_compresses_nothing_and_says_so(
     for question in report.questions:
         assert question.text[:40] in out
     client = chromadb.PersistentClient(str(folder))
-    assert client.get_collection("passages").count() == client.get_collection("passages-ctx").count() == 40
+    assert client.get_collection("passages").count() == client.get_collection("passages-ctx").count() == 24
     client.close()

@@ -345,7 +345,7 @@ def test_a_collection_of_someone_else_is_left_alone(tmp_path: Path, bundle_folde
 def test_inspecting_reads_what_the_store_says_of_itself(index: PassageIndex, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no store at"):  # nothing was written yet
         inspect_index(tmp_path / "chroma")
-    index.add([make_passage(text, "one", "demo") for text in paragraphs(0)], progress=False)
+    list(index.add(make_passage(text, "one", "demo") for text in paragraphs(0)))
     info = inspect_index(tmp_path / "chroma")
     assert info.store == index.store.info()
     assert (info.sources, info.store.passages) == (1, 8)

@@ -1,4 +1,4 @@
-"""JSONL, Parquet and an app's own collection; that an index is written while its input is still being read."""
+"""JSONL and an app's own collection; that an index is written while its input is still being read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +15,25 @@ import pytest
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import DataError, StoreError
+from ctx_compress_rag.indexing import index as passage_index
 from ctx_compress_rag.indexing.build import compress_collection, update_index
 from ctx_compress_rag.indexing.index import PassageIndex
 from ctx_compress_rag.indexing.inputs import Input, Text, open_input
-from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store import AddReport, SoftContextStore
 from helpers.cli import contents, paragraphs, without_rights
 
 ROWS = [{"id": f"row{n}", "text": text} for n, text in enumerate(paragraphs(3))]
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> Path:
-    if file.suffix == ".parquet":
-        parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-        parquet.write_table(arrow.Table.from_pylist(rows), file)
-    else:
-        file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     return file
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_rows_are_what_files_are_in_a_folder(index: PassageIndex, tmp_path: Path, suffix: str) -> None:
-    file = write(tmp_path / f"rows{suffix}", ROWS)
+def test_rows_are_what_files_are_in_a_folder(index: PassageIndex, tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", ROWS)
     first = update_index(index, open_input(file), progress=False)
-    assert (first.files, first.unchanged) == (len(ROWS), 0) and first.added >= len(ROWS)
+    assert (first.files, first.unchanged) == AddReport(len(ROWS), 0, 0) and first.added >= len(ROWS)
     joined = {row["id"]: "".join(row["text"].split()) for row in ROWS}
     held: dict[str, str] = {}
     for text, metadata, *_ in contents(tmp_path / "chroma").values():
@@ -110,7 +105,7 @@ def test_passages_are_stored_before_the_rest_is_read(
     index: PassageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped in an input without an end: what came before is stored, and little was read ahead."""
-    monkeypatch.setattr(import_module("ctx_compress_rag.indexing.fill"), "LOOKED_UP", 40)  # passages at a time, of 250
+    monkeypatch.setattr(passage_index, "_LOOKED_UP", 40)  # passages at a time, of 250
     given = Endless(tmp_path, 1)
     real, ahead = Bundle.compress, []
 
@@ -131,9 +126,9 @@ def test_an_apps_own_collection(tmp_path: Path, bundle_folder: Path) -> None:
     rag = client.create_collection("docs", embedding_function=None)
     texts = [row["text"][:120] for row in ROWS]
     rag.add(ids=[row["id"] for row in ROWS], embeddings=[[1.0, 0.0]] * len(ROWS), documents=texts)
-    assert compress_collection(tmp_path / "chroma", "docs", str(bundle_folder)) == (len(ROWS), 0)
+    assert compress_collection(tmp_path / "chroma", "docs", str(bundle_folder)) == AddReport(len(ROWS), 0, 0)
     rag.update(ids=["row1"], embeddings=[[1.0, 0.0]], documents=["Another text."])
-    assert compress_collection(tmp_path / "chroma", "docs", str(bundle_folder)) == (1, len(ROWS) - 1)
+    assert compress_collection(tmp_path / "chroma", "docs", str(bundle_folder)) == AddReport(0, 1, len(ROWS) - 1)
     with SoftContextStore(rag, Bundle.from_pretrained(bundle_folder)) as store:
         assert store.has(["Another text."], ["row1"]) == [True]
     with pytest.raises(StoreError, match=r"no collection 'dogs'.*there are docs, docs-ctx"):

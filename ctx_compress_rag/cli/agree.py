@@ -1,0 +1,64 @@
+"""`ctx-compress agree`: compare answers from slots and from text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.shared import (
+    STORE,
+    Output,
+    OwnBundle,
+    Ratios,
+    Store,
+    note_what_it_reads,
+    quiet_models,
+    read_text,
+)
+from ctx_compress_rag.errors import DataError
+
+
+@command("questions.txt --store ./chroma --ratios 4 16")
+def agree(
+    questions: Annotated[
+        str, typer.Argument(metavar="FILE", help="A text file with one question per line; no answers are needed.")
+    ],
+    store: Store = STORE,
+    bundle: OwnBundle = None,
+    ratios: Ratios = None,
+    k: Annotated[int, typer.Option("--k", metavar="N", help="Passages to retrieve.")] = 4,
+    worst: Annotated[int, typer.Option(metavar="N", min=0, help="Differing answers to show.")] = 5,
+    output: Output = "ctx-compress-agree",
+) -> None:
+    """Compare answers from slots and from text.
+
+    Needs no reference answers: shows what compression changes, not whether answers are right. The default ratios are
+    those that the bundle was trained for and the store can serve.
+    """
+    from ctx_compress_rag.evaluation import agreement
+    from ctx_compress_rag.evaluation.figures import check_plots
+    from ctx_compress_rag.indexing.index import open_index
+
+    check_plots()
+    if questions.endswith((".jsonl", ".json")):  # whole lines would be asked, with braces and answers
+        raise DataError(f"{questions!r} is JSON: give a text file with one question per line")
+    asked = [line.strip() for line in read_text(questions, "questions").splitlines() if line.strip()]
+    Path(output).mkdir(parents=True, exist_ok=True)  # not only after the answers, which would be lost if it failed
+    quiet_models()
+    with open_index(store, bundle) as index:
+        note_what_it_reads(index.bundle)
+        found = index.search(asked, k)
+        given = [
+            agreement.Asked(question, tuple(hit.text for hit in hits), tuple(hit.id for hit in hits))
+            for question, hits in zip(asked, found, strict=True)
+        ]
+        compared = agreement.agreement(index.store, given, ratios)
+        title = f"{index.bundle.config.name}: {len(asked)} questions from {Path(questions).name}"
+    agreement.save(compared, output, title)
+    print(agreement.table(compared))
+    if differing := agreement.worst(compared, worst):
+        print(f"\nanswers that differ at the finest ratios:\n\n{agreement.as_text(differing)}")
+    print(f"\n{title}; also in {output}")

@@ -1,0 +1,97 @@
+"""`ctx-compress ask`: answer a question from an index."""
+
+from __future__ import annotations
+
+from textwrap import indent
+from typing import Annotated
+
+import typer
+
+from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.shared import (
+    STORE,
+    AnswerTokens,
+    Device,
+    Dtype,
+    Extractive,
+    OwnBundle,
+    Server,
+    ServerKey,
+    Store,
+    Template,
+    check_template,
+    note_what_it_reads,
+    printable,
+    quiet_models,
+)
+from ctx_compress_rag.errors import ConfigError
+
+_ANSWER_TOKENS = 512
+
+
+@command('"How long does the warranty last?" --ratio 8')
+def ask(
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask.")],
+    store: Store = STORE,
+    bundle: OwnBundle = None,
+    ratio: Annotated[
+        int | None,
+        typer.Option(
+            metavar="R",
+            help="Source tokens per slot, a multiple of the store's; for a ram bundle, how many times shorter the "
+            "passages become.  [default: the smallest]",
+        ),
+    ] = None,
+    token_budget: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="In place of a ratio: maximum tokens of all passages; the nearest get the finest ratios.",
+        ),
+    ] = None,
+    k: Annotated[int, typer.Option("--k", metavar="N", help="Passages to retrieve.")] = 4,
+    text: Annotated[bool, typer.Option("--text", help="Give the decoder the passages' text, for comparison.")] = False,
+    template: Template = None,
+    max_tokens: AnswerTokens = None,
+    extractive: Extractive = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    server: Server = None,
+    server_key: ServerKey = None,
+) -> None:
+    """Answer a question from an index.
+
+    The decoder reads the nearest passages as soft contexts. Prints the answer, then the passages with their files.
+    """
+    from ctx_compress_rag.indexing.ask import question_prompt
+    from ctx_compress_rag.indexing.index import open_index
+
+    if not question.strip():
+        raise ConfigError("the question is empty: ask something")
+    check_template(template)
+    quiet_models()
+    with open_index(store, bundle, device=device, dtype=dtype) as opened:
+        from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+        from ctx_compress_rag.decoding.vllm import ServerDecoder
+
+        note_what_it_reads(opened.bundle)
+        [hits] = opened.search([question], k)
+        config = opened.bundle.config
+        asked_by = template or config.asked_by
+        prompt = question_prompt(opened.store, question, hits, ratio, asked_by, token_budget=token_budget, as_text=text)
+        decoder = (
+            TransformersDecoder(opened.bundle, opened.store)
+            if server is None
+            else ServerDecoder(opened.bundle, opened.store, server=server, api_key=server_key)
+        )
+        sampling = Sampling(max_tokens or config.answer_tokens or _ANSWER_TOKENS, extractive=extractive)
+        begun = False
+        for piece in decoder.stream(prompt, sampling):
+            if isinstance(piece, str):
+                # Some tokenizers start an answer with a space.
+                print(printable(piece if begun else piece.lstrip()), end="", flush=True)
+                begun = begun or bool(piece.strip())
+            else:
+                print(f"\n\n{piece.prompt_tokens} prompt tokens, {piece.slots} of them slots. Sources:")
+    for number, hit in enumerate(hits, 1):
+        print(printable(f"\n[{number}] {hit.source} ({hit.similarity:.2f})\n{indent(hit.text, '    ')}"))

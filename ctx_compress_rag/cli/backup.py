@@ -1,0 +1,25 @@
+"""`ctx-compress backup`: copy an index."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.shared import Store
+
+
+@command("--store ./chroma ./chroma-copy")
+def backup(
+    store: Store,
+    target: Annotated[str, typer.Argument(metavar="FOLDER", help="Where the copy goes; must not exist.")],
+) -> None:
+    """Copy a whole index.
+
+    Others may write to it meanwhile. The copy contains the key and is used as it is.
+    """
+    from ctx_compress_rag.indexing.upkeep import back_up_store
+
+    back_up_store(store, target)
+    print(f"{store} copied to {target}")

@@ -1,0 +1,109 @@
+"""`ctx-compress eval`: score a bundle beside its baselines."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.shared import (
+    AnswerTokens,
+    AnyBundle,
+    BatchSize,
+    Device,
+    Dtype,
+    Extractive,
+    Output,
+    Ratios,
+    Template,
+    check_template,
+    note_what_it_reads,
+    quiet_models,
+)
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.indexing import DEFAULT_BUNDLE
+
+
+@command("--bundle runs/mine/bundle --data held_out.jsonl --ratios 4 16")
+def eval_(
+    data: Annotated[
+        list[str],
+        typer.Option(metavar="FILE...", help="JSONL files, scored separately.", show_default=False),
+    ],
+    bundle: AnyBundle = DEFAULT_BUNDLE,
+    questions: Annotated[int, typer.Option(metavar="N", help="Maximum per set.")] = 200,
+    passages: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Passages per prompt; missing ones are drawn from the file's other questions.  [default: the "
+            "question's own]",
+        ),
+    ] = None,
+    ratios: Ratios = None,
+    codec: Annotated[
+        str | None, typer.Option(metavar="CODEC", help="How slots are stored: int8, fp16 or int4.")
+    ] = None,
+    no_extraction: Annotated[
+        bool, typer.Option("--no-extraction", help="Leave out what needs MiniLM: extraction and the token budget.")
+    ] = False,
+    template: Template = None,
+    max_tokens: AnswerTokens = None,
+    extractive: Extractive = False,
+    batch_size: BatchSize = 16,
+    device: Device = None,
+    dtype: Dtype = None,
+    in_domain: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME...",
+            help="Sets (file names without suffix) like the training data; they and the others get means of their own.",
+        ),
+    ] = None,
+    card: Annotated[bool, typer.Option("--card", help="Also write the scores into BUNDLE's model card.")] = False,
+    output: Output = "ctx-compress-eval",
+) -> None:
+    """Score a bundle against its baselines.
+
+    These are full text, no context, and truncation and extraction with as many tokens as the soft context. With several
+    passages in a prompt, also the soft context within a token budget: as many tokens, but finer ratios for passages
+    that MiniLM finds more similar to the question. The default ratios are 4 8 16 32 64 128.
+    """
+    from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.bundle.files import SHIPPED
+    from ctx_compress_rag.evaluation.answering import RATIOS
+    from ctx_compress_rag.evaluation.figures import check_plots
+    from ctx_compress_rag.evaluation.sets import evaluate_sets, question_sets
+    from ctx_compress_rag.text.passage_vectors import load_minilm
+    from ctx_compress_rag.text.sentences import sentences
+
+    check_plots()
+    if not no_extraction:
+        sentences("")  # report a missing package before the work starts
+    if questions < 2:
+        raise ConfigError(f"{questions} questions have no standard error: give 2 or more")
+    if passages is not None and passages < 1:
+        raise ConfigError(f"{passages} passages in a prompt: give 1 or more")
+    if card and bundle in SHIPPED:
+        raise ConfigError(f"--card cannot write into the shipped bundle {bundle!r}: give the folder of a copy")
+    check_template(template)
+    quiet_models()
+    sets = question_sets(data, questions, passages or 1)
+    opened = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
+    note_what_it_reads(opened)
+    text = evaluate_sets(
+        opened,
+        sets,
+        ratios or RATIOS,
+        output,
+        encoder=None if no_extraction else load_minilm(),
+        codec=codec,
+        template=template,
+        max_new_tokens=max_tokens,
+        extractive=extractive,
+        batch_size=batch_size,
+        in_domain=in_domain or (),
+        card=card,
+    )
+    print(f"{text}\n\nalso in {output}")

@@ -1,0 +1,98 @@
+"""`ctx-compress index`: compress files, or an app's collection, into a Chroma folder."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.shared import (
+    STORE,
+    Device,
+    Dtype,
+    Embedder,
+    OwnBundle,
+    Store,
+    note_what_it_reads,
+    printable,
+    quiet_models,
+)
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.indexing import DEFAULT_BUNDLE
+
+
+@command("./my_docs")
+def index(
+    path: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PATH",
+            help="Folder to index, with its subfolders but without hidden files, or a .jsonl file with rows of text "
+            "and, optionally, id.",
+        ),
+    ] = None,
+    *,
+    store: Store = STORE,
+    collection: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="In place of PATH: your app's own collection in the Chroma folder; soft contexts are kept beside it.",
+        ),
+    ] = None,
+    bundle: OwnBundle = None,
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Maximum decoder tokens per passage.  [default: 256, or the bundle's window if less]"
+        ),
+    ] = None,
+    prune: Annotated[bool, typer.Option("--prune", help="Remove the passages of files deleted from PATH.")] = False,
+    codec: Annotated[
+        str | None, typer.Option(metavar="CODEC", help="How a new store keeps slots: int8, fp16 or int4.")
+    ] = None,
+    embedder: Embedder = None,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Index a folder of files, or a file of texts.
+
+    Takes .txt and .md files and, with the `documents` extra, .pdf, .docx and .html. Only new and changed passages
+    are compressed; run it again to resume after an interruption. Passages of a changed file are replaced; those of a
+    deleted file stay unless --prune is given.
+    """
+    from ctx_compress_rag.indexing.build import compress_collection, update_index
+    from ctx_compress_rag.indexing.index import open_index
+    from ctx_compress_rag.indexing.inputs import open_input
+
+    if (path is None) == (collection is None):
+        raise ConfigError("give either a folder or file to index, or --collection NAME")
+    if collection is not None:
+        not_for_it = {"--embedder": embedder, "--prune": prune or None, "--chunk-tokens": chunk_tokens}
+        if refused := [name for name, value in not_for_it.items() if value is not None]:
+            raise ConfigError(
+                f"--collection takes no {', '.join(refused)}: your app's collection keeps its own passages and vectors"
+            )
+        quiet_models()
+        bundle = bundle or DEFAULT_BUNDLE
+        done = compress_collection(store, collection, bundle, codec, device=device, dtype=dtype)
+        print(_compressed(f"collection {collection}", done.added + done.updated, done.unchanged, bundle))
+        return
+    given = open_input(str(path))  # before models are loaded and a store is made
+    quiet_models()
+    with open_index(store, bundle, codec=codec, create=True, embedder=embedder, device=device, dtype=dtype) as opened:
+        note_what_it_reads(opened.bundle)
+        report = update_index(opened, given, chunk_tokens=chunk_tokens, prune=prune)
+    what, name = f"{report.files} {given.kind} in {path}", opened.bundle.config.name
+    print(printable(_compressed(what, report.added, report.unchanged, name)))
+    if skipped := given.skipped():
+        print(printable(skipped))
+    if report.replaced or report.pruned:
+        print(f"removed passages: {report.replaced} of changed files, {report.pruned} of deleted ones")
+    if report.vanished:
+        print(f"kept passages of deleted files: {report.vanished} (--prune removes them)")
+
+
+def _compressed(what: str, added: int, unchanged: int, bundle: str) -> str:
+    return f"{what}: {added} passages compressed, {unchanged} unchanged, with {bundle}"

@@ -1,0 +1,44 @@
+"""`ctx-compress info`: what an index holds."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.shared import STORE, Store
+
+
+@command("--store ./chroma")
+def info(
+    store: Store = STORE,
+    prune: Annotated[
+        bool,
+        typer.Option("--prune", help="First delete soft contexts without a passage in the index, also those of apps."),
+    ] = False,
+) -> None:
+    """Print what an index holds."""
+    from ctx_compress_rag.indexing.index import inspect_index
+    from ctx_compress_rag.indexing.index import prune as prune_index
+
+    if prune:
+        print(f"deleted soft contexts without a passage: {len(prune_index(store))}")
+    found = inspect_index(store)
+    kept = found.store
+    rows = {
+        "bundle": f"{kept.bundle} ({found.bundle_name})",
+        "embedder": found.embedder,
+        "fingerprint": kept.fingerprint,
+        "passages": f"{kept.passages:,} from {found.sources:,} files",
+        "source tokens": f"{kept.source_tokens:,}",
+        "slots": f"{kept.slots:,} at ratio {kept.base_ratio}",
+        "codec": kept.codec,
+        "payload bytes": f"{kept.payload_bytes:,}",
+        "bytes on disk": f"{kept.disk_bytes:,}, with texts, retrieval vectors and Chroma's own data",
+        "payload share": f"{kept.payload_share or 0:.0%}",
+    }
+    if found.orphans:
+        rows["orphans"] = f"{len(found.orphans):,} soft contexts without a passage (--prune deletes them)"
+    for name, value in rows.items():
+        print(f"{name:<14} {value}")

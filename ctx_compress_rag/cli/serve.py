@@ -1,0 +1,92 @@
+"""`ctx-compress serve`: an OpenAI-compatible server on an index."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.shared import (
+    STORE,
+    BatchSize,
+    Device,
+    Dtype,
+    OwnBundle,
+    Server,
+    ServerKey,
+    Store,
+    note_what_it_reads,
+    quiet_models,
+)
+
+
+@command("--store ./chroma --port 8000")
+def serve(
+    store: Store = STORE,
+    bundle: OwnBundle = None,
+    server: Server = None,
+    server_key: ServerKey = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", help="0 takes a free one.")] = 8000,
+    api_keys: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A file with an API key and its scope on each line.  [default: the variable CTX_COMPRESS_API_KEYS]",
+        ),
+    ] = None,
+    collection: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Serve the soft contexts of your app's collection in place of an index (needs --bundle).",
+        ),
+    ] = None,
+    batch_size: BatchSize = 8,
+    device: Device = None,
+    dtype: Dtype = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer if a request gives no limit.")] = 512,
+    longest_answer: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Longest answer in tokens, whatever a request says.  [default: no limit]"),
+    ] = None,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Longest prompt.  [default: the decoder's window]")
+    ] = None,
+    max_body: Annotated[int, typer.Option(metavar="BYTES", help="Longest request.")] = 4 << 20,
+    max_requests: Annotated[int, typer.Option(metavar="N", help="Maximum requests at a time.")] = 256,
+    grace: Annotated[int, typer.Option(metavar="S", help="Seconds for running answers to finish after SIGTERM.")] = 30,
+) -> None:
+    """Serve an index to OpenAI clients.
+
+    They send markers to chat completions and completions. `POST /v1/compress` makes markers and stores what is missing;
+    `GET /metrics` has metrics. Markers belong to the scope of the request's API key; without keys, the server answers
+    only this machine, in the store's own scope.
+    """
+    from ctx_compress_rag.decoding.decoder import TransformersDecoder
+    from ctx_compress_rag.decoding.vllm import ServerDecoder
+    from ctx_compress_rag.server import run
+    from ctx_compress_rag.server.api_keys import find_keys
+    from ctx_compress_rag.server.app import Limits, create_app
+    from ctx_compress_rag.server.open import open_store
+
+    keys = find_keys(api_keys)
+    run.check_exposure(host, keys is not None)
+    limits = Limits(max_body, max_requests, max_tokens, longest_answer)
+    quiet_models()
+    with open_store(store, bundle, collection, device=device, dtype=dtype) as (served, opened):
+        note_what_it_reads(served)
+        decoder: TransformersDecoder
+        if server is not None:
+            decoder = ServerDecoder(served, opened, server=server, api_key=server_key)
+            decoder.max_prompt_tokens = max_prompt_tokens
+        else:
+            decoder = TransformersDecoder(served, opened, batch_size=batch_size, max_prompt_tokens=max_prompt_tokens)
+        run.serve(
+            create_app(decoder, keys, limits),
+            host,
+            port,
+            grace=grace,
+            started=lambda url: print(f"serving {served.config.name!r} at {url}", flush=True),
+        )
