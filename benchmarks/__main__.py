@@ -3,7 +3,9 @@
 import sys
 from collections.abc import Sequence
 
-from benchmarks.commands import lab
+import benchmarks.commands
+import benchmarks.world.commands  # noqa: F401, these register commands
+from benchmarks.lab import lab
 from ctx_compress_rag.cli.command import run
 
 

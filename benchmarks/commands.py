@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ctx_compress_rag.cli.command import command, program
+from benchmarks.lab import lab
+from benchmarks.world import BUNDLE
+from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import (
     AnswerTokens,
     AnyBundle,
@@ -32,12 +34,10 @@ from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle.bundle import Bundle
 
-INVENTED = "demo"
+INVENTED = str(BUNDLE)
 """The bundle that reads only the invented world."""
 
 WORLD_PASSAGES = 4
-
-lab = program("python -m benchmarks")
 
 
 @command("--budget 400 --jobs 2 --entries mean_pooling comprexit", lab)
@@ -72,7 +72,6 @@ def compare(
     from benchmarks.compare.config import BASELINES, Budget, chosen, load_comparison
     from benchmarks.compare.report import save, text
     from benchmarks.compare.run import Plan, prepare, run_jobs
-    from ctx_compress_rag.bundle.files import DECODER_FOLDER, SHIPPED
 
     if jobs < 1:
         raise ConfigError(f"jobs is {jobs}: give 1 or more")
@@ -85,7 +84,7 @@ def compare(
     if not table_only:
         plan = Plan(
             folder,
-            described.decoder or str(SHIPPED[INVENTED] / DECODER_FOLDER),
+            described.decoder,
             described.teacher,
             Budget(budget, passages),
             questions,

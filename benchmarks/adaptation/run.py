@@ -14,10 +14,11 @@ from tqdm.auto import tqdm
 
 from benchmarks.adaptation.cost import AdaptationCost, measure
 from benchmarks.adaptation.systems import AT_TEST_TIME, BASE, PREDICTED, Recipes, System, controls, copy_rule
+from benchmarks.world.task_families import write_families
 from ctx_compress_rag.adaptation.baselines import TestTimeSGD
 from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, generate_together
-from ctx_compress_rag.adaptation.episodes import Episode, FamilyTasks, Tasks, digest, drawn_apart, with_slots
+from ctx_compress_rag.adaptation.episodes import Episode, digest, drawn_apart, with_slots
 from ctx_compress_rag.adaptation.stages import file_tasks, open_decoder
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.evaluation import report
@@ -26,6 +27,7 @@ from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.text.answers import Interval, exact_match, paired_difference, token_f1
 from ctx_compress_rag.training.engine.resuming import weights_digest
 
+_FAMILY_QUESTIONS = 64  # of which up to 8 times as many as a question's demonstrations only demonstrate
 _RATES = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the recipe's own
 
 
@@ -61,7 +63,7 @@ def evaluate(
     where: str | Path,
     folder: str | Path,
     *,
-    files: Sequence[str] = (),
+    files: Sequence[str | Path] = (),
     split: Literal["dev", "test"] = "test",
     budget: int | None = None,
     questions: int = 400,
@@ -80,8 +82,8 @@ def evaluate(
     Args:
         where: a folder of recipes, or a shipped one by name.
         folder: for answers and scores.
-        files: JSONL files, each a task; without any, the invented world's task families. A part of each file is not
-            scored: demonstrations come from there.
+        files: JSONL files, each a task; without any, the invented world's task families, written into `folder`. A part
+            of each file is not scored: demonstrations come from there.
         split: of the families; "dev" is for choosing recipes' settings.
         budget: the most training steps of a recipe, which then trains into `folder`; None leaves recipes as they are.
         questions: the most questions to score.
@@ -103,7 +105,10 @@ def evaluate(
     decoder = open_decoder(recipes.base)
     shown = [recipe.demonstrations for recipe in recipes.others if isinstance(recipe, UpdatePredictorRecipe)]
     paths = [Path(file) for file in files]
-    tasks: Tasks = file_tasks(paths, recipes.base.data, decoder) if files else FamilyTasks(split)
+    if not files:
+        write_families(folder / "families", split, _FAMILY_QUESTIONS, seed)
+        paths = sorted((folder / "families").glob("*.jsonl"))
+    tasks = file_tasks(paths, recipes.base.data, decoder)
     support = max(shown, default=3)
     apart = drawn_apart(tasks, questions, tuning, support, seed)  # before training, since it may refuse files
     recipes.train_missing(decoder)
@@ -116,7 +121,7 @@ def evaluate(
         "recipes": [recipe.model_dump(mode="json") for recipe in (recipes.base, *recipes.others)],
         "fingerprint": decoder.bundle.fingerprint,
         "trained": [weights_digest(recipe.output) for recipe in (recipes.base, *recipes.others)],
-        "data": [path.name for path in paths] or f"task families, {split}",
+        "data": [path.name for path in paths] if files else f"task families, {split}",
         "episodes": digest(chain(*apart)),
         "questions": len(episodes),
         "tuning": len(held_back),

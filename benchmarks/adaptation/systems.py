@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from benchmarks.world import RECIPES
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.baselines import BaseAdapter, FewShot, PredictedUpdate, PromptTuning, TestTimeSGD
 from ctx_compress_rag.adaptation.config import (
@@ -66,12 +67,13 @@ class Recipes:
 
     @classmethod
     def find(cls, where: str | Path) -> Recipes:
-        """The recipes in a folder, or in a shipped one by name (`rag_gd/demo`).
+        """The recipes in a folder, or in one of this project by name (`rag_gd`, `rag_gd/demo`).
 
         Raises:
             ConfigError: it does not have exactly one retrieval adapter, or its recipes do not belong together.
         """
-        folder = Path(where) if Path(where).is_dir() else find(str(where)) or Path(where)
+        places = (Path(where), RECIPES / where, find(str(where)) or Path(where))
+        folder = next((place for place in places if any(place.glob("*.yaml"))), Path(where))
         loaded = {file: load_recipe(file) for file in sorted(folder.glob("*.yaml"))}
         found = {file: recipe for file, recipe in loaded.items() if isinstance(recipe, AdaptationRecipe)}
         bases = {file: recipe for file, recipe in found.items() if isinstance(recipe, RetrievalAdapterRecipe)}

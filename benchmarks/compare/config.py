@@ -1,7 +1,7 @@
-"""The YAML file for `ctx-compress compare`: entries to train, each a list of training stages.
+"""The YAML file for `python -m benchmarks compare`: entries to train, each a list of training stages.
 
 An entry's stages are ordinary recipes (see `training.recipes`) without a few keys, which the command fills in so that
-they are the same for all entries: the decoder, the steps and the examples, from the invented world or from files.
+they are the same for all entries: the decoder, the steps and the examples.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from benchmarks.world.world import EXAMPLES_PER_WORLD
 from ctx_compress_rag.bundle.config import explain
 from ctx_compress_rag.data.config import MixData
 from ctx_compress_rag.errors import ConfigError
@@ -31,7 +30,7 @@ BASELINES = "baselines"
 
 # Keys that would make entries unequal, or that follow from others.
 _FILLED_IN = ("name", "output", "decoder", "bundle", "ratios")
-_FILLED_IN_OF_DATA = ("files", "texts", "world", "mix", "part", "held_out", "most_words")
+_FILLED_IN_OF_DATA = ("files", "texts", "mix", "part", "held_out", "most_words")
 _FILLED_IN_OF_OPTIM = ("steps", "batch_size", "save_every")
 
 
@@ -86,10 +85,9 @@ class Ordering(Strict):
 
 
 class QuestionFiles(Strict):
-    """Questions about texts instead of the invented world: JSONL files as recipes take them.
+    """Questions about texts: JSONL files as recipes take them.
 
-    Training examples that share a question or passage with the test file, or with the sets in `data.held_out`, are
-    left out.
+    Training examples that share a question or passage with the test file are left out.
 
     Attributes:
         files: the files to train on.
@@ -116,7 +114,6 @@ class QuestionFiles(Strict):
         return {
             "files": [str(file) for file in self.files],
             "held_out": [str(self.test)],
-            "leave_out_held_out": True,
             "most_words": self.most_words,
             "mix": {**self.mix.model_dump(mode="json"), "passages": [passages]},
             "part": {"start": start, "examples": examples, "seed": self.seed},
@@ -129,9 +126,8 @@ class Comparison(Strict):
     Attributes:
         ratios: the ratios that entries are trained and scored at.
         batch_size: examples in a step.
-        first_world: seed of the first world (see `data.world`) that examples are drawn from.
-        data: files of questions, in place of `first_world`.
-        decoder: the decoder that all entries start from, as in recipes; None is the demo bundle's.
+        data: files of questions.
+        decoder: the decoder that all entries start from, as in recipes.
         teacher: a LoRA adapter of that decoder: a peft folder, or a shipped bundle's name for its teacher. It is merged
             into the decoder first, so that all entries, frozen or not, full text and no context have the same decoder,
             which gives short answers.
@@ -142,9 +138,8 @@ class Comparison(Strict):
 
     ratios: list[int] = Field(min_length=1)
     batch_size: int = Field(gt=0)
-    first_world: int | None = Field(default=None, ge=0)
-    data: QuestionFiles | None = None
-    decoder: str | GgufDecoder | None = None
+    data: QuestionFiles
+    decoder: str | GgufDecoder
     teacher: str | None = None
     settings: dict[str, Any]
     entries: dict[str, Entry] = Field(min_length=1)
@@ -152,10 +147,6 @@ class Comparison(Strict):
 
     @model_validator(mode="after")
     def _complete(self) -> Comparison:
-        if (self.first_world is None) == (self.data is None):
-            raise ValueError("give either first_world, the seed of invented examples, or data, files of questions")
-        if self.teacher is not None and self.decoder is None:
-            raise ValueError("teacher needs decoder: give the decoder that the teacher was trained for")
         for name, entry in self.entries.items():
             if name == BASELINES or Path(name).name != name:
                 raise ValueError(f"an entry cannot be named {name!r}: results are kept in files of these names")
@@ -194,14 +185,6 @@ class Comparison(Strict):
                 stages=own.stages or whole.stages,
             )
         return whole
-
-    def examples(self, start: int, count: int, passages: int) -> dict[str, Any]:
-        """The `data` of a recipe that reads `count` examples after the first `start`."""
-        if self.data is not None:
-            return self.data.of_stage(start, count, passages)
-        assert self.first_world is not None  # checked above
-        seed = self.first_world + -(-start // EXAMPLES_PER_WORLD)
-        return {"world": {"split": "train", "seed": seed, "examples": count, "passages": [passages]}}
 
     @property
     def dtype(self) -> str | None:
@@ -285,7 +268,7 @@ def stage_recipes(
                     {"step": round(part.share * steps), **part.model_dump(exclude={"share"})}
                     for part in stage.curriculum
                 ],
-                "data": comparison.examples(
+                "data": comparison.data.of_stage(
                     done * comparison.batch_size, steps * comparison.batch_size, budget.passages
                 ),
                 "optim": {

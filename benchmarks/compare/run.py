@@ -27,7 +27,6 @@ from tqdm.auto import tqdm
 from benchmarks.compare.config import BASELINES, Budget, Comparison, QuestionFiles, stage_recipes
 from benchmarks.compare.decoder import decoder_sha256, merge_teacher, teacher_sha256
 from benchmarks.timing.speed import seconds_of
-from benchmarks.world.world import PASSAGES_PER_WORLD, world_examples
 from ctx_compress_rag import __version__
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
@@ -83,7 +82,7 @@ class Plan:
         budget: every entry's.
         questions: number of test questions, with as many passages as the budget says.
         ratios: the comparison's ratios, which the baselines are scored at.
-        data: files of questions; None is the invented world.
+        data: files of questions.
         dtype: of the decoder's weights when questions are answered; None takes the device's default.
     """
 
@@ -93,7 +92,7 @@ class Plan:
     budget: Budget
     questions: int
     ratios: list[int]
-    data: QuestionFiles | None
+    data: QuestionFiles
     dtype: str | None = None
 
     @property
@@ -102,22 +101,18 @@ class Plan:
         return self.decoder if self.teacher is None else str(self.output / "decoder")
 
     def test_questions(self) -> list[Question]:
-        """The test questions: about names that training never meets, or from the test file in a random order.
+        """The test questions, in a random order.
 
         Raises:
             ConfigError: the test file has fewer.
         """
-        passages = (self.budget.passages,)
-        if self.data is None:
-            examples = world_examples("test", 0, self.questions, max_turns=1, passages=passages)
-        else:
-            answered = [e for e in read_jsonl(self.data.test, unanswerable=True) if e.turns[0].answers]
-            short = without_long(answered, self.data.most_words)
-            examples = mix([short], MixData(passages=list(passages)), self.data.seed, block=1)
-            if len(examples) < self.questions:
-                raise ConfigError(
-                    f"{self.data.test} has {len(examples)} questions to score with, not {self.questions}: ask for fewer"
-                )
+        answered = [e for e in read_jsonl(self.data.test, unanswerable=True) if e.turns[0].answers]
+        short = without_long(answered, self.data.most_words)
+        examples = mix([short], MixData(passages=[self.budget.passages]), self.data.seed, block=1)
+        if len(examples) < self.questions:
+            raise ConfigError(
+                f"{self.data.test} has {len(examples)} questions to score with, not {self.questions}: ask for fewer"
+            )
         return questions_of(examples, self.questions)
 
     def result(self, name: str) -> Path:
@@ -157,10 +152,8 @@ def prepare(comparison: Comparison, names: Sequence[str], plan: Plan) -> list[En
     """
     if plan.questions < 2:
         raise ConfigError(f"{plan.questions} questions have no standard error: give 2 or more")
-    if plan.budget.passages < 1 or (plan.data is None and plan.budget.passages > PASSAGES_PER_WORLD):
-        raise ConfigError(
-            f"{plan.budget.passages} passages in a prompt: give 1 or more, in a world up to {PASSAGES_PER_WORLD}"
-        )
+    if plan.budget.passages < 1:
+        raise ConfigError(f"{plan.budget.passages} passages in a prompt: give 1 or more")
     work = [EntryJob(plan, BASELINES)]
     for name in names:
         folder = plan.output / "entries" / name
@@ -201,9 +194,9 @@ def _claim(plan: Plan, questions: Sequence[Question]) -> None:
         "decoder_sha256": weights,
         "teacher": plan.teacher,
         "teacher_sha256": teacher_sha256(plan.teacher),
-        "data_sha256": None if plan.data is None else [sha256(file) for file in plan.data.files],
-        "test": None if plan.data is None else plan.data.test.name,
-        "test_sha256": None if plan.data is None else digest(questions),
+        "data_sha256": [sha256(file) for file in plan.data.files],
+        "test": plan.data.test.name,
+        "test_sha256": digest(questions),
         **asdict(plan.budget),
         "questions": plan.questions,
         "ratios": plan.ratios,
@@ -377,7 +370,9 @@ def _entry_result(
         "method": bundle.config.method.model_dump(mode="json"),
         "fingerprint": bundle.fingerprint,
         "stages": [
-            {"stage": r.stage, "steps": r.optim.steps, "seed": r.seed, **_first_examples(r)} for r in job.recipes
+            {"stage": r.stage, "steps": r.optim.steps, "seed": r.seed, "first_example": r.data.part.start}
+            for r in job.recipes
+            if r.data.part
         ],
         "steps": job.steps,
         "trained_parameters": max(int(report["trained_parameters"]) for report in reports),
@@ -405,12 +400,6 @@ def _another_passage(bundle: Bundle, questions: Sequence[Question], ratio: int) 
     """
     answers = answer(bundle, with_other_passages(questions), [ratio], (SOFT,), max_new_tokens=ANSWER_TOKENS)
     return {"ratio": ratio, "f1": each(token_f1, answers[SOFT, ratio].texts, questions)}
-
-
-def _first_examples(recipe: CompressionRecipe) -> dict[str, int]:
-    """Where a stage's examples begin: a world's seed, or the number of an example."""
-    data = recipe.data
-    return {"world_seed": data.world[0].seed} if data.part is None else {"first_example": data.part.start}
 
 
 def _baselines(plan: Plan, questions: Sequence[Question]) -> dict[str, Any]:

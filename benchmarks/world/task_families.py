@@ -16,10 +16,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 from benchmarks.world import wording
 from benchmarks.world.world import Entity, Split, World
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
+from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 
 # Words that the demo's decoder gives as answers, each one token: adapters of attention cannot teach it to spell.
 MARKS = (
@@ -70,7 +72,7 @@ def families(split: Split) -> tuple[Family, ...]:
 
 
 def draw(family: Family, split: Split, rng: random.Random) -> Demonstration:
-    """A question of a family with its passage and its answer; names are from `split` (see `data.world`)."""
+    """A question of a family with its passage and its answer; names are from `split` (see `world`)."""
     entity = rng.choice(World(split, rng.randrange(1 << 40)).entities)
     facts = rng.sample(wording.ATTRIBUTES[entity.kind], _FACTS)
     question = rng.choice(facts[0].questions).format(e=entity.name)
@@ -83,3 +85,14 @@ def _passage(entity: Entity, attributes: list[wording.Attribute], rng: random.Ra
     for attribute in rng.sample(attributes, len(attributes)):
         sentences.append(rng.choice(attribute.statements).format(e=entity.name, v=entity.facts[attribute.name]))
     return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
+
+
+def write_families(folder: Path, split: Split, count: int, seed: int = 0) -> int:
+    """Write `count` questions of each family of a split as a JSONL file named after it; return the number of files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for family in families(split):
+        rng = random.Random(f"{seed}:{split}:{family.name}")
+        drawn = [draw(family, split, rng) for _ in range(count)]
+        rows = [Example(one.passages, (Turn(one.question, (one.answer,)),)) for one in drawn]
+        write_jsonl(folder / f"{family.name.replace(' ', '_')}.jsonl", rows)
+    return len(families(split))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.strict import Strict
@@ -13,29 +13,27 @@ from ctx_compress_rag.training.config import BaseRecipe
 
 
 class TaskData(Strict):
-    """Where demonstrations come from: JSONL files, each a task, or the invented world's task families.
+    """Where demonstrations come from.
 
     Attributes:
-        files, families: give one of the two.
-        held_out: files whose questions are refused in `files`. Passages may be in both: the paper retrieves all of
+        files: JSONL files, each a task; a folder stands for all JSONL files in it.
+        held_out: files whose questions are left out of `files`. Passages may be in both: the paper retrieves all of
             them from one corpus (appendix F).
         passages: how many of a question's passages are read, from the first on; None reads all.
         max_context_tokens: a question's passages are cut to this many tokens together.
         max_answer_tokens: answers are cut to this many.
     """
 
-    files: list[Path] = Field(default=[])
-    families: Literal["train", "dev"] | None = None
+    files: list[Path] = Field(min_length=1)
     held_out: list[Path] = Field(default=[])
     passages: int | None = Field(default=None, gt=0)
     max_context_tokens: int = Field(default=1024, gt=0)
     max_answer_tokens: int = Field(default=256, gt=0)
 
-    @model_validator(mode="after")
-    def _one_source(self) -> TaskData:
-        if bool(self.files) == bool(self.families):
-            raise ValueError("give either files or families")
-        return self
+    @field_validator("files")
+    @classmethod
+    def _files_in(cls, files: list[Path]) -> list[Path]:
+        return [file for path in files for file in sorted(path.glob("*.jsonl*")) or [path]]
 
 
 class AdaptationRecipe(BaseRecipe):

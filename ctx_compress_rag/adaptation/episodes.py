@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from benchmarks.world.task_families import draw, families
-from benchmarks.world.world import Split
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.data.examples import Example, read_jsonl
 from ctx_compress_rag.errors import DataError
@@ -44,43 +41,7 @@ class Episode:
         return self.answers or (self.query.answer,)
 
 
-class Tasks(ABC):
-    """A source of episodes."""
-
-    @abstractmethod
-    def draw(self, rng: random.Random, demonstrations: int) -> Episode:
-        """An episode of a task drawn at random, with this number of demonstrations."""
-
-    @abstractmethod
-    def asked(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
-        """At most `count` episodes to score with, each with a different question."""
-
-    @abstractmethod
-    def tuning(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
-        """At most `count` episodes to choose settings with; `drawn_apart` removes questions that `asked` gives."""
-
-
-class FamilyTasks(Tasks):
-    """The invented world's task families of a split, with names of that split."""
-
-    def __init__(self, split: Split) -> None:
-        self.split = split
-        self.families = families(split)
-
-    def draw(self, rng: random.Random, demonstrations: int) -> Episode:
-        family = rng.choice(self.families)
-        *support, query = (draw(family, self.split, rng) for _ in range(demonstrations + 1))
-        return Episode(family.name, tuple(support), query)
-
-    def asked(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
-        return Episodes(self, count, demonstrations, seed)
-
-    def tuning(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
-        # If the development families are scored themselves, use other draws of them.
-        return Episodes(FamilyTasks("dev"), count, demonstrations, seed + (self.split == "dev"))
-
-
-class FileTasks(Tasks):
+class Tasks:
     """JSONL files (see `data.examples.read_jsonl`), each a task named after its file.
 
     Args:
@@ -115,6 +76,7 @@ class FileTasks(Tasks):
                     raise DataError(f"the task {name}: the first answer to {turn.question!r} is blank: give one")
 
     def draw(self, rng: random.Random, demonstrations: int) -> Episode:
+        """An episode of a task drawn at random, with this number of demonstrations."""
         name = rng.choice(list(self.examples))
         examples = self.examples[name]
         if len(examples) <= demonstrations:
@@ -123,11 +85,14 @@ class FileTasks(Tasks):
         return self._episode(name, support, query)
 
     def asked(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
-        """Questions of each file in turn, each once; demonstrations come from another part of the file."""
+        """At most `count` episodes to score with: questions of each file in turn, each once.
+
+        Demonstrations come from another part of the file.
+        """
         return self._spread(count, demonstrations, seed, of_pool=False)
 
     def tuning(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
-        """Questions of the part that demonstrations come from."""
+        """At most `count` episodes to choose settings with, of the part of each file that demonstrations come from."""
         return self._spread(count, demonstrations, seed, of_pool=True)
 
     def _spread(self, count: int, demonstrations: int, seed: int, of_pool: bool) -> list[Episode]:

@@ -26,7 +26,7 @@ from ctx_compress_rag.adaptation.config import (
     UpdatePredictorRecipe,
 )
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, text_bundle
-from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks, FileTasks, Tasks, digest, with_slots
+from ctx_compress_rag.adaptation.episodes import Episode, Episodes, Tasks, digest, with_slots
 from ctx_compress_rag.adaptation.objectives.retrieval_adapter import PromptTuningLoss, RetrievalAdapterLoss
 from ctx_compress_rag.adaptation.objectives.update_predictor import (
     MatchingObjective,
@@ -37,7 +37,8 @@ from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.solved import SolvedContexts, load_solved, solve
 from ctx_compress_rag.adaptation.updates import norms
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.data.examples import check_held_out, read_jsonl
+from ctx_compress_rag.data.examples import read_jsonl
+from ctx_compress_rag.data.held_out import HeldOut
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.templates import PromptBuilder
 from ctx_compress_rag.training.engine.loop import Collate, Job, training_device
@@ -68,25 +69,17 @@ def open_decoder(recipe: AdaptationRecipe, device: str | torch.device | None = N
 
 
 def load_tasks(recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> Tasks:
-    """The recipe's training tasks, checked against the held-out files.
-
-    Raises:
-        DataError: a question is held out.
-    """
-    data = recipe.data
-    if data.families is not None:
-        return FamilyTasks(data.families)
-    tasks = file_tasks(data.files, data, decoder)
-    held_out = [example for file in data.held_out for example in read_jsonl(file)]
-    for examples in tasks.examples.values():
-        check_held_out(examples, held_out, passages=False)
+    """The recipe's training tasks, without the questions of its held-out files."""
+    tasks = file_tasks(recipe.data.files, recipe.data, decoder)
+    held_out = HeldOut(example for file in recipe.data.held_out for example in read_jsonl(file))
+    tasks.examples = {name: held_out.without(rows, name, passages=False) for name, rows in tasks.examples.items()}
     return tasks
 
 
-def file_tasks(files: Sequence[Path], data: TaskData, decoder: AdaptiveDecoder) -> FileTasks:
+def file_tasks(files: Sequence[Path], data: TaskData, decoder: AdaptiveDecoder) -> Tasks:
     """Files as tasks, with passages and answers cut as `data` says."""
     builder = PromptBuilder(decoder.bundle.tokenizer)
-    return FileTasks(files, builder, data.max_context_tokens, data.max_answer_tokens, data.passages)
+    return Tasks(files, builder, data.max_context_tokens, data.max_answer_tokens, data.passages)
 
 
 @dataclass

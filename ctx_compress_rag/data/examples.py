@@ -158,35 +158,3 @@ def write_jsonl(path: str | Path, examples: Iterable[Example]) -> int:
                 out.write(json.dumps(row, ensure_ascii=False) + "\n")
                 rows += 1
     return rows
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.lower().split())
-
-
-def check_held_out(
-    training: Sequence[Example],
-    held_out: Sequence[Example],
-    passages: bool = True,
-    source: str = "the training data",
-    remedy: str = "remove it",
-) -> None:
-    """Refuse training data that shares a passage or a question with held-out data.
-
-    Ignores case and whitespace. Strict on purpose: a shared question is refused even if it is asked about other
-    passages. Blank questions (of rows that hold only passages) and requests for a summary may be shared. With
-    `passages=False`, so may passages: both sides are then retrieved from one corpus. The message begins with `source`
-    and ends with `remedy`.
-
-    Raises:
-        DataError: a passage or question is shared; the message names the first.
-    """
-    test_passages = {_plain(p) for e in held_out for p in e.passages if passages}
-    test_questions = {_plain(t.question) for e in held_out for t in e.turns} - {"", _plain(SUMMARY_REQUEST)}
-    for example in training:
-        for passage in example.passages:
-            if _plain(passage) in test_passages:
-                raise DataError(f"{source} contains a held-out passage: {passage[:80]!r}; {remedy}")
-        for turn in example.turns:
-            if _plain(turn.question) in test_questions:
-                raise DataError(f"{source} contains a held-out question: {turn.question!r}; {remedy}")

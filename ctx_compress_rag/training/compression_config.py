@@ -137,7 +137,7 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
 
     @model_validator(mode="after")
     def _trains_what_it_serves(self) -> RepeatAndAnswerRecipe:
-        if not self.data.files and not self.data.world:
+        if not self.data.files:
             raise ValueError("stage repeat_and_answer needs questions: give data.files")
         check_packed(self.optim)
         if self.window != self.packing.length:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,28 +13,12 @@ from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.templates import TEMPLATES
 
 
-class WorldData(Strict):
-    """Examples of the invented world instead of files; see `data.world.world_examples` for the fields."""
-
-    split: Literal["train", "dev", "test"] = "train"
-    seed: int = 0
-    examples: int = Field(gt=0)
-    passages: list[Annotated[int, Field(ge=1)]] = Field(default=[1, 2, 3, 4, 4, 4], min_length=1)
-    named: float | None = Field(default=None, ge=0, le=1)
-    alike: float = Field(default=0.0, ge=0, le=1)
-
-
-Guard: TypeAlias = Literal["refuse", "leave out"] | None
-
-
 class DataConfig(Strict):
-    """Where examples come from: files (of questions or plain text), or parts of the invented world, in order.
+    """Where examples come from: files of questions, or of plain text.
 
     Attributes:
-        leave_out_held_out: for bundles that are scored with XQuAD and the other sets of `data.held_out`: leave out
-            examples of `files` that share a question or passage with those sets or with `held_out`, and refuse such
-            texts.
-        refuse_held_out: refuse such examples instead of leaving them out.
+        held_out: files of questions that the bundle will be scored with: examples that share a question or passage
+            with them are left out and counted (see `data.held_out`).
         most_words: leave out the examples of `files` that have a passage with more words.
         part: use only this part of the examples.
     """
@@ -42,31 +26,18 @@ class DataConfig(Strict):
     files: list[Path] = []
     texts: list[TextData] = []
     mix: MixData | None = None
-    leave_out_held_out: bool = False
-    refuse_held_out: bool = False
     most_words: int | None = Field(default=None, gt=0)
     part: PartData | None = None
-    world: list[WorldData] = []
     max_turns: int = Field(default=1, gt=0)
     held_out: list[Path] = []
     max_context_tokens: int = Field(default=1024, gt=0)
     max_answer_tokens: int = Field(default=256, gt=0)
     templates: list[str] = Field(default=list(TEMPLATES), min_length=1)
 
-    @property
-    def guard(self) -> Guard:
-        """What to do with examples of the sets that English bundles are scored with."""
-        return "refuse" if self.refuse_held_out else "leave out" if self.leave_out_held_out else None
-
-    @field_validator("world", mode="before")
-    @classmethod
-    def _parts(cls, world: Any) -> Any:
-        return [world] if isinstance(world, dict) else world
-
     @model_validator(mode="after")
-    def _one_source(self) -> DataConfig:
-        if bool(self.files or self.texts) == bool(self.world):
-            raise ValueError("give either files or world (texts count as files)")
+    def _has_a_source(self) -> DataConfig:
+        if not (self.files or self.texts):
+            raise ValueError("there is nothing to train on: give files or texts")
         for key in ("mix", "most_words", "part"):
             if getattr(self, key) is not None and not self.files:
                 raise ValueError(f"{key} is for files of questions: give files, or leave it out")

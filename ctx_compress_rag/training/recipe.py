@@ -19,7 +19,7 @@ SHIPPED = Path(__file__).parent / "recipes"
 
 # Every subpackage may ship recipes, in `recipes`, and have stages, which its `stages` registers.
 _PACKAGE = Path(__file__).parents[1]
-FOLDERS = [*sorted(_PACKAGE.glob("*/recipes"), reverse=True), _PACKAGE.parent / "benchmarks/world/recipes"]
+FOLDERS = sorted(_PACKAGE.glob("*/recipes"), reverse=True)
 
 
 def find(name: str) -> Path | None:
@@ -29,14 +29,14 @@ def find(name: str) -> Path | None:
 
 def _load_stages(wanted: Any) -> None:
     """Import the subpackages that have stages, `training` first, until the wanted stage is registered."""
-    for folder in FOLDERS[:-1]:
-        import_module(f"{_PACKAGE.name}.{folder.parent.name}.stages")
+    for folder in FOLDERS:
         if wanted in list(STAGES):
             return
+        import_module(f"{_PACKAGE.name}.{folder.parent.name}.stages")
 
 
 def load_recipe(path: str | Path) -> BaseRecipe:
-    """Read a recipe from a YAML file, or a shipped one by name (`demo/teacher`).
+    """Read a recipe from a YAML file, or a shipped one by name (`mean_pooling/teacher`).
 
     Raises:
         ConfigError: there is no such recipe, or a key or value is invalid.

@@ -11,16 +11,16 @@ import torch
 from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, PredictedUpdate
 from ctx_compress_rag.adaptation import solved as solved_module
 from ctx_compress_rag.adaptation.baselines import PredictorConfig
-from ctx_compress_rag.adaptation.episodes import Episodes, FamilyTasks
+from ctx_compress_rag.adaptation.episodes import Episodes
 from ctx_compress_rag.adaptation.objectives.update_predictor import MatchingObjective, SolvedMatchingObjective
 from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.solved import load_solved, solve
 from ctx_compress_rag.adaptation.stages import passes
 from ctx_compress_rag.adaptation.updates import sgd
 from ctx_compress_rag.errors import ConfigError
-from helpers.adaptation import random_adapter
+from helpers.adaptation import FamilyTasks, random_adapter
 
-EPISODES = Episodes(FamilyTasks("train"), 20, 2, seed=4)
+EPISODES: Any = Episodes(FamilyTasks("train"), 20, 2, seed=4)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.datasets.held_out import FILE, HeldOut, held_out
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.data.config import MixData
-from ctx_compress_rag.data.examples import Example, Turn, read_jsonl
+from ctx_compress_rag.data.examples import SUMMARY_REQUEST, Example, Turn, read_jsonl
+from ctx_compress_rag.data.held_out import HeldOut
 from ctx_compress_rag.data.mixing import mix
 from ctx_compress_rag.data.texts import documents, text_examples
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.text.answers import NO_ANSWER, normalize_answer
-from ctx_compress_rag.training.examples import load_examples
-from ctx_compress_rag.training.recipe import SHIPPED, load_recipe, parse_recipe
+from ctx_compress_rag.training.examples import load_examples, load_texts
+from ctx_compress_rag.training.recipe import parse_recipe
 
 # From XQuAD (CC BY-SA 4.0): a question and the beginning of its paragraph.
 QUESTION = "How many points did the Panthers defense surrender?"
@@ -43,72 +43,58 @@ def row(context: str, question: str = "Which?", answer: str = "that") -> dict[st
     return {"context": context, "question": question, "answers": [answer]}
 
 
-@pytest.mark.parametrize("stage", ["teacher", "distillation", "next_token", "reconstruction", "answer"])
-@pytest.mark.parametrize(
-    "bad",
-    [
-        row("Another text.", QUESTION.upper().replace("?", " ?")),
-        row(f"{EXAMPLES[0].passages[0]} {PARAGRAPH.replace(',', ' -')} {EXAMPLES[1].passages[0]}"),
-    ],
-    ids=["question", "passage"],
-)
-def test_a_guarded_stage_trains_on_no_held_out_question_or_passage(
-    tmp_path: Path, stage: str, bad: dict[str, Any]
-) -> None:
-    """The package knows the held-out sets by hash, however they are written; a recipe asks for the guard."""
-    good = [row(e.passages[0], f"{e.turns[0].question}") for e in EXAMPLES]
-    file = write(tmp_path / "train.jsonl", [*good, bad])
-    recipe = parse_recipe(
+def test_training_leaves_out_held_out_questions_and_passages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """However they are written, and whatever stands around them; and a log message counts them."""
+    good = [row(e.passages[0], e.turns[0].question) for e in EXAMPLES]
+    question = row("Another text.", QUESTION.upper().replace("?", " ?"))
+    passage = row(f"{EXAMPLES[0].passages[0]} {PARAGRAPH.replace(',', ' -')} {EXAMPLES[1].passages[0]}")
+    text = tmp_path / "text.txt"
+    text.write_text(f"{'Nothing of it. ' * 20}\n{PARAGRAPH}\n")
+    recipe: Any = parse_recipe(
         {
-            "stage": stage,
-            "output": str(tmp_path / "out"),
+            "stage": "repeat_and_answer",
+            "output": "out",
             "decoder": "nowhere",
-            "data": {"files": [str(file)]},
-            **({} if stage == "teacher" else {"name": "x", "method": {"name": "mean_pooling"}}),
+            "name": "x",
+            "method": {"name": "mean_pooling"},
+            "window": 384,
+            "packing": {"rows": 2, "passage_rows": 2, "length": 384, "examples": 2},
+            "data": {
+                "files": [str(write(tmp_path / "train.jsonl", [*good, question, passage]))],
+                "texts": [{"file": str(text), "words": 40}],
+                "held_out": [str(write(tmp_path / "dev.jsonl", [row(PARAGRAPH, QUESTION)]))],
+            },
         },
         "here",
     )
-
-    def load(**guard: bool) -> set[tuple[str, ...]]:
-        guarded = recipe.model_copy(update={"data": recipe.data.model_copy(update=guard)})
-        return {e.passages for e in load_examples(guarded)}  # type: ignore[arg-type]
-
-    with pytest.raises(DataError, match=r"train.jsonl holds .*leave_out_held_out"):
-        load(refuse_held_out=True)
-    assert load(leave_out_held_out=True) == {(each["context"],) for each in good}
-    assert load() == {(each["context"],) for each in [*good, bad]}  # other people's data may share a question
+    assert {e.passages for e in load_examples(recipe) if e.turns[0].question} == {(each["context"],) for each in good}
+    assert "train.jsonl: 2 of 62" in caplog.text and "text.txt: 1 of 2" in caplog.text
+    [kept] = load_texts(recipe)
+    assert "Panthers" not in kept.passages[0]
 
 
-def test_a_held_out_example_is_named_with_its_file_and_the_remedies(tmp_path: Path) -> None:
-    good, bad = (
-        write(tmp_path / f"{name}.jsonl", [row(f"The {name} passage.", f"Who is {name}?")]) for name in ("good", "bad")
-    )
-    data = {"files": [str(good), str(bad)], "held_out": [str(bad)]}
-    recipe = parse_recipe({"stage": "teacher", "output": "out", "decoder": "nowhere", "data": data}, "here")
-    with pytest.raises(DataError, match=r"^\S*bad.jsonl contains a held-out passage: .*data.leave_out_held_out: true$"):
-        load_examples(recipe)  # type: ignore[arg-type]
-
-
-def test_recipes_of_bundles_scored_with_held_out_sets_are_guarded() -> None:
-    english = [f"smollm2/{path.stem}" for path in (SHIPPED / "smollm2").iterdir()]
-    assert len(english) == 2
-    assert all(load_recipe(name).data.guard for name in english)  # type: ignore[attr-defined]
-
-
-def test_held_out_hashes_find_copies_and_nothing_else(tmp_path: Path) -> None:
+def test_held_out_text_is_found_and_nothing_else() -> None:
     passages = [" ".join(e.passages) for e in world_examples("test", 1, 40, max_turns=1, passages=(2,))]
-    HeldOut.of([Example((p,), (Turn(f"Who of {i}?", ()),)) for i, p in enumerate(passages)]).write(tmp_path / "h.npz")
-    hashes = HeldOut.read(tmp_path / "h.npz")
-    assert all(hashes.has_passage(p.upper()) for p in passages)
-    assert all(hashes.has_passage(f"Before it. {p} And after.") for p in passages if len(p.split()) > 80)
-    assert hashes.has_question("who of 3") and not hashes.has_question("Who of 41?") and not hashes.has_question("?")
-    rng = random.Random(0)
+    held_out = HeldOut([Example((p,), (Turn(f"Who of {i}?", ()),)) for i, p in enumerate(passages)])
     for passage in passages:
         words = passage.split()
-        assert not hashes.has_passage(" ".join(rng.sample(words, len(words))))
-        assert not hashes.has_passage(" ".join(words[:12]))
-    assert not any(held_out().shares(e) for e in EXAMPLES)
-    assert FILE.stat().st_size < 400_000
+        assert held_out.has_passage(passage.upper())
+        assert held_out.has_passage(f"Before it. {' '.join(words[5:36])} And after.")
+        assert not held_out.has_passage(" ".join(random.Random(0).sample(words, len(words))))
+        assert not held_out.has_passage(" ".join(words[:12]))
+    assert held_out.has_question("who of 3") and not held_out.has_question("Who of 41?")
+    assert held_out.without(EXAMPLES, "here") == EXAMPLES
+    assert held_out.without([Example((passages[0],), EXAMPLES[0].turns)], "here") == []
+    assert len(held_out.without([Example((passages[0],), EXAMPLES[0].turns)], "here", passages=False)) == 1
+
+
+def test_requests_for_summaries_and_blank_questions_may_be_shared() -> None:
+    """All rows of MultiNews have the one, rows of plain text the other; their documents are held out all the same."""
+    for question in (SUMMARY_REQUEST, " "):
+        one, other = (
+            Example((text,), (Turn(question, ("x",)),)) for text in ("Kormoor is old.", "Pell trades in salt.")
+        )
+        assert HeldOut([other]).without([one, other], "here") == [one]
 
 
 def test_a_text_file_is_read_whole_packed_or_not(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import yaml
 
 from benchmarks.adaptation.cost import AdaptationCost
 from benchmarks.adaptation.run import SystemScore
+from benchmarks.world.task_families import draw, families, write_families
+from benchmarks.world.world import Split
 from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, Demonstration, PredictedUpdate
 from ctx_compress_rag.adaptation.adapter import projections
 from ctx_compress_rag.adaptation.baselines import PredictorConfig
+from ctx_compress_rag.adaptation.episodes import Episode
 from ctx_compress_rag.text.answers import Interval
 
 DEMONSTRATIONS = [
@@ -63,6 +67,18 @@ def save_predictor(bundle: Any, folder: Path, ratio: int | None = None) -> Path:
     return folder
 
 
+class FamilyTasks:
+    """Episodes of the invented world's task families, with names of the same split."""
+
+    def __init__(self, split: Split) -> None:
+        self.split: Split = split
+
+    def draw(self, rng: random.Random, demonstrations: int) -> Episode:
+        family = rng.choice(families(self.split))
+        *support, query = (draw(family, self.split, rng) for _ in range(demonstrations + 1))
+        return Episode(family.name, tuple(support), query)
+
+
 def plain_copy(model: Any) -> Any:
     """A transformers model of the same class with the same weights of its own, and no adapters."""
     copy = type(model)(model.config)
@@ -87,7 +103,8 @@ def small_recipes(folder: Path, bundle: Path, steps: int = 2, **settings: Any) -
     optim = {
         "steps": steps, "batch_size": 2, "micro_batch_size": 1, "learning_rate": 0.01, "save_every": 2, "log_every": 1,
     }  # fmt: skip
-    common = {"bundle": str(bundle), "data": {"families": "train"}, "optim": optim} | settings
+    write_families(folder / "families", "dev", 6)
+    common = {"bundle": str(bundle), "data": {"files": [str(folder / "families")]}, "optim": optim} | settings
     predictor = {"stage": "update_predictor", "base": str(folder / "out" / "base"), "hidden": 8, "code": 4}
     predictor |= {"demonstrations": 2, "inner_learning_rate": 0.5}
     solved = {"folder": str(folder / "out" / "solved"), "contexts": 3, "steps": [1]}

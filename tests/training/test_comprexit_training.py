@@ -55,12 +55,12 @@ def test_next_token_loss_is_plain_cross_entropy(make: Callable[..., Bundle]) -> 
 def fitting_recipe(folder: Path, bundle: Bundle, /, **change: Any) -> Path:
     """One step for ComprExIT, so small that it is none, after fitting its reader on the recipe's data."""
     bundle.save_pretrained(folder)
-    world = {"world": {"split": "train", "seed": 3, "examples": 24, "passages": [1]}}
+    write_jsonl(folder / "world.jsonl", world_examples("train", 3, 24, max_turns=1, passages=(1,)))
     settings = {
         "method": {"name": "comprexit", **SMALL},
         "fit_passages": 24,
         "ratios": [4],
-        "data": world | {"max_turns": 1, "max_context_tokens": 48},
+        "data": {"files": [str(folder / "world.jsonl")], "max_context_tokens": 48},
     }
     optim = {"steps": 1, "batch_size": 2, "learning_rate": 1e-9, "final_learning_rate": 0.0}
     return write_recipe(folder / "decoder", "answer", folder / "out", optim, **settings | change)

@@ -70,7 +70,7 @@ DRAWN: dict[str, dict[str, Any]] = {
     "distillation": {"curriculum": [{"step": 0, "ratios": [4, 8], "sample": 1}], "reconstruction_weight": 0.5},
     "ram": {},
     "packed": {},
-    "update_predictor": {"data": {"families": "train"}, "inner_steps": 2},
+    "update_predictor": {"inner_steps": 2},
 }
 
 

@@ -18,6 +18,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from benchmarks.world import RECIPES
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.cli.shared import quiet_models
@@ -208,7 +209,7 @@ def test_base_models_get_the_space_before_an_answer(name: str, answer: str) -> N
 
 
 def test_curriculum_is_the_same_at_every_call() -> None:
-    recipe = load_recipe("demo/mean_pooling")
+    recipe = load_recipe(RECIPES / "demo" / "mean_pooling.yaml")
     assert recipe.stage == "distillation"
     for step in range(0, recipe.optim.steps, 97):
         ratios = recipe.ratios_at(step)
@@ -218,7 +219,7 @@ def test_curriculum_is_the_same_at_every_call() -> None:
 
 
 def test_processes_that_share_weights_draw_no_ratio_for_each_example() -> None:
-    recipe = yaml.safe_load((SHIPPED / "demo" / "mean_pooling.yaml").read_text())
+    recipe = yaml.safe_load((RECIPES / "demo" / "mean_pooling.yaml").read_text())
     recipe["optim"]["shard"] = "frozen"
     parse_recipe(recipe, "test")
     recipe["curriculum"] = [{"step": 0, "ratios": [4, 8], "sample": 1, "each": "example"}]
@@ -229,18 +230,21 @@ def test_processes_that_share_weights_draw_no_ratio_for_each_example() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "named"),
     [
-        ("demo/teacher", {"stepz": 3}, "stepz"),
-        ("demo/teacher", {"optim": {"batch_size": 6, "micro_batch_size": 4}}, "micro_batch_size"),
-        ("demo/teacher", {"optim": {"steps": 0}}, "steps"),
-        ("demo/teacher", {"optim": {"learning_rate": float("inf")}}, "learning_rate"),
-        ("demo/teacher", {"optim": {"learning_rate": 1e-5}}, "final_learning_rate 2e-05 must be below learning_rate"),
-        ("demo/teacher", {"optim": {"betas": [2, -1]}}, "betas"),
-        ("demo/teacher", {"seed": -1}, "seed"),
-        ("demo/teacher", {"output": ""}, "output: .*it is empty: give a folder"),
-        ("demo/teacher", {"data": {"world": {"examples": 4, "passages": [0]}}}, "passages"),
-        ("demo/teacher", {"data": {"files": []}}, "files or world"),
-        ("demo/teacher", {"data": {"files": ["x.jsonl"], "templates": ["no places"]}}, "no places"),
-        ("demo/teacher", {"stage": "alchemy"}, "^[^:]*: stage: 'alchemy' is unknown: give one of .*'teacher'"),
+        ("mean_pooling/teacher", {"stepz": 3}, "stepz"),
+        ("mean_pooling/teacher", {"optim": {"batch_size": 6, "micro_batch_size": 4}}, "micro_batch_size"),
+        ("mean_pooling/teacher", {"optim": {"steps": 0}}, "steps"),
+        ("mean_pooling/teacher", {"optim": {"learning_rate": float("inf")}}, "learning_rate"),
+        (
+            "mean_pooling/teacher",
+            {"optim": {"learning_rate": 1e-5}},
+            "final_learning_rate 2e-05 must be below",
+        ),
+        ("mean_pooling/teacher", {"optim": {"betas": [2, -1]}}, "betas"),
+        ("mean_pooling/teacher", {"seed": -1}, "seed"),
+        ("mean_pooling/teacher", {"output": ""}, "output: .*it is empty: give a folder"),
+        ("mean_pooling/teacher", {"data": {"files": []}}, "give files or texts"),
+        ("mean_pooling/teacher", {"data": {"files": ["x.jsonl"], "templates": ["no places"]}}, "no places"),
+        ("mean_pooling/teacher", {"stage": "alchemy"}, "^[^:]*: stage: 'alchemy' is unknown: give one of .*'teacher'"),
         ("mean_pooling/compressor", {"ratios": []}, "ratios: List should have at least 1 item"),
         ("ram/ram", {"reductions": []}, "reductions: List should have at least 1 item"),
         # A teacher may train for days before the compressor's recipe begins: ratios are checked before.
@@ -269,24 +273,19 @@ def test_yaml_that_unfolds_to_gigabytes_is_refused_at_once() -> None:
 
 
 def test_a_lora_teacher_reads_full_text_in_the_bundle(decoder: Path, tmp_path: Path) -> None:
-    """The bundle's text decoder is the decoder, trained from nothing, with the teacher's adapter, which slots lack."""
-    data = {"world": {"seed": 50, "examples": 24, "passages": [1, 2]}, "max_turns": 2, "max_context_tokens": 256}
-    shape = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    nothing: dict[str, Any] = {"decoder": None, "scratch": {"vocab_size": 512, "config": shape}, "data": data}
-    scratch = run_recipe(write_recipe(decoder, "teacher", tmp_path / "scratch", {"steps": 2}, **nothing))
+    """The bundle's text decoder is the decoder with the teacher's adapter, which slots lack."""
     optim = {"steps": 2, "learning_rate": 0.5}  # two steps that show
-    lora = run_recipe(write_recipe(scratch, "adapter", tmp_path / "lora", optim, data=data))
-    student = write_recipe(scratch, "distillation", tmp_path / "student", {"steps": 2}, data=data, teacher=str(lora))
+    lora = run_recipe(write_recipe(decoder, "adapter", tmp_path / "lora", optim))
+    student = write_recipe(decoder, "distillation", tmp_path / "student", {"steps": 2}, teacher=str(lora))
     bundle = Bundle.from_pretrained(run_recipe(student) / "bundle")
     ids = torch.arange(5, 15).unsqueeze(0)
-    plain = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(decoder, dtype=torch.float32)
     with torch.no_grad():
         untuned = plain(ids).logits
         tuned = PeftModel.from_pretrained(plain, lora)(ids).logits
         with bundle.text_decoder() as model:
             logits = model(ids).logits
-    torch.testing.assert_close(logits, tuned, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, tuned, atol=1e-3, rtol=1e-3)  # the bundle is in half precision
     assert (logits - untuned).abs().max() > 1e-2
     with pytest.raises(BundleError, match="adapter_config"):
         Bundle.build(bundle.config, bundle.backbone, teacher=tmp_path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.world.pointers import Pointers, PointingHeads, pointers_of
-from benchmarks.world.tokenizer import train_tokenizer
-from benchmarks.world.world import tokenizer_texts
 from ctx_compress_rag.bundle.files import ADAPTER_CONFIG_FILE
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import ConfigError
@@ -40,106 +37,52 @@ class AnswerLoss(nn.Module, WholeBatchMean):
     Args:
         decoder: a causal LM.
         context_weight: weight of a token that is not in an answer; 0 trains on answers only.
-        pointing: heads whose attention is trained, too, and the weight of that loss.
     """
 
-    def __init__(
-        self, decoder: nn.Module, context_weight: float, pointing: tuple[PointingHeads, float] | None = None
-    ) -> None:
+    def __init__(self, decoder: nn.Module, context_weight: float) -> None:
         super().__init__()
         self.decoder = decoder
         self.context_weight = context_weight
-        self.pointing = pointing
 
-    def items(  # type: ignore[override]
-        self, attention_mask: Tensor, answers: Tensor, pointers: tuple[Pointers, Pointers] | None = None, **_: Any
-    ) -> Tensor:
-        """The sum of the tokens' weights, and the numbers of pointers to names and to copies: (3,)."""
-        pointing = [len(each.rows) for each in pointers] if pointers else [0, 0]
-        weights = self._weights(attention_mask, answers).sum()
-        return torch.stack((weights, *torch.tensor(pointing, dtype=weights.dtype, device=weights.device)))
+    def items(self, attention_mask: Tensor, answers: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
+        """The sum of the tokens' weights."""
+        return self._weights(attention_mask, answers).sum()
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        answers: Tensor,
-        pointers: tuple[Pointers, Pointers] | None = None,
-        num_items_in_batch: Tensor | None = None,
+        self, input_ids: Tensor, attention_mask: Tensor, answers: Tensor, num_items_in_batch: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The loss of a right-padded batch; tensors are (batch, length), `pointers` to names and to copies.
+        """The loss of a right-padded batch; tensors are (batch, length).
 
         The decoder gets no mask: with padding on the right no real token attends to it, and plain
         causal attention is faster.
         """
         if num_items_in_batch is None:
-            num_items_in_batch = self.items(attention_mask, answers, pointers)
-        tokens, *pointing = num_items_in_batch
-        if self.pointing is None or pointers is None:
-            return {"loss": self._answer_loss(input_ids, attention_mask, answers) / tokens}
-        heads, weight = self.pointing
-        with heads.watching():
-            loss = self._answer_loss(input_ids, attention_mask, answers) / tokens
-            for which, (wanted, count) in enumerate(zip(pointers, pointing, strict=True)):
-                share = len(wanted.rows) / count.clamp(min=1)
-                loss = loss + weight * share * heads.loss(which, wanted.to(input_ids.device))
-        return {"loss": loss}
+            num_items_in_batch = self.items(attention_mask, answers)
+        logits = self.decoder(input_ids=input_ids, use_cache=False).logits
+        targets = input_ids[:, 1:]
+        losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="none")
+        weighted = losses * self._weights(attention_mask, answers).flatten()
+        return {"loss": weighted.sum() / num_items_in_batch}
 
     def _weights(self, attention_mask: Tensor, answers: Tensor) -> Tensor:
         """The weight of each token that is predicted: (batch, length - 1)."""
         return torch.where(answers[:, 1:], 1.0, self.context_weight) * attention_mask[:, 1:]
 
-    def _answer_loss(self, input_ids: Tensor, attention_mask: Tensor, answers: Tensor) -> Tensor:
-        """The weighted sum of the tokens' losses."""
-        logits = self.decoder(input_ids=input_ids, use_cache=False).logits
-        targets = input_ids[:, 1:]
-        losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="none")
-        return (losses * self._weights(attention_mask, answers).flatten()).sum()
-
 
 @dataclass
 class TextCollator(ExampleCollator):
-    """Examples -> a right-padded batch of full-text prompts, each with a template drawn for it.
-
-    With `pointing` the batch says what tokens should attend to; passages are then not truncated.
-    """
-
-    pointing: bool = False
+    """Examples -> a right-padded batch of full-text prompts, each with a template drawn for it."""
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         prompts = []
-        names: list[tuple[int, int, int, int]] = []
-        copies: list[tuple[int, int, int, int]] = []
-        for number, example in enumerate(examples):
+        for example in examples:
             template = draw_template(self.templates, example, self.seed)
-            if self.pointing:
-                prompt, to_names, to_copies = pointers_of(self.builder, example, template)
-                prompts.append(prompt)
-                names += [(number, *pointer) for pointer in to_names]
-                copies += [(number, *pointer) for pointer in to_copies]
-                continue
             # Truncate passages, never the prompt, which ends with the answer.
             texts = [text for text, _ in self.builder.shortened(example.passages, self.max_context_tokens)]
             prompts.append(self.builder.text_prompt(example, template, texts))
         ids, mask = padded([prompt.ids().tolist() for prompt in prompts], torch.device("cpu"))
         answers = nn.utils.rnn.pad_sequence([prompt.answers for prompt in prompts], batch_first=True)
-        batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "answers": answers}
-        if self.pointing:
-            batch["pointers"] = (Pointers.of(names), Pointers.of(copies))
-        return batch
-
-
-def new_decoder(config: dict[str, Any], tokenizer: Any) -> Any:
-    """A causal LM with random weights: `config` is a transformers configuration, `model_type` included."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    settings = config | {
-        "vocab_size": len(tokenizer),
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), trust_remote_code=False)
+        return {"input_ids": ids, "attention_mask": mask, "answers": answers}
 
 
 def save_decoder(decoder: Any, tokenizer: Any, folder: Path) -> None:
@@ -154,7 +97,7 @@ def _started(recipe: TeacherRecipe) -> tuple[Any, Any]:
     """The decoder to train and its tokenizer; with LoRA a new adapter, or the one that an earlier stage trained."""
     from peft import PeftConfig, PeftModel, get_peft_model
 
-    name, revision, device = recipe.decoder or "", recipe.revision, training_device()
+    name, revision, device = recipe.decoder, recipe.revision, training_device()
     if isinstance(name, str) and (Path(name) / ADAPTER_CONFIG_FILE).exists():
         if recipe.tune.mode != "lora":
             raise ConfigError(f"{name} is a LoRA adapter: continue with `tune.mode: lora`, not {recipe.tune.mode}")
@@ -177,13 +120,9 @@ def _started(recipe: TeacherRecipe) -> tuple[Any, Any]:
 def start(recipe: TeacherRecipe, resume: bool) -> Job:
     """Make the job that trains a decoder on the recipe's questions."""
     examples: Any = load_examples(recipe)
-    if recipe.scratch:
-        tokenizer = train_tokenizer(_texts(recipe, examples), recipe.scratch.vocab_size, recipe.data.max_context_tokens)
-        decoder = new_decoder(recipe.scratch.config, tokenizer)
-    else:
-        decoder, tokenizer = _started(recipe)
+    decoder, tokenizer = _started(recipe)
     builder = PromptBuilder(tokenizer, recipe.data.max_answer_tokens)
-    data, point = recipe.data, recipe.pointing
+    data = recipe.data
     model: nn.Module
     collate: Collate
     if recipe.packing:
@@ -192,9 +131,8 @@ def start(recipe: TeacherRecipe, resume: bool) -> Job:
         make_fast(decoder.get_base_model(), recipe.optim)
         model = PackedTextLoss(decoder)
     else:
-        collate = TextCollator(builder, data.templates, data.max_context_tokens, recipe.seed, point is not None)
-        heads = (PointingHeads(decoder, (point.name_layer, point.copy_layer)), point.weight) if point else None
-        model = AnswerLoss(decoder, recipe.context_loss_weight, heads)
+        collate = TextCollator(builder, data.templates, data.max_context_tokens, recipe.seed)
+        model = AnswerLoss(decoder, recipe.context_loss_weight)
 
     def save(report: dict[str, Any]) -> None:
         if recipe.tune.mode == "lora":
@@ -219,15 +157,6 @@ def start(recipe: TeacherRecipe, resume: bool) -> Job:
         layers=layers_in([decoder]),
         micro_batch_size=1 if recipe.packing else None,
     )
-
-
-def _texts(recipe: TeacherRecipe, examples: Sequence[Example]) -> Iterator[str]:
-    """The texts to train a new tokenizer on."""
-    if recipe.data.world:
-        yield from tokenizer_texts()
-    else:
-        yield from (passage for example in examples for passage in example.passages)
-    yield from recipe.data.templates * 200
 
 
 register(Stage(TeacherRecipe, start))
