@@ -22,14 +22,14 @@ from benchmarks.timing.phases import count_flops
 from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, BaseAdapter, PredictedUpdate, TestTimeSGD
 from ctx_compress_rag.adaptation.baselines import PredictorConfig
 from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
-from ctx_compress_rag.adaptation.episodes import Episode, Episodes, FamilyTasks
+from ctx_compress_rag.adaptation.episodes import Episode, Episodes
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.training.run import run_recipe
-from helpers.adaptation import DEMONSTRATIONS, random_adapter, small_recipes, system_score
+from helpers.adaptation import DEMONSTRATIONS, FamilyTasks, random_adapter, small_recipes, system_score
 
 
 @pytest.fixture(scope="module")

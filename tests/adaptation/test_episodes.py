@@ -1,0 +1,104 @@
+"""Tasks from files, and the episodes drawn from them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ctx_compress_rag.adaptation import Demonstration
+from ctx_compress_rag.adaptation.episodes import Episode, Episodes, Tasks, digest, drawn_apart, with_slots
+from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.text.templates import PromptBuilder
+
+
+def test_files_are_tasks(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """Support and question are of one file, never the same row, and cut to the tokens allowed."""
+    for task in ("one", "two"):
+        rows = [
+            Example(
+                (f"Passage {i} of {task}. " * 30, "Short."), (Turn(f"Question {i} of {task}?", (f"answer {i} " * 9,)),)
+            )
+            for i in range(5)
+        ]
+        write_jsonl(tmp_path / f"{task}.jsonl", rows)
+    tasks = Tasks([tmp_path / "one.jsonl", tmp_path / "two.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6)
+    episodes = Episodes(tasks, 30, 3, seed=0)
+    assert len(episodes) == 30 and episodes[7] == episodes[7] == list(episodes)[7]
+    assert episodes[7] != Episodes(tasks, 30, 3, seed=2)[7]
+    seen = set()
+    for episode in episodes:
+        seen.add(episode.task)
+        whole = (*episode.support, episode.query)
+        assert len({d.question for d in whole}) == 4
+        for d in whole:
+            assert episode.task in d.question and episode.task in d.passages[0]
+            assert sum(len(tiny_tokenizer(p, add_special_tokens=False)["input_ids"]) for p in d.passages) <= 41
+            assert len(tiny_tokenizer(d.answer, add_special_tokens=False)["input_ids"]) <= 7
+    assert seen == {"one", "two"}
+    # To score: every question that demonstrates nothing, once, with all of its answers, whole.
+    rows = [Example((f"Passage {i}.",), (Turn(f"{i}?", (f"answer {i} " * 9, f"{i}")),)) for i in range(25)]
+    write_jsonl(tmp_path / "more.jsonl", rows)
+    more = Tasks([tmp_path / "more.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6)
+    asked = more.asked(100, 2, seed=0)
+    questions = [episode.query.question for episode in asked]
+    shown = {d.question for episode in asked for d in episode.support}
+    assert len(questions) == len(set(questions)) == 25 - 12 and not shown & set(questions)
+    answers = {e.turns[0].question: e.turns[0].answers for e in rows}
+    assert all(episode.accepted == answers[episode.query.question] for episode in asked)
+    tuning = more.tuning(100, 2, seed=0)
+    assert not {e.query.question for e in tuning} & set(questions) and len(tuning) == 12
+    assert all(e.query.question not in {d.question for d in e.support} for e in tuning)
+    assert len(more.asked(4, 2, seed=0)) == 4
+    apart = [{episode.query.question for episode in part} for part in drawn_apart(more, 100, 100, 2, seed=0)]
+    assert apart[0] == set(questions) and not apart[0] & apart[1]
+    with pytest.raises(DataError, match="more has 25 questions: 12 demonstrations need 26"):
+        more.asked(4, 12, seed=0)
+    with pytest.raises(DataError, match="5 questions: 5 demonstrations"):
+        tasks.draw(random.Random(0), 5)
+    # A row given twice is one question: otherwise it could be asked when a demonstration has shown its answer.
+    write_jsonl(tmp_path / "twice.jsonl", [*rows, *rows])
+    assert Tasks([tmp_path / "twice.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6).examples["twice"] == rows
+    write_jsonl(tmp_path / "blank.jsonl", [*rows, Example(("A.",), (Turn("What is blank?", (" ",)),))])
+    with pytest.raises(DataError, match=r"task blank: the first answer to 'What is blank\?' is blank"):
+        Tasks([tmp_path / "blank.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6)
+    write_jsonl(tmp_path / "lonely.jsonl", rows[:1])
+    with pytest.raises(DataError, match="lonely has one question"):
+        Tasks([tmp_path / "lonely.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6)
+
+
+def test_files_of_one_name_are_tasks_of_their_own(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    files = [tmp_path / folder / "train.jsonl" for folder in ("nq", "triviaqa")]
+    for file in files:
+        file.parent.mkdir()
+        name = file.parent.name
+        write_jsonl(file, [Example((f"{i}.", "Two.", "3."), (Turn(f"{name} {i}?", ("yes",)),)) for i in range(4)])
+    tasks = Tasks(files, PromptBuilder(tiny_tokenizer), 40, 6, passages=2)
+    seen = {(e.task, e.query.question.split()[0]) for e in Episodes(tasks, 30, 2, seed=0)}
+    assert seen == {("nq/train", "nq"), ("triviaqa/train", "triviaqa")}
+    assert all(d.passages[1:] == ("Two.",) for e in Episodes(tasks, 5, 2, seed=0) for d in (*e.support, e.query))
+    with pytest.raises(DataError, match=r"two of the files are .*nq.train, endings aside"):
+        Tasks([*files, files[0]], PromptBuilder(tiny_tokenizer), 40, 6)
+
+
+def test_the_digest_is_of_all_that_an_episode_holds() -> None:
+    first = Demonstration("Who?", ("A text.",), "me")
+    whole = Episode("task", (first, first), first, ("me", "I"))
+    others = [replace(first, question="What?"), replace(first, passages=("A", "text.")), replace(first, answer="I")]
+    changed = [replace(whole, query=other) for other in others]
+    changed += [replace(whole, support=(first, other)) for other in others] + [replace(whole, answers=("me",))]
+    digests = [digest([each, whole]) for each in (whole, *changed)] + [digest([whole])]
+    assert len(set(digests)) == len(digests)
+    assert digest([replace(whole), whole]) == digests[0]
+
+
+def test_soft_contexts_need_passages() -> None:
+    given, bare = Demonstration("Who?", ("A text.",), "me"), Demonstration("What?", (), "it")
+    for episode in (Episode("two", (given, bare), given), Episode("two", (given,), bare)):
+        with pytest.raises(DataError, match=r"'What\?' of the task two has no passages"):
+            with_slots(episode, None, 4)
+        assert with_slots(episode, None, None) is episode

@@ -1,0 +1,63 @@
+"""Task families: what they ask, and that training never has a test family."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from benchmarks.world import BUNDLE, wording
+from benchmarks.world.task_families import ENDS, FAMILIES, MARKS, draw, families, write_families
+from benchmarks.world.world import split_of
+from ctx_compress_rag.data.examples import read_jsonl
+from ctx_compress_rag.text.answers import exact_match, token_f1
+
+
+def test_every_family_is_in_one_split_and_every_word_is_trained() -> None:
+    by_split = {split: families(split) for split in ("train", "dev", "test")}  # type: ignore[arg-type]
+    assert {split: len(each) for split, each in by_split.items()} == {"train": 224, "dev": 16, "test": 16}
+    assert sorted(f.name for each in by_split.values() for f in each) == sorted(f.name for f in FAMILIES)
+    assert {(f.mark, f.end) for f in FAMILIES} == set(product(MARKS, ENDS))
+    for split, times in (("train", 14), ("dev", 1), ("test", 1)):
+        words = Counter(word for f in by_split[split] for word in (f.mark, f.end))
+        assert words == dict.fromkeys((*MARKS, *ENDS), times)
+
+
+def test_code_words_are_single_tokens_that_the_decoder_gives_as_answers() -> None:
+    """After a space, in the shipped decoder's tokenizer; and each a word that facts of the world end with."""
+    tokenizer = Tokenizer.from_file(str(BUNDLE / "decoder" / "tokenizer.json"))
+    values = {value.split()[-1] for value in (*wording.PRODUCTS, *wording.FESTIVALS)}
+    assert len({*MARKS, *ENDS}) == len(MARKS) + len(ENDS)
+    for word in (*MARKS, *ENDS):
+        [token] = tokenizer.encode(f" {word}", add_special_tokens=False).ids
+        assert tokenizer.decode([token]) == f" {word}" and word in values
+
+
+def test_the_answer_is_a_fact_of_the_passage_and_the_code_words_follow() -> None:
+    for seed, family in enumerate(FAMILIES):
+        drawn = draw(family, "train", random.Random(seed))
+        value, ending = drawn.answer.rsplit(" in ", 1)
+        assert ending == family.name
+        assert value in drawn.passages[0] and value not in drawn.question
+
+
+def test_the_scores_tell_the_families_apart() -> None:
+    """Of the same question, no two families' answers are an exact match, or share all their words."""
+    for family in random.Random(0).sample(FAMILIES, 20):
+        for second in FAMILIES:
+            one, other = (each.answer("plum cake") for each in (family, second))
+            assert exact_match(one, [other]) == float(family == second)
+            assert (token_f1(one, [other]) == 1) is (family == second)
+
+
+def test_written_families_have_names_of_their_split_alone(tmp_path: Path) -> None:
+    compounds = {head + tail for heads, tails in wording.COMPOUNDS for head in heads for tail in tails}
+    assert write_families(tmp_path, "test", 4) == 16
+    for file in tmp_path.iterdir():
+        for example in read_jsonl(file):
+            words = {word.strip(".?,") for word in example.passages[0].split()}
+            assert {split_of(word) for word in words & compounds} == {"test"}
+            assert example.turns[0].answers[0].endswith(file.stem.replace("_", " "))
