@@ -12,7 +12,6 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, messag
 
 if TYPE_CHECKING:
     from ctx_compress_rag.store import SoftContextStore
-    from ctx_compress_rag.store.marker import OnUnreadable
 
 
 @dataclass(frozen=True)
@@ -39,18 +38,14 @@ class Demonstration:
         """The chat messages that ask the question about the passages, without the answer."""
         return messages(TEMPLATES[0], PASSAGE_SEPARATOR.join(self.passages), self.question)
 
-    def marked(
-        self, store: SoftContextStore, ratio: int | None = None, on_unreadable: OnUnreadable = "warn"
-    ) -> Demonstration:
+    def marked(self, store: SoftContextStore, ratio: int | None = None) -> Demonstration:
         """The demonstration with soft contexts for passages; missing ones are compressed and stored now.
 
         Args:
             store: where the soft contexts are.
             ratio: source tokens per slot; None takes the store's base ratio.
-            on_unreadable: what to do with a marker that the store cannot read, see `mark`.
         """
-        marked = mark(store, self.passages, ratio=ratio, on_unreadable=on_unreadable)
-        return replace(self, passages=tuple(marked))
+        return replace(self, passages=tuple(mark(store, self.passages, ratio=ratio)))
 
 
 def shots(demonstrations: Sequence[Demonstration]) -> list[dict[str, str]]:

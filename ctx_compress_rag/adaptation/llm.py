@@ -44,8 +44,7 @@ def adapt(
     if ratio is not None:
         if decoder.store is None:
             raise ConfigError(f"ratio={ratio} needs a store: give the decoder one")
-        policy = decoder.on_unreadable
-        demonstrations = [demonstration.marked(decoder.store, ratio, policy) for demonstration in demonstrations]
+        demonstrations = [demonstration.marked(decoder.store, ratio) for demonstration in demonstrations]
     if not isinstance(adaptation, Adaptation):
         adaptation = load_adaptation(adaptation, decoder)
     if ratio is not None and isinstance(adaptation, PredictedUpdate) and adaptation.config.ratio != ratio:

@@ -44,7 +44,7 @@ from ctx_compress_rag.models.gguf import GgufDecoder, pinned
 from ctx_compress_rag.models.identity import decoder_digest, digest_in_memory, folder_digest, write_decoder
 from ctx_compress_rag.models.int8 import from_int8, to_int8
 from ctx_compress_rag.process_bound import OfThisProcess
-from ctx_compress_rag.ratios import check_window, merge_factor
+from ctx_compress_rag.ratios import check_window
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.tokenizing import text_ids
 
@@ -350,11 +350,15 @@ class Bundle(OfThisProcess):
     def check_ratio(self, ratio: int) -> None:
         """Raise RatioError if the compressor cannot make this ratio."""
         check_window(ratio, self.config.max_tokens)
-        if self.compressor.question_aware and ratio != self.config.base_ratio:
-            raise RatioError(
-                f"ratio {ratio}: bundle {self.config.name!r} (ram) always stores one vector for each segment of "
-                f"{self.config.base_ratio} tokens: leave out the ratio"
-            )
+        self.compressor.check_ratio(ratio, ratio)
+
+    def can_read(self, ratio: int, stored: int | None = None) -> bool:
+        """Whether passages stored at the ratio `stored`, by default the base ratio, can be read at a ratio."""
+        try:
+            self.compressor.check_ratio(ratio, self.config.base_ratio if stored is None else stored)
+        except RatioError:
+            return False
+        return True
 
     def compress(self, texts: Sequence[str], ratio: int | None = None, progress: bool = False) -> list[SoftContext]:
         """Compress passages.
@@ -397,9 +401,7 @@ class Bundle(OfThisProcess):
         Raises:
             RatioError: the ratio is not a multiple of the base ratio, or the method is not nestable.
         """
-        nestable, method = self.compressor.nestable, self.config.method.name
-        factor = merge_factor(whole("ratio", ratio), self.config.base_ratio, nestable=nestable, name=method)
-        return soft.merge(factor)
+        return soft.merge(self.compressor.merge_factor(whole("ratio", ratio), self.config.base_ratio))
 
     @torch.inference_mode()
     def embed(self, soft: SoftContext) -> Tensor:

@@ -71,7 +71,8 @@ ServerKey = Annotated[
 ]
 Output = Annotated[str, typer.Option(metavar="DIR", help="Folder for tables and plots.")]
 Ratios = Annotated[
-    list[int] | None, typer.Option(metavar="R...", help="Source tokens per slot; for a ram bundle, reductions.")
+    list[int] | None,
+    typer.Option(metavar="R...", help="Source tokens per slot; for a ram bundle, how many times shorter."),
 ]
 
 

@@ -20,7 +20,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import ANSWER_TOKENS, FULL, NONE, SOFT, prompt_of
 from ctx_compress_rag.evaluation.plots import plot_scores
-from ctx_compress_rag.marking.mark import mark, size
+from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.answers import normalize_answer, standard_error, token_f1
 
@@ -140,18 +140,14 @@ def agreement(
 
 def _served(bundle: Bundle, stored: int) -> list[int]:
     """The ratios that a bundle was trained for and a store with slots at ratio `stored` can serve."""
-    if bundle.compressor.question_aware:
-        return list(bundle.config.ratios)
-    if not bundle.compressor.nestable:
-        return [stored]
-    return [ratio for ratio in bundle.config.ratios if ratio % stored == 0]
+    return [ratio for ratio in bundle.config.ratios if bundle.can_read(ratio, stored)] or [stored]
 
 
 def _given(store: SoftContextStore, asked: Asked, ratio: int | None) -> list[str]:
     """The markers that stand for a question's passages; without a ratio, nothing."""
     if ratio is None:
         return []
-    return mark(store, asked.passages, asked.ids, question=asked.question, **size(store.bundle, ratio))
+    return mark(store, asked.passages, asked.ids, question=asked.question, ratio=ratio)
 
 
 def _answer_ids(bundle: Bundle, generation: Generation) -> Tensor:

@@ -22,8 +22,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.answer_log import AnswerLog
 from ctx_compress_rag.evaluation.baselines import RankedSentence, rank_sentences, select, truncate
 from ctx_compress_rag.evaluation.questions import Question, digest
-from ctx_compress_rag.marking.mark import mark, size
-from ctx_compress_rag.ratios import check_window
+from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.codec import DEFAULT_CODEC
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
@@ -37,8 +36,7 @@ SHORTENED = (SOFT, BUDGETED, TRUNCATED, EXTRACTED, LINGUA)
 
 ANSWER_TOKENS = 32
 """The longest answer if neither caller nor bundle sets it."""
-_AT_ONCE = 16  # questions between two saves of the log; slots made for them by close reading must stay until then
-_SKIMMED = _AT_ONCE * 1024
+_AT_ONCE = 16  # questions between two saves of the log; the store must keep slots made for them until then
 _TIMED = 5  # questions
 
 
@@ -121,12 +119,11 @@ def check_ratios(bundle: Bundle, ratios: Sequence[int]) -> None:
     Raises:
         RatioError: a ratio cannot be made; the first such ratio is named.
     """
-    config = bundle.config
-    if bundle.compressor.nestable or bundle.compressor.question_aware:
-        config.method.check_ratios(config.base_ratio, ratios)
-    else:  # each ratio is compressed separately
-        for ratio in ratios:
-            check_window(ratio, config.max_tokens)
+    for ratio in ratios:
+        if bundle.compressor.nestable or bundle.can_read(ratio):
+            bundle.compressor.check_ratio(ratio, bundle.config.base_ratio)
+        else:  # each ratio is compressed separately
+            bundle.check_ratio(ratio)
 
 
 def answer(
@@ -163,15 +160,14 @@ def answer(
     sampling = Sampling(max_new_tokens=about["max_new_tokens"], extractive=extractive)
     kept = None if log is None else AnswerLog(log, about, [q.question for q in questions])
     answers: SystemAnswers = {}
-    # One store serves all ratios if the method is nestable or decides at question time; otherwise each ratio needs
-    # its own.
-    shared = bundle.compressor.nestable or bundle.compressor.question_aware
+    # One store serves all ratios that can be made of what it holds; otherwise each ratio needs its own.
+    shared = all(map(bundle.can_read, ratios))
     for group in [list(ratios)] if shared else [[ratio] for ratio in ratios]:
         base = None if shared else group[0]
         left = [system for system in systems if (system, None) not in answers]  # full text and no context: once
         with (
             tempfile.TemporaryDirectory() as folder,
-            SoftContextStore(folder, bundle, codec=codec, ratio=base, skimmed_slots=_SKIMMED) as store,
+            SoftContextStore(folder, bundle, codec=codec, ratio=base) as store,
         ):
             decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
             store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
@@ -222,7 +218,7 @@ class _Prompts:
         return select(self._rank(q), len(q.passages), tokenizer, budget)
 
     def _soft(self, q: Question, ratio: int) -> list[str]:
-        return mark(self.store, q.passages, question=q.question, **size(self.store.bundle, ratio))
+        return mark(self.store, q.passages, question=q.question, ratio=ratio)
 
     def _budget(self, q: Question, ratio: int) -> int:
         """Tokens that the soft context takes in the prompt: slots, and the text that close reading keeps."""

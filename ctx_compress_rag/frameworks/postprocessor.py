@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, NoReturn, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -10,9 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ctx_compress_rag.bundle.config import explain
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.budget import Relevance
-from ctx_compress_rag.marking.mark import OnMissing, mark, settled, stored_ids
+from ctx_compress_rag.marking.mark import Marked, Marking, MarkingOptions, OnMissing
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.marker import OnUnreadable
 
 
 class MarkingPostprocessor(BaseModel):
@@ -22,27 +23,16 @@ class MarkingPostprocessor(BaseModel):
 
     store: SoftContextStore = Field(exclude=True, repr=False)
     ratio: int | None = None
-    reduction: int | None = None
     token_budget: int | None = None
     on_missing: OnMissing = "compress"
-    on_unreadable: OnUnreadable = "warn"
     scope: str | None = None
 
-    def __init__(self, *, mode: str | None = None, **fields: Any) -> None:
+    def __init__(self, **fields: Any) -> None:
         try:
             super().__init__(**fields)
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
-        self.ratio, self.reduction = settled(
-            self.store,
-            self.ratio,
-            self.reduction,
-            self.token_budget,
-            self.on_missing,
-            self.scope,
-            self.on_unreadable,
-            mode,
-        )
+        self._options().checked(self.store)
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: the store belongs to this process."""
@@ -52,24 +42,24 @@ class MarkingPostprocessor(BaseModel):
         """A copy with settings of its own; the store is shared."""
         return self.model_copy()
 
-    def _marked(
+    def _mark(
         self,
         texts: Sequence[str],
         ids: Sequence[str | None],
-        scores: Sequence[Relevance] | None,
+        scores: Sequence[Relevance],
         question: str | None,
-    ) -> list[str]:
-        """Call `mark` with these fields; `ids` are those of the app, looked up by `stored_ids`."""
-        return mark(
-            self.store,
-            texts,
-            stored_ids(self.store, texts, ids, self.scope),
-            ratio=self.ratio,
-            reduction=self.reduction,
-            token_budget=self.token_budget,
-            scores=scores,
-            on_missing=self.on_missing,
-            scope=self.scope,
-            question=question,
-            on_unreadable=self.on_unreadable,
-        )
+    ) -> list[Marked]:
+        return Marking(self.store, self._options()).mark(texts, ids, scores, question)
+
+    def _options(self) -> MarkingOptions:
+        return MarkingOptions(self.ratio, self.token_budget, self.on_missing, self.scope)
+
+
+def relevance(score: object) -> Relevance:
+    """A score as a float, as frameworks and rerankers give it; None if it is not a number."""
+    if not isinstance(score, Real):  # numpy's scalars are Reals, too
+        return None
+    try:
+        return float(score)
+    except OverflowError:
+        return math.copysign(math.inf, score)

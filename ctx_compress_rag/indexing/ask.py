@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ctx_compress_rag.indexing.index import Hit
-from ctx_compress_rag.marking.mark import mark, size
+from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, messages
 
@@ -28,7 +28,7 @@ def question_prompt(
         store: the soft contexts of the passages.
         question: the question.
         hits: the passages; an empty list asks without context.
-        ratio: source tokens per slot, or the reduction of close reading; by default the smallest.
+        ratio: how many times shorter the passages become, as in `mark`; by default the smallest.
         template: the prompt, see `text.prompts`; a bundle's own is `config.asked_by`.
         token_budget: in place of a ratio, the maximum tokens of all passages; the nearest get the finest ratios.
         as_text: give the passages as text.
@@ -39,14 +39,13 @@ def question_prompt(
     """
     texts = [hit.text for hit in hits]
     if not as_text:
-        shorter = {} if ratio is None else size(store.bundle, ratio)
         texts = mark(
             store,
             texts,
             [hit.id for hit in hits],
+            ratio=ratio,
             token_budget=token_budget,
             scores=[hit.similarity for hit in hits],
             question=question,
-            **shorter,
         )
     return messages(template, PASSAGE_SEPARATOR.join(texts), question)

@@ -21,6 +21,7 @@ from chromadb.errors import NotFoundError
 
 from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
+from ctx_compress_rag.methods.base.reading import Reading
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import Passage, SoftContextStore, StoreInfo
 from ctx_compress_rag.store.collection import column, explained
@@ -313,7 +314,7 @@ class _Recorded:
 
     def __init__(self, about: Any) -> None:
         self.config = SimpleNamespace(name=about["bundle"], base_ratio=about["base_ratio"])
-        self.compressor = SimpleNamespace(nestable=False, question_aware=False)
+        self.compressor = Reading()
         self.fingerprint: str = about["fingerprint"]
 
     def made(self, fingerprint: str) -> bool:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from itertools import compress
-from typing import TYPE_CHECKING, Literal, TypedDict, cast, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import whole
-from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadError, StoreWriteError
+from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadError, StoreError, StoreWriteError
 from ctx_compress_rag.marking.budget import TEXT, Relevance, allot
-from ctx_compress_rag.ratios import check_reduction
-from ctx_compress_rag.store import marker as marking
-from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_on_unreadable, defused
-from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, content_id
-from ctx_compress_rag.text.tokenizing import text_ids
-
-if TYPE_CHECKING:
-    from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.store import Compresses, SoftContextStore
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.marker import Marker, check_scope, defused
+from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, content_id, to_passage
+from ctx_compress_rag.text.tokenizing import text_ids, whole_characters
 
 logger = logging.getLogger(__name__)
 
@@ -28,105 +22,85 @@ MAX_EXPANDED = 16 << 20
 """Maximum characters to which one call of `expand` or `mark` expands markers: more than any LLM reads."""
 
 OnMissing = Literal["compress", "error", "text"]
-"""What to do if a passage is missing, stored with another text or damaged: compress it, raise, or keep its text.
+"""What to do with a passage that the store cannot stand in for, each passage alone.
 
-If the store cannot be written to, "compress" also keeps the text, with a warning that names the passages.
+It is missing, stored with another text or damaged; or it cannot be stored: its text is too long or not Unicode, nothing
+can be written, or it holds the marker of a passage that was deleted.
+
+- "compress": compress and store it; if that is impossible, keep its text, with a warning that names it.
+- "error": raise an error that names it.
+- "text": keep its text, with a warning unless it is just missing.
 """
 
 
-def settled(
-    store: SoftContextStore,
-    ratio: int | None,
-    reduction: int | None,
-    token_budget: int | None = None,
-    on_missing: str = "compress",
-    scope: str | None = None,
-    on_unreadable: str = "warn",
-    mode: str | None = None,
-) -> tuple[int | None, int | None]:
-    """Ratio and reduction, with deprecated arguments translated: `ratio=` of a RAM bundle was the reduction.
+@dataclass(frozen=True)
+class MarkingOptions:
+    """How texts become markers; see `mark`."""
 
-    Refuses arguments that `mark` could never serve with this store.
+    ratio: int | None = None
+    token_budget: int | None = None
+    on_missing: OnMissing = "compress"
+    scope: str | None = None
 
-    Raises:
-        ConfigError: more than one size is given, or one that the store's bundle cannot use; the budget is below 1; the
-            scope is blank; or `on_missing`, `on_unreadable` or `mode` is unknown.
-        RatioError: the ratio cannot be made from the store's base ratio, or the reduction is below 2.
-    """
-    closely, name = store.bundle.compressor.question_aware, store.bundle.config.name
-    if mode is not None:
-        if mode != ("close_reading" if closely else "soft"):
-            raise ConfigError(f"mode={mode!r} is not that of bundle {name!r}: leave it out, each bundle has its own")
-        warnings.warn("mode= is deprecated: leave it out, each bundle has its own", DeprecationWarning, stacklevel=3)
-    if closely and ratio is not None and reduction is None:
-        message = f"ratio={ratio} is deprecated for a bundle that reads closely (ram): give reduction={ratio}"
-        warnings.warn(message, DeprecationWarning, stacklevel=3)
-        ratio, reduction = None, ratio
-    check_on_unreadable(on_unreadable)
-    if scope is not None:
-        marking.check_scope(scope)
-    if on_missing not in get_args(OnMissing):
-        raise ConfigError(f"on_missing={on_missing!r}: choose one of {', '.join(get_args(OnMissing))}")
-    sizes = {"ratio": ratio, "reduction": reduction, "token_budget": token_budget}
-    given = [f"{key}={value}" for key, value in sizes.items() if value is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)}: give one of them, the other follows from it")
-    if token_budget is not None and token_budget < 1:
-        raise ConfigError(f"token_budget={token_budget}: a budget is a number of tokens, 1 or more")
-    if closely:
-        if token_budget is not None:
-            raise ConfigError(f"{given[0]}: bundle {name!r} reads closely (ram): give a reduction instead")
-        if reduction is not None:
-            check_reduction(reduction)
-    elif reduction is not None:
-        raise ConfigError(f"{given[0]}: bundle {name!r} was not trained to choose what to read (ram): give a ratio")
-    elif ratio is not None:
-        store.merge_factor(ratio)
-    return ratio, reduction
+    def checked(self, store: SoftContextStore) -> MarkingOptions:
+        """These options, with their numbers as ints.
+
+        Raises:
+            ConfigError: ratio and budget are both given, the budget is below 1 or the bundle takes none, the scope is
+                blank, or `on_missing` is unknown.
+            RatioError: the ratio cannot be made from the store's base ratio.
+        """
+        ratio = None if self.ratio is None else whole("ratio", self.ratio)
+        budget = None if self.token_budget is None else whole("token_budget", self.token_budget)
+        if ratio is not None and budget is not None:
+            raise ConfigError(f"ratio={ratio} and token_budget={budget}: give one of them, the other follows from it")
+        if budget is not None and budget < 1:
+            raise ConfigError(f"token_budget={budget}: a budget is a number of tokens, 1 or more")
+        if budget is not None:
+            store.merge_factor(store.base_ratio)  # refuses a bundle whose slots are no context by themselves
+        if ratio is not None:
+            store.bundle.compressor.check_ratio(ratio, store.base_ratio)
+        if self.on_missing not in get_args(OnMissing):
+            raise ConfigError(f"on_missing={self.on_missing!r}: choose one of {', '.join(get_args(OnMissing))}")
+        if self.scope is not None:
+            check_scope(self.scope)
+        return MarkingOptions(ratio, budget, self.on_missing, self.scope)
 
 
-class Size(TypedDict, total=False):
-    """How short passages become: a ratio or a reduction."""
+class Marked(NamedTuple):
+    """A retrieved text: `text` with markers in it expanded, and what a prompt has in its place."""
 
-    ratio: int
-    reduction: int
-
-
-def size(bundle: Compresses, number: int) -> Size:
-    """The number as a keyword argument of `mark`: the reduction for a RAM bundle, the ratio for any other."""
-    return {"reduction": number} if bundle.compressor.question_aware else {"ratio": number}
+    text: str
+    shown: str
 
 
 def mark(
     store: SoftContextStore,
     texts: Sequence[str],
-    ids: Sequence[str] | None = None,
+    ids: Sequence[str | None] | None = None,
     *,
     ratio: int | None = None,
-    reduction: int | None = None,
     token_budget: int | None = None,
     scores: Sequence[Relevance] | None = None,
     on_missing: OnMissing = "compress",
     scope: str | None = None,
     question: str | None = None,
-    on_unreadable: OnUnreadable = "warn",
 ) -> list[str]:
     """Replace each retrieved text with the marker that stands for it, or keep the text.
 
-    In close reading (a RAM bundle), each text keeps the segments that the question needs, with markers in place of
-    the others: see `marking.close_reading.close_read`. The slots of these markers are only in the store object's
-    memory, for this question: the LLM must use the same object.
-
-    Blank texts stay as they are. A text that already holds a marker is expanded first, so that marking twice does not
-    store the marker as a passage. A stored passage whose slots are damaged counts as missing. Thread-safe.
+    A text that already holds a marker is expanded first, so that marking twice does not store the marker as a
+    passage. A marker of another key or scope is text. In what stays text, markers lose their colon, so that no LLM
+    reads them as markers. Blank texts stay as they are. Thread-safe.
 
     Args:
         store: where the soft contexts are.
         texts: passages, in any order; the order is kept. Without scores, a budget assumes that the best come first.
-        ids: their ids in the store; by default hashes of the texts.
-        ratio: source tokens per slot, a multiple of the store's base ratio, which is the default.
-        reduction: in close reading, instead of a ratio: how many times shorter all texts together become, 2 or
-            more; by default the smallest that the bundle was trained for.
+        ids: their ids in the app. A text is looked up by its id, then by its hash, which is also its id if it has
+            none, one that the store cannot hold, or one that another text of this call has.
+        ratio: source tokens per slot, a multiple of the store's base ratio, which is the default. With a RAM bundle,
+            how many times shorter all texts together become, 2 or more; by default the smallest that it was trained
+            for. Each text then keeps the segments that the question needs, with markers in place of the others; their
+            slots are only in the store object's memory, for this question: the LLM must use the same object.
         token_budget: instead of a ratio, the maximum tokens of all texts together: slots, and tokens of what stays
             text, as the LLM counts them. The more relevant a passage, the finer its ratio; the best stay text if
             there is room: see `marking.budget.allot`. The rest of the prompt (template, question, separators) comes
@@ -134,167 +108,196 @@ def mark(
         scores: with a budget, the relevance of each text: higher is better, None comes last.
         on_missing: see `OnMissing`.
         scope: tenant or user; by default the scope of `stores.markers.scope`, otherwise the store's.
-        question: the question; needed for close reading, unused otherwise.
-        on_unreadable: what to do with a text that holds a marker whose passage is gone, or whose record was changed
-            after sealing: raise ("error"), or keep this text as it is, with a warning ("warn") or without ("text").
-            With "error", a marker of another key or scope raises, too; otherwise that marker counts as text. A
-            marker in what stays text loses its colon, so that no LLM reads it as a marker.
+        question: the question; needed for a RAM bundle, unused otherwise.
 
     Raises:
-        ConfigError: an argument has an impossible value, an id has two texts, close reading has no question, or
-            the markers in the texts stand for more than `MAX_EXPANDED` characters together.
+        ConfigError: an argument has an impossible value, or a RAM bundle gets no question. With on_missing="error", a
+            passage cannot be stored.
         RatioError: the ratio cannot be made, or the passages do not fit into the budget at any ratio.
         MissingPassageError: with on_missing="error", a passage is not stored with this text.
         PayloadError: with on_missing="error", a record is damaged.
-        UnreadableMarkerError, MissingPassageError, PayloadError: see `on_unreadable`.
     """
-    ratio = None if ratio is None else whole("ratio", ratio)
-    token_budget = None if token_budget is None else whole("token_budget", token_budget)
-    closely = store.bundle.compressor.question_aware
-    reduction = None if reduction is None else whole("reduction", reduction)
-    ratio, reduction = settled(store, ratio, reduction, token_budget, on_missing, scope, on_unreadable)
-    if closely and not (question and question.strip()):
-        raise ConfigError(
-            "close reading needs the question: give it to compress_documents (LangChain; a "
-            "ContextualCompressionRetriever does), as query_bundle or query_str (LlamaIndex), or as question= of mark"
-        )
-    if ids is not None and len(ids) != len(texts):
-        raise ConfigError(f"{len(ids)} ids for {len(texts)} texts: give one id per text")
-    if scores is not None and len(scores) != len(texts):
-        raise ConfigError(f"{len(scores)} scores for {len(texts)} texts: give one score, or None, per text")
-    opened = _all_expanded(store, texts, scope, on_unreadable)
-    texts = [defused(old) if new is None else new for old, new in zip(texts, opened, strict=True)]
-    names = [content_id(text) for text in texts] if ids is None else list(ids)
-    wanted = [i for i, text in enumerate(opened) if text and text.strip()]
-    stored: Sequence[bool] | None = None
-    if on_missing == "compress":
+    marking = Marking(store, MarkingOptions(ratio, token_budget, on_missing, scope))
+    return [marked.shown for marked in marking.mark(texts, ids, scores, question)]
+
+
+@dataclass
+class _Passage:
+    """A retrieved text on its way: `id` is the store's, None if it stays text; `name` is for messages."""
+
+    name: str
+    text: str
+    id: str | None = None
+    shown: str | None = None
+
+
+class Marking:
+    """Marks the texts of one call after another with the same options, each passage alone: one fails no other.
+
+    Raises:
+        ConfigError, RatioError: see `MarkingOptions.checked`.
+    """
+
+    def __init__(self, store: SoftContextStore, options: MarkingOptions) -> None:
+        self._store = store
+        self._options = options.checked(store)
+
+    def mark(
+        self,
+        texts: Sequence[str],
+        ids: Sequence[str | None] | None = None,
+        scores: Sequence[Relevance] | None = None,
+        question: str | None = None,
+    ) -> list[Marked]:
+        """See the function `mark`."""
+        for what, given in (("ids", ids), ("scores", scores)):
+            if given is not None and len(given) != len(texts):
+                raise ConfigError(f"{len(given)} {what} for {len(texts)} texts: give one, or None, per text")
+        passages = self._expanded(texts, [None] * len(texts) if ids is None else ids)
+        self._find(stored := [passage for passage in passages if passage.id is not None])
         try:
-            store.ensure([texts[i] for i in wanted], [names[i] for i in wanted], scope)
-        except StoreWriteError as error:
-            stored = store.has([texts[i] for i in wanted], [names[i] for i in wanted], scope)
-            left = [names[i] for i, there in zip(wanted, stored, strict=True) if not there]
-            logger.warning("left as text, since they cannot be stored: passages %s (%s)", left, error)
-    else:
-        stored = store.has([texts[i] for i in wanted], [names[i] for i in wanted], scope)
-        missing = [names[i] for i, there in zip(wanted, stored, strict=True) if not there]
-        if missing and on_missing == "error":
+            self._render(passages, scores, question)
+        except (MissingPassageError, PayloadError):
+            if self._options.on_missing == "error":
+                raise
+            for passage in stored:
+                self._repair(passage)
+            self._render(passages, scores, question)
+        return [Marked(each.text, defused(each.text) if each.shown is None else each.shown) for each in passages]
+
+    def _expanded(self, texts: Sequence[str], ids: Sequence[str | None]) -> list[_Passage]:
+        """The passages with their markers expanded, and with an id if they can be stored."""
+        passages, room = [], MAX_EXPANDED  # many short texts may hold the marker of one long passage
+        for place, (text, id) in enumerate(zip(texts, ids, strict=True)):
+            passage = _Passage(f"texts[{place}]" if id is None else repr(id), text)
+            passages.append(passage)
+            try:
+                parts = self._store.split(text, self._options.scope, "text")
+                if any(isinstance(part, Marker) for part in parts):
+                    passage.text = _joined(self._store, parts, min(MAX_CHARACTERS, room))
+                    room -= len(passage.text)
+                if passage.text.strip():
+                    passage.id = to_passage(passage.text, id if _is_id(id) else None, place).id
+            except (ConfigError, MissingPassageError, PayloadError) as error:
+                self._leave(passage, error)
+        return passages
+
+    def _find(self, passages: Sequence[_Passage]) -> None:
+        """Set the ids under which texts are stored, or None; missing ones are compressed if the options say so."""
+        first: dict[str | None, str] = {}  # an id that two texts share can only stand for the first of them
+        for passage in passages:
+            if first.setdefault(passage.id, passage.text) != passage.text:
+                passage.id = content_id(passage.text)
+        absent = self._not_held(passages)
+        missing = self._not_held(absent, by_text=True)
+        for passage in absent:
+            if passage not in missing:
+                passage.id = content_id(passage.text)
+        if missing and self._options.on_missing == "error":
             raise MissingPassageError(
-                f"passage {missing[0]!r} is not stored with this text ({len(missing)} missing): "
+                f"passage {missing[0].name} is not stored with this text ({len(missing)} missing): "
                 "add it to the store, or choose on_missing='compress' or 'text'"
             )
-    if stored is not None:
-        wanted = [i for i, there in zip(wanted, stored, strict=True) if there]
-    read = [texts[i] for i in wanted]
-    chosen = [names[i] for i in wanted]
-    how = (reduction if closely else ratio, token_budget, scores, scope, question)
-    try:
-        return _shown(store, texts, wanted, chosen, *how)
-    except MissingPassageError:
-        if on_missing != "compress":
-            raise
-        # Between storing and signing, an id was given to another text. That cannot happen to a hash as id.
-        chosen = store.ensure(read, scope=scope)
-    except PayloadError:
-        if on_missing == "error":
-            raise
-        good = [_is_whole(store, *each, scope, on_missing, on_unreadable) for each in zip(read, chosen, strict=True)]
-        wanted, chosen = list(compress(wanted, good)), list(compress(chosen, good))
-    return _shown(store, texts, wanted, chosen, *how)
+        if self._options.on_missing == "compress":
+            self._compress(missing)
+        else:
+            for passage in missing:
+                passage.id = None
 
+    def _not_held(self, passages: Sequence[_Passage], by_text: bool = False) -> list[_Passage]:
+        """The passages that are not stored under their ids, or, with `by_text`, under the hashes of their texts."""
+        ids = None if by_text else [str(passage.id) for passage in passages]
+        held = self._store.has([passage.text for passage in passages], ids, self._options.scope) if passages else []
+        return [passage for passage, there in zip(passages, held, strict=True) if not there]
 
-def _excuse(error: Exception, on_unreadable: OnUnreadable, message: str, what: str) -> None:
-    """Raise the error, log a warning, or do nothing, as `on_unreadable` says."""
-    if on_unreadable == "error":
-        raise error
-    if on_unreadable == "warn":
-        logger.warning(message, what, error)
-
-
-def _is_whole(
-    store: SoftContextStore, text: str, id: str, scope: str | None, on_missing: OnMissing, on_unreadable: OnUnreadable
-) -> bool:
-    """Whether a stored passage can be read; with on_missing="compress", damaged slots are compressed again first."""
-    try:
+    def _compress(self, passages: Sequence[_Passage]) -> None:
+        """Compress and store passages, all at once or, if that fails, one by one; what fails alone stays text."""
+        if not passages:
+            return
         try:
-            store.get([id], scope, [text])
-        except PayloadError:
-            [stored] = store.get_passages([id], scope, [text])
-            if on_missing != "compress" or stored is None:
-                raise
-            store.delete([id], scope)
-            store.add([Passage(text, id, stored.metadata)], progress=False, scope=scope)
-    except (PayloadError, StoreWriteError) as error:
-        _excuse(error, on_unreadable, "left as text, since its record cannot be read: passage %r (%s)", id)
-        return False
-    return True
+            texts, ids = [passage.text for passage in passages], [str(passage.id) for passage in passages]
+            for passage, id in zip(passages, self._store.ensure(texts, ids, self._options.scope), strict=True):
+                passage.id = id
+        except StoreWriteError as error:
+            for passage in self._not_held(passages):
+                self._leave(passage, error)
+        except (ConfigError, StoreError) as error:
+            if len(passages) == 1:
+                self._leave(passages[0], error)
+            else:
+                for passage in passages:
+                    self._compress([passage])
 
+    def _repair(self, passage: _Passage) -> None:
+        """Compress a passage again whose record is damaged, or gone since it was found; else it stays text."""
+        store, scope = self._store, self._options.scope
+        if passage.id is None:
+            return
+        try:
+            try:
+                [soft] = store.get([passage.id], scope, [passage.text])
+            except PayloadError:
+                [record] = store.get_passages([passage.id], scope, [passage.text])
+                if self._options.on_missing != "compress" or record is None:
+                    raise
+                store.delete([passage.id], scope)
+                store.add([Passage(passage.text, passage.id, record.metadata)], progress=False, scope=scope)
+            else:
+                if soft is None and self._options.on_missing == "compress":
+                    [passage.id] = store.ensure([passage.text], scope=scope)
+                elif soft is None:
+                    passage.id = None
+        except (PayloadError, StoreWriteError) as error:
+            self._leave(passage, error)
 
-def _shown(
-    store: SoftContextStore,
-    texts: Sequence[str],
-    wanted: Sequence[int],
-    ids: Sequence[str],
-    number: int | None,
-    token_budget: int | None,
-    scores: Sequence[Relevance] | None,
-    scope: str | None,
-    question: str | None,
-) -> list[str]:
-    """The texts with markers at the `wanted` places, which are stored under `ids`; `number` is as in `size`."""
-    read = [texts[i] for i in wanted]
-    if store.bundle.compressor.question_aware:
-        markers = _close_read(store, read, ids, number, question or "", scope)
-    elif token_budget is None:
-        markers = store.markers(ids, store.base_ratio if number is None else number, scope, read)
-    else:
-        return _within(store, texts, dict(zip(wanted, ids, strict=True)), token_budget, scores, scope)
-    by_place = dict(zip(wanted, markers, strict=True))
-    return [_safe(store, by_place.get(i, text), scope) for i, text in enumerate(texts)]
+    def _leave(self, passage: _Passage, error: Exception) -> None:
+        """Keep a passage's text, in a form that tokenizers can read, or raise, as the options say."""
+        if self._options.on_missing == "error":
+            raise error
+        logger.warning("left as text: passage %s (%s)", passage.name, error)
+        passage.id, passage.text = None, whole_characters(passage.text)
 
+    def _render(self, passages: Sequence[_Passage], scores: Sequence[Relevance] | None, question: str | None) -> None:
+        """Set what is shown in place of each stored passage."""
+        store, options = self._store, self._options
+        if options.token_budget is not None:
+            self._render_within(options.token_budget, passages, scores)
+            return
+        stored = [passage for passage in passages if passage.id is not None]
+        rendered = store.bundle.compressor.render(
+            store,
+            [passage.text for passage in stored],
+            [str(passage.id) for passage in stored],
+            ratio=options.ratio,
+            question=question,
+            scope=options.scope,
+        )
+        for passage, shown in zip(stored, rendered, strict=True):
+            # Text that a method keeps may have the form of a marker.
+            parts = store.split(shown, options.scope, "text")
+            passage.shown = "".join(part.text if isinstance(part, Marker) else defused(part) for part in parts)
 
-def stored_ids(
-    store: SoftContextStore, texts: Sequence[str], ids: Sequence[str | None], scope: str | None = None
-) -> list[str]:
-    """The ids to give to `mark` for retrieved texts, which may have other ids in the vector store than in this store.
-
-    A text's own id; or the hash of the text, if it has no id, is stored only under the hash, or shares its id with
-    another text (two indexes that count from one). Blank texts are not looked up.
-
-    Args:
-        store: where the soft contexts are.
-        texts: the retrieved texts.
-        ids: their ids in the app; None or "" for none.
-        scope: as in `mark`.
-    """
-    by_text = [content_id(text) for text in texts]
-    first: dict[str, str] = {}  # an id that two texts share can only stand for the first of them
-    names = [
-        id if id and first.setdefault(id, hashed) == hashed else hashed for id, hashed in zip(ids, by_text, strict=True)
-    ]
-    places = [place for place, text in enumerate(texts) if text.strip()]
-    wanted = [texts[place] for place in places]
-    under_own = store.has(wanted, [names[place] for place in places], scope)
-    under_text = under_own if all(under_own) else store.has(wanted, scope=scope)
-    for place, own, other in zip(places, under_own, under_text, strict=True):
-        if other and not own:
-            names[place] = by_text[place]
-    return names
-
-
-def _close_read(
-    store: SoftContextStore,
-    texts: Sequence[str],
-    ids: Sequence[str],
-    reduction: int | None,
-    question: str,
-    scope: str | None,
-) -> list[str]:
-    from ctx_compress_rag.marking.close_reading import close_read
-
-    if not texts:
-        return []
-    reduction = reduction or min(cast("Bundle", store.bundle).config.ratios)
-    return close_read(store, texts, ids, reduction=reduction, question=question, scope=scope)
+    def _render_within(self, budget: int, passages: Sequence[_Passage], scores: Sequence[Relevance] | None) -> None:
+        """Set what is shown so that all passages together take at most `budget` tokens."""
+        store, scope = self._store, self._options.scope
+        assert isinstance(store.bundle, Bundle)
+        stored = [passage for passage in passages if passage.id is not None]
+        sizes = store.get_passages([str(each.id) for each in stored], scope, [each.text for each in stored])
+        slots = {id(each): 0 if size is None else size.n_slots for each, size in zip(stored, sizes, strict=True)}
+        factors = allot(
+            [len(text_ids(store.bundle.tokenizer, defused(each.text))) for each in passages],
+            [slots.get(id(each), 0) for each in passages],
+            budget,
+            base_ratio=store.base_ratio,
+            scores=scores,
+            nestable=store.bundle.compressor.nestable,
+        )
+        for factor in set(factors) - {TEXT}:
+            chosen = [each for each, own in zip(passages, factors, strict=True) if own == factor]
+            ids, texts = [str(each.id) for each in chosen], [each.text for each in chosen]
+            markers = store.markers(ids, factor * store.base_ratio, scope, texts)
+            for passage, marker in zip(chosen, markers, strict=True):
+                passage.shown = marker
 
 
 def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
@@ -303,109 +306,26 @@ def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
     Markers of another key or scope stay as they are.
 
     Raises:
-        MissingPassageError: a passage was deleted or its text changed since the marker was written, or the
-            slots of a skimmed part are no longer in memory.
+        MissingPassageError: a passage was deleted or its text changed since the marker was written, or slots made for
+            one question are no longer in memory.
         ConfigError: the texts have more than `MAX_EXPANDED` characters together.
     """
-    return _written_out(store, store.split(text, scope), MAX_EXPANDED)
+    return _joined(store, store.split(text, scope), MAX_EXPANDED)
 
 
-def try_expand(
-    store: SoftContextStore, text: str, scope: str | None = None, on_unreadable: OnUnreadable = "warn"
-) -> str | None:
-    """Like `expand`, but None if a marker's passage cannot be read and `on_unreadable` is not "error".
-
-    Raises:
-        UnreadableMarkerError, MissingPassageError, PayloadError: on_unreadable is "error", and a marker cannot be read.
-        ConfigError: the expanded text would be longer than a passage may be.
-    """
-    parts = store.split(text, scope, on_unreadable)
-    try:
-        return _written_out(store, parts, MAX_CHARACTERS)
-    except (MissingPassageError, PayloadError) as error:
-        _excuse(error, on_unreadable, "left as text, since a marker in it cannot be read: %.80r (%s)", text)
-        return None
-
-
-def _all_expanded(
-    store: SoftContextStore, texts: Sequence[str], scope: str | None, on_unreadable: OnUnreadable
-) -> list[str | None]:
-    opened, written = [], 0
-    for text in texts:
-        new = try_expand(store, text, scope, on_unreadable)
-        written += len(new) if new is not None and new != text else 0
-        # Each text is short enough for a passage, but many texts may hold the marker of one long passage.
-        if written > MAX_EXPANDED:
-            raise ConfigError(
-                f"the markers of {len(texts):,} texts stand for more than {MAX_EXPANDED:,} characters: give fewer texts"
-            )
-        opened.append(new)
-    return opened
-
-
-def _written_out(store: SoftContextStore, parts: Sequence[str | Marker], most: int) -> str:
+def _joined(store: SoftContextStore, parts: Sequence[str | Marker], most: int) -> str:
     # Count before joining: a short text may hold the marker of one long passage many thousand times.
     markers = [part for part in parts if isinstance(part, Marker)]
     originals = iter(store.text_of(markers) if markers else ())
-    shown = [next(originals) if isinstance(part, Marker) else part for part in parts]
-    if markers and (length := sum(map(len, shown))) > most:
+    texts = [next(originals) if isinstance(part, Marker) else part for part in parts]
+    if markers and (length := sum(map(len, texts))) > most:
         raise ConfigError(
             f"a text with its {len(markers):,} markers expanded would have {length:,} characters, and at most "
             f"{most:,} are allowed: use fewer markers"
         )
-    return "".join(shown)
+    return "".join(texts)
 
 
-def _safe(store: SoftContextStore, text: str, scope: str | None) -> str:
-    """A text in which only markers that can be read look like markers."""
-    parts = store.split(text, scope, "text")
-    return "".join(part.text if isinstance(part, Marker) else defused(part) for part in parts)
-
-
-def _within(
-    store: SoftContextStore,
-    texts: Sequence[str],
-    stored_as: Mapping[int, str],
-    budget: int,
-    scores: Sequence[Relevance] | None,
-    scope: str | None,
-) -> list[str]:
-    """Texts and markers that take at most `budget` tokens; `stored_as` has the ids of stored texts by place."""
-    passages = store.get_passages(list(stored_as.values()), scope, [texts[place] for place in stored_as])
-    slots = [0] * len(texts)
-    for place, passage in zip(stored_as, passages, strict=True):
-        slots[place] = 0 if passage is None else passage.n_slots
-    safe = [_safe(store, text, scope) for text in texts]
-    factors = allot(
-        _token_counts(store, safe, scope),
-        slots,
-        budget,
-        base_ratio=store.base_ratio,
-        scores=scores,
-        nestable=store.bundle.compressor.nestable,
-    )
-    shown = safe
-    for factor in set(factors) - {TEXT}:
-        places = [i for i, each in enumerate(factors) if each == factor]
-        written = store.markers(
-            [stored_as[i] for i in places], factor * store.base_ratio, scope, [texts[i] for i in places]
-        )
-        for place, marker in zip(places, written, strict=True):
-            shown[place] = marker
-    return shown
-
-
-def _token_counts(store: SoftContextStore, texts: Sequence[str], scope: str | None) -> list[int]:
-    """Tokens of each text in a prompt, without BOS."""
-    bundle = cast("Bundle", store.bundle)
-    counts = [len(text_ids(bundle.tokenizer, text)) for text in texts]
-    # The LLM would read a valid marker in a passage's own text as slots.
-    nested = [i for i, text in enumerate(texts) if any(not isinstance(part, str) for part in store.split(text, scope))]
-    if nested:
-        from ctx_compress_rag.decoding.decoder import TransformersDecoder
-
-        decoder = TransformersDecoder(bundle, store)
-        with nullcontext() if scope is None else marking.scope(scope):
-            for i in nested:
-                counts[i] = decoder.count_tokens(texts[i])
-    return counts
+def _is_id(id: object) -> bool:
+    """Whether the store can hold a passage under this id."""
+    return isinstance(id, str) and bool(id) and whole_characters(id) == id

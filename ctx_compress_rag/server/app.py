@@ -15,7 +15,7 @@ from typing import Any
 from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, StoreWriteError
 from ctx_compress_rag.extras import needs
-from ctx_compress_rag.marking.mark import mark, settled
+from ctx_compress_rag.marking.mark import MarkingOptions, mark
 from ctx_compress_rag.prompt import PromptLike
 from ctx_compress_rag.server import replies
 from ctx_compress_rag.server.answers import ClientGoneError, answer, unless_gone
@@ -234,7 +234,7 @@ class _Service:
         """
         if body.model is not None:
             self.check_model(body.model)
-        settled(self._store, body.ratio, body.reduction, body.token_budget)
+        MarkingOptions(body.ratio, body.token_budget).checked(self._store)
         texts = body.texts()
         shown = await unless_gone(request.receive, self._marked(texts, body, request.state.tenant))
         self._metrics.passages.inc(len(texts))
@@ -250,16 +250,16 @@ class _Service:
         loop = asyncio.get_running_loop()
         for start in range(0, len(texts), _TEXTS_AT_A_TIME):
             await loop.run_in_executor(self.writer, store, texts[start : start + _TEXTS_AT_A_TIME])
+        for text in texts:
+            self._store.split(text, scope, "error")  # a marker of another tenant is no passage
         work = partial(
             mark,
             self._store,
             texts,
             ratio=body.ratio,
-            reduction=body.reduction,
             token_budget=body.token_budget,
             scope=scope,
             question=body.question,
-            on_unreadable="error",
         )
         return await loop.run_in_executor(self.writer, work)
 

@@ -221,8 +221,7 @@ class Compress(_Request):
 
     Attributes:
         input: one text or several.
-        ratio: source tokens per slot; the store's own by default.
-        reduction: how many times shorter all texts become; RAM bundles take it in place of a ratio.
+        ratio: source tokens per slot, the store's own by default; with a RAM bundle, how many times shorter.
         token_budget: in place of a ratio, the maximum number of tokens for all texts together.
         question: what is asked, for RAM bundles.
     """
@@ -230,7 +229,6 @@ class Compress(_Request):
     input: Annotated[OneText | Annotated[list[Text], Field(min_length=1, max_length=2048), List], EITHER]
     model: str | None = None
     ratio: Annotated[int, Field(ge=1)] | None = None
-    reduction: Annotated[int, Field(ge=1)] | None = None
     token_budget: Annotated[int, Field(ge=1)] | None = None
     question: Text | None = None
 

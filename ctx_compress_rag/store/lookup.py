@@ -70,7 +70,8 @@ class Lookup:
         if missing:
             raise MissingPassageError(
                 f"no passage in {self._companion.connection.where} for {len(missing)} marker(s) (first: "
-                f"{missing[0].id!r}): it was deleted or its text changed after the prompt was made; retrieve again"
+                f"{missing[0].id!r}): it was deleted or its text changed after the prompt was made, or it was made "
+                "for one question by another store object; retrieve again"
             )
         self._keyring.check(dict(found.values()))
         return found

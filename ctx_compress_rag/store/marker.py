@@ -10,9 +10,8 @@ that a user or a document wrote, that was altered, or that belongs to another te
 accepted and stays literal text. The form is lower-case ASCII without characters that templates,
 JSON or HTML treat specially.
 
-A part of a passage that was skimmed for one question (Read As Human) has a marker of the same form. Its letters
-name part, passage and question, and its tag is of another kind, so that neither can be mistaken for the other.
-It has 0 slots if the skimmed part was dropped.
+A part of a passage whose slots were made for one question has a marker of the same form. Its letters name part,
+passage and question, and are never those of a stored passage. It may have 0 slots.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ _SEAL_LETTERS = 32
 MAX_FACTOR = 16**_FACTOR_LETTERS
 _MARKER = re.compile(r"\[\[ctx:([a-p]{20})\.(0|[1-9][0-9]{0,6})\.([a-p]{16})\]\]")
 _OPENING = "[[ctx:"
-_STORED, _SKIMMED = _KINDS = ("tag", "skimmed tag")  # "tag" keeps the markers of earlier versions valid
-_ONE = "a" * _FACTOR_LETTERS  # factor 1
 _HEX_TO_LETTERS = str.maketrans("0123456789abcdef", "abcdefghijklmnop")
 _LETTERS_TO_HEX = str.maketrans("abcdefghijklmnop", "0123456789abcdef")
 
@@ -100,20 +97,18 @@ class Marker:
     Attributes:
         id: its 20 letters.
         slots: how many places it takes in the prompt.
-        skimmed: whether it stands for a part of a passage skimmed for one question, not for a stored passage.
         scope: the tenant or user that its tag was made for.
         text: the whole marker, as found.
     """
 
     id: str
     slots: int
-    skimmed: bool = False
     scope: str = field(default=DEFAULT_SCOPE, compare=False)
     text: str = field(default="", compare=False)
 
     @property
     def passage(self) -> str:
-        """The letters that name the passage (the same at every ratio) or the skimmed part."""
+        """The letters that name the passage (the same at every ratio) or the part of one."""
         return self.id[:_PASSAGE_LETTERS]
 
     @property
@@ -144,12 +139,12 @@ class MarkerCodec:
         """The 17 letters that name a passage of this text."""
         return self._letters(_PASSAGE_LETTERS, "passage", self._fingerprint, text)
 
-    def skimmed(self, *fields: str) -> str:
-        """The 17 letters that name a part of a passage skimmed for a question; `fields` identify the part."""
-        return self._letters(_PASSAGE_LETTERS, "skimmed", self._fingerprint, *fields)
+    def transient(self, *fields: str) -> str:
+        """The 17 letters that name a part of a passage with slots for one question; `fields` identify both."""
+        return self._letters(_PASSAGE_LETTERS, "transient", self._fingerprint, *fields)
 
     def write(self, passage: str, factor: int, slots: int, scope: str) -> str:
-        """The marker of a passage (as `passage` names it) with `factor` base slots merged into one.
+        """The marker of a passage (as `passage` or `transient` names it) with `factor` base slots merged into one.
 
         Raises:
             RatioError: the factor cannot be written (1 to 4096 can).
@@ -157,12 +152,7 @@ class MarkerCodec:
         if not 1 <= factor <= MAX_FACTOR:
             raise RatioError(f"cannot merge {factor} slots into one: a marker holds factors of 1 to {MAX_FACTOR}")
         id = passage + f"{factor - 1:0{_FACTOR_LETTERS}x}".translate(_HEX_TO_LETTERS)
-        return f"[[ctx:{id}.{slots}.{self._tag(_STORED, scope, id, str(slots))}]]"
-
-    def write_skimmed(self, part: str, slots: int, scope: str) -> str:
-        """The marker of a skimmed part (as `skimmed` names it); 0 slots if it was dropped."""
-        id = part + _ONE
-        return f"[[ctx:{id}.{slots}.{self._tag(_SKIMMED, scope, id, str(slots))}]]"
+        return f"[[ctx:{id}.{slots}.{self._tag(scope, id, str(slots))}]]"
 
     def seal(self, *fields: str) -> str:
         """32 letters that nobody without the key can make for these fields, such as those of a stored record."""
@@ -181,18 +171,18 @@ class MarkerCodec:
         start = 0
         for match in _MARKER.finditer(text):
             id, slots, tag = match.groups()
-            kinds = [kind for kind in _KINDS if hmac.compare_digest(tag, self._tag(kind, scope, id, slots))]
-            if not kinds and on_unreadable == "error":
+            signed = hmac.compare_digest(tag, self._tag(scope, id, slots))
+            if not signed and on_unreadable == "error":
                 raise UnreadableMarkerError(
                     f"{match[0]} was not made with this key for scope {scope!r}, or was changed: give the "
                     "postprocessor and the LLM the same scope and key (CTX_COMPRESS_KEY), retrieve again, or choose "
                     "on_unreadable='warn' to keep such markers as text"
                 )
-            if not kinds:
+            if not signed:
                 continue
             if match.start() > start:
                 parts.append(text[start : match.start()])
-            parts.append(Marker(id, int(slots), kinds == [_SKIMMED], scope, match[0]))
+            parts.append(Marker(id, int(slots), scope, match[0]))
             start = match.end()
         if start < len(text):
             parts.append(text[start:])
@@ -205,8 +195,8 @@ class MarkerCodec:
             )
         return parts
 
-    def _tag(self, kind: str, scope: str, id: str, slots: str) -> str:
-        return self._letters(_TAG_LETTERS, kind, scope, id, slots)
+    def _tag(self, scope: str, id: str, slots: str) -> str:
+        return self._letters(_TAG_LETTERS, "tag", scope, id, slots)
 
     def _letters(self, length: int, *fields: str) -> str:
         # Each field is preceded by its length, so that no two lists of fields give the same message.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.base.reading import Reading
 from ctx_compress_rag.soft_context import SoftContext
 
 _BATCH_CHARACTERS = 65_536
@@ -29,20 +30,13 @@ class _Config(Protocol):
     def base_ratio(self) -> int: ...
 
 
-class _Compressor(Protocol):
-    @property
-    def nestable(self) -> bool: ...
-    @property
-    def question_aware(self) -> bool: ...
-
-
 class Compresses(Protocol):
     """What a store needs of a bundle."""
 
     @property
     def config(self) -> _Config: ...
     @property
-    def compressor(self) -> _Compressor: ...
+    def compressor(self) -> Reading: ...
     @property
     def fingerprint(self) -> str: ...
     def made(self, fingerprint: str) -> bool: ...

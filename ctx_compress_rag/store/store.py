@@ -12,8 +12,8 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle.config import seconds, whole
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, RatioError, StoreError
+from ctx_compress_rag.methods.base.reading import TransientContext
 from ctx_compress_rag.process_bound import OfThisProcess
-from ctx_compress_rag.ratios import merge_factor
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import audit
 from ctx_compress_rag.store import record as records
@@ -46,7 +46,7 @@ from ctx_compress_rag.store.passage import (
     to_passages,
 )
 from ctx_compress_rag.store.scope import own_id, owned, plain_name, record_id, scoped_name
-from ctx_compress_rag.store.skimmed import Skimmed, SkimmedSlots
+from ctx_compress_rag.store.transient import TransientContexts
 
 
 class SoftContextStore(OfThisProcess):
@@ -70,8 +70,6 @@ class SoftContextStore(OfThisProcess):
             only the store's ratio.
         key: secret that signs markers; by default the one that `keys.find_key` finds.
         scope: default tenant or user, if neither the call nor `stores.markers.scope` names one.
-        skimmed_slots: how many slots made for one question only (close reading) this object keeps in memory for
-            each scope; beyond that, the least recently used are dropped. A slot takes 4 bytes times its width.
         lock_timeout: seconds that a write waits for writes of other processes, 0 or more. A read waits as long for
             the write in progress, but at least 30 seconds.
 
@@ -93,7 +91,6 @@ class SoftContextStore(OfThisProcess):
         ratio: int | None = None,
         key: bytes | None = None,
         scope: str = DEFAULT_SCOPE,
-        skimmed_slots: int = 16_384,
         lock_timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
         if isinstance(bundle, str | PathLike):
@@ -103,13 +100,11 @@ class SoftContextStore(OfThisProcess):
         if ratio is not None:
             ratio = whole("ratio", ratio)
             bundle.check_ratio(ratio)
-        timeout, kept = seconds("lock_timeout", lock_timeout), whole("skimmed_slots", skimmed_slots)
-        if kept < 0:
-            raise ConfigError(f"skimmed_slots={skimmed_slots}: give 0 or more")
+        timeout = seconds("lock_timeout", lock_timeout)
         self._companion = Companion(connect(location, collection), bundle, codec, ratio, timeout)
         self._keyring = Keyring(self._companion, key)
         self._lookup = Lookup(self._companion, self._keyring)
-        self._skimmed = SkimmedSlots(kept)
+        self._transient = TransientContexts()
         self._writing = threading.RLock()
 
     # Writing
@@ -351,8 +346,7 @@ class SoftContextStore(OfThisProcess):
         """
         ratio = whole("ratio", ratio)
         base = self.base_ratio
-        bundle = self.bundle
-        factor = merge_factor(ratio, base, nestable=bundle.compressor.nestable, name=f"bundle {bundle.config.name!r}")
+        factor = self.bundle.compressor.merge_factor(ratio, base)
         if factor > MAX_FACTOR:
             raise RatioError(f"ratio {ratio} is too coarse: choose a multiple of {base} up to {base * MAX_FACTOR}")
         return factor
@@ -375,16 +369,11 @@ class SoftContextStore(OfThisProcess):
             texts: one per id; a record with another text counts as not stored.
 
         Raises:
-            ConfigError: the bundle reads passages question by question (ram).
+            ConfigError: the bundle reads passages question by question.
             RatioError: the ratio cannot be made from the base ratio.
             MissingPassageError: an id is not stored, or is stored with another text.
             PayloadError: a record is damaged; the message names the passage.
         """
-        if self.bundle.compressor.question_aware:
-            raise ConfigError(
-                f"bundle {self.bundle.config.name!r} reads passages question by question: its stored slots only serve "
-                "to choose segments. Give the question to the postprocessor or to mark"
-            )
         factor, scope = self.merge_factor(ratio), self._scope(scope)
         found = self._find(ids, scope, texts)
         missing = [id for id in ids if id not in found]
@@ -401,22 +390,22 @@ class SoftContextStore(OfThisProcess):
             written.append(signer.write(plain_name(found[id][1]["marker"]), merged, -(-slots // merged), scope))
         return written
 
-    def skimmed_markers(self, parts: Sequence[Skimmed], scope: str | None = None) -> list[str]:
-        """The markers that stand for parts of passages skimmed for one question, in order.
+    def transient_markers(self, contexts: Sequence[TransientContext], scope: str | None = None) -> list[str]:
+        """The markers that stand for parts of passages whose slots were made for one question, in order.
 
-        Only this object holds the slots, and only the last `skimmed_slots` used: use the markers soon, in this process.
+        Only this object's memory has the slots, and only the last 16,384 of a scope: use the markers soon.
 
         Args:
-            parts: the parts that one prompt needs.
+            contexts: the parts that one prompt needs.
             scope: tenant or user; by default the scope of `stores.markers.scope`, otherwise the store's.
 
         Raises:
-            ConfigError: the parts need more than `skimmed_slots` slots together.
+            ConfigError: the parts need more slots together than are kept.
         """
         scope, signer = self._scope(scope), self._keyring.signer()
-        names = [signer.skimmed(*part.fields) for part in parts]
-        self._skimmed.put(scope, dict(zip(names, parts, strict=True)))
-        return [signer.write_skimmed(name, part.soft.n_slots, scope) for name, part in zip(names, parts, strict=True)]
+        names = [signer.transient(*each.key) for each in contexts]
+        self._transient.put(scope, dict(zip(names, contexts, strict=True)))
+        return [signer.write(name, 1, each.soft.n_slots, scope) for name, each in zip(names, contexts, strict=True)]
 
     def split(self, text: str, scope: str | None = None, on_unreadable: OnUnreadable = "warn") -> list[str | Marker]:
         """Text parts and markers of a prompt, in order.
@@ -430,25 +419,24 @@ class SoftContextStore(OfThisProcess):
         """The soft contexts that markers stand for, at the markers' ratios, in order.
 
         Raises:
-            MissingPassageError: a passage was deleted or its text changed since the marker was written, or
-                the slots of a skimmed part are no longer in memory.
+            MissingPassageError: a passage was deleted or its text changed since the marker was written, or slots made
+                for one question are no longer in memory.
             PayloadError: a record is damaged.
         """
-        parts, found = self._by_marker(markers)
+        held, found = self._by_marker(markers)
         base = {key: records.read_soft(key, stored) for key, stored in dict(found.values()).items()}
         return [
-            (parts[marker].soft if marker.skimmed else base[found[marker][0]]).merge(marker.factor)
-            for marker in markers
+            held[marker].soft if marker in held else base[found[marker][0]].merge(marker.factor) for marker in markers
         ]
 
     def text_of(self, markers: Sequence[Marker]) -> list[str]:
-        """The texts of the passages or skimmed parts that markers stand for, in order. Raises as `fetch` does."""
-        parts, found = self._by_marker(markers)
+        """The texts that markers stand for, in order. Raises as `fetch` does."""
+        held, found = self._by_marker(markers)
         texts = {
             key: records.read_passage(key, stored, self.fingerprint).text
             for key, stored in dict(found.values()).items()
         }
-        return [parts[marker].text if marker.skimmed else texts[found[marker][0]] for marker in markers]
+        return [held[marker].text if marker in held else texts[found[marker][0]] for marker in markers]
 
     # Inside
 
@@ -481,10 +469,10 @@ class SoftContextStore(OfThisProcess):
     def _find(self, ids: Sequence[str], scope: str | None, texts: Sequence[str] | None) -> dict[str, Record]:
         return self._lookup.by_id(ids, self._scope(scope), texts)
 
-    def _by_marker(self, markers: Sequence[Marker]) -> tuple[dict[Marker, Skimmed], dict[Marker, Record]]:
-        """Skimmed parts, and records of stored passages, by marker; none is missing."""
-        stored = [marker for marker in markers if not marker.skimmed]
-        return self._skimmed.find([marker for marker in markers if marker.skimmed]), self._lookup.by_marker(stored)
+    def _by_marker(self, markers: Sequence[Marker]) -> tuple[dict[Marker, TransientContext], dict[Marker, Record]]:
+        """By marker, what this object holds in memory, and the records of the others; none is missing."""
+        held = {each: context for each in markers if (context := self._transient.get(each.scope, each.passage))}
+        return held, self._lookup.by_marker([marker for marker in markers if marker not in held])
 
     def _scope(self, scope: str | None) -> str:
         return current_scope() or self.scope if scope is None else check_scope(scope)

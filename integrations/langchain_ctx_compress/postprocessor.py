@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 from langchain_core.callbacks import Callbacks
@@ -11,10 +10,8 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.runnables import RunnableConfig, RunnableSerializable
 from pydantic import ConfigDict
 
-from ctx_compress_rag.frameworks.postprocessor import MarkingPostprocessor
-from ctx_compress_rag.marking.mark import try_expand
-from ctx_compress_rag.store.marker import quietly
-from langchain_ctx_compress.sources import checked, restore_sources
+from ctx_compress_rag.frameworks.postprocessor import MarkingPostprocessor, relevance
+from langchain_ctx_compress.sources import checked, restore_sources, with_text
 
 
 class CompressedContextPostprocessor(
@@ -24,21 +21,19 @@ class CompressedContextPostprocessor(
 
     Works as a step of an LCEL chain and wherever a document compressor is expected
     (`ContextualCompressionRetriever`, `DocumentCompressorPipeline`). The given documents are not changed;
-    their copies keep ids, metadata and order. A document whose text is blank, or stays text because of
-    `on_missing`, is returned unchanged; if its text is already a marker, it gets a new one.
+    their copies keep ids, metadata and order. If a document's text is already a marker, it gets a new one.
 
     A document is looked up in the store by its id, then by its text, so the vector store and the soft context
     store need not use the same ids.
 
-    With a RAM bundle (close reading) a document keeps the segments that the question needs as text, and
-    markers stand for the rest. The question is the `query` of `compress_documents`, which a
-    `ContextualCompressionRetriever` passes; a plain LCEL step has none. The LLM must have the same store object.
+    With a RAM bundle a document keeps the segments that the question needs as text, and markers stand for the rest.
+    The question is the `query` of `compress_documents`, which a `ContextualCompressionRetriever` passes; a plain LCEL
+    step has none. The LLM must have the same store object.
 
     Args:
         store: where the soft contexts are.
-        ratio: source tokens per slot, a multiple of the store's ratio; None takes the store's.
-        reduction: in close reading, in place of a ratio: how many times shorter all documents together become, 2 or
-            more; None takes the smallest that the bundle was trained for.
+        ratio: source tokens per slot, a multiple of the store's ratio; None takes the store's. With a RAM bundle, how
+            many times shorter all documents together become, 2 or more; None takes the smallest it was trained for.
         token_budget: in place of a ratio, the maximum number of tokens for all documents of one call together: the
             sum of `llm.get_num_tokens(document.page_content)` over the returned documents never exceeds it; slots
             and text count alike. More relevant documents get finer ratios, and the best stay text if there is
@@ -47,15 +42,13 @@ class CompressedContextPostprocessor(
         score_key: with a budget, the metadata key of a document's relevance (rerankers write "relevance_score"):
             higher is more relevant, and documents without a number come last. If no document has one, they
             count as sorted, best first, as retrievers return them.
-        on_missing: what to do with a document that is not in the store: "compress" and store it, raise an
-            "error", or leave it as "text".
-        on_unreadable: what to do with a document that holds the marker of a deleted passage: raise an "error", or
-            leave the document as text, with a warning ("warn") or without ("text"); see `mark`.
+        on_missing: what to do with a document that the store cannot stand in for, each alone: "compress" and store
+            it, or keep its text, with a warning, if that is impossible; raise an "error"; or keep its "text". See
+            `ctx_compress_rag.marking.mark.OnMissing`.
         scope: tenant or user that the markers belong to; None takes that of `stores.markers.scope`, or the store's.
-        mode: deprecated: each bundle has its own.
 
     Raises:
-        ConfigError: an argument is unknown or has an impossible value, or the mode is not the bundle's.
+        ConfigError: an argument is unknown or has an impossible value.
         RatioError: the ratio cannot be made from what is stored.
     """
 
@@ -66,28 +59,23 @@ class CompressedContextPostprocessor(
     def compress_documents(
         self, documents: Sequence[Document], query: str = "", callbacks: Callbacks | None = None
     ) -> list[Document]:
-        """Put markers in place of the documents' texts; in close reading, in place of the parts that are only skimmed.
+        """Put markers in place of the documents' texts or, with a RAM bundle, of parts of them.
 
         Args:
             documents: the documents.
-            query: the question; used only in close reading.
+            query: the question; used only by a RAM bundle.
             callbacks: LangChain's own.
 
         Raises:
-            ConfigError: close reading without a query.
-            MissingPassageError: a document is not stored and `on_missing` is "error".
+            ConfigError: a RAM bundle gets no query.
+            ConfigError, MissingPassageError, PayloadError: `on_missing` is "error", and the store cannot stand in for
+                a document.
             RatioError: the documents do not fit into `token_budget` at any ratio.
         """
-        done = [document.model_copy(deep=True) for document in checked(documents)]
-        for document in done:  # resize markers of an earlier step; `mark` reports unreadable ones
-            text = try_expand(self.store, document.page_content, self.scope, quietly(self.on_unreadable))
-            document.page_content = document.page_content if text is None else text
-        texts = [document.page_content for document in done]
-        ids = [document.id for document in done]
-        markers = self._marked(texts, ids, self._scores(done), query)
-        for document, marker in zip(done, markers, strict=True):
-            document.page_content = marker
-        return done
+        texts = [document.page_content for document in checked(documents)]
+        scores = [relevance(document.metadata.get(self.score_key)) for document in documents]
+        marked = self._mark(texts, [document.id for document in documents], scores, query)
+        return [with_text(document, each.shown) for document, each in zip(documents, marked, strict=True)]
 
     def invoke(self, input: Sequence[Document], config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
         """Run `compress_documents` as a step of a chain."""
@@ -105,7 +93,3 @@ class CompressedContextPostprocessor(
     def restore_sources(self, documents: Sequence[Document]) -> list[Document]:
         """Call `restore_sources` with the postprocessor's store and scope; raises the same errors."""
         return restore_sources(documents, self.store, self.scope)
-
-    def _scores(self, documents: Sequence[Document]) -> list[float | None]:
-        found = [document.metadata.get(self.score_key) for document in documents]
-        return [float(score) if isinstance(score, Real) else None for score in found]  # numpy's are Reals too

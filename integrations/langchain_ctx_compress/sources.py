@@ -29,13 +29,15 @@ def restore_sources(documents: Sequence[Document], store: SoftContextStore, scop
 
     Raises:
         ConfigError: `documents` is not a list of documents, or a document's markers stand for too much text.
-        MissingPassageError: a passage was deleted, or, after close reading, this question's slots were dropped from
+        MissingPassageError: a passage was deleted, or, with a RAM bundle, this question's slots were dropped from
             memory to keep those of others.
     """
-    copies = [document.model_copy(deep=True) for document in checked(documents)]
-    for document in copies:
-        document.page_content = expand(store, document.page_content, scope)
-    return copies
+    return [with_text(each, expand(store, each.page_content, scope)) for each in checked(documents)]
+
+
+def with_text(document: Document, text: str) -> Document:
+    """A copy with another text; the values of its metadata are shared: some cannot be copied."""
+    return document.model_copy(update={"page_content": text, "metadata": dict(document.metadata)})
 
 
 def checked(documents: Sequence[Document]) -> Sequence[Document]:

@@ -71,9 +71,9 @@ def test_what_ram_reads_for_a_question_is_its_own(tiny_tokenizer: Any, tmp_path:
     bundle = close_bundle(tiny_tokenizer)
     with close_store(tmp_path, bundle) as store:
         decoder = TransformersDecoder(bundle, store)
-        make = {"RAM": lambda: prompt_of(TEMPLATES[0], ask(store, reduction=2), QUESTION)}
+        make = {"RAM": lambda: prompt_of(TEMPLATES[0], ask(store, ratio=2), QUESTION)}
         cost = measure(decoder, [make], progress=False)["RAM"]
-        _, skimmed = read(store, ask(store, reduction=2))
+        _, skimmed = read(store, ask(store, ratio=2))
         segments = sum(marker.slots for marker in skimmed)
         tokens = decoder.count_chat_tokens(make["RAM"]())
     model = bundle.backbone.model

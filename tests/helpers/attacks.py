@@ -12,7 +12,7 @@ SCOPES = ("anna", "ben")
 PASSAGES = [CODEC.passage(f"passage {number}") for number in range(4)]
 ISSUED = {
     who: [CODEC.write(name, factor, slots, who) for name in PASSAGES for factor, slots in ((1, 24), (4, 6))]
-    + [CODEC.write_skimmed(CODEC.skimmed("a question", name), slots, who) for name in PASSAGES for slots in (0, 3)]
+    + [CODEC.write(CODEC.transient("a question", name), 1, slots, who) for name in PASSAGES for slots in (0, 3)]
     for who in SCOPES
 }
 OTHERS = [

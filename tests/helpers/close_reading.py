@@ -32,11 +32,9 @@ def close_store(folder: Path, bundle: Bundle) -> SoftContextStore:
     return made
 
 
-def ask(
-    store: SoftContextStore, texts: list[str] = PASSAGES, question: str = QUESTION, reduction: int = 2
-) -> list[str]:
+def ask(store: SoftContextStore, texts: list[str] = PASSAGES, question: str = QUESTION, ratio: int = 2) -> list[str]:
     """Texts as the decoder is to read them for a question."""
-    return mark(store, texts, reduction=reduction, question=question)
+    return mark(store, texts, ratio=ratio, question=question)
 
 
 def read(store: SoftContextStore, texts: list[str]) -> tuple[list[str], list[Marker]]:

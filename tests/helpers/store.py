@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from ctx_compress_rag.methods.base.reading import Reading
 from ctx_compress_rag.ratios import check_window
 from ctx_compress_rag.soft_context import SoftContext, pool
 from ctx_compress_rag.store import AddReport, SoftContextStore
@@ -37,12 +38,16 @@ def word_vectors(text: str, dim: int) -> torch.Tensor:
     return torch.from_numpy(np.stack(rows).astype(np.float32) / 32)
 
 
+class Merging(Reading):
+    nestable = True
+
+
 class WordBundle:
     """Compresses words as a bundle compresses tokens; `calls` holds every batch it was given."""
 
     def __init__(self, name: str = "words", base_ratio: int = 4, dim: int = 8, nestable: bool = True) -> None:
         self.config = SimpleNamespace(name=name, base_ratio=base_ratio)
-        self.compressor = SimpleNamespace(nestable=nestable, question_aware=False)
+        self.compressor = Merging() if nestable else Reading()
         self.fingerprint = hashlib.sha256(f"{name}/{base_ratio}/{dim}".encode()).hexdigest()
         self.dim = dim
         self.calls: list[list[str]] = []

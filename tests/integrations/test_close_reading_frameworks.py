@@ -33,9 +33,9 @@ def store(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> SoftConte
 
 
 async def test_langchain_reads_closely(bundle: Bundle, store: SoftContextStore) -> None:
-    postprocessor = CompressedContextPostprocessor(store=store, reduction=4)
+    postprocessor = CompressedContextPostprocessor(store=store, ratio=4)
     marked = postprocessor.compress_documents(DOCUMENTS, QUESTION)
-    assert [document.page_content for document in marked] == ask(store, reduction=4)
+    assert [document.page_content for document in marked] == ask(store, ratio=4)
     assert await postprocessor.acompress_documents(DOCUMENTS, QUESTION) == marked
     assert postprocessor.restore_sources(marked) == DOCUMENTS
     counted = ChatCompressedContext(store=store).get_num_tokens(marked[0].page_content)
@@ -45,37 +45,22 @@ async def test_langchain_reads_closely(bundle: Bundle, store: SoftContextStore) 
 @pytest.mark.parametrize("replace_text", [False, True])
 @pytest.mark.parametrize("query", [{"query_str": QUESTION}, {"query_bundle": QueryBundle(QUESTION)}], ids=list)
 def test_llama_index_reads_closely(store: SoftContextStore, query: dict[str, Any], replace_text: bool) -> None:
-    for options, reduction in (({"reduction": 4}, 4), ({}, 2)):
+    for options, reduction in (({"ratio": 4}, 4), ({}, 2)):
         postprocessor = LlamaPostprocessor(store=store, replace_text=replace_text, **options)
         marked = postprocessor.postprocess_nodes(NODES, **query)
-        assert [n.node.get_content(MetadataMode.LLM) for n in marked] == ask(store, reduction=reduction)
+        assert [n.node.get_content(MetadataMode.LLM) for n in marked] == ask(store, ratio=reduction)
         assert restore_sources(marked, store) == NODES
 
 
 def test_langchain_is_told_what_is_missing(store: SoftContextStore) -> None:
     with pytest.raises(ConfigError, match="ContextualCompressionRetriever"):
         (RunnableLambda(lambda question: DOCUMENTS) | CompressedContextPostprocessor(store=store)).invoke(QUESTION)
-    for mode in ("soft", "closer"):
-        with pytest.raises(ConfigError, match=f"mode='{mode}' is not that of bundle 'tiny'"):
-            CompressedContextPostprocessor(store=store, mode=mode)
-    with pytest.warns(DeprecationWarning, match="mode= is deprecated"):
-        assert CompressedContextPostprocessor(store=store, mode="close_reading").reduction is None
-    with pytest.warns(DeprecationWarning, match="give reduction=4"):
-        old = CompressedContextPostprocessor(store=store, ratio=4)
-    assert (old.ratio, old.reduction) == (None, 4)
-    with pytest.raises(ConfigError, match="ratio=4 and reduction=2: give one"):
-        CompressedContextPostprocessor(store=store, ratio=4, reduction=2)
-    with pytest.raises(RatioError, match="reduction=1"):
-        CompressedContextPostprocessor(store=store, reduction=1)
+    with pytest.raises(ConfigError, match="token budget"):
+        CompressedContextPostprocessor(store=store, token_budget=9)
+    with pytest.raises(RatioError, match="ratio=1"):
+        CompressedContextPostprocessor(store=store, ratio=1)
 
 
 def test_llama_index_is_told_what_is_missing(store: SoftContextStore) -> None:
     with pytest.raises(ConfigError, match="query_bundle or query_str"):
         LlamaPostprocessor(store=store).postprocess_nodes(NODES)
-    with pytest.raises(ConfigError, match="mode='soft' is not that of bundle"):
-        LlamaPostprocessor(store=store, mode="soft")
-    with pytest.warns(DeprecationWarning, match="give reduction=2"):
-        old = LlamaPostprocessor(store=store, ratio=2)
-    with pytest.warns(DeprecationWarning, match="mode= is deprecated"):
-        new = LlamaPostprocessor(store=store, reduction=2, mode="close_reading")
-    assert (old.ratio, old.reduction) == (new.ratio, new.reduction) == (None, 2)

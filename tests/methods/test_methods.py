@@ -62,7 +62,7 @@ def bits(bundle: Bundle) -> dict[str, Tensor]:
 
 def ratios_of(bundle: Bundle) -> list[int]:
     """Ratios that its compressor makes; RAM's slots stand for its segments, at whatever ratio it reads."""
-    return [bundle.config.base_ratio] if bundle.compressor.question_aware else [4, 8]
+    return [bundle.config.base_ratio] if bundle.config.method.name == "ram" else [4, 8]
 
 
 def tokenized(bundle: Bundle, texts: list[str]) -> list[Tokenized]:
@@ -211,7 +211,7 @@ def objective_and_batch(recipe: Any, bundle: Bundle) -> tuple[torch.nn.Module, B
     short = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_context_tokens": 96})})
     objective, collate = OBJECTIVES[short.stage](short, bundle)
     objective.train()
-    objective.ratios = [2, 4] if bundle.compressor.question_aware else [4]
+    objective.ratios = [2, 4] if bundle.config.method.name == "ram" else [4]
     examples = world_examples("train", 900, 4, max_turns=2, passages=(2,))
     return objective, collate(passages_of(examples) if recipe.recites else examples)
 

@@ -53,7 +53,7 @@ def app(
 
 def options(store: SoftContextStore) -> dict[str, Any]:
     """How a postprocessor is to be asked: at the store's ratio, or 4 of close reading."""
-    return {"reduction": 4} if store.bundle.compressor.question_aware else {}
+    return {"ratio": 4} if store.bundle.config.method.name == "ram" else {}
 
 
 def plain_answer(store: SoftContextStore, chat: list[dict[str, str]]) -> tuple[str, int]:
@@ -165,4 +165,4 @@ def test_what_a_question_costs_is_counted(app: SoftContextStore) -> None:
     tokens, model = decoder.count_chat_tokens(chat()), bundle.backbone.model
     weights = sum(m.weight.numel() for n, m in model.named_modules() if n.endswith("_proj") and "lora" not in n)
     assert cost.first_token_flops - cost.context_flops >= 2 * tokens * weights
-    assert (cost.context_flops > 0) is bundle.compressor.question_aware
+    assert (cost.context_flops > 0) is (bundle.config.method.name == "ram")

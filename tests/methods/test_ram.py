@@ -16,7 +16,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.methods.ram.compressor import RamCompressor
 from ctx_compress_rag.methods.ram.config import RamConfig
-from ctx_compress_rag.methods.ram.segments import Segments, layout, shown, slots_of_runs
+from ctx_compress_rag.methods.ram.segments import Segments, layout, render, slots_of_runs
 from ctx_compress_rag.models.backbone import Backbone
 from helpers import architectures
 from helpers.ram import (
@@ -197,7 +197,7 @@ def test_what_is_shown_keeps_order_text_and_size(tiny_tokenizer: Any, data: st.D
     kept = data.draw(st.lists(st.booleans(), min_size=total, max_size=total))
     layouts = layout(passages, kept)
     holes = [f"<{i}>" for i in range(total)]
-    texts = shown(passages, layouts, iter(holes))
+    texts = render(passages, layouts, iter(holes))
     skimmed_runs = [(p, run) for p, runs in zip(passages, layouts, strict=True) for run in runs if not run.kept]
     assert [kept[i] for i in range(total)] == [
         run.kept for runs in layouts for run in runs for _ in range(run.start, run.end)

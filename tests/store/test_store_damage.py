@@ -103,7 +103,7 @@ def test_another_key_reads_nothing_and_says_why(tmp_path: Path) -> None:
         SoftContextStore(tmp_path, WordBundle(), key=KEY + b"!") as store,
         pytest.raises(PayloadError, match="another key.*CTX_COMPRESS_KEY"),
     ):
-        mark(store, [passage(0)], ["p0"], on_unreadable="error")
+        mark(store, [passage(0)], ["p0"], on_missing="error")
 
 
 @pytest.mark.parametrize("scope", ["default", "alice"])
@@ -115,7 +115,7 @@ def test_a_retrieval_makes_damaged_slots_anew(tmp_path: Path, scope: str) -> Non
         texts = [passage(i) for i in range(3)]
         with pytest.raises(PayloadError, match="'p1' is damaged"):
             mark(store, texts, ["p0", "p1", "p2"], scope=scope, on_missing="error")
-        left = mark(store, texts, ["p0", "p1", "p2"], scope=scope, on_missing="text", on_unreadable="text")
+        left = mark(store, texts, ["p0", "p1", "p2"], scope=scope, on_missing="text")
         assert [text.startswith("[[ctx:") for text in left] == [True, False, True]
         shown = mark(store, texts, ["p0", "p1", "p2"], scope=scope)
         markers = [part for text in shown for part in store.split(text, scope)]
@@ -134,7 +134,7 @@ def test_a_broken_seal_costs_its_own_passage_alone(tmp_path: Path, caplog: pytes
         assert [text.startswith("[[ctx:") for text in shown] == [True, False, True] and shown[1] == passage(1)
         assert "p1" in caplog.text and "another key" in caplog.text
         with pytest.raises(PayloadError, match="'p1' is damaged"):
-            mark(store, texts, ["p0", "p1", "p2"], on_unreadable="error")
+            mark(store, texts, ["p0", "p1", "p2"], on_missing="error")
 
 
 @pytest.mark.parametrize("key", [" " * 20, "", "short"])

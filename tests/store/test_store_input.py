@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import chromadb
-import numpy as np
 import pytest
 
 from ctx_compress_rag.errors import ConfigError, RatioError, StoreError, StoreWriteError
@@ -178,7 +177,6 @@ def test_a_key_that_is_no_bytes_is_refused(tmp_path: Path, bundle: WordBundle, k
         {"lock_timeout": "soon"},
         {"lock_timeout": -1},
         {"lock_timeout": math.nan},
-        {"skimmed_slots": -1},
         {"collection": None},
         {"collection": 5},
         {"collection": ""},
@@ -194,7 +192,7 @@ def test_an_impossible_option_is_refused_by_name_before_a_folder_is_made(tmp_pat
 
 
 def test_numbers_of_numpy_and_as_text_are_options(tmp_path: Path) -> None:
-    with SoftContextStore(tmp_path, WordBundle(), lock_timeout="8", skimmed_slots=np.int64(4)) as store:  # type: ignore[arg-type]
+    with SoftContextStore(tmp_path, WordBundle(), lock_timeout="8") as store:  # type: ignore[arg-type]
         assert add(store, 1).added == 1
 
 

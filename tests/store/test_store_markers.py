@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadError, RatioError, StoreError
-from ctx_compress_rag.marking.mark import expand, mark, settled
+from ctx_compress_rag.marking.mark import MarkingOptions, expand, mark
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.key import KEY_FILE, KEY_VARIABLE, key_from_file
 from ctx_compress_rag.store.marker import scope
@@ -57,15 +57,15 @@ def test_a_marker_repeated_is_not_written_out_beyond_all_measure(store: SoftCont
     store.add([long], ["long"], progress=False)
     marker = store.marker("long", 8)
     many = f"{marker} " * 6_000
-    for refused in (lambda: mark(store, [many]), lambda: expand(store, many)):
+    for refused in (lambda: mark(store, [many], on_missing="error"), lambda: expand(store, many)):
         tracemalloc.start()
         with pytest.raises(ConfigError, match="6,000 markers .* are allowed"):
             refused()
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 40e6
-    with pytest.raises(ConfigError, match="600 texts stand for more than .* give fewer texts"):
-        mark(store, [marker] * 600)
+    with pytest.raises(ConfigError, match="1 markers .* are allowed"):
+        mark(store, [marker] * 600, on_missing="error")
     assert expand(store, f"{marker} " * 3) == f"{long} " * 3
     assert mark(store, [marker] * 3, ratio=8) == [store.marker(content_id(long), 8)] * 3
 
@@ -108,7 +108,7 @@ def test_slots_that_do_not_nest_are_not_merged(tmp_path: Path) -> None:
     with SoftContextStore(tmp_path, WordBundle(nestable=False)) as store:
         add(store, 1)
         assert store.split(store.marker("p0", 4))[0].slots == 8
-        for refused in (lambda: store.marker("p0", 8), lambda: settled(store, 8, None)):
+        for refused in (lambda: store.marker("p0", 8), lambda: MarkingOptions(8).checked(store)):
             with pytest.raises(RatioError, match="cannot be merged"):
                 refused()
 

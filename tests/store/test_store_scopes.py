@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from langchain_core.documents import Document
 
 from ctx_compress_rag.errors import ConfigError, MissingPassageError
-from ctx_compress_rag.marking.mark import expand, mark, stored_ids
+from ctx_compress_rag.marking.mark import expand, mark
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store import codec as codecs
 from ctx_compress_rag.store import marker as markers
@@ -132,8 +132,10 @@ def test_only_the_given_text_is_signed(store: SoftContextStore) -> None:
 def test_ids_are_looked_up_in_the_tenants_scope(store: SoftContextStore) -> None:
     store.add([passage(1)], progress=False, scope="ann")
     [by_text] = store.ids("ann")
-    assert stored_ids(store, [passage(1)], ["mine"], "ann") == [by_text]
-    assert stored_ids(store, [passage(1)], ["mine"], "bob") == ["mine"]
+    for scope in ("ann", "bob"):
+        mark(store, [passage(1)], ["mine"], scope=scope)
+    assert store.ids("ann") == [by_text]
+    assert store.ids("bob") == ["mine"]
 
 
 @given(

@@ -93,7 +93,7 @@ def test_impossible_settings_are_refused() -> None:
     assert BundleConfig(**shape, base_ratio=50, ratios=[2, 3, 32]).ratios == [2, 3, 32]
     with pytest.raises(ValueError, match="segment_tokens, 50"):
         BundleConfig(**shape, base_ratio=4, ratios=[2])
-    with pytest.raises(ValueError, match="needs a reduction of 2 or more"):
+    with pytest.raises(ValueError, match="ratio of 2 or more"):
         BundleConfig(**shape, base_ratio=50, ratios=[1, 2])
     with pytest.raises(ValueError, match="choose a multiple of 4"):
         BundleConfig(**{**shape, "method": MeanPoolingConfig()}, base_ratio=4, ratios=[6])

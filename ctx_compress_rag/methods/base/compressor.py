@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ctx_compress_rag.methods.base.part import Part
+from ctx_compress_rag.methods.base.reading import Reading
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.tokenizing import bos_id
@@ -89,19 +90,14 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor,
     return ids, (torch.arange(ids.shape[1], device=device) < lengths.unsqueeze(1)).long()
 
 
-class Compressor(Part):
+class Compressor(Part, Reading):
     """Turns passages into slots.
 
     Attributes:
-        nestable: True if a coarser ratio is the weighted mean of neighbouring slots.
-        question_aware: True if the decoder reads a passage differently for each question, so that stored slots
-            alone are not a context.
         dim: width of a slot.
     """
 
     side = "compressor"
-    nestable: ClassVar[bool]
-    question_aware: ClassVar[bool] = False
     dim: int
 
     @abstractmethod

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.errors import RatioError
+from ctx_compress_rag.errors import ConfigError, RatioError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
+from ctx_compress_rag.methods.base.reading import PassageStore
 from ctx_compress_rag.methods.base.trunk import TrunkCompressor
-from ctx_compress_rag.methods.ram.config import RamConfig
+from ctx_compress_rag.methods.ram.config import RamConfig, check_reduction
+from ctx_compress_rag.methods.ram.render import close_read
 from ctx_compress_rag.models.backbone import Backbone
 
 
@@ -23,12 +25,50 @@ class RamCompressor(TrunkCompressor):
     stay text, and only the others are read again, to be pooled under the question's guidance.
     """
 
-    nestable = False
-    question_aware = True
-
     def __init__(self, backbone: Backbone, config: RamConfig) -> None:
         super().__init__(backbone, config.encoder)
         self.config = config
+
+    def merge_factor(self, ratio: int, stored: int) -> int:
+        """Refuse: the stored slots only serve to choose segments.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "a ram bundle reads passages question by question: give the question and a ratio to the postprocessor or "
+            "to `mark`, in place of a token budget or `store.markers`"
+        )
+
+    def check_ratio(self, ratio: int, stored: int) -> None:
+        """The ratio is the paper's alpha, how many times shorter all passages together become.
+
+        Raises:
+            RatioError: it is below 2, or passages are to be stored at another ratio than `segment_tokens`.
+        """
+        if stored != self.config.segment_tokens:
+            raise RatioError(
+                f"ratio {stored}: ram stores one vector for each segment of {self.config.segment_tokens} tokens: leave "
+                "out the store's ratio, and give one with each question; train with stage: ram"
+            )
+        check_reduction(ratio)
+
+    def render(
+        self,
+        store: PassageStore,
+        texts: Sequence[str],
+        ids: Sequence[str],
+        *,
+        ratio: int | None = None,
+        question: str | None = None,
+        scope: str | None = None,
+    ) -> list[str]:
+        """Close reading and skimming: see `close_read`. By default, the smallest ratio that the bundle was trained for.
+
+        The markers are for this question and this store object: only its memory has their slots.
+        """
+        reduction = min(store.bundle.config.ratios) if ratio is None else ratio
+        return close_read(self, store, texts, ids, reduction=reduction, question=question, scope=scope)
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
         """The slots to store: r_i of each segment of right-padded passages. The only ratio is `segment_tokens`.
@@ -37,11 +77,8 @@ class RamCompressor(TrunkCompressor):
             RatioError: another ratio is asked for.
         """
         size = self.config.segment_tokens
-        if list(ratios) != [size]:
-            raise RatioError(
-                f"ram stores one vector for each segment of {size} tokens, not ratios {list(ratios)}: leave out the "
-                "ratio, and give a reduction with each question; train with stage: ram"
-            )
+        for ratio in ratios:
+            self.check_ratio(ratio, ratio)
         padding = (0, -input_ids.shape[1] % size)
         ids = F.pad(input_ids, padding).unflatten(1, (-1, size))
         mask = F.pad(attention_mask, padding).unflatten(1, (-1, size))

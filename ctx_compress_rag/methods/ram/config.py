@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
-from ctx_compress_rag.ratios import check_reduction
 
 
 class RamConfig(MethodConfig):
@@ -37,3 +37,13 @@ class RamConfig(MethodConfig):
         if base_ratio != self.segment_tokens:
             raise ValueError(f"base_ratio {base_ratio} must be ram's segment_tokens, {self.segment_tokens}")
         check_reduction(min(ratios))
+
+
+def check_reduction(ratio: int) -> None:
+    """Refuse a ratio that close reading cannot reach.
+
+    Raises:
+        RatioError: it is below 2.
+    """
+    if ratio < 2:
+        raise RatioError(f"ratio={ratio}: a ram bundle needs a ratio of 2 or more")

@@ -173,14 +173,12 @@ def test_a_bad_marker_fails_its_own_document_and_question_alone(
     documents = [Document(id="mill", page_content=f"Read {gone}"), *SOURCES[:1]]
 
     with pytest.raises(MissingPassageError):
-        app.postprocessor(on_unreadable="error").invoke(documents)
-    with pytest.raises(UnreadableMarkerError):
-        app.postprocessor(on_unreadable="error").invoke([Document(page_content=forged)])
-    for policy in ("warn", "text"):
+        app.postprocessor(on_missing="error").invoke(documents)
+    for policy in ("compress", "text"):
         caplog.clear()
-        stale, good = app.postprocessor(ratio=8, on_unreadable=policy).invoke(documents)
+        stale, good = app.postprocessor(ratio=8, on_missing=policy).invoke(documents)
         assert (stale.page_content, good.page_content) == (f"Read {gone.replace(':', '')}", kept)
-        assert ("left as text" in caplog.text) == (policy == "warn")
+        assert "'mill'" in caplog.text
         assert app.llm().invoke(f"{stale.page_content} {good.page_content}").response_metadata["slots"] > 0
     assert app.store.get_passages(["mill"])[0].text == TEXTS["mill"]  # what is left as text is not stored either
     for quoted in (forged, f"[{forged}]"):
@@ -195,5 +193,3 @@ def test_a_bad_marker_fails_its_own_document_and_question_alone(
     assert lenient[2].content == strict[2].content
     with pytest.raises(ConfigError, match="on_unreadable"):
         app.llm(on_unreadable="never")
-    with pytest.raises(ConfigError, match="on_unreadable"):
-        app.postprocessor(on_unreadable="never")

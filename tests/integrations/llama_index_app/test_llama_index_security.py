@@ -169,15 +169,15 @@ def test_a_bad_marker_fails_its_own_node_and_question_alone(
         shown = f"title: {text}\nby: ['[{text}']\n{text}: 1"
 
         def process(policy: Any) -> list[str]:
-            postprocessor = CompressedContextPostprocessor(store, ratio=RATIO, on_unreadable=policy)
+            postprocessor = CompressedContextPostprocessor(store, ratio=RATIO, on_missing=policy)
             return [each.node.get_content(MetadataMode.LLM) for each in postprocessor.postprocess_nodes(nodes)]
 
         with pytest.raises(MissingPassageError):
             process("error")
-        for policy in ("warn", "text"):
+        for policy in ("compress", "text"):
             caplog.clear()
             assert process(policy) == [f"Read {gone.replace(':', '')}", f"{shown}\n\n{kept}"]
-            assert ("left as text" in caplog.text) == (policy == "warn")
+            assert "'stale'" in caplog.text
         assert store.ids() == ["n0"]
         asked = "\n".join(process("text"))
         assert CompressedContextLLM(store=store, max_tokens=1).complete(asked).raw["slots"] == app.slots(kept)[0]

@@ -9,13 +9,12 @@ from contextvars import ContextVar
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.instrumentation.span import active_span_id
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
-from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
+from llama_index.core.schema import NodeWithScore, QueryBundle
 
-from ctx_compress_rag.frameworks.postprocessor import MarkingPostprocessor
+from ctx_compress_rag.frameworks.postprocessor import MarkingPostprocessor, relevance
 from ctx_compress_rag.marking.mark import OnMissing
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.marker import OnUnreadable, quietly
-from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text
+from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text, with_text
 from llama_index.postprocessor.ctx_compress.sources import restored
 
 _for_citations: ContextVar[bool] = ContextVar("ctx_compress_for_citations", default=False)
@@ -31,33 +30,30 @@ class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor
 
     For a `CitationQueryEngine`, which makes its sources from plain text, markers become the nodes' text.
 
-    With a RAM bundle (close reading) a node keeps the segments that the question needs as text, and
-    markers stand for the rest. The LLM must have the same store object.
+    With a RAM bundle a node keeps the segments that the question needs as text, and markers stand for the rest. The LLM
+    must have the same store object.
 
     Args:
         store: where the soft contexts are.
-        ratio: source tokens per slot, a multiple of the store's ratio, which is the default.
-        reduction: in close reading, in place of a ratio: how many times shorter all passages together become, 2 or
-            more; by default the smallest that the bundle was trained for.
+        ratio: source tokens per slot, a multiple of the store's ratio, which is the default. With a RAM bundle, how
+            many times shorter all passages together become, 2 or more; by default the smallest it was trained for.
         token_budget: in place of a ratio, the maximum number of tokens for all passages of a question together;
             slots and text count alike, as in `marker_tokenizer`. Nodes with a higher score get finer ratios, and
             the best stay text if there is room; at least 90% of the budget is used if the passages allow it (see
             `ctx_compress_rag.marking.budget.allot`). Nodes without a score come last; if no node has one, they
             count as sorted, best first. Metadata, template and question are not counted.
-        on_missing: what to do with a passage that the store does not have: "compress" and store it, raise
-            an "error", or send its "text".
-        on_unreadable: what to do with a node that holds the marker of a deleted passage: raise an "error", or
-            leave the node as text, with a warning ("warn") or without ("text"); see `mark`.
+        on_missing: what to do with a passage that the store cannot stand in for, each alone: "compress" and store it,
+            or send its text, with a warning, if that is impossible; raise an "error"; or send its "text". See
+            `ctx_compress_rag.marking.mark.OnMissing`.
         scope: tenant or user that the markers belong to; by default that of
             `ctx_compress_rag.store.marker.scope`, or the store's.
         replace_text: make the marker the node's text, for readers that do not ask for `MetadataMode.LLM`, such as
             a subclass of `CitationQueryEngine`. `restore_sources` then needs the store.
-        mode: deprecated: each bundle has its own.
         callback_manager: LlamaIndex's own.
 
     Raises:
-        ConfigError: an argument has an impossible value, both a ratio and a budget are given, the budget is below
-            1, or the mode is not the bundle's; or, with nodes, close reading without a query.
+        ConfigError: an argument has an impossible value, or both a ratio and a budget are given; or, with nodes, a RAM
+            bundle gets no query.
         RatioError: the ratio cannot be made from the store's base ratio; or, with nodes, the passages do not fit
             into the budget at any ratio.
         MissingPassageError: with nodes and on_missing="error", a passage is not stored with this text.
@@ -71,23 +67,17 @@ class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor
         store: SoftContextStore,
         *,
         ratio: int | None = None,
-        reduction: int | None = None,
         token_budget: int | None = None,
         on_missing: OnMissing = "compress",
-        on_unreadable: OnUnreadable = "warn",
         scope: str | None = None,
         replace_text: bool = False,
-        mode: str | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
         super().__init__(
-            mode=mode,
             store=store,
             ratio=ratio,
-            reduction=reduction,
             token_budget=token_budget,
             on_missing=on_missing,
-            on_unreadable=on_unreadable,
             scope=scope,
             replace_text=replace_text,
             callback_manager=callback_manager or CallbackManager([]),
@@ -95,7 +85,7 @@ class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor
 
     @classmethod
     def class_name(cls) -> str:
-        """The class's name, for serialisation."""
+        """The class's name, for serialization."""
         return "CompressedContextPostprocessor"
 
     def postprocess_nodes(
@@ -116,30 +106,22 @@ class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         """The nodes with markers. The async form of the base class runs this in a thread."""
-        # Resize markers of an earlier step; `mark` reports unreadable ones.
-        nodes = restored(nodes, self.store, self.scope, quietly(self.on_unreadable))
-        read = {place: own_text(scored.node) for place, scored in enumerate(nodes) if is_text(scored.node)}
-        texts = list(read.values())
-        marked = self._marked(
-            texts,
-            [nodes[place].node.node_id for place in read],
-            [nodes[place].score for place in read],
+        done = restored(nodes)
+        texts = {place: own_text(scored.node) for place, scored in enumerate(done) if is_text(scored.node)}
+        marked = self._mark(
+            list(texts.values()),
+            [done[place].node.node_id for place in texts],
+            [relevance(done[place].score) for place in texts],
             query_bundle.query_str if query_bundle else None,
         )
-        changed = {place: new for (place, old), new in zip(read.items(), marked, strict=True) if new != old}
-        return [
-            NodeWithScore(node=self._with_marker(scored.node, changed[place]), score=scored.score)
-            if place in changed
-            else scored
-            for place, scored in enumerate(nodes)
-        ]
-
-    def _with_marker(self, node: BaseNode, marker: str) -> BaseNode:
-        if not (self.replace_text or _for_citations.get()):
-            return CompressedTextNode.of(node, marker)
-        copied = node.model_copy(update={"metadata": dict(node.metadata)})
-        copied.set_content(marker)
-        return copied
+        for place, (text, shown) in zip(texts, marked, strict=True):
+            scored = done[place]
+            node = scored.node if text == texts[place] else with_text(scored.node, text)
+            if shown != text:
+                replaced = self.replace_text or _for_citations.get()
+                node = with_text(node, shown) if replaced else CompressedTextNode.of(node, shown)
+            done[place] = scored if node is scored.node else NodeWithScore(node=node, score=scored.score)
+        return done
 
 
 @contextmanager

@@ -70,6 +70,13 @@ def own_text(node: BaseNode) -> str:
     return node.get_content(metadata_mode=MetadataMode.NONE)
 
 
+def with_text(node: BaseNode, text: str) -> BaseNode:
+    """A copy of the node with another text."""
+    copied = node.model_copy(update={"metadata": dict(node.metadata)})
+    copied.set_content(text)
+    return copied
+
+
 def is_text(node: BaseNode) -> bool:
     """Whether a node is text and nothing else: a marker cannot stand for an image, sound or video."""
     if isinstance(node, Node):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from llama_index.core.schema import BaseNode, NodeWithScore
+from llama_index.core.schema import NodeWithScore
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.marking.mark import expand, try_expand
+from ctx_compress_rag.marking.mark import expand
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.marker import OnUnreadable
-from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, own_text
+from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, own_text, with_text
 
 
 class HasSources(Protocol):
@@ -36,25 +35,30 @@ def restore_sources(
         ConfigError: `source` has something other than scored nodes.
         MissingPassageError: a replaced text's passage was deleted from the store, or its text changed.
     """
-    nodes = _checked(source if isinstance(source, Sequence) else getattr(source, "source_nodes", [source]))
-    return [_restored(each, lambda text: text if store is None else expand(store, text, scope)) for each in nodes]
+    done = restored(source if isinstance(source, Sequence) else getattr(source, "source_nodes", [source]))
+    if store is not None:
+        for place, scored in enumerate(done):
+            if (text := expand(store, own_text(scored.node), scope)) != own_text(scored.node):
+                done[place] = NodeWithScore(node=with_text(scored.node, text), score=scored.score)
+    return done
 
 
-def restored(
-    nodes: Sequence[NodeWithScore], store: SoftContextStore, scope: str | None, on_unreadable: OnUnreadable
-) -> list[NodeWithScore]:
-    """As `restore_sources`; a node whose marker cannot be read stays unchanged, or raises with "error"."""
-    return [_restored(each, lambda text: try_expand(store, text, scope, on_unreadable)) for each in _checked(nodes)]
+def restored(nodes: Sequence[NodeWithScore]) -> list[NodeWithScore]:
+    """The nodes, with the originals of those that show a marker only to the LLM.
 
-
-def _checked(nodes: Sequence[NodeWithScore]) -> Sequence[NodeWithScore]:
+    Raises:
+        ConfigError: one is not a scored node.
+    """
     wrong = [node for node in nodes if not isinstance(node, NodeWithScore)]
     if wrong:
         raise ConfigError(
             f"a response or a list of NodeWithScore is needed, got {type(wrong[0]).__name__}: give what a retriever "
             "or an engine returned"
         )
-    return nodes
+    return [
+        NodeWithScore(node=each.node.original, score=each.score) if isinstance(each.node, CompressedTextNode) else each
+        for each in nodes
+    ]
 
 
 def expand_prompt(text: str, store: SoftContextStore, scope: str | None = None) -> str:
@@ -71,14 +75,3 @@ def expand_prompt(text: str, store: SoftContextStore, scope: str | None = None) 
         MissingPassageError: a passage was deleted from the store, or its text changed.
     """
     return expand(store, text, scope)
-
-
-def _restored(scored: NodeWithScore, expanded: Callable[[str], str | None]) -> NodeWithScore:
-    """The original node if this one holds it, else this one with its text expanded if that is possible."""
-    node: BaseNode = scored.node
-    if isinstance(node, CompressedTextNode):
-        node = node.original
-    elif (text := expanded(own_text(node))) is not None and text != own_text(node):
-        node = node.model_copy(update={"metadata": dict(node.metadata)})
-        node.set_content(text)
-    return NodeWithScore(node=node, score=scored.score)

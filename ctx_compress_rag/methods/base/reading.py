@@ -1,0 +1,95 @@
+"""How the passages that a method stored are read: at which ratios, and what a prompt shows in place of their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from ctx_compress_rag.ratios import merge_factor
+from ctx_compress_rag.soft_context import SoftContext
+
+
+@dataclass(frozen=True)
+class TransientContext:
+    """A part of a passage, with slots that were made for one question.
+
+    Attributes:
+        key: the values that the slots depend on, such as question and passage.
+        text: the part's own text.
+        soft: its slots; none if the prompt shows nothing in the part's place.
+    """
+
+    key: tuple[str, ...]
+    text: str
+    soft: SoftContext
+
+
+class PassageStore(Protocol):
+    """What `Reading.render` needs of a store; see `SoftContextStore`."""
+
+    @property
+    def bundle(self) -> Any: ...
+    @property
+    def base_ratio(self) -> int: ...
+    def get(
+        self, ids: Sequence[str], scope: str | None = None, texts: Sequence[str] | None = None
+    ) -> list[SoftContext | None]: ...
+    def markers(
+        self, ids: Sequence[str], ratio: int, scope: str | None = None, texts: Sequence[str] | None = None
+    ) -> list[str]: ...
+    def transient_markers(self, contexts: Sequence[TransientContext], scope: str | None = None) -> list[str]: ...
+
+
+class Reading:
+    """How stored passages are read. The default: their slots, at the stored ratio or merged, whatever is asked.
+
+    Attributes:
+        nestable: whether a coarser ratio is the weighted mean of neighboring slots.
+    """
+
+    nestable: ClassVar[bool] = False
+
+    def merge_factor(self, ratio: int, stored: int) -> int:
+        """How many slots, stored at `stored` source tokens each, become one at `ratio`.
+
+        Raises:
+            RatioError: the ratio cannot be made.
+            ConfigError: the slots alone are no context.
+        """
+        return merge_factor(ratio, stored, nestable=self.nestable)
+
+    def check_ratio(self, ratio: int, stored: int) -> None:
+        """Refuse a ratio at which passages stored at the ratio `stored` cannot be read.
+
+        Raises:
+            RatioError: the first ratio cannot be made from the second, or nothing can be stored at the second.
+        """
+        self.merge_factor(ratio, stored)
+
+    def render(
+        self,
+        store: PassageStore,
+        texts: Sequence[str],
+        ids: Sequence[str],
+        *,
+        ratio: int | None = None,
+        question: str | None = None,
+        scope: str | None = None,
+    ) -> list[str]:
+        """Stored texts as a prompt shows them: markers, or kept text with markers in it.
+
+        Args:
+            store: has the passages.
+            texts: the passages' texts.
+            ids: their ids in the store.
+            ratio: how many times shorter the texts become; by default the finest.
+            question: what is asked; needed only by methods that read passages question by question.
+            scope: tenant or user, as in `SoftContextStore.markers`.
+
+        Raises:
+            ConfigError: the question is missing.
+            RatioError: see `check_ratio`.
+            MissingPassageError, PayloadError: see `SoftContextStore.markers`.
+        """
+        return store.markers(ids, store.base_ratio if ratio is None else ratio, scope, texts)
