@@ -19,7 +19,7 @@ from ctx_compress_rag.store import SoftContextStore
 class MarkingPostprocessor(BaseModel):
     """The base of a framework's postprocessor; comes before the framework's own base, which documents the fields."""
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     store: SoftContextStore = Field(exclude=True, repr=False)
     ratio: int | None = None
@@ -27,9 +27,9 @@ class MarkingPostprocessor(BaseModel):
     on_missing: OnMissing = "compress"
     scope: str | None = None
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, store: SoftContextStore, **fields: Any) -> None:
         try:
-            super().__init__(**fields)
+            super().__init__(store=store, **fields)
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
         self._options().checked(self.store)

@@ -121,7 +121,7 @@ def mark(
     return [marked.shown for marked in marking.mark(texts, ids, scores, question)]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Passage:
     """A retrieved text on its way: `id` is the store's, None if it stays text; `name` is for messages."""
 
@@ -282,11 +282,11 @@ class Marking:
         store, scope = self._store, self._options.scope
         assert isinstance(store.bundle, Bundle)
         stored = [passage for passage in passages if passage.id is not None]
-        sizes = store.get_passages([str(each.id) for each in stored], scope, [each.text for each in stored])
-        slots = {id(each): 0 if size is None else size.n_slots for each, size in zip(stored, sizes, strict=True)}
+        records = iter(store.get_passages([str(each.id) for each in stored], scope, [each.text for each in stored]))
+        slots = [record.n_slots if each.id is not None and (record := next(records)) else 0 for each in passages]
         factors = allot(
             [len(text_ids(store.bundle.tokenizer, defused(each.text))) for each in passages],
-            [slots.get(id(each), 0) for each in passages],
+            slots,
             budget,
             base_ratio=store.base_ratio,
             scores=scores,

@@ -52,7 +52,7 @@ class CompressedContextPostprocessor(
         RatioError: the ratio cannot be made from what is stored.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid")  # LangChain's bases ignore unknown fields
 
     score_key: str = "relevance_score"
 

@@ -118,8 +118,8 @@ def test_the_answer_depends_on_the_slots(app: App) -> None:
 
 @pytest.mark.parametrize(
     ("of_postprocessor", "of_engine"),
-    [({}, {}), ({"replace_text": True}, {}), ({}, {"metadata_mode": MetadataMode.LLM})],
-    ids=["as in the README", "replaced text", "the LLM's metadata mode"],
+    [({"replace_text": True}, {}), ({}, {"metadata_mode": MetadataMode.LLM})],
+    ids=["replaced text", "the LLM's metadata mode"],
 )
 @pytest.mark.parametrize("way", WAYS)
 async def test_citations(app: App, events: Events, way: str, of_postprocessor: Any, of_engine: Any) -> None:
@@ -145,17 +145,6 @@ async def test_citations(app: App, events: Events, way: str, of_postprocessor: A
         assert node.text == f"Source {number}:\n{shown}\n"
         assert (node.score, node.metadata) == (source.score, source.metadata)
     assert len(response.source_nodes) == 2
-
-
-def test_after_a_citation_engine_nodes_keep_their_text(app: App) -> None:
-    """One postprocessor serves several engines, and is told anew who asks."""
-    postprocessor = app.postprocessor()
-    for engine in (
-        CitationQueryEngine.from_args(app.index, llm=app.llm(), node_postprocessors=[postprocessor], **TEMPLATES),
-        app.index.as_query_engine(llm=app.llm(), node_postprocessors=[postprocessor], similarity_top_k=TOP_K),
-    ):
-        response = engine.query(QUESTION)
-    check_sources(response.source_nodes, app.nodes())
 
 
 class Both(BaseSelector):

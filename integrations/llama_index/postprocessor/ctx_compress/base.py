@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-
-from llama_index.core.callbacks import CallbackManager
-from llama_index.core.instrumentation.span import active_span_id
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from ctx_compress_rag.frameworks.postprocessor import MarkingPostprocessor, relevance
-from ctx_compress_rag.marking.mark import OnMissing
-from ctx_compress_rag.store import SoftContextStore
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text, with_text
 from llama_index.postprocessor.ctx_compress.sources import restored
-
-_for_citations: ContextVar[bool] = ContextVar("ctx_compress_for_citations", default=False)
 
 
 class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor):
@@ -28,7 +18,8 @@ class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor
     relationships, and by default show the marker only to the LLM (see `CompressedTextNode`). Nodes with images,
     sound or video, and blank ones, are returned unchanged. Works in threads and in an event loop.
 
-    For a `CitationQueryEngine`, which makes its sources from plain text, markers become the nodes' text.
+    A `CitationQueryEngine` makes its sources from plain text, unless it is given `metadata_mode=MetadataMode.LLM`; or
+    give this postprocessor `replace_text=True`.
 
     With a RAM bundle a node keeps the segments that the question needs as text, and markers stand for the rest. The LLM
     must have the same store object.
@@ -47,8 +38,8 @@ class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor
             `ctx_compress_rag.marking.mark.OnMissing`.
         scope: tenant or user that the markers belong to; by default that of
             `ctx_compress_rag.store.marker.scope`, or the store's.
-        replace_text: make the marker the node's text, for readers that do not ask for `MetadataMode.LLM`, such as
-            a subclass of `CitationQueryEngine`. `restore_sources` then needs the store.
+        replace_text: make the marker the node's text, for readers that do not ask for `MetadataMode.LLM`.
+            `restore_sources` then needs the store.
         callback_manager: LlamaIndex's own.
 
     Raises:
@@ -62,45 +53,10 @@ class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor
 
     replace_text: bool = False
 
-    def __init__(
-        self,
-        store: SoftContextStore,
-        *,
-        ratio: int | None = None,
-        token_budget: int | None = None,
-        on_missing: OnMissing = "compress",
-        scope: str | None = None,
-        replace_text: bool = False,
-        callback_manager: CallbackManager | None = None,
-    ) -> None:
-        super().__init__(
-            store=store,
-            ratio=ratio,
-            token_budget=token_budget,
-            on_missing=on_missing,
-            scope=scope,
-            replace_text=replace_text,
-            callback_manager=callback_manager or CallbackManager([]),
-        )
-
     @classmethod
     def class_name(cls) -> str:
         """The class's name, for serialization."""
         return "CompressedContextPostprocessor"
-
-    def postprocess_nodes(
-        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None, query_str: str | None = None
-    ) -> list[NodeWithScore]:
-        """The nodes with markers."""
-        with _asker_known():
-            return super().postprocess_nodes(nodes, query_bundle, query_str)
-
-    async def apostprocess_nodes(
-        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None, query_str: str | None = None
-    ) -> list[NodeWithScore]:
-        """The nodes with markers."""
-        with _asker_known():
-            return await super().apostprocess_nodes(nodes, query_bundle, query_str)
 
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
@@ -118,21 +74,6 @@ class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor
             scored = done[place]
             node = scored.node if text == texts[place] else with_text(scored.node, text)
             if shown != text:
-                replaced = self.replace_text or _for_citations.get()
-                node = with_text(node, shown) if replaced else CompressedTextNode.of(node, shown)
+                node = with_text(node, shown) if self.replace_text else CompressedTextNode.of(node, shown)
             done[place] = scored if node is scored.node else NodeWithScore(node=node, score=scored.score)
         return done
-
-
-@contextmanager
-def _asker_known() -> Iterator[None]:
-    """Inside the block, `_for_citations` says whether a CitationQueryEngine asks for nodes.
-
-    A postprocessor learns its caller only from the name of LlamaIndex's active span, which begins with the engine's
-    class; inside `_postprocess_nodes` the span is the postprocessor's own.
-    """
-    token = _for_citations.set((active_span_id.get() or "").startswith("CitationQueryEngine."))
-    try:
-        yield
-    finally:
-        _for_citations.reset(token)
