@@ -131,7 +131,7 @@ class Recipes:
                 raise ConfigError(
                     f"{recipe.output} was made before {', '.join(changed)} changed: remove it to train it again"
                 )
-            if not decoder.bundle.made(made.get("fingerprint", "")):
+            if made.get("fingerprint") != decoder.bundle.fingerprint:
                 raise ConfigError(f"{recipe.output} was made for another decoder: remove it to train it again")
 
     def systems(self, decoder: AdaptiveDecoder) -> list[System]:

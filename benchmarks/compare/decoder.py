@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 
 from ctx_compress_rag.bundle.bundle import add_teacher
 from ctx_compress_rag.bundle.files import SHIPPED, TEACHER, WEIGHTS_FILE
-from ctx_compress_rag.models.backbone import Backbone, load_decoder
+from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
 from ctx_compress_rag.models.identity import folder_digest, sha256, write_decoder
+from ctx_compress_rag.models.loading import load_decoder
 
 
 def teacher_folder(name: str) -> Path:

@@ -36,7 +36,6 @@ from ctx_compress_rag.data.examples import read_jsonl, without_long
 from ctx_compress_rag.data.mixing import mix
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, TrainingError
 from ctx_compress_rag.evaluation.answering import (
-    ANSWER_TOKENS,
     EXTRACTED,
     FULL,
     NONE,
@@ -50,9 +49,10 @@ from ctx_compress_rag.evaluation.questions import Question, digest, questions_of
 from ctx_compress_rag.json_files import read_json, write_json
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
-from ctx_compress_rag.models.backbone import Backbone, load_decoder
+from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.identity import sha256
+from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.text.passage_vectors import load_minilm
 from ctx_compress_rag.text.templates import shares
@@ -364,7 +364,7 @@ def _entry_result(
 ) -> dict[str, Any]:
     compress_seconds = _compress_seconds(bundle, questions)  # before the store is filled: encoders may cache
     ratios = job.recipes[-1].ratios
-    answers = answer(bundle, questions, ratios, (SOFT,), max_new_tokens=ANSWER_TOKENS)
+    answers = answer(bundle, questions, ratios, (SOFT,), max_new_tokens=32)
     return {
         "name": job.name,
         "method": bundle.config.method.model_dump(mode="json"),
@@ -398,7 +398,7 @@ def _another_passage(bundle: Bundle, questions: Sequence[Question], ratio: int) 
     A decoder that declines without context, but guesses with any slots, scores higher with slots although it reads
     nothing from them.
     """
-    answers = answer(bundle, with_other_passages(questions), [ratio], (SOFT,), max_new_tokens=ANSWER_TOKENS)
+    answers = answer(bundle, with_other_passages(questions), [ratio], (SOFT,), max_new_tokens=32)
     return {"ratio": ratio, "f1": each(token_f1, answers[SOFT, ratio].texts, questions)}
 
 

@@ -48,7 +48,7 @@ def refinement(bundle: Any, texts: Sequence[str], ratio: int) -> dict[str, Any]:
     read = [_read(bundle, text, ratio) for text in texts]
     loops, layers = torch.cat([each.loops for each in read]), read[0].layers
     numbers = {
-        "template": bundle.config.asked_by,
+        "template": bundle.config.template,
         "layers": layers,
         "most_loops": reader.config.loops,
         "mean_loops": loops.float().mean(0).tolist(),
@@ -70,7 +70,7 @@ def _read(bundle: Any, text: str, ratio: int) -> _Refined:
     builder = PromptBuilder(bundle.tokenizer)
     [(text, _)] = builder.shortened([text], bundle.config.max_tokens)
     [soft] = bundle.compress([text], ratio)
-    before, _ = builder.question(bundle.config.asked_by, builder.HOLE, "").ids
+    before, _ = builder.question(bundle.config.template, builder.HOLE, "").ids
     slots = bundle.embed(soft)
     prompt = torch.cat([bundle.backbone.embeddings(before.to(slots.device)), slots])[None]
     is_slot = torch.arange(prompt.shape[1], device=slots.device)[None] >= len(before)

@@ -180,7 +180,8 @@ def random_bundle(tokenizer: Any) -> Bundle:
 
     from ctx_compress_rag.bundle.config import BundleConfig
     from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
-    from ctx_compress_rag.models.backbone import Backbone, choose_device
+    from ctx_compress_rag.models.backbone import Backbone
+    from ctx_compress_rag.models.loading import choose_device
 
     device, dtype = choose_device()
     torch.manual_seed(0)

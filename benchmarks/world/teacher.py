@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.world.pointers import Pointers, PointingHeads, pointers_of
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.methods.base.compressor import padded
-from ctx_compress_rag.models.backbone import load_decoder
+from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.text.templates import PromptBuilder, draw_template
 from ctx_compress_rag.training.config import Recipe
 from ctx_compress_rag.training.engine.loop import Job, training_device

@@ -26,8 +26,9 @@ from ctx_compress_rag.decoding.generation import Generation, Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
-from ctx_compress_rag.models.backbone import Backbone, load_decoder, own_name
+from ctx_compress_rag.models.backbone import Backbone, own_name
 from ctx_compress_rag.models.gguf import GgufDecoder
+from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.prompt import Prompt, PromptLike
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.text.chat import answer_ids

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -21,28 +18,26 @@ from ctx_compress_rag.bundle.card import model_card
 from ctx_compress_rag.bundle.config import BundleConfig, explain, whole
 from ctx_compress_rag.bundle.files import (
     ADAPTER_CONFIG_FILE,
-    ADAPTER_FILE,
     CONFIG_FILE,
     DECODER_FOLDER,
-    INT8_ADAPTER_FILE,
     REPORT_FILE,
     TEACHER,
     WEIGHTS_FILE,
-    check_free,
     find_bundle,
     read_adapter,
     read_config,
     read_report,
     read_tensors,
 )
+from ctx_compress_rag.bundle.identity import decoder_digest, fingerprint
+from ctx_compress_rag.bundle.saving import save
 from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
 from ctx_compress_rag.methods.base.compressor import Compressor, Tokenized
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.registry import METHODS
-from ctx_compress_rag.models.backbone import INT8_FILE, Backbone, load_decoder
+from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, pinned
-from ctx_compress_rag.models.identity import decoder_digest, digest_in_memory, folder_digest, write_decoder
-from ctx_compress_rag.models.int8 import from_int8, to_int8
+from ctx_compress_rag.models.loading import INT8_FILE, load_decoder
 from ctx_compress_rag.process_bound import OfThisProcess
 from ctx_compress_rag.ratios import check_window
 from ctx_compress_rag.soft_context import SoftContext
@@ -78,8 +73,7 @@ class Bundle(OfThisProcess):
         self.compressor = compressor
         self.reader = reader
         self.report = dict(report or {})
-        self._former: str | None = None
-        self._decoder_digest: str | None = None
+        self._fingerprint: str | None = None
         self._folder: Path | None = None
 
     @classmethod
@@ -135,7 +129,7 @@ class Bundle(OfThisProcess):
         teacher = folder / TEACHER
         bundle = cls.build(config, Backbone(model, tokenizer), teacher if teacher.exists() else None)
         stored: dict[str, dict[str, Tensor]] = {}
-        for part, module in bundle._parts().items():
+        for part, module in bundle.parts.items():
             stored[part] = read_tensors(folder / part / WEIGHTS_FILE)
             module.load_saved_state(stored[part])
             if part in bundle.backbone.adapters:
@@ -144,9 +138,14 @@ class Bundle(OfThisProcess):
         if config.decoder is None:
             int8 = (shipped / INT8_FILE).exists()
             stored[DECODER_FOLDER] = read_tensors(shipped / (INT8_FILE if int8 else WEIGHTS_FILE))
-            bundle._decoder_digest = decoder_digest(shipped)
+        decoder = decoder_digest(config, bundle.backbone, shipped)
+        if decoder != config.decoder_digest:
+            raise BundleError(
+                f"{config.decoder_name or shipped} is not the decoder of bundle {str(name_or_path)!r}: its "
+                "config, tokenizer or weights changed after training. Restore its files"
+            )
         # From the files: weights in memory may be rounded to bfloat16, which would give another fingerprint.
-        bundle._former = bundle._digest(stored)
+        bundle._fingerprint = fingerprint(config, bundle.backbone.commit, decoder, stored)
         bundle.report = read_report(folder / REPORT_FILE)
         bundle._folder = folder
         if bundle.backbone.quantized:
@@ -212,51 +211,19 @@ class Bundle(OfThisProcess):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the config, the weights and the decoder: 64 hex digits.
-
-        The decoder is identified by its commit on the hub, a GGUF file's SHA-256, or all files of its folder
-        (`folder_digest`).
-        """
-        if self._decoder_digest is None:
-            name = self.config.decoder
-            if name is None:
-                self._decoder_digest = digest_in_memory(self.backbone.model, self.tokenizer)
-            else:
-                in_folder = isinstance(name, str) and Path(name).is_dir()
-                self._decoder_digest = folder_digest(Path(str(name))) if in_folder else ""
-        return hashlib.sha256(f"2 {self.former_fingerprint} {self._decoder_digest}".encode()).hexdigest()
-
-    @property
-    def former_fingerprint(self) -> str:
-        """The fingerprint in its older form, without tokenizer, chat template and decoder config."""
-        if self._former is None:
-            states = {part: module.saved_state() for part, module in self._parts().items()}
+        """SHA-256 of the config, the weights and the decoder, see `identity`: 64 hex digits."""
+        if self._fingerprint is None:
+            states = {part: module.saved_state() for part, module in self.parts.items()}
             adapters = self.backbone.adapters & states.keys()
             states |= {f"{part} adapter": self.backbone.adapter_state(part) for part in adapters}
             if self.config.decoder is None:
                 states[DECODER_FOLDER] = self.backbone.own_state()
-            self._former = self._digest(states)
-        return self._former
+            decoder = decoder_digest(self.config, self.backbone)
+            self._fingerprint = fingerprint(self.config, self.backbone.commit, decoder, states)
+        return self._fingerprint
 
-    def made(self, fingerprint: str) -> bool:
-        """Whether this is the bundle's fingerprint, in its current or older form."""
-        return fingerprint in (self.fingerprint, self.former_fingerprint)
-
-    def _digest(self, states: Mapping[str, Mapping[str, Tensor]]) -> str:
-        digest = hashlib.sha256()
-        settings = self.config.model_dump(mode="json", exclude={"name", "reads", "template", "answer_tokens"})
-        if isinstance(self.config.decoder, GgufDecoder):
-            # Only the file's content counts, not where it is.
-            settings |= {"decoder": self.config.decoder.sha256, "revision": None}
-        digest.update(json.dumps(settings, sort_keys=True).encode())
-        if self.config.decoder is not None:
-            digest.update(str(getattr(self.backbone.model.config, "_commit_hash", "")).encode())
-        for part in sorted(states):
-            digest.update(part.encode())
-            _hash_tensors(digest, states[part])
-        return digest.hexdigest()
-
-    def _parts(self) -> dict[str, Compressor | Reader]:
+    @property
+    def parts(self) -> dict[str, Compressor | Reader]:
         """The two sides by name, which is also the name of their folder and of their adapter."""
         return {"compressor": self.compressor, "reader": self.reader}
 
@@ -275,29 +242,9 @@ class Bundle(OfThisProcess):
             ConfigError: the folder is a file, or has a README.md or config.json that is not a bundle's, or a teacher
                 that is no bundle's and that this bundle would be loaded with.
         """
-        folder = Path(folder)
-        check_free(folder)
-        old_teacher = TEACHER not in self.backbone.adapters and (folder / TEACHER).exists()
-        if old_teacher and not (folder / CONFIG_FILE).exists():
-            raise ConfigError(f"{folder / TEACHER} would be read as this bundle's teacher: give a new folder")
-        # Until all weights are written, what is left of an earlier bundle must not load.
-        for name in (CONFIG_FILE, REPORT_FILE, "README.md"):
-            (folder / name).unlink(missing_ok=True)
-        if old_teacher:
-            shutil.rmtree(folder / TEACHER)
-        pack = _packing(int8)
-        for part, module in self._parts().items():
-            (folder / part).mkdir(parents=True, exist_ok=True)
-            packed = pack(module.saved_state())
-            module.load_saved_state(from_int8(packed))
-            save_file(packed, folder / part / WEIGHTS_FILE)
-        for name in self.backbone.adapters & {*self._parts(), TEACHER}:
-            self._save_adapter(name, folder / name, int8)
-        if self.config.decoder is None:
-            self._save_decoder(folder / DECODER_FOLDER, int8)
-        self._former = None
-        (folder / CONFIG_FILE).write_text(self.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        self._save_report(folder)
+        save(self, Path(folder), int8=int8)
+        self._fingerprint = None
+        self._save_report(Path(folder))
 
     def save_report(self) -> None:
         """Rewrite `report` and the model card in the folder that the bundle was loaded from, but not its weights.
@@ -312,28 +259,6 @@ class Bundle(OfThisProcess):
     def _save_report(self, folder: Path) -> None:
         (folder / REPORT_FILE).write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(model_card(self.config, self.report, self.fingerprint), encoding="utf-8")
-
-    def _save_adapter(self, name: str, folder: Path, int8: bool) -> None:
-        """Write an adapter as a peft folder, with its matrices in 8 bits if `int8`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        pack = _lossless if name == TEACHER and not int8 else _packing(int8)
-        packed = pack(self.backbone.adapter_state(name))
-        self.backbone.load_adapter_state(name, from_int8(packed))
-        save_file(packed, folder / (INT8_ADAPTER_FILE if int8 else ADAPTER_FILE))
-        # An older file of the other kind could be read instead.
-        (folder / (ADAPTER_FILE if int8 else INT8_ADAPTER_FILE)).unlink(missing_ok=True)
-        self.backbone.save_adapter_config(name, folder)
-
-    def _save_decoder(self, folder: Path, int8: bool) -> None:
-        """Write the decoder as a transformers folder, without adapters."""
-        folder.mkdir(parents=True, exist_ok=True)
-        write_decoder(self.backbone.model, self.tokenizer, folder)
-        self._decoder_digest = decoder_digest(folder)
-        packed = _packing(int8)(self.backbone.own_state())
-        self.backbone.load_own_state(from_int8(packed))
-        save_file(packed, folder / (INT8_FILE if int8 else WEIGHTS_FILE), metadata={"format": "pt"})
-        # An older file of the other kind could be read instead.
-        (folder / (WEIGHTS_FILE if int8 else INT8_FILE)).unlink(missing_ok=True)
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
         """Upload the bundle to the Hugging Face hub; returns the commit's URL."""
@@ -442,24 +367,3 @@ def add_teacher(backbone: Backbone, folder: Path) -> None:
         raise BundleError(
             f"the teacher {str(folder)!r} does not fit the decoder, a {decoder} ({error}): give one trained on it"
         ) from error
-
-
-def _packing(int8: bool) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
-    return to_int8 if int8 else _half
-
-
-def _lossless(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert to half precision only if that is exact: a teacher stays as it was given."""
-    half = _half(state)
-    return half if all(torch.equal(half[name].to(value.dtype), value) for name, value in state.items()) else dict(state)
-
-
-def _half(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.to(torch.float16) for name, value in state.items()}
-
-
-def _hash_tensors(digest: Any, state: Mapping[str, Tensor]) -> None:
-    # Hashed in half precision, as stored, so that the device's precision does not change the fingerprint.
-    for name in sorted(state):
-        digest.update(name.encode())
-        digest.update(state[name].detach().to("cpu", torch.float16).contiguous().numpy().tobytes())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
@@ -31,11 +31,11 @@ class BundleConfig(Strict):
         ratios: the ratios it was trained for.
         max_tokens: the encoder's window; longer passages are compressed window by window.
         reads: one line about the texts it is meant for.
-        template: the prompt template that it was trained with, see `text.prompts`; None if not recorded.
-        answer_tokens: tokens of the longest answer that it was trained on; None if not recorded.
+        template: the prompt template that it was trained with, see `text.templates`.
+        answer_tokens: tokens of the longest answer that it was trained on.
+        decoder_digest: SHA-256 of the decoder's files when the bundle was saved; "" if it has a commit on the hub, or
+            its own SHA-256.
     """
-
-    left_out: ClassVar[frozenset[str]] = frozenset({"template", "answer_tokens"})
 
     format: Literal[1] = 1
     name: str = Field(min_length=1)
@@ -46,13 +46,9 @@ class BundleConfig(Strict):
     ratios: list[int] = Field(min_length=1)
     max_tokens: int = Field(gt=0)
     reads: str = "general text"
-    template: str | None = None
-    answer_tokens: int | None = Field(default=None, gt=0)
-
-    @property
-    def asked_by(self) -> str:
-        """The template for questions, unless the caller gives another."""
-        return self.template or TEMPLATES[0]
+    template: str = TEMPLATES[0]
+    answer_tokens: int = Field(default=64, gt=0)
+    decoder_digest: str = ""
 
     @property
     def decoder_name(self) -> str | None:

@@ -26,8 +26,6 @@ from ctx_compress_rag.cli.shared import (
 )
 from ctx_compress_rag.errors import ConfigError
 
-_ANSWER_TOKENS = 512
-
 
 @command('"How long does the warranty last?" --ratio 8')
 def ask(
@@ -77,14 +75,14 @@ def ask(
         note_what_it_reads(opened.bundle)
         [hits] = opened.search([question], k)
         config = opened.bundle.config
-        asked_by = template or config.asked_by
+        asked_by = template or config.template
         prompt = question_prompt(opened.store, question, hits, ratio, asked_by, token_budget=token_budget, as_text=text)
         decoder = (
             TransformersDecoder(opened.bundle, opened.store)
             if server is None
             else ServerDecoder(opened.bundle, opened.store, server=server, api_key=server_key)
         )
-        sampling = Sampling(max_tokens or config.answer_tokens or _ANSWER_TOKENS, extractive=extractive)
+        sampling = Sampling(max_tokens or config.answer_tokens, extractive=extractive)
         begun = False
         for piece in decoder.stream(prompt, sampling):
             if isinstance(piece, str):

@@ -94,7 +94,7 @@ class TransformersDecoder:
             raise ConfigError(f"batch_size={batch_size}: give 1 or more")
         if max_prompt_tokens is not None and max_prompt_tokens < 1:
             raise ConfigError(f"max_prompt_tokens={max_prompt_tokens}: give 1 or more")
-        if store is not None and not bundle.made(store.fingerprint):
+        if store is not None and bundle.fingerprint != store.fingerprint:
             raise FingerprintMismatchError(
                 f"the store holds slots of bundle {store.fingerprint[:12]}, but this decoder belongs to bundle "
                 f"{bundle.fingerprint[:12]}: load the store's bundle, or index again with this one"

@@ -18,7 +18,7 @@ from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling, Tra
 from ctx_compress_rag.decoding.splice import predict, splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.evaluation.answering import ANSWER_TOKENS, FULL, NONE, SOFT, prompt_of
+from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, prompt_of
 from ctx_compress_rag.evaluation.plots import plot_scores
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import SoftContextStore
@@ -106,8 +106,8 @@ def agreement(
     if not isinstance(bundle, Bundle):
         raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
     decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
-    template = bundle.config.asked_by
-    sampling = Sampling(max_new_tokens=max_new_tokens or bundle.config.answer_tokens or ANSWER_TOKENS)
+    template = bundle.config.template
+    sampling = Sampling(max_new_tokens=max_new_tokens or bundle.config.answer_tokens)
     wanted = [*(_served(bundle, store.base_ratio) if ratios is None else dict.fromkeys(ratios)), None]
     found: dict[int | None, list[Agreement]] = {ratio: [] for ratio in wanted}
     with tqdm(total=len(asked), desc="comparing answers", unit="question", disable=not progress) as bar:

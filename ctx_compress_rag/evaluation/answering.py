@@ -34,7 +34,6 @@ LINGUA = "LLMLingua-2"
 SHORTENED = (SOFT, BUDGETED, TRUNCATED, EXTRACTED, LINGUA)
 """The systems that have a ratio."""
 
-ANSWER_TOKENS = 32
 """The longest answer if neither caller nor bundle sets it."""
 _AT_ONCE = 16  # questions between two saves of the log; the store must keep slots made for them until then
 _TIMED = 5  # questions
@@ -105,8 +104,8 @@ def conditions(
         "fingerprint": bundle.fingerprint,
         "decoder": f"{bundle.backbone.embeddings.weight.dtype} on {bundle.backbone.device.type}",
         "questions_sha256": digest(questions),
-        "template": template or bundle.config.asked_by,
-        "max_new_tokens": max_new_tokens or bundle.config.answer_tokens or ANSWER_TOKENS,
+        "template": template or bundle.config.template,
+        "max_new_tokens": max_new_tokens or bundle.config.answer_tokens,
         "extractive": extractive,
         "codec": codec or DEFAULT_CODEC,
         "llmlingua": None if lingua is None else lingua.model,

@@ -16,7 +16,7 @@ from ctx_compress_rag.data.mixing import accompanied
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.evaluation.answering import ANSWER_TOKENS, Asking, check_ratios, conditions, prompt_of
+from ctx_compress_rag.evaluation.answering import Asking, check_ratios, conditions, prompt_of
 from ctx_compress_rag.evaluation.harness import (
     KEPT,
     KEPT_LABEL,
@@ -192,8 +192,8 @@ def fitting(
     """The questions whose full text fits into the decoder's window with an answer."""
     decoder = TransformersDecoder(bundle)
     window = bundle.backbone.window
-    template = template or bundle.config.asked_by
-    max_new_tokens = max_new_tokens or bundle.config.answer_tokens or ANSWER_TOKENS
+    template = template or bundle.config.template
+    max_new_tokens = max_new_tokens or bundle.config.answer_tokens
 
     def length(q: Question) -> int:
         return decoder.count_chat_tokens(prompt_of(template, q.passages, q.question))

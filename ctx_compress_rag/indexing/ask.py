@@ -29,7 +29,7 @@ def question_prompt(
         question: the question.
         hits: the passages; an empty list asks without context.
         ratio: how many times shorter the passages become, as in `mark`; by default the smallest.
-        template: the prompt, see `text.prompts`; a bundle's own is `config.asked_by`.
+        template: the prompt, see `text.templates`; a bundle's own is `config.template`.
         token_budget: in place of a ratio, the maximum tokens of all passages; the nearest get the finest ratios.
         as_text: give the passages as text.
 

@@ -317,9 +317,6 @@ class _Recorded:
         self.compressor = Reading()
         self.fingerprint: str = about["fingerprint"]
 
-    def made(self, fingerprint: str) -> bool:
-        return fingerprint == self.fingerprint
-
     def check_ratio(self, ratio: int) -> None:
         pass
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -34,8 +34,6 @@ class GgufDecoder(Strict):
         sha256: the SHA-256 that the file must have, in hex digits. Bundles store it, because they fit a file's
             content wherever the file is.
     """
-
-    left_out: ClassVar[frozenset[str]] = frozenset({"package", "repo", "file", "path", "sha256"})
 
     package: str | None = Field(default=None, min_length=1)
     repo: str | None = Field(default=None, min_length=1)

@@ -1,7 +1,7 @@
 """What identifies a decoder: config, tokenizer, chat template and, if it is in a folder, its weights.
 
 Read from files, not from the objects in memory: another version of transformers would fill in other
-defaults, and a store would no longer recognise its bundle.
+defaults, and a store would no longer recognize its bundle.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PASSING = {
 }  # fmt: skip
 
 
-def decoder_digest(folder: Path) -> str:
+def files_digest(folder: Path) -> str:
     """SHA-256 of config, generation config, tokenizer and chat template in a decoder's folder: 64 hex digits.
 
     Raises:
@@ -44,21 +44,21 @@ def decoder_digest(folder: Path) -> str:
 
 
 def folder_digest(folder: Path) -> str:
-    """SHA-256 of `decoder_digest` and of the weight files: 64 hex digits.
+    """SHA-256 of `files_digest` and of the weight files: 64 hex digits.
 
     Raises:
         BundleError: a file is damaged.
     """
     weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     files = [f"{path.name} {sha256(path)}" for path in weights]
-    return hashlib.sha256(" ".join([decoder_digest(folder), *files]).encode()).hexdigest()
+    return hashlib.sha256(" ".join([files_digest(folder), *files]).encode()).hexdigest()
 
 
 def digest_in_memory(model: Any, tokenizer: Any) -> str:
-    """`decoder_digest` of a decoder in memory."""
+    """`files_digest` of a decoder in memory."""
     with TemporaryDirectory() as folder:
         write_decoder(model, tokenizer, Path(folder))
-        return decoder_digest(Path(folder))
+        return files_digest(Path(folder))
 
 
 def write_decoder(model: Any, tokenizer: Any, folder: Path) -> None:

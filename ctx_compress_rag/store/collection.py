@@ -303,7 +303,7 @@ class Companion:
                 f"the collection {collection.name!r} in {where} is not a store of format {FORMAT} "
                 f"(its format is {metadata.get('ctx_format')!r}): choose another collection name"
             )
-        if not bundle.made(metadata["fingerprint"]):
+        if bundle.fingerprint != metadata["fingerprint"]:
             raise FingerprintMismatchError(
                 f"the soft contexts in {collection.name!r} ({where}) were made by bundle {metadata['bundle']!r}, "
                 f"fingerprint {metadata['fingerprint'][:12]}, and {bundle.config.name!r}, fingerprint "

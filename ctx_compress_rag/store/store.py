@@ -169,7 +169,7 @@ class SoftContextStore(OfThisProcess):
         scope = self._scope(scope)
         checked = to_passages(passages)
         payloads = [str(payload) for payload in made["payload"]]
-        if other := next((str(each) for each in made["fingerprint"] if not self.bundle.made(str(each))), None):
+        if other := next((str(each) for each in made["fingerprint"] if each != self.bundle.fingerprint), None):
             raise FingerprintMismatchError(
                 f"payloads made by a bundle with fingerprint {other[:12]} cannot go into a store of bundle "
                 f"{self.bundle.config.name!r} ({self.bundle.fingerprint[:12]}): give the workers the store's bundle"

@@ -21,7 +21,6 @@ from ctx_compress_rag.text.answers import exact_match, standard_error, token_f1
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, PromptBuilder
 from ctx_compress_rag.training.engine.loop import Probe
 
-_ANSWER_TOKENS = 32
 _AT_ONCE = 32
 
 Reading = Callable[[Tensor], AbstractContextManager[Any]]
@@ -53,12 +52,12 @@ def soft_probe(bundle: Bundle, config: ProbeConfig) -> Probe:
     for ratio in config.ratios:
         bundle.check_ratio(ratio)  # now, not after the steps before the first probe
     questions, builder = _questions(config), PromptBuilder(bundle.tokenizer)
-    asked = [builder.question(bundle.config.asked_by, builder.holes(len(q.passages)), _asked(q)) for q in questions]
+    asked = [builder.question(bundle.config.template, builder.holes(len(q.passages)), _asked(q)) for q in questions]
 
     def at(ratio: int) -> list[str]:
         softs = [bundle.compress(q.passages, ratio) for q in questions]
         prompts = [p.filled([bundle.embed(soft) for soft in own]) for p, own in zip(asked, softs, strict=True)]
-        longest = bundle.config.answer_tokens or _ANSWER_TOKENS
+        longest = bundle.config.answer_tokens
         return _answers(prompts, bundle.backbone.embeddings, bundle.tokenizer, bundle.soft_decoder, longest)
 
     def probe() -> dict[str, Any]:

@@ -1,26 +1,20 @@
-"""What a bundle is: every file that its answers depend on, and stores that know it by its former fingerprint."""
+"""What a bundle is: every file that its answers depend on."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import chromadb
 import pytest
 from safetensors.torch import load_file, save_file
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.files import SHIPPED
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
-from ctx_compress_rag.errors import BundleError, FingerprintMismatchError
-from ctx_compress_rag.store import SoftContextStore
-
-# What every bundle and store made so far has; computed by the code of then.
-DEMO_FORMER = "806ad4f2365bba3aa627d052be855146050e41d3417bd70b5a1b81b6203514fa"
-DEMO = "3d83d0f2bb2feefd14e6bd0f152a161de162d5ec4edd9262ccceca377d7e3717"
+from ctx_compress_rag.errors import BundleError
 
 
 @pytest.fixture(scope="module")
@@ -74,16 +68,10 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_of_the_decoders_files_is_another_bundle(demo: Bundle, folder: Path, edit: str) -> None:
+def test_a_bundle_with_an_edited_decoder_is_refused(folder: Path, edit: str) -> None:
     EDITS[edit](folder / "decoder")
-    edited = Bundle.from_pretrained(folder, device="cpu")
-    assert edited.fingerprint != demo.fingerprint
-    assert edited.former_fingerprint == demo.former_fingerprint
-    assert not demo.made(edited.fingerprint)
-    with chromadb.EphemeralClient() as client:
-        SoftContextStore(client, edited, collection=edit, key=b"k" * 32).add(["A town."], progress=False)
-        with pytest.raises(FingerprintMismatchError):
-            SoftContextStore(client, demo, collection=edit, key=b"k" * 32)
+    with pytest.raises(BundleError, match="Restore"):
+        Bundle.from_pretrained(folder, device="cpu")
 
 
 def test_files_that_say_how_they_were_written_are_the_same_bundle(demo: Bundle, folder: Path) -> None:
@@ -93,49 +81,32 @@ def test_files_that_say_how_they_were_written_are_the_same_bundle(demo: Bundle, 
     assert Bundle.from_pretrained(folder, device="cpu").fingerprint == demo.fingerprint
 
 
-def test_a_decoder_in_a_folder_of_its_own_counts(make_tiny_bundle: Callable[..., Any], tmp_path: Path) -> None:
-    made = make_tiny_bundle(seed=8)
-    made.save_pretrained(tmp_path / "whole")
+def test_an_edited_decoder_in_a_folder_of_its_own_is_refused(
+    make_tiny_bundle: Callable[..., Any], tmp_path: Path
+) -> None:
+    bundle = make_tiny_bundle(seed=8)
+    bundle.save_pretrained(tmp_path / "whole")
     decoder = tmp_path / "whole" / "decoder"
-    made.config = made.config.model_copy(update={"decoder": str(decoder)})
-    made.save_pretrained(tmp_path / "bundle")
-    first = Bundle.from_pretrained(tmp_path / "bundle", device="cpu").fingerprint
-    assert Bundle.from_pretrained(tmp_path / "bundle", device="cpu").fingerprint == first
+    bundle.config = bundle.config.model_copy(update={"decoder": str(decoder)})
+    bundle.save_pretrained(tmp_path / "bundle")
+    assert Bundle.from_pretrained(tmp_path / "bundle", device="cpu").fingerprint == bundle.fingerprint
+    template = (decoder / "chat_template.jinja").read_text()
+    (decoder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(BundleError, match=re.escape(str(decoder))):
+        Bundle.from_pretrained(tmp_path / "bundle", device="cpu")
+    (decoder / "chat_template.jinja").write_text(template)
     weights = load_file(decoder / "model.safetensors")
     name = min(weights)
     weights[name] = weights[name] + 1
     save_file(weights, decoder / "model.safetensors", metadata={"format": "pt"})
-    second = Bundle.from_pretrained(tmp_path / "bundle", device="cpu").fingerprint
-    (decoder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    third = Bundle.from_pretrained(tmp_path / "bundle", device="cpu").fingerprint
-    assert len({first, second, third}) == 3
+    with pytest.raises(BundleError, match=re.escape(str(decoder))):
+        Bundle.from_pretrained(tmp_path / "bundle", device="cpu")
 
 
-# Stores made with the former fingerprint
-
-
-def test_the_fingerprints_are_what_they_were(demo: Bundle) -> None:
-    assert demo.former_fingerprint == DEMO_FORMER
-    assert demo.fingerprint == DEMO
-
-
-def test_a_store_made_with_the_former_fingerprint_opens_and_goes_on(
-    demo: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = ["Kessmar is a harbour town.", "Its ferry leaves at dawn."]
-    with monkeypatch.context() as then:
-        then.setattr(Bundle, "fingerprint", Bundle.former_fingerprint)
-        with SoftContextStore(tmp_path, demo) as old:
-            old.add(texts[:1], progress=False)
-            marker = old.markers(old.ids(), 4)[0]
-    with SoftContextStore(tmp_path, demo) as store:
-        assert store.fingerprint == DEMO_FORMER != demo.fingerprint
-        report = store.add(texts, progress=False)
-        assert (report.added, report.updated, report.unchanged) == (1, 0, 1)
-        assert store.markers(store.ensure(texts[:1]), 4) == [marker]
-        [soft] = store.fetch([part for part in store.split(marker) if not isinstance(part, str)])
-        decoder = TransformersDecoder(demo, store)
-        assert decoder.count_tokens(marker) == soft.n_slots
+def test_weights_settings_and_decoder_each_change_the_fingerprint(make_tiny_bundle: Callable[..., Any]) -> None:
+    bundles = [make_tiny_bundle(), make_tiny_bundle(seed=1), make_tiny_bundle(embedding_skip=True)]
+    assert len({bundle.fingerprint for bundle in bundles}) == 3
+    assert make_tiny_bundle().fingerprint == bundles[0].fingerprint
 
 
 def test_a_bundle_cannot_ask_to_run_code(folder: Path) -> None:

@@ -52,9 +52,6 @@ class WordBundle:
         self.dim = dim
         self.calls: list[list[str]] = []
 
-    def made(self, fingerprint: str) -> bool:
-        return fingerprint == self.fingerprint
-
     def check_ratio(self, ratio: int) -> None:
         check_window(ratio, 4096)
 

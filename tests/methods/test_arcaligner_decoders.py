@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
-from ctx_compress_rag.models.backbone import Backbone, load_decoder
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.loading import load_decoder
 from helpers import architectures
 from helpers.arcaligner import alone, make_reader, merged_model, prompts, read
 

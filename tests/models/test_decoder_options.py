@@ -11,7 +11,7 @@ import torch
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.models.backbone import load_decoder
+from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.store import SoftContextStore
 from langchain_ctx_compress import ChatCompressedContext
 from llama_index.llms.ctx_compress import CompressedContextLLM

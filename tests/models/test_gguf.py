@@ -21,11 +21,11 @@ from ctx_compress_rag.adaptation.decoder import text_bundle
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.errors import BundleError, MissingExtraError
-from ctx_compress_rag.models import backbone as backbone_module
 from ctx_compress_rag.models import gguf as gguf_module
-from ctx_compress_rag.models.backbone import Backbone, load_decoder
+from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.identity import sha256
+from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.training.recipe import parse_recipe
 from helpers.gguf import write_gguf
 from helpers.models import tiny_llama
@@ -113,11 +113,8 @@ def test_it_is_an_ordinary_model(written: tuple[Path, Any], tmp_path: Path) -> N
     assert str(written[0].parent) not in (tmp_path / "adapter" / "adapter_config.json").read_text()
 
 
-def test_in_bfloat16_weights_are_rounded_and_positions_are_not(
-    written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backbone_module, "choose_device", lambda _: (torch.device("cpu"), torch.bfloat16))
-    rounded, _ = load_decoder(local(written[0]))
+def test_in_bfloat16_weights_are_rounded_and_positions_are_not(written: tuple[Path, Any]) -> None:
+    rounded, _ = load_decoder(local(written[0]), dtype="bfloat16")
     for mine, theirs in zip(rounded.parameters(), written[1].parameters(), strict=True):
         assert mine.dtype == torch.bfloat16 and torch.equal(mine, theirs.to(torch.bfloat16))
     for mine, theirs in zip(rounded.buffers(), written[1].buffers(), strict=True):

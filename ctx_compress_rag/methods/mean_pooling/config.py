@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -28,8 +28,6 @@ class MeanPoolingConfig(MethodConfig):
         positions: add to each embedding that the encoder reads a learned vector for its position modulo this number,
             initially zero. A mean loses the order of its tokens; this hints at each token's place in its slot.
     """
-
-    left_out: ClassVar[frozenset[str]] = frozenset({"layers", "hidden_map", "positions"})
 
     name: Literal["mean_pooling"] = "mean_pooling"
     encoder: TuneConfig = TuneConfig()

@@ -15,8 +15,9 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.models.backbone import Backbone, load_decoder
+from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
+from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.text.templates import PromptBuilder
 from ctx_compress_rag.text.tokenizing import text_ids
 from ctx_compress_rag.training.compression_config import (

@@ -16,7 +16,7 @@ from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import padded
 from ctx_compress_rag.methods.base.config import lora_config
-from ctx_compress_rag.models.backbone import load_decoder
+from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.text.templates import PromptBuilder, draw_template
 from ctx_compress_rag.training.decoder_config import TeacherRecipe
 from ctx_compress_rag.training.engine.batch_mean import WholeBatchMean

@@ -1,0 +1,55 @@
+"""A bundle's fingerprint: what ties a store to the bundle that made its slots."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ctx_compress_rag.bundle.config import BundleConfig
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.gguf import GgufDecoder
+from ctx_compress_rag.models.identity import digest_in_memory, files_digest, folder_digest
+
+_CHANGES_NO_SLOT = {"name", "reads", "template", "answer_tokens", "decoder_digest"}
+
+
+def decoder_digest(config: BundleConfig, backbone: Backbone, shipped: Path | None = None) -> str:
+    """What identifies the decoder's files: 64 hex digits, or "" if it has a commit or a SHA-256 of its own.
+
+    Args:
+        config: the bundle's settings.
+        backbone: the decoder.
+        shipped: the folder of a decoder that is part of the bundle; None if the bundle was not saved yet.
+    """
+    if config.decoder is None:
+        return digest_in_memory(backbone.model, backbone.tokenizer) if shipped is None else files_digest(shipped)
+    in_folder = isinstance(config.decoder, str) and Path(config.decoder).is_dir()
+    return folder_digest(Path(str(config.decoder))) if in_folder else ""
+
+
+def fingerprint(config: BundleConfig, commit: str, decoder: str, states: Mapping[str, Mapping[str, Tensor]]) -> str:
+    """SHA-256 of a bundle's settings, decoder and weights: 64 hex digits.
+
+    Weights are hashed in half precision, as stored, so that the device's precision does not change the fingerprint.
+
+    Args:
+        config: the bundle's settings; those that change no slot and no reading are left out.
+        commit: the decoder's commit on the hub, or "".
+        decoder: see `decoder_digest`.
+        states: tensors by part and name.
+    """
+    settings = config.model_dump(mode="json", exclude=_CHANGES_NO_SLOT)
+    if isinstance(config.decoder, GgufDecoder):
+        # Only the file's content counts, not where it is.
+        settings |= {"decoder": config.decoder.sha256, "revision": None}
+    digest = hashlib.sha256(json.dumps([settings, commit, decoder], sort_keys=True).encode())
+    for part in sorted(states):
+        for name, value in sorted(states[part].items()):
+            digest.update(f"{part} {name}".encode())
+            digest.update(value.detach().to("cpu", torch.float16).contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,165 @@
+"""Loading a decoder: a transformers folder, the hub or a GGUF file; in place, in a dtype, quantized."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError
+from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file, load_gguf
+from ctx_compress_rag.models.int8 import from_int8
+
+logger = logging.getLogger(__name__)
+
+INT8_FILE = "model.int8.safetensors"
+
+
+def choose_device(device: str | torch.device | None = None) -> tuple[torch.device, torch.dtype]:
+    """Choose the device (default: CUDA, else MPS, else the CPU) and dtype: bfloat16 on CUDA, float32 elsewhere.
+
+    Raises:
+        ConfigError: the device is not available.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+        torch.zeros(1, device=chosen).item()
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch built without CUDA
+        said = str(error).partition("\n")[0]
+        raise ConfigError(f"device={str(device)!r} cannot be used here ({said}): choose cuda, mps or cpu") from error
+    dtype = torch.bfloat16 if chosen.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    return chosen, dtype
+
+
+def load_decoder(
+    name: str | Path | GgufDecoder,
+    revision: str | None = None,
+    device: str | torch.device | None = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    attn_implementation: str | None = None,
+    quantization_config: Any = None,
+) -> tuple[Any, Any]:
+    """Load a causal LM and its tokenizer from a folder or the hub: only safetensors or GGUF, never pickle or code.
+
+    Args:
+        name: a folder, a hub id or a GGUF file.
+        revision: a hub revision.
+        device: see `choose_device`.
+        dtype: dtype of the weights, such as "bfloat16"; None chooses one for the device.
+        device_map: where each part goes, as transformers takes it ("auto", or a dict), in place of `device`.
+        attn_implementation: transformers' name, such as "sdpa" or "eager"; None lets transformers choose.
+        quantization_config: any of transformers' configs (`BitsAndBytesConfig`, `TorchAoConfig`, ...).
+
+    Returns: the model in eval mode with frozen parameters, and the tokenizer, padding on the left.
+
+    Raises:
+        ConfigError: the device is not available, weights cannot have the dtype, or both `device` and `device_map`
+            are given.
+        BundleError: the decoder cannot be loaded; the message names it.
+        MissingExtraError: the decoder is a GGUF file, and a package that reads those is not installed.
+    """
+    if device is not None and device_map is not None:
+        raise ConfigError(f"device={str(device)!r} and device_map={device_map!r}: give one of them")
+    chosen, suited = choose_device(device)
+    weights = suited if dtype is None else _dtype(dtype)
+    placed = {"device_map": device_map, "quantization_config": quantization_config}
+    placed = {key: value for key, value in placed.items() if value is not None}
+    if quantization_config is not None:
+        placed.setdefault("device_map", {"": chosen})  # weights are quantized on their final device
+    try:
+        if isinstance(name, GgufDecoder):
+            model, tokenizer = load_gguf(gguf_file(name, revision))
+            model = _placed(weights_as(model, weights), placed)
+        else:
+            model, tokenizer = _from_folder(name, revision, weights, placed)
+        if attn_implementation is not None:
+            model.set_attn_implementation(attn_implementation)
+    except CtxCompressError:
+        raise
+    except Exception as error:  # transformers raises many kinds: OSError, ValueError, SafetensorError, ...
+        of_hub = not isinstance(name, GgufDecoder | Path) and not _is_path(name) and not Path(name).is_dir()
+        where = "there is no such folder, and the hub says: " if of_hub else ""
+        raise BundleError(f"cannot load the decoder {str(name)!r}: {where}{error}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    logger.info("decoder %s on %s in %s", name, device_map or chosen, weights)
+    model = model if placed else model.to(chosen)
+    return model.eval().requires_grad_(False), tokenizer
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", ".", "~"))
+
+
+def _dtype(name: str | torch.dtype) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else name
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+        raise ConfigError(f"dtype={name!r}: choose float32, bfloat16 or float16")
+    return found
+
+
+def _from_folder(
+    name: str | Path, revision: str | None, dtype: torch.dtype, placed: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """The causal LM and the tokenizer of a transformers folder, here or on the hub."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if (isinstance(name, Path) or _is_path(name)) and not Path(name).is_dir():  # transformers calls it a bad hub id
+        raise ValueError("there is no such folder")
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+    packed = Path(name) / INT8_FILE
+    if packed.exists():
+        return _placed(_from_int8(packed, dtype), placed), tokenizer
+    # Its annotations omit the loading info, which it returns with the model.
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        name,
+        revision=revision,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        **placed,
+    )
+    model, found = loaded
+    if missing := found["missing_keys"]:  # transformers initializes them at random and only logs it
+        raise ValueError(f"its config names {len(missing)} weights that are not in its files, such as {min(missing)}")
+    return model, tokenizer
+
+
+def _placed(model: Any, placed: Mapping[str, Any]) -> Any:
+    """Place and quantize a model that is already in memory, as `from_pretrained` would."""
+    if not placed:
+        return model
+    state, settings = model.state_dict(), model.generation_config
+    made = type(model).from_pretrained(None, config=model.config, state_dict=state, dtype=model.dtype, **placed)
+    made.generation_config = settings
+    return made
+
+
+def _from_int8(file: Path, dtype: torch.dtype) -> Any:
+    """Load the causal LM of a folder with 8-bit weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    state = from_int8(load_file(file))
+    model.load_state_dict(state, strict=False)
+    if odd := state.keys() ^ dict(model.named_parameters()).keys():
+        raise ValueError(f"{file} does not fit its config: {len(odd)} names differ, for example {min(odd)}")
+    return weights_as(model, dtype)
+
+
+def weights_as(model: Any, dtype: torch.dtype) -> Any:
+    """Convert weights, but no buffers, to `dtype`: bfloat16 would shift the frequencies of rotary positions."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
