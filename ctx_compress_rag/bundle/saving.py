@@ -58,7 +58,7 @@ def save(bundle: Bundle, folder: Path, *, int8: bool) -> None:
         _save_decoder(bundle, shipped, pack, int8=int8)
     digest = decoder_digest(bundle.config, bundle.backbone, shipped)
     bundle.config = bundle.config.model_copy(update={"decoder_digest": digest})
-    config = bundle.config.model_dump_json(indent=2, exclude_none=True)
+    config = bundle.config.model_dump_json(indent=2)
     (folder / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
 
 
