@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.cli import main
+from benchmarks.__main__ import main
 from ctx_compress_rag.data.examples import Example, Turn, spread, write_jsonl
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.evaluation import harness
