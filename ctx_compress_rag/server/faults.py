@@ -14,7 +14,6 @@ from ctx_compress_rag.errors import (
     StoreWriteError,
     UnreadableMarkerError,
 )
-from ctx_compress_rag.server.replies import fault
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +32,11 @@ class RequestError(Exception):
         super().__init__(message)
         self.status = status
         self.body = fault(message, "invalid_request_error", param=param, code=code)
+
+
+def fault(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's format."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def as_fault(error: BaseException) -> tuple[int, dict[str, Any]]:

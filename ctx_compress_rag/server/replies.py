@@ -55,10 +55,5 @@ def event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
-def fault(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's format."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 def _text(kind: Kind, text: str, part: str) -> dict[str, Any]:
     return {part: {"role": "assistant", "content": text}} if kind == "chat" else {"text": text}

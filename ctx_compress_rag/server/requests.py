@@ -1,18 +1,42 @@
 """Requests: OpenAI's chat completions and completions as far as a local decoder serves them, and compress.
 
-Unsupported options that would change the answer are refused by name; options that only describe the client are accepted
-and ignored.
+Null means absent, everywhere. A field that only describes the client, or asks for nothing, is passed over; any other
+that is not served is refused by name.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ctx_compress_rag.decoding.decoder import Message, Sampling
+from ctx_compress_rag.errors import shown
+from ctx_compress_rag.server.faults import RequestError
+
+_SCHEMA_CHARACTERS = 1 << 16  # reading one of this length takes half a second, in which everyone waits
+
+_ROLES = {"developer": "system"}
+
+_OF_THE_CLIENT = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "parallel_tool_calls",
+}
+# What a field may hold that asks for nothing, besides 0, false and what is empty.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "tool_choice": ("none", "auto"),
+    "modalities": (["text"],),
+}
 
 
 def _unicode(text: str) -> str:
@@ -33,30 +57,28 @@ def _schema(schema: dict[str, Any]) -> str:
     return text
 
 
-def _zero(value: object) -> object:
-    return 0 if value == 0 else value  # 0.0, which no literal can be
-
-
-def _kind(value: object) -> str:
-    return "(list)" if isinstance(value, list) else "(text)"
-
-
 Text = Annotated[str, AfterValidator(_unicode)]
-# Tags choose one branch by the type that was sent, so that an error in a list is not reported as "not a string".
-OneText = Annotated[Text, Tag("(text)")]
 # Short, since after every token the answer's end is compared with the beginnings of each.
-Stop = Annotated[str, Field(max_length=1000), AfterValidator(_unicode)]
-List = Tag("(list)")
-EITHER = Discriminator(_kind)
-Zero = Annotated[Literal[0], BeforeValidator(_zero)]
-
-_SCHEMA_CHARACTERS = 1 << 16  # reading one of this length takes half a second, in which everyone waits
-
-_ROLES = {"developer": "system"}
+Stop = Annotated[Text, Field(max_length=1000)]
+OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+Parts = BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value)
 
 
 class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_asks_for_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: value for name, value in data.items() if value is not None and (name in known or _asks(name, value))}
+
+
+def _asks(name: str, value: Any) -> bool:
+    """Whether a field that is not served asks for anything."""
+    return name not in _OF_THE_CLIENT and value not in (0, "", [], {}) and value not in _NEUTRAL.get(name, ())
 
 
 class TextPart(_Request):
@@ -70,20 +92,24 @@ class ChatMessage(_Request):
     """A message; its text may hold markers."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[OneText | Annotated[list[TextPart], List], EITHER]
+    content: Annotated[list[TextPart], Parts] | None = None
     name: str | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":  # whose turn may have held a call only
+            raise ValueError("it has no content: send it")
+        return self
 
     def as_message(self) -> Message:
         """As the decoder takes it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": _ROLES.get(self.role, self.role), "content": content}
+        return {"role": _ROLES.get(self.role, self.role), "content": "".join(part.text for part in self.content or ())}
 
 
 class StreamOptions(_Request):
     """What a stream holds besides text."""
 
     include_usage: bool = False
-    include_obfuscation: bool | None = None
 
 
 class TextFormat(_Request):
@@ -119,38 +145,25 @@ class Generate(_Request):
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None  # not OpenAI's; -1 is vLLM's value for all tokens
-    stop: (
-        Annotated[Annotated[Stop, Tag("(text)")] | Annotated[list[Stop], Field(max_length=16), List], EITHER] | None
-    ) = None
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0  # not OpenAI's; -1 is vLLM's value for all tokens
+    stop: Annotated[list[Stop], Field(max_length=16), OneOrMore] = []
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    extractive: bool | None = None  # not OpenAI's
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Literal[1] | None = None
-    frequency_penalty: Zero | None = None
-    presence_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    extractive: bool = False  # not OpenAI's
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
 
     def sampling(self, default: int, most: int | None = None) -> Sampling:
         """How to answer: with at most `default` tokens if the client gives no limit, and never more than `most`."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return Sampling(
             max_new_tokens=min(self.longest or default, most or sys.maxsize),
-            temperature=self.temperature or 0.0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),
-            stop=stop,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            stop=tuple(self.stop),
             seed=self.seed,
-            extractive=self.extractive or False,
+            extractive=self.extractive,
             json_schema=self.schema_wanted,
         )
 
@@ -164,11 +177,6 @@ class Generate(_Request):
         """The schema, as JSON, that the answer has to fit; None for text."""
         return None
 
-    @property
-    def usage_in_stream(self) -> bool:
-        """Whether a stream ends with the token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
 
 class ChatCompletion(Generate):
     """`POST /v1/chat/completions`."""
@@ -176,11 +184,6 @@ class ChatCompletion(Generate):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     response_format: Annotated[TextFormat | ObjectFormat | JsonFormat, Field(discriminator="type")] | None = None
-    modalities: list[Literal["text"]] | None = None
-    logprobs: Literal[False] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
 
     @property
     def longest(self) -> int | None:
@@ -203,17 +206,9 @@ class ChatCompletion(Generate):
 
 
 class Completion(Generate):
-    """`POST /v1/completions`: raw prompts, no chat template."""
+    """`POST /v1/completions`: raw prompts, one choice each, no chat template."""
 
-    prompt: Annotated[OneText | Annotated[list[Text], Field(min_length=1, max_length=128), List], EITHER]
-    best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
-    logprobs: Literal[0] | None = None
-    suffix: Literal[""] | None = None
-
-    def prompts(self) -> list[str]:
-        """The prompts, one choice each."""
-        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+    prompt: Annotated[list[Text], Field(min_length=1, max_length=128), OneOrMore]
 
 
 class Compress(_Request):
@@ -226,12 +221,41 @@ class Compress(_Request):
         question: what is asked, for RAM bundles.
     """
 
-    input: Annotated[OneText | Annotated[list[Text], Field(min_length=1, max_length=2048), List], EITHER]
+    input: Annotated[list[Text], Field(min_length=1, max_length=2048), OneOrMore]
     model: str | None = None
     ratio: Annotated[int, Field(ge=1)] | None = None
     token_budget: Annotated[int, Field(ge=1)] | None = None
     question: Text | None = None
 
-    def texts(self) -> list[str]:
-        """The texts."""
-        return [self.input] if isinstance(self.input, str) else self.input
+
+# By pydantic's type of error.
+_SAID = {
+    "missing": "{where} is missing: send it",
+    "extra_forbidden": "{where}={value} is not supported here: leave it out",
+    "literal_error": "{where}={value} is not supported here: send {expected}",
+    "union_tag_invalid": "{where}={value} is not supported here: send one of {expected_tags}",
+    "union_tag_not_found": "{where}={value} has no {discriminator}: send one",
+    "too_short": "{where} is empty: send {min_length} or more",
+    "too_long": "{where} has more than {max_length} items: send fewer",
+    "list_type": "{where}={value} is not a list: send one",
+}
+
+
+def malformed(errors: Sequence[Any]) -> RequestError:
+    """A refusal that names the first of pydantic's errors in a body: the field, its value, and what to send."""
+    found = errors[0]
+    context = found.get("ctx", {})
+    places = [str(place) for place in found["loc"] if place != "body"]
+    if places[:1] == ["response_format"]:
+        del places[1:2]  # its type, which pydantic puts into the path
+    if found["type"] == "json_invalid":
+        return RequestError(400, f"the body is not JSON ({context['error']}): send a JSON object")
+    if not places:
+        return RequestError(
+            400, "the body is not a JSON object: send one, with the header Content-Type: application/json"
+        )
+    said = _SAID.get(found["type"], "{where}={value}: {msg}")
+    message = found["msg"].removeprefix("Value error, ")
+    return RequestError(
+        400, said.format(where=".".join(places), value=shown(found["input"]), msg=message, **context), param=places[0]
+    )

@@ -1,0 +1,181 @@
+"""What a request must pass before the app sees it: its host, its key, the number of others, and the size of its body."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.extras import needs
+from ctx_compress_rag.server.api_keys import ApiKeys
+from ctx_compress_rag.server.faults import fault
+from ctx_compress_rag.server.metrics import Metrics
+
+with needs("serve"):
+    from starlette.responses import JSONResponse, Response
+
+_LOCKED = "/v1/"  # the routes that need a key; the others have no body and are open to all
+_COUNTED = ("/v1/chat/completions", "/v1/completions", "/v1/compress")
+_HEADERS = 100
+_BODY_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What clients may ask of the server.
+
+    Attributes:
+        body_bytes: longest body of a request.
+        requests: maximum number of requests at a time, of all clients; further ones get status 429.
+        answer_tokens: longest answer if the client gives no limit.
+        longest_answer: longest answer whatever the client says, in tokens; None for the decoder's window.
+    """
+
+    body_bytes: int = 4 << 20
+    requests: int = 256
+    answer_tokens: int = 512
+    longest_answer: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value}: give 1 or more")
+
+
+class Guard:
+    """ASGI middleware. Refuses a request without a key before its body is read, and does not count it.
+
+    Args:
+        app: the app; gets the key's scope as `state.tenant`, and the body as one message.
+        metrics: where to count.
+        keys: which key opens which scope; None lets everyone in, in the store's own scope (None).
+        limits: how many requests at a time, and how long their bodies.
+        hosts: without keys, the names besides this machine's own that a request may be sent to. A web page of another
+            name, which its owner points to this machine, could read the store.
+        seconds: how long a client may take to send its body.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        metrics: Metrics,
+        keys: ApiKeys | None,
+        limits: Limits,
+        hosts: Collection[str] = (),
+        seconds: float = _BODY_SECONDS,
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._keys = keys
+        self._limits = limits
+        self._hosts = {host.lower() for host in hosts}
+        self._seconds = seconds
+        self._running = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Handle a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        route = str(scope["path"]).removeprefix(scope.get("root_path", ""))  # without another app's prefix
+        refusal, tenant = self._refusal(scope["headers"], route.startswith(_LOCKED))
+        if refusal is not None:
+            if route in _COUNTED:
+                self._metrics.requests.labels(route, str(refusal.status_code)).inc()
+            await refusal(scope, receive, send)
+            return
+        scope.setdefault("state", {})["tenant"] = tenant
+        if route in _COUNTED:
+            await self._count(route, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _refusal(self, headers: Any, locked: bool) -> tuple[Response | None, str | None]:
+        """Why a request is refused by its headers, and the scope that its key opens."""
+        if len(headers) > _HEADERS:
+            return _refused(431, f"{len(headers)} headers, and {_HEADERS} are allowed: send fewer"), None
+        given = {name: value.decode("latin-1") for name, value in headers}
+        if self._keys is None:
+            # A page of another origin may send requests though it cannot read the answers.
+            for header in (b"host", b"origin"):
+                if not self._is_own(given.get(header, "localhost")):
+                    message = f"{header.decode()} {given[header][:80]!r} is not served: ask localhost, or start the "
+                    return _refused(403, message + "server with --allowed-host NAME or with API keys"), None
+            return None, None
+        tenant = self._keys.scope_of(given.get(b"authorization"))
+        if tenant is None and locked:
+            message = "no valid API key: send `Authorization: Bearer KEY`"
+            return _refused(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}), None
+        return None, tenant
+
+    def _is_own(self, address: str) -> bool:
+        """Whether a `Host` or `Origin` header names this machine, or a host that is allowed."""
+        try:
+            name = urlsplit(address if "//" in address else f"//{address}").hostname or ""
+            return name == "localhost" or name in self._hosts or ipaddress.ip_address(name).is_loopback
+        except ValueError:
+            return False
+
+    async def _count(self, route: str, scope: Any, receive: Any, send: Any) -> None:
+        began, status = time.perf_counter(), 500
+
+        async def noted(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self._running += 1
+        self._metrics.running.set(self._running)
+        try:
+            if self._running > self._limits.requests:
+                message = f"the server answers its maximum of {self._limits.requests} requests now: try again"
+                full = _refused(429, message, "rate_limit_error", "too_many_requests", {"Retry-After": "1"})
+                await full(scope, receive, noted)
+            else:
+                await self._read(scope, receive, noted)
+        finally:
+            self._running -= 1
+            self._metrics.running.set(self._running)
+            self._metrics.requests.labels(route, str(status)).inc()
+            self._metrics.seconds.labels(route).observe(time.perf_counter() - began)
+
+    async def _read(self, scope: Any, receive: Any, send: Any) -> None:
+        """Read the whole body before the app sees any of it, unless it is too long or slow."""
+        parts: list[bytes] = []
+        length, more = 0, True
+        try:
+            async with asyncio.timeout(self._seconds):
+                while more and length <= self._limits.body_bytes:
+                    message = await receive()
+                    parts.append(message.get("body", b""))
+                    length, more = length + len(parts[-1]), message.get("more_body", False)
+        except TimeoutError:
+            await _refused(408, f"the body took more than {self._seconds} s: try again")(scope, receive, send)
+            return
+        if length > self._limits.body_bytes:
+            message = f"the body is longer than {self._limits.body_bytes} bytes: send fewer or shorter texts"
+            await _refused(413, message)(scope, receive, send)
+            return
+        messages = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
+
+        async def replay() -> Any:
+            return messages.pop() if messages else await receive()  # the next message is the disconnect
+
+        await self._app(scope, replay, send)
+
+
+def _refused(
+    status: int,
+    message: str,
+    kind: str = "invalid_request_error",
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> Response:
+    # The body was not read: the connection cannot take another request.
+    return JSONResponse(fault(message, kind, code=code), status, {"Connection": "close", **(headers or {})})
