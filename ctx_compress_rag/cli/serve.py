@@ -68,7 +68,8 @@ def serve(
     from ctx_compress_rag.decoding.vllm import ServerDecoder
     from ctx_compress_rag.server import run
     from ctx_compress_rag.server.api_keys import find_keys
-    from ctx_compress_rag.server.app import Limits, create_app
+    from ctx_compress_rag.server.app import create_app
+    from ctx_compress_rag.server.guard import Limits
     from ctx_compress_rag.server.open import open_store
 
     keys = find_keys(api_keys)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,12 +19,10 @@ from ctx_compress_rag.prompt import PromptLike
 from ctx_compress_rag.server import replies
 from ctx_compress_rag.server.answers import ClientGoneError, answer, unless_gone
 from ctx_compress_rag.server.api_keys import ApiKeys
-from ctx_compress_rag.server.door import Door
 from ctx_compress_rag.server.faults import RequestError, as_fault
-from ctx_compress_rag.server.limits import BodyLimit
-from ctx_compress_rag.server.malformed import malformed
+from ctx_compress_rag.server.guard import Guard, Limits
 from ctx_compress_rag.server.metrics import Metrics
-from ctx_compress_rag.server.requests import ChatCompletion, Completion, Compress, Generate
+from ctx_compress_rag.server.requests import ChatCompletion, Completion, Compress, Generate, malformed
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import defused
 
@@ -40,35 +37,19 @@ _THREADS = 4  # for reading prompts; the model and writing have threads of their
 _TEXTS_AT_A_TIME = 32  # of one request; then other requests are compressed
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What clients may ask of the server.
-
-    Attributes:
-        body_bytes: longest body of a request.
-        requests: maximum number of requests at a time, of all clients; further ones get status 429.
-        answer_tokens: longest answer if the client gives no limit.
-        longest_answer: longest answer whatever the client says, in tokens; None for the decoder's window.
-    """
-
-    body_bytes: int = 4 << 20
-    requests: int = 256
-    answer_tokens: int = 512
-    longest_answer: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}: give 1 or more")
-
-
-def create_app(decoder: TransformersDecoder, keys: ApiKeys | None = None, limits: Limits | None = None) -> FastAPI:
+def create_app(
+    decoder: TransformersDecoder,
+    keys: ApiKeys | None = None,
+    limits: Limits | None = None,
+    hosts: Collection[str] = (),
+) -> FastAPI:
     """An ASGI app that answers with a decoder and compresses into its store.
 
     Args:
         decoder: what answers; it reads its store's markers in the scope of each request's API key.
-        keys: which key opens which scope; None lets everyone in, in the store's own scope.
+        keys: which key opens which scope; None lets everyone on this machine in, in the store's own scope.
         limits: what clients may ask for.
+        hosts: without keys, the names besides this machine's own under which it may be asked, such as a proxy's.
 
     Raises:
         ConfigError: the decoder has no store.
@@ -94,7 +75,7 @@ def create_app(decoder: TransformersDecoder, keys: ApiKeys | None = None, limits
 
     @app.post("/v1/completions")
     async def complete(body: Completion, request: Request) -> Response:
-        return await service.generate("text", body, body.prompts(), request)
+        return await service.generate("text", body, body.prompt, request)
 
     @app.post("/v1/compress")
     async def compress(body: Compress, request: Request) -> Response:
@@ -127,8 +108,7 @@ def create_app(decoder: TransformersDecoder, keys: ApiKeys | None = None, limits
     app.add_exception_handler(ClientGoneError, note_gone)
     for kind in (Exception, CtxCompressError, RequestError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, refuse)
-    app.add_middleware(BodyLimit, most=limits.body_bytes)
-    app.add_middleware(Door, metrics=metrics, keys=keys, most=limits.requests)
+    app.add_middleware(Guard, metrics=metrics, keys=keys, limits=limits, hosts=hosts)
     return app
 
 
@@ -165,7 +145,7 @@ class _Service:
         if body.stream:
             if len(prompts) > 1:
                 raise RequestError(400, f"{len(prompts)} prompts cannot be streamed: send one", param="prompt")
-            return await self._stream(kind, head, prompts[0], sampling, request, body.usage_in_stream)
+            return await self._stream(kind, head, prompts[0], sampling, request, body.stream_options.include_usage)
         answers = await unless_gone(request.receive, self._whole(prompts, sampling, request.state.tenant))
         return JSONResponse(replies.whole(kind, head, answers))
 
@@ -235,9 +215,8 @@ class _Service:
         if body.model is not None:
             self.check_model(body.model)
         MarkingOptions(body.ratio, body.token_budget).checked(self._store)
-        texts = body.texts()
-        shown = await unless_gone(request.receive, self._marked(texts, body, request.state.tenant))
-        self._metrics.passages.inc(len(texts))
+        shown = await unless_gone(request.receive, self._marked(body.input, body, request.state.tenant))
+        self._metrics.passages.inc(len(body.input))
         data = [{"object": "marker", "index": index, "text": text} for index, text in enumerate(shown)]
         return JSONResponse({"object": "list", "model": self._name, "data": data})
 

@@ -1,4 +1,4 @@
-"""What a request must pass before the app sees it: its host, its key, the number of others, and the size of its body."""
+"""What a request must pass before the app sees it: its host, its key, how many there are, the size of its body."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def _schema(schema: dict[str, Any]) -> str:
 
 Text = Annotated[str, AfterValidator(_unicode)]
 # Short, since after every token the answer's end is compared with the beginnings of each.
-Stop = Annotated[Text, Field(max_length=1000)]
+Stop = Annotated[str, Field(max_length=1000), AfterValidator(_unicode)]
 OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 Parts = BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value)
 
@@ -73,7 +73,8 @@ class _Request(BaseModel):
         if not isinstance(data, dict):
             return data
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: value for name, value in data.items() if value is not None and (name in known or _asks(name, value))}
+        given = {name: value for name, value in data.items() if value is not None}
+        return {name: value for name, value in given.items() if name in known or _asks(name, value)}
 
 
 def _asks(name: str, value: Any) -> bool:

@@ -12,6 +12,8 @@ from ctx_compress_rag.extras import needs
 with needs("serve"):
     import uvicorn
 
+    from ctx_compress_rag.server.connection import HEAD_BYTES, LimitedProtocol
+
 _KEEP_ALIVE = 75
 """Seconds that an idle connection stays open. A client that reuses a connection may send a request just as it closes,
 and loses the request: the shorter this time, the more often."""
@@ -30,15 +32,7 @@ def serve(app: Any, host: str, port: int, *, grace: int = 30, started: Callable[
     Raises:
         ConfigError: the address cannot be used.
     """
-    config = uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=grace,
-        timeout_keep_alive=_KEEP_ALIVE,
-    )
+    config = configuration(app, host, port, grace)
     try:
         socket = config.bind_socket()
     except (OSError, OverflowError, SystemExit) as error:
@@ -48,6 +42,22 @@ def serve(app: Any, host: str, port: int, *, grace: int = 30, started: Callable[
         shown = f"[{host}]" if ":" in host else host
         started(f"http://{shown}:{socket.getsockname()[1]}/v1")
         uvicorn.Server(config).run(sockets=[socket])
+
+
+def configuration(app: Any, host: str, port: int, grace: int = 30) -> uvicorn.Config:
+    """How the app is run; see `serve`."""
+    return uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=LimitedProtocol,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=grace,
+        timeout_keep_alive=_KEEP_ALIVE,
+        h11_max_incomplete_event_size=HEAD_BYTES,
+    )
 
 
 def check_exposure(host: str, guarded: bool) -> None:

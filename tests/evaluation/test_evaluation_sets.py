@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.__main__ import main
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
-from benchmarks.__main__ import main
 from ctx_compress_rag.data.examples import Example, Turn, spread, write_jsonl
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.evaluation import harness

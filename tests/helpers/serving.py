@@ -16,6 +16,7 @@ import openai
 import uvicorn
 
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.server.run import configuration
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.key import KEY_VARIABLE
 from ctx_compress_rag.store.marker import scope as in_scope
@@ -30,7 +31,7 @@ ANNA, BERT = "anna-" + "x" * 20, "bert-" + "y" * 20
 @contextmanager
 def listening(app: Any) -> Iterator[str]:
     """The address of a server that ends with the context."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    server = uvicorn.Server(configuration(app, "127.0.0.1", 0))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

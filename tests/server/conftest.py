@@ -12,7 +12,8 @@ import pytest
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.server.api_keys import ApiKeys
-from ctx_compress_rag.server.app import Limits, create_app
+from ctx_compress_rag.server.app import create_app
+from ctx_compress_rag.server.guard import Limits
 from ctx_compress_rag.store import SoftContextStore
 from helpers.cli import save_bundle, write_docs
 from helpers.langchain import TEXTS

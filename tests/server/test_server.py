@@ -15,7 +15,8 @@ from pydantic import SecretStr
 
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.server.app import Limits, create_app
+from ctx_compress_rag.server.app import create_app
+from ctx_compress_rag.server.guard import Limits
 from ctx_compress_rag.store import SoftContextStore
 from helpers.decoding import held, wait_for
 from helpers.langchain import QUESTION, TEXTS, Tower
@@ -89,6 +90,38 @@ def test_content_parts_and_roles(url: str, store: SoftContextStore, decoder: Tra
     same = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": marker(store, "mill") + " Who?"}]
     reply = client(url).chat.completions.create(model="tiny", messages=messages)
     assert reply.choices[0].message.content == directly(decoder, same).text
+
+
+def test_an_answer_goes_back_as_the_client_has_it(
+    url: str, store: SoftContextStore, decoder: TransformersDecoder
+) -> None:
+    """With a null for each field that the answer lacks; null options, too, are absent."""
+    messages = chat(store)
+    answer = client(url).chat.completions.create(model="tiny", messages=messages).choices[0].message
+    dumped = answer.model_dump()
+    assert {"refusal", "tool_calls", "audio", "annotations", "function_call"} <= {
+        k for k, v in dumped.items() if v is None
+    }
+    absent = [
+        "top_logprobs",
+        "functions",
+        "reasoning_effort",
+        "max_tokens",
+        "temperature",
+        "stop",
+        "stream",
+        "n",
+        "seed",
+    ]
+    empty = {"tools": [], "logit_bias": {}, "frequency_penalty": 0.0, "verbosity": "", "logprobs": False, "n": 1}
+    for turn in (dumped, {"role": "assistant", "content": None, "tool_calls": []}):
+        asked = [*messages, turn, {"role": "user", "content": "And when?"}]
+        plain = [*messages, {"role": "assistant", "content": turn["content"] or ""}, asked[-1]]
+        expected = directly(decoder, plain).text
+        for options in ({}, dict.fromkeys(absent), empty):
+            reply = post(url, "chat/completions", {"model": "tiny", "messages": asked, **options})
+            assert reply.status_code == 200, reply.text
+            assert reply.json()["choices"][0]["message"]["content"] == expected
 
 
 def test_completions_take_raw_prompts_one_or_several(

@@ -17,7 +17,8 @@ from starlette.routing import Mount
 
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.server.api_keys import ApiKeys
-from ctx_compress_rag.server.app import Limits, create_app
+from ctx_compress_rag.server.app import create_app
+from ctx_compress_rag.server.guard import Limits
 from ctx_compress_rag.store import SoftContextStore
 from helpers.langchain import TEXTS
 from helpers.serving import ANNA, BERT, chat, client, json_format, listening, marker, post
@@ -162,14 +163,14 @@ def nested(depth: int) -> dict[str, Any]:
         ({"temperature": "Infinity"}, 400, "temperature"),
         ({"top_p": 0}, 400, "top_p"),
         ({"stop": [""]}, 400, "stop"),
-        ({"stop": 5}, 400, "stop=5 is not text: send a string or a list"),
+        ({"stop": 5}, 400, "stop=5 is not a list: send"),
         ({"stop": ["x"] * 17}, 400, "stop has more than 16 items: send fewer"),
         ({"stop": "x" * 1001}, 400, "at most 1000 characters"),
         ({"stop": ["a", "x" * 1001]}, 400, "at most 1000 characters"),
         ({"messages": [{"role": "user", "content": c} for c in [""] * 1100 + ["x"]]}, 400, "has 1101 messages"),
-        ({"n": 2}, 400, "n=2 is not supported here: send 1"),
-        ({"presence_penalty": 1}, 400, "presence_penalty=1 is not supported here: send 0"),
-        ({"frequency_penalty": -0.5}, 400, "frequency_penalty=-0.5 is not supported here: send 0"),
+        ({"n": 2}, 400, "n=2 is not supported here: leave it out"),
+        ({"presence_penalty": 1}, 400, "presence_penalty=1"),
+        ({"frequency_penalty": -0.5}, 400, "frequency_penalty=-0.5"),
         ({"logprobs": True}, 400, "logprobs"),
         ({"tools": [{"type": "function"}]}, 400, "tools=[{'type': 'function'}] is not supported here: leave it out"),
         ({"response_format": {"type": "xml"}}, 400, "response_format={'type': 'xml'} is not supported here: send one"),
@@ -178,7 +179,11 @@ def nested(depth: int) -> dict[str, Any]:
         ({"response_format": json_format({"enum": ["x" * 99] * 700})}, 400, "65536 are allowed"),
         ({"response_format": json_format(nested(400))}, 400, "recursion"),
         ({"response_format": json_format({"$ref": "http://somewhere/else"})}, 400, "json_schema"),
-        ({"best": 1}, 400, "best is not supported here"),
+        ({"best": 1}, 400, "best=1"),
+        ({"reasoning_effort": "high"}, 400, "reasoning_effort='high'"),
+        ({"messages": [{"role": "user", "content": None}]}, 400, "messages.0"),
+        ({"messages": [{"role": "assistant", "content": "x", "audio": {"id": "a"}}]}, 400, "messages.0.audio="),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, 400, "messages.0.tool_calls="),
         ({"model": "gpt-4o"}, 404, "no model 'gpt-4o'"),
     ],
 )
@@ -197,7 +202,7 @@ def test_what_is_not_served_is_refused_by_name(url: str, body: dict[str, Any], s
         (b"{}", "input is missing: send it"),
         (b"[]", "the body is not a JSON object: send one"),
         (b"[5]", "the body is not a JSON object: send one"),
-        (b'{"input": 5}', "input=5 is not text: send a string or a list"),
+        (b'{"input": 5}', "input=5 is not a list: send"),
         (b'{"input": []}', "input is empty: send 1 or more"),
         (b'{"input": ["a", 5]}', "input.1=5: Input should be a valid string"),
         (b'{"input": "a", "ratio": "x"}', "ratio='x': Input should be a valid integer"),

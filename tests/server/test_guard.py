@@ -1,0 +1,168 @@
+"""What strangers may cost the server before any key is checked, and which names it answers to without keys."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.server.app import create_app
+from ctx_compress_rag.server.connection import LimitedProtocol
+from ctx_compress_rag.server.guard import Limits
+from ctx_compress_rag.store import SoftContextStore
+from helpers.langchain import QUESTION
+from helpers.serving import ANNA, WAIT, client, listening, post
+
+HEAD = b"POST /v1/compress HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+AUTHORIZED = HEAD + f"Authorization: Bearer {ANNA}\r\n".encode()
+
+
+@contextmanager
+def connected(url: str) -> Iterator[socket.socket]:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT) as connection:
+        yield connection
+
+
+def sent_until_refused(connection: socket.socket, part: bytes, most: int) -> int:
+    """Send a part again and again; return how many bytes were taken until the server closed the connection."""
+    sent = 0
+    try:
+        while sent < most:
+            connection.sendall(part)
+            sent += len(part)
+    except OSError:  # closed
+        pass
+    return sent
+
+
+@pytest.mark.parametrize("part", [b"x" * 4096, b"X-Header: value\r\n" * 256], ids=["a line", "lines"])
+def test_a_head_without_an_end_is_refused(url: str, part: bytes) -> None:
+    with connected(url) as connection:
+        connection.sendall(HEAD + b"X: ")
+        assert sent_until_refused(connection, part, 64 << 20) < 16 << 20  # what the sockets' buffers may hold
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_too_many_headers_are_refused(url: str) -> None:
+    headers = {f"X-{number}": "v" for number in range(120)}
+    reply = httpx.get(f"{url}/health", headers=headers)
+    assert reply.status_code == 431 and "send fewer" in reply.json()["error"]["message"]
+
+
+def closed(connection: socket.socket) -> bool:
+    connection.settimeout(5)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize(("first", "more"), [(b"", b""), (b"GET /h", b"eal"), (REQUEST + b"GET /h", b"eal")])
+def test_a_head_that_does_not_come_is_not_waited_for(
+    decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch, first: bytes, more: bytes
+) -> None:
+    """Neither at the beginning, nor sent byte by byte, nor after another request."""
+    monkeypatch.setattr(LimitedProtocol, "head_seconds", 0.5)
+    with listening(create_app(decoder)) as url, connected(url) as connection:
+        connection.sendall(first)
+        time.sleep(0.3)
+        if first.startswith(REQUEST):
+            assert b"200 OK" in connection.recv(4096)
+        connection.sendall(more)
+        assert closed(connection)
+
+
+def test_connections_without_a_request_are_limited(
+    decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LimitedProtocol, "most", 3)
+    with listening(create_app(decoder)) as url, connected(url), connected(url), connected(url), connected(url) as last:
+        assert closed(last)
+
+
+@pytest.mark.parametrize("head", [HEAD, AUTHORIZED], ids=["no key", "a key"])
+def test_a_chunk_without_an_end_is_refused_at_once(url: str, head: bytes) -> None:
+    with connected(url) as connection:
+        connection.settimeout(5)
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n{")
+        assert connection.recv(12) in (b"HTTP/1.1 400", b"HTTP/1.1 401")
+
+
+def test_chunks_are_read(url: str) -> None:
+    """Some clients send all bodies so."""
+    with connected(url) as connection:
+        connection.settimeout(WAIT)
+        body = b'{"input": "Orla kept bees.", "ratio": 8}'
+        connection.sendall(AUTHORIZED + b"Transfer-Encoding: chunked\r\n\r\n")
+        for part in (body[:7], body[7:], b""):
+            connection.sendall(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+        assert connection.recv(12) == b"HTTP/1.1 200"
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are read from /proc")
+def test_cancelled_requests_leave_nothing(url: str) -> None:
+    """The threads of the server's pools are started as they are needed, and stay."""
+
+    def cancelled(times: int) -> tuple[int, int]:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 500}
+        with httpx.Client(headers={"Authorization": f"Bearer {ANNA}"}) as http:
+            for _ in range(times):
+                with pytest.raises(httpx.ReadTimeout):
+                    http.post(f"{url}/v1/chat/completions", json=body, timeout=0.02)
+        client(url).chat.completions.create(model="tiny", messages=body["messages"], max_tokens=1)  # type: ignore[arg-type]
+        return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: post(url, "completions", {"model": "tiny", "prompt": "x"}), range(16)))
+    before, after = cancelled(30), cancelled(100)
+    assert after[0] <= before[0] and after[1] <= before[1] + 2, (before, after)
+
+
+# Names
+
+
+def asked(url: str, headers: dict[str, str], path: str = "/v1/models") -> int:
+    return httpx.get(url + path, headers=headers).status_code
+
+
+def test_without_keys_only_names_of_this_machine_are_served(decoder: TransformersDecoder) -> None:
+    """A web page whose name leads to this machine could read the store."""
+    with listening(create_app(decoder, hosts=["Box.lan"])) as url:
+        for name in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "127.9.9.9", "[::1]:8000", "box.lan", "BOX.lan:80"):
+            assert asked(url, {"Host": name}) == 200, name
+        for name in ("evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1", "[fe80::1]", "a b", ""):
+            for path in ("/v1/models", "/health", "/metrics"):
+                assert asked(url, {"Host": name}, path) in (400, 403), name
+        for origin in ("http://evil.example", "https://localhost.evil.example", "null"):
+            assert asked(url, {"Origin": origin}) == 403, origin
+        for origin in ("http://localhost:3000", "https://box.lan"):
+            reply = httpx.get(f"{url}/v1/models", headers={"Origin": origin})
+            assert reply.status_code == 200
+            assert not [name for name in reply.headers if name.startswith("access-control")]
+
+
+def test_with_keys_every_name_is_served(url: str) -> None:
+    assert asked(url, {"Host": "box.example", "Authorization": f"Bearer {ANNA}"}) == 200
+
+
+def test_a_page_cannot_send_what_a_browser_does_not_ask_for(
+    decoder: TransformersDecoder, store: SoftContextStore
+) -> None:
+    """A form or a plain `fetch` needs no permission of the server, which has to refuse by the origin."""
+    before = len(store)
+    with listening(create_app(decoder, limits=Limits(answer_tokens=2))) as url:
+        for kind in ({"Content-Type": "text/plain"}, {}):
+            headers: Any = {"Origin": "http://evil.example", **kind}
+            assert httpx.post(f"{url}/v1/compress", content=b'{"input": "planted"}', headers=headers).status_code == 403
+    assert len(store) == before
