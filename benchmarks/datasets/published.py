@@ -140,7 +140,7 @@ def _from_hub(name: str, published: Published, split: str) -> Iterable[Row]:
     try:
         if published.download:
             return published.read(published.download(split))
-        with needs("hub"):
+        with needs("dev"):
             from datasets import load_dataset
         try:
             rows: Iterable[Row] = load_dataset(hub, config, split=split, streaming=True)

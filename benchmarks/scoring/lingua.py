@@ -27,7 +27,7 @@ class LLMLingua2:
 
     def __init__(self, model: str, device: str = "cpu") -> None:
         self.model = model
-        with needs("llmlingua"):
+        with needs("dev"):
             from llmlingua import PromptCompressor
         if not any(kind in model for kind in _KINDS):
             raise ConfigError(

@@ -53,7 +53,7 @@ class JsonProcessor(LogitsProcessor):
     """
 
     def __init__(self, schema: str, tokenizer: Any, end_ids: Collection[int], rows: int) -> None:
-        with needs("structured"):
+        with needs("serve"):
             from llguidance import LLMatcher
         self._schema, closed = schema, closed_schema(schema)
         try:

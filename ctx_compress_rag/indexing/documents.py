@@ -56,7 +56,7 @@ def _check_growth(path: Path) -> None:
 
 @cache
 def _converter() -> Any:
-    with needs("documents"):
+    with needs("index"):
         from markitdown import MarkItDown
         from markitdown.converters import DocxConverter, HtmlConverter, PdfConverter
     converter = MarkItDown(enable_builtins=False)  # its converter of plain text would take a broken PDF for text

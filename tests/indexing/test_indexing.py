@@ -144,7 +144,7 @@ def test_documents_are_read_as_markdown(tmp_path: Path, monkeypatch: pytest.Monk
     scan = open_input(tmp_path)
     assert list(texts(scan)) == ["plain.txt"]
     assert "5 of other types (2 .docx, 2 .pdf, 1 .html)" in scan.skipped()
-    assert "pip install 'ctx-compress-rag[documents]'" in scan.skipped()
+    assert "pip install 'ctx-compress-rag[index]'" in scan.skipped()
 
 
 def test_a_word_file_that_unpacks_to_far_more_than_it_has_is_skipped(
