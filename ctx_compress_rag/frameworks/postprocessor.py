@@ -62,4 +62,4 @@ def relevance(score: object) -> Relevance:
     try:
         return float(score)
     except OverflowError:
-        return math.copysign(math.inf, score)
+        return math.inf if score > 0 else -math.inf  # type: ignore[operator]

@@ -11,7 +11,8 @@ from langchain_core.runnables import RunnableConfig, RunnableSerializable
 from pydantic import ConfigDict
 
 from ctx_compress_rag.frameworks.postprocessor import MarkingPostprocessor, relevance
-from langchain_ctx_compress.sources import checked, restore_sources, with_text
+from langchain_ctx_compress.documents import CompressedDocument, with_text
+from langchain_ctx_compress.sources import checked, restore_sources
 
 
 class CompressedContextPostprocessor(
@@ -20,7 +21,8 @@ class CompressedContextPostprocessor(
     """Replaces the text of retrieved documents by markers of their stored soft contexts.
 
     Works as a step of an LCEL chain and wherever a document compressor is expected
-    (`ContextualCompressionRetriever`, `DocumentCompressorPipeline`). The given documents are not changed;
+    (`ContextualCompressionRetriever`, `DocumentCompressorPipeline`), last of all steps: to a reranker after it that is
+    a document compressor, the documents show their texts, but not to a function. The given documents are not changed;
     their copies keep ids, metadata and order. If a document's text is already a marker, it gets a new one.
 
     A document is looked up in the store by its id, then by its text, so the vector store and the soft context
@@ -75,7 +77,7 @@ class CompressedContextPostprocessor(
         texts = [document.page_content for document in checked(documents)]
         scores = [relevance(document.metadata.get(self.score_key)) for document in documents]
         marked = self._mark(texts, [document.id for document in documents], scores, query)
-        return [with_text(document, each.shown) for document, each in zip(documents, marked, strict=True)]
+        return [_shown(document, *each) for document, each in zip(documents, marked, strict=True)]
 
     def invoke(self, input: Sequence[Document], config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
         """Run `compress_documents` as a step of a chain."""
@@ -93,3 +95,9 @@ class CompressedContextPostprocessor(
     def restore_sources(self, documents: Sequence[Document]) -> list[Document]:
         """Call `restore_sources` with the postprocessor's store and scope; raises the same errors."""
         return restore_sources(documents, self.store, self.scope)
+
+
+def _shown(document: Document, text: str, shown: str) -> Document:
+    restored = with_text(document, text)
+    plain = shown == text or type(restored) is not Document  # an app's own class keeps its fields
+    return with_text(restored, shown) if plain else CompressedDocument.of(restored, shown)

@@ -12,6 +12,7 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPro
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import expand
 from ctx_compress_rag.store import SoftContextStore
+from langchain_ctx_compress.documents import with_text
 
 Prompt = TypeVar("Prompt", str, PromptValue, list[BaseMessage])
 
@@ -33,11 +34,6 @@ def restore_sources(documents: Sequence[Document], store: SoftContextStore, scop
             memory to keep those of others.
     """
     return [with_text(each, expand(store, each.page_content, scope)) for each in checked(documents)]
-
-
-def with_text(document: Document, text: str) -> Document:
-    """A copy with another text; the values of its metadata are shared: some cannot be copied."""
-    return document.model_copy(update={"page_content": text, "metadata": dict(document.metadata)})
 
 
 def checked(documents: Sequence[Document]) -> Sequence[Document]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, Node, TextNode
 
+from ctx_compress_rag.errors import shown as short
 from ctx_compress_rag.store.marker import defused
 
 if TYPE_CHECKING:
@@ -61,8 +62,15 @@ class CompressedTextNode(TextNode):
             return None
         fields = {name: getattr(self, name) for name in TextNode.model_fields}
         # Metadata come from the document's author: the LLM must not fail on a marker in them.
-        metadata = {defused(name): defused(str(value)) for name, value in self.metadata.items()}
+        metadata = {defused(name): defused(_as_text(value)) for name, value in self.metadata.items()}
         return TextNode(**{**fields, "text": self.marker, "metadata": metadata})
+
+
+def _as_text(value: object) -> str:
+    try:
+        return str(value)
+    except (ValueError, RecursionError):  # an int of thousands of digits, or nested too deeply
+        return short(value)
 
 
 def own_text(node: BaseNode) -> str:

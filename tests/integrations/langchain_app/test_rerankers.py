@@ -1,0 +1,95 @@
+"""LangChain's own rerankers and filters after the postprocessor: they judge texts, and prompts get markers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_classic.retrievers import ContextualCompressionRetriever
+from langchain_classic.retrievers.document_compressors import (
+    CrossEncoderReranker,
+    DocumentCompressorPipeline,
+    LLMChainFilter,
+)
+from langchain_classic.retrievers.document_compressors.cross_encoder import BaseCrossEncoder
+from langchain_core.documents import BaseDocumentCompressor, Document
+from langchain_core.language_models import FakeListLLM
+from langchain_core.prompts import PromptTemplate, format_document
+from langchain_core.retrievers import BaseRetriever
+
+from ctx_compress_rag.store import SoftContextStore
+from helpers.store import WordBundle
+from langchain_ctx_compress import CompressedContextPostprocessor
+
+TEXTS = {"mill": "The old mill grinds barley.", "tower": "The tower was built by Orla Finch."}
+DOCUMENTS = [Document(text, id=id) for id, text in TEXTS.items()]
+QUESTION = "Who built the tower?"
+
+
+class Words(BaseCrossEncoder):
+    """How many words two texts share."""
+
+    def score(self, text_pairs: Sequence[tuple[str, str]]) -> list[float]:  # type: ignore[override]
+        return [float(len({*a.lower().split()} & {*b.lower().split()})) for a, b in text_pairs]
+
+
+class Copies(BaseDocumentCompressor):
+    """Makes documents anew from text and metadata, as clients of hosted rerankers do."""
+
+    def compress_documents(self, documents: Any, query: str, callbacks: Any = None) -> list[Document]:
+        scores = Words().score([(query, document.page_content) for document in documents])
+        best = documents[scores.index(max(scores))]
+        return [Document(best.page_content, metadata={"relevance_score": max(scores)})]
+
+
+class Plain(BaseRetriever):
+    def _get_relevant_documents(self, query: str, **_: Any) -> list[Document]:
+        return DOCUMENTS
+
+
+@pytest.fixture
+def postprocessor(tmp_path: Path) -> CompressedContextPostprocessor:
+    return CompressedContextPostprocessor(store=SoftContextStore(tmp_path, WordBundle(), key=b"k" * 32))
+
+
+@pytest.mark.parametrize("reranker", [CrossEncoderReranker(model=Words(), top_n=1), Copies()], ids=["local", "hosted"])
+def test_a_reranker_after_the_postprocessor_reads_texts(
+    postprocessor: CompressedContextPostprocessor, reranker: BaseDocumentCompressor
+) -> None:
+    pipeline = DocumentCompressorPipeline(transformers=[postprocessor, reranker])
+    nested = ContextualCompressionRetriever(
+        base_compressor=reranker,
+        base_retriever=ContextualCompressionRetriever(base_compressor=postprocessor, base_retriever=Plain()),
+    )
+    for found in (
+        pipeline.compress_documents(DOCUMENTS, QUESTION),
+        asyncio.run(pipeline.acompress_documents(DOCUMENTS, QUESTION)),
+        nested.invoke(QUESTION),
+    ):
+        [best] = found
+        shown = format_document(best, PromptTemplate.from_template("{page_content}"))
+        assert shown == (TEXTS["tower"] if isinstance(reranker, Copies) else postprocessor.store.marker("tower", 4))
+        assert postprocessor.restore_sources([best])[0].page_content == TEXTS["tower"]
+
+
+def test_an_llm_that_judges_documents_reads_texts(postprocessor: CompressedContextPostprocessor) -> None:
+    asked: list[str] = []
+
+    class Judge(FakeListLLM):
+        def _call(self, prompt: str, *args: Any, **kwargs: Any) -> str:
+            asked.append(prompt)
+            return "YES"
+
+    judge = LLMChainFilter.from_llm(Judge(responses=["YES"]))
+    judge.compress_documents(postprocessor.invoke(DOCUMENTS), QUESTION)
+    assert [text in prompt for text, prompt in zip(TEXTS.values(), asked, strict=True)] == [True, True]
+
+
+def test_a_prompt_reads_markers_and_a_copy_too(postprocessor: CompressedContextPostprocessor) -> None:
+    marked = postprocessor.invoke(DOCUMENTS)
+    for document in (*marked, *(each.model_copy(deep=True) for each in marked)):
+        assert document.page_content.startswith("[[ctx:")
+        assert format_document(document, PromptTemplate.from_template("{page_content}")) == document.page_content
