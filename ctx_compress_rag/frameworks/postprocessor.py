@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any, NoReturn, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ctx_compress_rag.bundle.config import explain
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.marking.budget import Relevance
 from ctx_compress_rag.marking.mark import Marked, Marking, MarkingOptions, OnMissing
 from ctx_compress_rag.store import SoftContextStore
 
@@ -46,20 +43,10 @@ class MarkingPostprocessor(BaseModel):
         self,
         texts: Sequence[str],
         ids: Sequence[str | None],
-        scores: Sequence[Relevance],
+        scores: Sequence[object],
         question: str | None,
     ) -> list[Marked]:
         return Marking(self.store, self._options()).mark(texts, ids, scores, question)
 
     def _options(self) -> MarkingOptions:
         return MarkingOptions(self.ratio, self.token_budget, self.on_missing, self.scope)
-
-
-def relevance(score: object) -> Relevance:
-    """A score as a float, as frameworks and rerankers give it; None if it is not a number."""
-    if not isinstance(score, Real):  # numpy's scalars are Reals, too
-        return None
-    try:
-        return float(score)
-    except OverflowError:
-        return math.inf if score > 0 else -math.inf  # type: ignore[operator]

@@ -6,12 +6,24 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
+from numbers import Real
 from operator import or_
 
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.store.marker import MAX_FACTOR
 
 Relevance = float | None
+
+
+def relevance(score: object) -> Relevance:
+    """A score as frameworks and rerankers give it, as a float; None if it is not a number."""
+    if not isinstance(score, Real):  # numpy's scalars are Reals, too
+        return None
+    try:
+        return float(score)
+    except OverflowError:
+        return math.inf if score > 0 else -math.inf  # type: ignore[operator]
+
 
 TEXT = 0
 """In place of a factor: the passage stays text."""

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import whole
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadError, StoreError, StoreWriteError
-from ctx_compress_rag.marking.budget import TEXT, Relevance, allot
+from ctx_compress_rag.errors import shown as short
+from ctx_compress_rag.marking.budget import TEXT, Relevance, allot, relevance
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker, check_scope, defused
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, content_id, to_passage
 from ctx_compress_rag.text.tokenizing import text_ids, whole_characters
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_EXPANDED = 16 << 20
 """Maximum characters to which one call of `expand` or `mark` expands markers: more than any LLM reads."""
@@ -146,30 +148,35 @@ class Marking:
         self,
         texts: Sequence[str],
         ids: Sequence[str | None] | None = None,
-        scores: Sequence[Relevance] | None = None,
+        scores: Sequence[object] | None = None,
         question: str | None = None,
     ) -> list[Marked]:
         """See the function `mark`."""
-        for what, given in (("ids", ids), ("scores", scores)):
+        texts = _listed("texts", texts)
+        ids = [None] * len(texts) if ids is None else _listed("ids", ids)
+        relevances = None if scores is None else [relevance(score) for score in _listed("scores", scores)]
+        for what, given in (("ids", ids), ("scores", relevances)):
             if given is not None and len(given) != len(texts):
                 raise ConfigError(f"{len(given)} {what} for {len(texts)} texts: give one, or None, per text")
-        passages = self._expanded(texts, [None] * len(texts) if ids is None else ids)
+        passages = self._expanded(texts, ids)
         self._find(stored := [passage for passage in passages if passage.id is not None])
         try:
-            self._render(passages, scores, question)
+            self._render(passages, relevances, question)
         except (MissingPassageError, PayloadError):
             if self._options.on_missing == "error":
                 raise
             for passage in stored:
                 self._repair(passage)
-            self._render(passages, scores, question)
+            self._render(passages, relevances, question)
         return [Marked(each.text, defused(each.text) if each.shown is None else each.shown) for each in passages]
 
     def _expanded(self, texts: Sequence[str], ids: Sequence[str | None]) -> list[_Passage]:
         """The passages with their markers expanded, and with an id if they can be stored."""
         passages, room = [], MAX_EXPANDED  # many short texts may hold the marker of one long passage
         for place, (text, id) in enumerate(zip(texts, ids, strict=True)):
-            passage = _Passage(f"texts[{place}]" if id is None else repr(id), text)
+            if not isinstance(text, str):
+                raise ConfigError(f"texts[{place}] is a {type(text).__name__}: give its text")
+            passage = _Passage(f"texts[{place}]" if id is None else short(id), text)
             passages.append(passage)
             try:
                 parts = self._store.split(text, self._options.scope, "text")
@@ -324,6 +331,12 @@ def _joined(store: SoftContextStore, parts: Sequence[str | Marker], most: int) -
             f"{most:,} are allowed: use fewer markers"
         )
     return "".join(texts)
+
+
+def _listed(what: str, given: Iterable[T]) -> list[T]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigError(f"{what}={short(given)} is no list: give one")
+    return list(given)
 
 
 def _is_id(id: object) -> bool:

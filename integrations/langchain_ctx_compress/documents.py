@@ -37,7 +37,7 @@ class CompressedDocument(Document):
 
     def __eq__(self, other: object) -> bool:
         """Whether the other is a document with the same marker, id and metadata."""
-        return isinstance(other, Document) and self.model_dump() == other.model_dump()
+        return isinstance(other, Document) and self.__dict__ == other.__dict__
 
     def __getattribute__(self, name: str) -> Any:
         if name == "page_content" and _read_by_a_compressor():

@@ -10,7 +10,7 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.runnables import RunnableConfig, RunnableSerializable
 from pydantic import ConfigDict
 
-from ctx_compress_rag.frameworks.postprocessor import MarkingPostprocessor, relevance
+from ctx_compress_rag.frameworks.postprocessor import MarkingPostprocessor
 from langchain_ctx_compress.documents import CompressedDocument, with_text
 from langchain_ctx_compress.sources import checked, restore_sources
 
@@ -75,7 +75,7 @@ class CompressedContextPostprocessor(
             RatioError: the documents do not fit into `token_budget` at any ratio.
         """
         texts = [document.page_content for document in checked(documents)]
-        scores = [relevance(document.metadata.get(self.score_key)) for document in documents]
+        scores = [document.metadata.get(self.score_key) for document in documents]
         marked = self._mark(texts, [document.id for document in documents], scores, query)
         return [_shown(document, *each) for document, each in zip(documents, marked, strict=True)]
 

@@ -13,6 +13,7 @@ from langchain_core.documents import Document
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, MissingPassageError
+from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, content_id
 from helpers.store import WordBundle, passage
@@ -122,3 +123,15 @@ def test_any_relevance_is_taken(store: SoftContextStore, score: Any) -> None:
     document = Document(GOOD, id="good", metadata={"relevance_score": score})
     [marked] = LangChainPostprocessor(store=store).invoke([document])
     assert marked.page_content == store.marker("good", 4)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"texts": "abc"}, {"texts": 5}, {"texts": [None]}, {"ids": "a"}, {"ids": 1}, {"scores": "1"}], ids=repr
+)
+def test_what_is_no_list_is_refused(store: SoftContextStore, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="give"):
+        mark(store, **{"texts": [GOOD], **wrong})
+
+
+def test_iterators_are_lists(store: SoftContextStore) -> None:
+    assert mark(store, iter([GOOD]), iter(["good"])) == [store.marker("good", 4)]  # type: ignore[arg-type]

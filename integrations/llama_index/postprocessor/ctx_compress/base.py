@@ -5,7 +5,7 @@ from __future__ import annotations
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
-from ctx_compress_rag.frameworks.postprocessor import MarkingPostprocessor, relevance
+from ctx_compress_rag.frameworks.postprocessor import MarkingPostprocessor
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text, with_text
 from llama_index.postprocessor.ctx_compress.sources import restored
 
@@ -67,7 +67,7 @@ class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor
         marked = self._mark(
             list(texts.values()),
             [done[place].node.node_id for place in texts],
-            [relevance(done[place].score) for place in texts],
+            [done[place].score for place in texts],
             query_bundle.query_str if query_bundle else None,
         )
         for place, (text, shown) in zip(texts, marked, strict=True):
