@@ -191,14 +191,16 @@ class Marking:
 
     def _find(self, passages: Sequence[_Passage]) -> None:
         """Set the ids under which texts are stored, or None; missing ones are compressed if the options say so."""
-        first: dict[str | None, str] = {}  # an id that two texts share can only stand for the first of them
-        for passage in passages:
-            if first.setdefault(passage.id, passage.text) != passage.text:
-                passage.id = content_id(passage.text)
-        absent = self._not_held(passages)
+        absent: list[_Passage] = []
+        rest = list(passages)
+        while rest:  # in turns, if an id comes with several texts
+            turn = _one_text_per_id(rest)
+            absent += self._not_held(turn)
+            rest = [passage for passage in rest if passage not in turn]
         missing = self._not_held(absent, by_text=True)
+        own = _one_text_per_id(missing)
         for passage in absent:
-            if passage not in missing:
+            if passage not in own:
                 passage.id = content_id(passage.text)
         if missing and self._options.on_missing == "error":
             raise MissingPassageError(
@@ -267,6 +269,8 @@ class Marking:
     def _render(self, passages: Sequence[_Passage], scores: Sequence[Relevance] | None, question: str | None) -> None:
         """Set what is shown in place of each stored passage."""
         store, options = self._store, self._options
+        for passage in passages:
+            passage.shown = None
         if options.token_budget is not None:
             self._render_within(options.token_budget, passages, scores)
             return
@@ -331,6 +335,12 @@ def _joined(store: SoftContextStore, parts: Sequence[str | Marker], most: int) -
             f"{most:,} are allowed: use fewer markers"
         )
     return "".join(texts)
+
+
+def _one_text_per_id(passages: Sequence[_Passage]) -> list[_Passage]:
+    """The passages without those whose id comes with another text before."""
+    first: dict[str | None, str] = {}
+    return [passage for passage in passages if first.setdefault(passage.id, passage.text) == passage.text]
 
 
 def _listed(what: str, given: Iterable[T]) -> list[T]:
