@@ -64,7 +64,7 @@ def allot(
         base_ratio: source tokens per stored slot.
         scores: relevance of each passage, higher is better; passages without a score (None, NaN) come last, in
             the given order. If `scores` is None, the passages are in order, best first.
-        nestable: whether neighbouring slots can be merged; if not, a passage is either text or its stored slots.
+        nestable: whether neighboring slots can be merged; if not, a passage is either text or its stored slots.
 
     Returns: for each passage how many of its stored slots are merged into one, or `TEXT`.
 

@@ -109,7 +109,7 @@ def mark(
             on top.
         scores: with a budget, the relevance of each text: higher is better, None comes last.
         on_missing: see `OnMissing`.
-        scope: tenant or user; by default the scope of `stores.markers.scope`, otherwise the store's.
+        scope: tenant or user; by default the scope of `store.marker.scope`, otherwise the store's.
         question: the question; needed for a RAM bundle, unused otherwise.
 
     Raises:

@@ -47,7 +47,7 @@ class CompressedContextPostprocessor(
         on_missing: what to do with a document that the store cannot stand in for, each alone: "compress" and store
             it, or keep its text, with a warning, if that is impossible; raise an "error"; or keep its "text". See
             `ctx_compress_rag.marking.mark.OnMissing`.
-        scope: tenant or user that the markers belong to; None takes that of `stores.markers.scope`, or the store's.
+        scope: tenant or user that the markers belong to; None takes that of `store.marker.scope`, or the store's.
 
     Raises:
         ConfigError: an argument is unknown or has an impossible value.

@@ -26,8 +26,8 @@ from ctx_compress_rag.evaluation.questions import Question, questions_of
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.templates import TEMPLATES
-from helpers.close_reading import PASSAGES, QUESTION, ask, close_bundle, close_store, read
 from helpers.ram import plain_ids
+from helpers.ram_store import PASSAGES, QUESTION, ask, close_bundle, close_store, read
 from helpers.sentences import save_encoder
 
 LAYERS, WIDTH = 2, 32

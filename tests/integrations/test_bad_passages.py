@@ -125,9 +125,18 @@ def test_any_relevance_is_taken(store: SoftContextStore, score: Any) -> None:
     assert marked.page_content == store.marker("good", 4)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"texts": "abc"}, {"texts": 5}, {"texts": [None]}, {"ids": "a"}, {"ids": 1}, {"scores": "1"}], ids=repr
-)
+NO_LISTS: list[dict[str, Any]] = [
+    {"texts": "abc"},
+    {"texts": 5},
+    {"texts": [None]},
+    {"ids": "a"},
+    {"ids": 1},
+    {"scores": "1"},
+    {"scores": [1.0, 2.0]},
+]
+
+
+@pytest.mark.parametrize("wrong", NO_LISTS, ids=str)
 def test_what_is_no_list_is_refused(store: SoftContextStore, wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="give"):
         mark(store, **{"texts": [GOOD], **wrong})

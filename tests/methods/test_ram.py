@@ -126,7 +126,7 @@ def test_the_loss_is_the_papers(tiny_tokenizer: Any, change: dict[str, Any], rat
         lengths = [len(s) for s in states]
         kept = plain_choice(r_q, r, lengths, ratio, 4) if change.get("close_reading", True) else [False] * len(r)
         kept_somewhere += sum(kept)
-        # Eq. 5 and 6: text and vectors in order, neighbouring text tokenised as one.
+        # Eq. 5 and 6: text and vectors in order, neighboring text tokenized as one.
         parts: list[str | Tensor] = ["<|user|>"]
         number = 0
         for place, (passage, ids) in enumerate(zip(passages, segments, strict=True)):

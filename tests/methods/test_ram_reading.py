@@ -19,14 +19,11 @@ from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, Missi
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, TRUNCATED
 from ctx_compress_rag.evaluation.harness import evaluate
 from ctx_compress_rag.evaluation.questions import Question
-from ctx_compress_rag.indexing.ask import question_prompt
-from ctx_compress_rag.indexing.index import Hit
 from ctx_compress_rag.marking.mark import expand, mark
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.passage import content_id
 from ctx_compress_rag.text.templates import TEMPLATES, PromptBuilder, messages
 from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
-from helpers.close_reading import KEY, PASSAGES, QUESTION, ask, close_bundle, close_store, read
 from helpers.decoding import prefills
 from helpers.ram import (
     FROZEN,
@@ -38,6 +35,7 @@ from helpers.ram import (
     plain_states,
     ram_bundle,
 )
+from helpers.ram_store import KEY, PASSAGES, QUESTION, ask, close_bundle, close_store, read
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +107,7 @@ def test_nothing_is_lost_and_k_segments_are_kept(
     skimmed = sum(m.slots for m in found)
     kept_tokens = tokens - sum(s.n_tokens for s in store.fetch(found))
     assert skimmed <= len(segments) - k and 4 * k - 3 <= kept_tokens <= 4 * k
-    # The prompt's size, but for the edges of kept runs, which are tokenised with the prompt.
+    # The prompt's size, but for the edges of kept runs, which are tokenized with the prompt.
     size = sum(TransformersDecoder(bundle, store).count_tokens(text) for text in marked)
     # An emoji's bytes, at either edge of a run; one that is such bytes and nothing else has no text.
     runs = max(len(texts), min(k, 1))
@@ -132,12 +130,6 @@ def test_only_the_question_and_skimmed_segments_are_read(
     assert question == plain_ids(bundle, QUESTION)
     assert len(segments) == sum(m.slots for m in found) < len([s for t in PASSAGES for s in plain_segments(bundle, t)])
     assert [len(s) for s in segments] == [n for soft in store.fetch(found) for n in soft.token_counts.tolist()]
-
-
-def test_other_questions_other_slots_under_other_names(store: SoftContextStore) -> None:
-    first, second = (read(store, ask(store, question=q))[1] for q in (QUESTION, "Who keeps bees?"))
-    assert not {m.id for m in first} & {m.id for m in second}
-    assert [m.id for m in read(store, ask(store))[1]] == [m.id for m in first]
 
 
 def test_marked_twice_is_the_last(store: SoftContextStore) -> None:
@@ -242,11 +234,3 @@ def test_every_budget_is_what_close_reading_takes(bundle: Bundle) -> None:
     assert by[SOFT, 4] < by[SOFT, 3] < by[SOFT, 2] < by[FULL, None]
     for ratio in (2, 3, 4):
         assert by[TRUNCATED, ratio] == pytest.approx(by[SOFT, ratio], abs=8)
-
-
-def test_the_command_line_asks_closely(bundle: Bundle, store: SoftContextStore) -> None:
-    ids = store.ensure(PASSAGES)
-    hits = [Hit(id, text, "a.txt", 0.5) for id, text in zip(ids, PASSAGES, strict=True)]
-    [chat] = question_prompt(store, QUESTION, hits, 4)
-    assert chat["content"] == messages(TEMPLATES[0], "\n\n".join(ask(store, ratio=4)), QUESTION)[0]["content"]
-    assert PASSAGES[1] in question_prompt(store, QUESTION, hits, as_text=True)[0]["content"]

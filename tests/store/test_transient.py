@@ -23,7 +23,7 @@ from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store import marker as markers
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.store.transient import TransientContexts
-from helpers.close_reading import KEY, PASSAGES, QUESTION, ask, close_bundle, close_store, read
+from helpers.ram_store import KEY, PASSAGES, QUESTION, ask, close_bundle, close_store, read
 
 
 @pytest.fixture(scope="module")

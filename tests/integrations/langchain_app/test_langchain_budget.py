@@ -13,8 +13,7 @@ from langchain_classic.chains.combine_documents import create_stuff_documents_ch
 from langchain_classic.retrievers import ContextualCompressionRetriever
 from langchain_core.documents import Document
 
-from ctx_compress_rag import ConfigError, RatioError
-from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag import RatioError
 from ctx_compress_rag.store.marker import Marker
 from helpers.budget import usages
 from helpers.langchain import CHAT, QUESTION, SOURCES, TEXTS, App, direct, joined, open_app
@@ -119,8 +118,3 @@ def test_a_marker_that_a_passage_quotes_is_text(talkative: Any, tmp_path: Path) 
         assert sum(llm.get_num_tokens(document.page_content) for document in marked) <= budget
     assert marked[0].page_content == f"It says {quoted.replace(':', '')} here."
     assert llm.invoke(marked[0].page_content).response_metadata["slots"] == 0
-
-
-def test_one_score_for_each_text(app: App) -> None:
-    with pytest.raises(ConfigError, match="1 scores for 2 texts"):
-        mark(app.store, list(TEXTS.values())[:2], token_budget=20, scores=[1.0])

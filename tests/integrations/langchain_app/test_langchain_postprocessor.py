@@ -36,12 +36,6 @@ def test_documents_keep_all_but_their_text(app: App) -> None:
     assert retrieved == before
 
 
-@pytest.mark.parametrize("ratio", [None, 4, 16, 40])
-def test_ratio(app: App, ratio: int | None) -> None:
-    [marked] = app.postprocessor(ratio=ratio).invoke(SOURCES[:1])
-    assert app.llm().get_num_tokens(marked.page_content) == app.slots("tower", ratio or 4)
-
-
 @pytest.mark.parametrize("given", [QUESTION, [QUESTION], SOURCES[0], {"context": SOURCES}])
 def test_what_is_no_list_of_documents_is_refused(app: App, given: Any) -> None:
     """A step before the retriever, a chain's whole state, one document alone."""
@@ -71,17 +65,6 @@ def test_found_by_text_where_ids_differ(app: App) -> None:
     marked = CompressedContextPostprocessor(store=store, on_missing="error").invoke(strangers)
     assert [document.id for document in marked] == [None, "uuid-2"]
     assert CompressedContextPostprocessor(store=store).restore_sources(marked) == strangers
-
-
-def test_two_texts_under_one_id(app: App) -> None:
-    store = SoftContextStore(app.client, app.bundle, collection="shared-id")
-    postprocessor = CompressedContextPostprocessor(store=store)
-    documents = [Document(id="1", page_content=TEXTS["tower"]), Document(id="1", page_content=TEXTS["mill"])]
-    documents += [documents[0], Document(id="1", page_content=" ")]
-    marked = postprocessor.invoke(documents)
-    assert marked[0] == marked[2] != marked[1]
-    assert marked[3] == documents[3]
-    assert postprocessor.restore_sources(marked) == documents
 
 
 def test_twice_is_the_last(app: App) -> None:

@@ -125,9 +125,3 @@ async def test_the_event_loop_goes_on(store: SoftContextStore, app: App) -> None
 def test_other_processes_are_refused(store: SoftContextStore) -> None:
     with pytest.raises(ConfigError, match="without num_workers"):
         pipeline(store).run(documents=[Document(text=TEXT), Document(text=PASSAGES[0])], num_workers=2)
-
-
-def test_no_store_in_what_is_shown(store: SoftContextStore) -> None:
-    step = CompressSoftContext(store=store)
-    assert "Store" not in repr(step) + step.to_json() + str(step.to_dict())
-    assert CompressSoftContext.from_dict(step.to_dict(), store=store).store is store

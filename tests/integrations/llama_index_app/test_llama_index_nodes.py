@@ -167,20 +167,6 @@ def test_a_budget_is_kept_as_the_llm_counts(app: App, nodes: list[NodeWithScore]
     assert all(b <= a + 1 / w for a, b, w in zip(kept, kept[1:], full[1:], strict=False))
 
 
-def test_a_budget_goes_by_score_and_not_by_place(app: App, nodes: list[NodeWithScore]) -> None:
-    postprocessor = app.postprocessor(token_budget=30)
-    forward = shown(postprocessor.postprocess_nodes(nodes))
-    assert shown(postprocessor.postprocess_nodes(nodes[::-1])) == forward[::-1]
-    count = marker_tokenizer(app.store)
-    assert len(count(forward[0])) > len(count(forward[-1]))
-    # Without scores the first is the best, and a node without one comes after those that have one.
-    unscored = [NodeWithScore(node=node.node) for node in nodes]
-    assert shown(postprocessor.postprocess_nodes(unscored)) == forward
-    lost = [unscored[0], *nodes[1:]]
-    factors = [app.factor(text) for text in shown(postprocessor.postprocess_nodes(lost))]
-    assert factors[0] == max(factors)
-
-
 def test_a_budget_may_return_a_marked_node_to_its_text(app: App, nodes: list[NodeWithScore]) -> None:
     marked = app.postprocessor().postprocess_nodes(nodes)
     assert app.postprocessor(token_budget=10_000).postprocess_nodes(marked) == nodes

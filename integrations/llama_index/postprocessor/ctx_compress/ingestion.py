@@ -42,7 +42,7 @@ class CompressSoftContext(TransformComponent):
 
     @classmethod
     def class_name(cls) -> str:
-        """The class's name, for serialisation."""
+        """The class's name, for serialization."""
         return "CompressSoftContext"
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:

@@ -12,8 +12,8 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, Te
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError, RatioError
 from ctx_compress_rag.store import SoftContextStore
-from helpers.close_reading import PASSAGES, QUESTION, ask, close_bundle, close_store
 from helpers.ram import plain_ids
+from helpers.ram_store import PASSAGES, QUESTION, ask, close_bundle, close_store
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
 from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor as LlamaPostprocessor
 from llama_index.postprocessor.ctx_compress import restore_sources
@@ -52,15 +52,11 @@ def test_llama_index_reads_closely(store: SoftContextStore, query: dict[str, Any
         assert restore_sources(marked, store) == NODES
 
 
-def test_langchain_is_told_what_is_missing(store: SoftContextStore) -> None:
+def test_a_step_without_a_question_says_how_to_give_it(store: SoftContextStore) -> None:
     with pytest.raises(ConfigError, match="ContextualCompressionRetriever"):
         (RunnableLambda(lambda question: DOCUMENTS) | CompressedContextPostprocessor(store=store)).invoke(QUESTION)
-    with pytest.raises(ConfigError, match="token budget"):
-        CompressedContextPostprocessor(store=store, token_budget=9)
-    with pytest.raises(RatioError, match="ratio=1"):
-        CompressedContextPostprocessor(store=store, ratio=1)
-
-
-def test_llama_index_is_told_what_is_missing(store: SoftContextStore) -> None:
     with pytest.raises(ConfigError, match="query_bundle or query_str"):
         LlamaPostprocessor(store=store).postprocess_nodes(NODES)
+    for options, error in (({"token_budget": 9}, ConfigError), ({"ratio": 1}, RatioError)):
+        with pytest.raises(error, match="ram bundle"):
+            CompressedContextPostprocessor(store=store, **options)
