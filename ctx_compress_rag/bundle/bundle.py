@@ -23,6 +23,7 @@ from ctx_compress_rag.bundle.files import (
     REPORT_FILE,
     TEACHER,
     WEIGHTS_FILE,
+    decoder_tensors,
     find_bundle,
     read_adapter,
     read_config,
@@ -37,7 +38,7 @@ from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, pinned
-from ctx_compress_rag.models.loading import INT8_FILE, load_decoder
+from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.process_bound import OfThisProcess
 from ctx_compress_rag.ratios import check_window
 from ctx_compress_rag.soft_context import SoftContext
@@ -121,23 +122,25 @@ class Bundle(OfThisProcess):
             shipped if config.decoder is None else config.decoder,
             config.revision,
             device=device,
+            subfolder=config.subfolder,
             dtype=dtype,
             device_map=device_map,
             attn_implementation=attn_implementation,
             quantization_config=quantization_config,
         )
+        tokenizer.chat_template = config.chat_template or tokenizer.chat_template
         teacher = folder / TEACHER
         bundle = cls.build(config, Backbone(model, tokenizer), teacher if teacher.exists() else None)
-        stored: dict[str, dict[str, Tensor]] = {}
+        bundle.compressor.located(folder)
+        stored: dict[str, Mapping[str, Tensor]] = {}
         for part, module in bundle.parts.items():
-            stored[part] = read_tensors(folder / part / WEIGHTS_FILE)
-            module.load_saved_state(stored[part])
+            stored[part] = own = read_tensors(folder / part / WEIGHTS_FILE)
+            module.load_saved_state(own)
             if part in bundle.backbone.adapters:
-                stored[f"{part} adapter"] = read_adapter(folder / part)
-                bundle.backbone.load_adapter_state(part, stored[f"{part} adapter"])
+                stored[f"{part} adapter"] = adapter = read_adapter(folder / part)
+                bundle.backbone.load_adapter_state(part, adapter)
         if config.decoder is None:
-            int8 = (shipped / INT8_FILE).exists()
-            stored[DECODER_FOLDER] = read_tensors(shipped / (INT8_FILE if int8 else WEIGHTS_FILE))
+            stored[DECODER_FOLDER] = decoder_tensors(shipped)
         decoder = decoder_digest(config, bundle.backbone, shipped)
         if decoder != config.decoder_digest:
             raise BundleError(
@@ -156,6 +159,41 @@ class Bundle(OfThisProcess):
             )
         logger.info("bundle %s (%s), fingerprint %s", config.name, config.method.name, bundle.fingerprint[:12])
         return bundle
+
+    @classmethod
+    def import_published(
+        cls,
+        name_or_path: str | Path,
+        folder: str | Path,
+        *,
+        subfolder: str | None = None,
+        revision: str | None = None,
+        decoder: str | None = None,
+        encoder: str | None = None,
+        copy: bool = False,
+        **options: Any,
+    ) -> Bundle:
+        """Convert another project's published compressor into a bundle in a new folder, and load it from there.
+
+        Args:
+            name_or_path: the checkpoint: a hub id or a folder. Files are downloaded into the hub's cache.
+            folder: where the bundle goes.
+            subfolder: the checkpoint's place in the repository, if that holds several.
+            revision: a hub revision; its commit is pinned.
+            decoder: the decoder it was trained for, in place of the one it names.
+            encoder: the same for an encoder with weights of its own.
+            copy: put decoder and encoder into the bundle, instead of naming their place and commit.
+            options: of `from_pretrained`, such as `dtype`.
+
+        Raises:
+            BundleError: the checkpoint cannot be fetched or imported; the message says why.
+            ConfigError: an argument does not fit it.
+        """
+        from ctx_compress_rag.published.importing import Import
+
+        found = Import.of(name_or_path, subfolder=subfolder, revision=revision, decoder=decoder, encoder=encoder)
+        found.write(folder, copy=copy)
+        return cls.from_pretrained(folder, **options)
 
     def loaded_again(self, **options: Any) -> Bundle:
         """Load the same bundle again with other `options` of `from_pretrained`.
@@ -261,8 +299,19 @@ class Bundle(OfThisProcess):
         (folder / "README.md").write_text(model_card(self.config, self.report, self.fingerprint), encoding="utf-8")
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
-        """Upload the bundle to the Hugging Face hub; returns the commit's URL."""
+        """Upload the bundle to the Hugging Face hub; returns the commit's URL.
+
+        Raises:
+            ConfigError: the license of an imported bundle does not let anyone publish it.
+        """
         import tempfile
+
+        source = self.config.source
+        if source is not None and not source.shareable and not private:
+            raise ConfigError(
+                f"bundle {self.config.name!r} was imported from {source.name}, whose license ({source.license}) "
+                "restricts who may publish it: give private=True, or let others import it themselves"
+            )
 
         from huggingface_hub import HfApi
 
@@ -330,7 +379,10 @@ class Bundle(OfThisProcess):
 
     @torch.inference_mode()
     def embed(self, soft: SoftContext) -> Tensor:
-        """A soft context as input embeddings on the decoder's device and in its precision: (slots, decoder dim)."""
+        """A soft context as input embeddings on the decoder's device and in its precision.
+
+        Shape: -> (`reader.positions(slots)`, decoder dim)
+        """
         device = self.backbone.device
         embedded: Tensor = self.reader(soft.slots.to(device), soft.token_counts.to(device))
         return embedded.to(self.backbone.embeddings.weight.dtype)

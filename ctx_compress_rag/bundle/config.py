@@ -11,11 +11,31 @@ from ctx_compress_rag.errors import ConfigError, shown
 from ctx_compress_rag.methods.registry import AnyMethodConfig
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.strict import Strict
-from ctx_compress_rag.text.templates import TEMPLATES
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES
 
 T = TypeVar("T")
 _WHOLE = TypeAdapter(int)
 _SECONDS = TypeAdapter(Annotated[float, Field(ge=0)])
+
+
+class Source(Strict):
+    """Where a bundle was imported from.
+
+    Attributes:
+        name: the published checkpoint: a hub id, or a folder's name.
+        revision: its commit on the hub.
+        subfolder: the part of the repository that was read.
+        format: the importer's name for its format.
+        license: the license of its weights.
+        shareable: whether that license lets anyone publish them again.
+    """
+
+    name: str
+    revision: str | None = None
+    subfolder: str | None = None
+    format: str
+    license: str
+    shareable: bool = False
 
 
 class BundleConfig(Strict):
@@ -27,6 +47,7 @@ class BundleConfig(Strict):
         method: the compression method and its settings.
         decoder: hub id or path of the decoder, or its GGUF file; None when the bundle ships it in `decoder/`.
         revision: the decoder's revision on the hub.
+        subfolder: where the decoder is in there.
         base_ratio: source tokens per slot in the store.
         ratios: the ratios it was trained for.
         max_tokens: the encoder's window; longer passages are compressed window by window.
@@ -35,6 +56,10 @@ class BundleConfig(Strict):
         answer_tokens: tokens of the longest answer that it was trained on.
         decoder_digest: SHA-256 of the decoder's files when the bundle was saved; "" if it has a commit on the hub, or
             its own SHA-256.
+        separator: what stands between two passages in a prompt.
+        answer_prefix: with what an answer from passages begins, as part of the prompt.
+        chat_template: the chat format it was trained with, in place of the decoder's own; None for the decoder's.
+        source: where it was imported from; None for a bundle trained here.
     """
 
     format: Literal[1] = 1
@@ -42,6 +67,7 @@ class BundleConfig(Strict):
     method: AnyMethodConfig
     decoder: str | GgufDecoder | None = None
     revision: str | None = None
+    subfolder: str | None = None
     base_ratio: int = Field(gt=0)
     ratios: list[int] = Field(min_length=1)
     max_tokens: int = Field(gt=0)
@@ -49,6 +75,10 @@ class BundleConfig(Strict):
     template: str = TEMPLATES[0]
     answer_tokens: int = Field(default=64, gt=0)
     decoder_digest: str = ""
+    separator: str = PASSAGE_SEPARATOR
+    answer_prefix: str = ""
+    chat_template: str | None = None
+    source: Source | None = None
 
     @property
     def decoder_name(self) -> str | None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from ctx_compress_rag.bundle.config import BundleConfig, explain
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.int8 import from_int8
+from ctx_compress_rag.models.loading import INT8_FILE
 
 SHIPPED = {folder.name: folder for folder in Path(__file__).parent.glob("shipped/*/")}
 # Until its users name it by its path.
@@ -50,17 +52,36 @@ def find_bundle(name_or_path: str | Path, revision: str | None) -> Path:
         return folder
     if str(name_or_path).count("/") != 1 or str(name_or_path).startswith((".", "/", "~")):
         raise BundleError(none)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RemoteEntryNotFoundError
 
+    name = str(name_or_path)
     try:
-        return Path(
-            snapshot_download(
-                str(name_or_path), revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja"]
-            )
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise BundleError(f"cannot fetch the bundle {str(name_or_path)!r} from the hub: {error}") from error
+        # First, for a repository of something else may hold gigabytes.
+        if not _is_bundle(Path(hf_hub_download(name, CONFIG_FILE, revision=revision)).read_bytes()):
+            raise BundleError(_not_a_bundle(name))
+        wanted = ["*.json", "*.safetensors", "*.jinja"]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+    except RemoteEntryNotFoundError as error:
+        raise BundleError(_not_a_bundle(name)) from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise BundleError(f"cannot fetch the bundle {name!r} from the hub: {error}") from error
+
+
+def _is_bundle(config: bytes) -> bool:
+    """Whether this is a bundle's config, however damaged, and not that of another kind of checkpoint."""
+    try:
+        found = json.loads(config)
+    except ValueError:
+        return True
+    return not isinstance(found, dict) or "model_type" not in found
+
+
+def _not_a_bundle(name: str | Path) -> str:
+    return (
+        f"{str(name)!r} is not a bundle: if it is a published compressor (LCLM, PISCO, CLaRa, xRAG, ICAE), convert it "
+        f"with `ctx-compress import {name} DIR`"
+    )
 
 
 def check_free(folder: Path) -> None:
@@ -81,9 +102,13 @@ def check_free(folder: Path) -> None:
 def read_config(path: Path) -> BundleConfig:
     """Read a bundle's settings; raises BundleError if there are none, ConfigError if they are impossible."""
     try:
-        return BundleConfig.model_validate_json(path.read_bytes())
+        content = path.read_bytes()
     except FileNotFoundError:
-        raise BundleError(f"{path.parent} is not a bundle: it has no {path.name}") from None
+        raise BundleError(_not_a_bundle(path.parent)) from None
+    if not _is_bundle(content):
+        raise BundleError(_not_a_bundle(path.parent))
+    try:
+        return BundleConfig.model_validate_json(content)
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain(error)}") from None
 
@@ -113,6 +138,35 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
                 f"{path} is damaged ({name} holds a NaN, an infinity or whole numbers): fetch or make the bundle again"
             )
     return tensors
+
+
+def decoder_tensors(folder: Path) -> Mapping[str, Tensor]:
+    """The tensors of a decoder that is part of a bundle; raises as `read_tensors`."""
+    if (folder / INT8_FILE).exists():
+        return read_tensors(folder / INT8_FILE)
+    shards = sorted(folder.glob("*.safetensors"))
+    return _Shards(shards) if len(shards) > 1 else read_tensors(folder / WEIGHTS_FILE)
+
+
+class _Shards(Mapping[str, Tensor]):
+    """The tensors of several files, each read when it is asked for: together they may not fit into memory."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths: dict[str, Path] = {}
+        for path in paths:
+            with safe_open(path, "pt") as file:
+                self._paths |= dict.fromkeys(file.keys(), path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._paths[name], "pt") as file:
+            found: Tensor = file.get_tensor(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:

@@ -15,7 +15,8 @@ from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.identity import digest_in_memory, files_digest, folder_digest
 
-_CHANGES_NO_SLOT = {"name", "reads", "template", "answer_tokens", "decoder_digest"}
+_ASKING = {"template", "answer_tokens", "separator", "answer_prefix", "chat_template"}
+_CHANGES_NO_SLOT = {"name", "reads", "decoder_digest", "source", *_ASKING}
 
 
 def decoder_digest(config: BundleConfig, backbone: Backbone, shipped: Path | None = None) -> str:
@@ -29,7 +30,7 @@ def decoder_digest(config: BundleConfig, backbone: Backbone, shipped: Path | Non
     if config.decoder is None:
         return digest_in_memory(backbone.model, backbone.tokenizer) if shipped is None else files_digest(shipped)
     in_folder = isinstance(config.decoder, str) and Path(config.decoder).is_dir()
-    return folder_digest(Path(str(config.decoder))) if in_folder else ""
+    return folder_digest(Path(str(config.decoder), config.subfolder or "")) if in_folder else ""
 
 
 def fingerprint(config: BundleConfig, commit: str, decoder: str, states: Mapping[str, Mapping[str, Tensor]]) -> str:
@@ -49,7 +50,8 @@ def fingerprint(config: BundleConfig, commit: str, decoder: str, states: Mapping
         settings |= {"decoder": config.decoder.sha256, "revision": None}
     digest = hashlib.sha256(json.dumps([settings, commit, decoder], sort_keys=True).encode())
     for part in sorted(states):
-        for name, value in sorted(states[part].items()):
+        for name in sorted(states[part]):
+            value = states[part][name]  # one by one: a large decoder's are read from files
             digest.update(f"{part} {name}".encode())
             digest.update(value.detach().to("cpu", torch.float16).contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -50,6 +50,7 @@ def save(bundle: Bundle, folder: Path, *, int8: bool) -> None:
         packed = pack(module.saved_state())
         module.load_saved_state(from_int8(packed))
         save_file(packed, folder / part / WEIGHTS_FILE)
+    bundle.compressor.save_files(folder)
     for name in bundle.backbone.adapters & {*bundle.parts, TEACHER}:
         lossless = name == TEACHER and not int8
         _save_adapter(bundle, name, folder / name, _lossless if lossless else pack, int8=int8)

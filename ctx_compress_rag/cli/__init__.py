@@ -11,7 +11,7 @@ from ctx_compress_rag import __version__
 from ctx_compress_rag.cli.command import app, run
 
 # Importing a file registers its command; the help lists them in this order.
-from ctx_compress_rag.cli import index, ask, info, demo, serve, export, backup, train, eval, agree  # isort: skip # noqa: F401
+from ctx_compress_rag.cli import index, ask, info, demo, serve, export, import_, backup, train, eval, agree  # isort: skip # noqa: F401
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -37,6 +37,7 @@ from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_on_unreada
 from ctx_compress_rag.store.passage import MAX_CHARACTERS
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from ctx_compress_rag.text.quoting import quotable
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import check_characters
 
 __all__ = ["BATCH_SIZE", "Generation", "Message", "Sampling", "TransformersDecoder"]
@@ -169,23 +170,24 @@ class TransformersDecoder:
             return self.begin(prepared, sampling, put)
 
     def count_tokens(self, text: str) -> int:
-        """Number of tokens in `text`, without a BOS; a valid marker counts as its slots."""
+        """Number of tokens in `text`, without a BOS; a valid marker counts as its slots and the vectors around them."""
         return len(self.token_ids(text))
 
     def token_ids(self, text: str) -> list[int]:
         """Token ids of `text`, without a BOS; each slot is a padding token, which no text encodes to."""
-        texts, markers = _around_markers(self._split(text))
+        texts, markers = self._around_markers(self._split(text))
         first, *rest = (part.tolist() for part in self._tokenizer.encode([self._tokenizer.as_text(t) for t in texts]))
         ids: list[int] = first
         for marker, part in zip(markers, rest, strict=True):
-            ids += [self.bundle.tokenizer.pad_token_id] * marker.slots + part
+            ids += [self.bundle.tokenizer.pad_token_id] * self.bundle.reader.positions(marker.slots) + part
         return ids
 
     def count_chat_tokens(self, chat: Sequence[Message]) -> int:
         """Number of positions of a chat: the chat template's tokens, its text and its slots."""
-        around = [_around_markers(self._split(message["content"])) for message in chat]
+        around = [self._around_markers(self._split(message["content"])) for message in chat]
         ids = self._chat_ids(chat, [texts for texts, _ in around])
-        return sum(map(len, ids)) + sum(marker.slots for _, markers in around for marker in markers)
+        read = self.bundle.reader.positions
+        return sum(map(len, ids)) + sum(read(marker.slots) for _, markers in around for marker in markers)
 
     # From text to what the model reads
 
@@ -220,7 +222,7 @@ class TransformersDecoder:
             # Before joining: a prompt may contain the marker of a long passage thousands of times.
             written = sum(len(shown[p]) for parts in messages for p in parts if isinstance(p, Marker) and p in shown)
             check_characters(f"prompt {index}", written, self._window)
-            around = [_around_markers(parts, shown) for parts in messages]
+            around = [self._around_markers(parts, shown) for parts in messages]
             texts = [texts for texts, _ in around]
             ids = self._raw_ids(texts[0]) if isinstance(prompt, str) else self._chat_ids(prompt, texts)
             slots = [embedded[marker] for _, markers in around for marker in markers]
@@ -277,7 +279,19 @@ class TransformersDecoder:
         hole = self._tokenizer.hole
         contents = [hole.join(map(self._tokenizer.as_text, parts)) for parts in texts]
         whole = [{"role": message["role"], "content": text} for message, text in zip(chat, contents, strict=True)]
-        return self._tokenizer.encode(chat_text(self.bundle.tokenizer, whole).split(hole))
+        asked = chat_text(self.bundle.tokenizer, whole)
+        if any(len(parts) > 1 for parts in texts):
+            asked += self.bundle.config.answer_prefix
+        return self._tokenizer.encode(asked.split(hole))
+
+    def _around_markers(
+        self, parts: Sequence[str | Marker], texts_of: Mapping[Marker, str] = MappingProxyType({})
+    ) -> tuple[list[str], list[Marker]]:
+        """As the function; between two markers, the separator that everyone writes becomes the bundle's."""
+        texts, markers = _around_markers(parts, texts_of)
+        own = self.bundle.config.separator
+        inner = [own if text == PASSAGE_SEPARATOR else text for text in texts[1:-1]]
+        return [texts[0], *inner, *texts[1:][-1:]], markers
 
     def _split(self, text: str, on_unreadable: OnUnreadable = "warn") -> list[str | Marker]:
         if not isinstance(text, str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from numbers import Real
 from operator import or_
@@ -42,6 +42,7 @@ def allot(
     base_ratio: int,
     scores: Sequence[Relevance] | None = None,
     nestable: bool = True,
+    positions: Callable[[int], int] = int,
 ) -> list[int]:
     """Choose how each passage is read, so that all together take at most `budget` tokens of the prompt.
 
@@ -60,11 +61,12 @@ def allot(
     Args:
         tokens: tokens of each passage's text.
         slots: stored slots of each passage; a passage with 0 stays text, whatever its rank.
-        budget: maximum tokens of all passages; a slot counts as one.
+        budget: maximum tokens of all passages.
         base_ratio: source tokens per stored slot.
         scores: relevance of each passage, higher is better; passages without a score (None, NaN) come last, in
             the given order. If `scores` is None, the passages are in order, best first.
         nestable: whether neighboring slots can be merged; if not, a passage is either text or its stored slots.
+        positions: how many tokens some slots of a passage count as: by default one each.
 
     Returns: for each passage how many of its stored slots are merged into one, or `TEXT`.
 
@@ -75,8 +77,12 @@ def allot(
         return [TEXT] * len(tokens)
     order, ranks = _ranked(len(tokens), scores)
     levels = [TEXT, *(_factors(slots) if nestable else [1])]
-    # costs[place][level]: tokens of the passage at a place in the order. One slot is the least, whatever the factor.
-    costs = [[tokens[i] if not (slots[i] and f) else -(-slots[i] // f) for f in levels] for i in order]
+    # costs[place][level]: tokens of the passage at a place in the order. One slot is the least, whatever the factor,
+    # and text that is shorter than its slots stays text.
+    costs = [
+        [tokens[i] if not (slots[i] and f) else min(tokens[i], positions(-(-slots[i] // f))) for f in levels]
+        for i in order
+    ]
     least = sum(cost[-1] for cost in costs)
     if least > budget:
         raise RatioError(
@@ -89,7 +95,8 @@ def allot(
     if _total(costs, wanted) < _LEAST_SHARE * budget and search <= _MOST_BITS:
         wanted = _nearest(costs, wanted, budget)
     chosen = dict(zip(order, wanted, strict=True))
-    return [levels[chosen[i]] if slots[i] else TEXT for i in range(len(tokens))]
+    factors = [levels[chosen[i]] if slots[i] else TEXT for i in range(len(tokens))]
+    return [f if f and positions(-(-slots[i] // f)) <= tokens[i] else TEXT for i, f in enumerate(factors)]
 
 
 def _ranked(count: int, scores: Sequence[Relevance] | None) -> tuple[list[int], list[int]]:

@@ -302,6 +302,7 @@ class Marking:
             base_ratio=store.base_ratio,
             scores=scores,
             nestable=store.bundle.compressor.nestable,
+            positions=store.bundle.reader.positions,
         )
         for factor in set(factors) - {TEXT}:
             chosen = [each for each, own in zip(passages, factors, strict=True) if own == factor]

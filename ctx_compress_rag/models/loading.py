@@ -42,6 +42,7 @@ def load_decoder(
     revision: str | None = None,
     device: str | torch.device | None = None,
     *,
+    subfolder: str | None = None,
     dtype: str | torch.dtype | None = None,
     device_map: str | Mapping[str, Any] | None = None,
     attn_implementation: str | None = None,
@@ -53,6 +54,7 @@ def load_decoder(
         name: a folder, a hub id or a GGUF file.
         revision: a hub revision.
         device: see `choose_device`.
+        subfolder: where the decoder is in the folder or repository.
         dtype: dtype of the weights, such as "bfloat16"; None chooses one for the device.
         device_map: where each part goes, as transformers takes it ("auto", or a dict), in place of `device`.
         attn_implementation: transformers' name, such as "sdpa" or "eager"; None lets transformers choose.
@@ -79,7 +81,7 @@ def load_decoder(
             model, tokenizer = load_gguf(gguf_file(name, revision))
             model = _placed(weights_as(model, weights), placed)
         else:
-            model, tokenizer = _from_folder(name, revision, weights, placed)
+            model, tokenizer = _from_folder(name, revision, subfolder or "", weights, placed)
         if attn_implementation is not None:
             model.set_attn_implementation(attn_implementation)
     except CtxCompressError:
@@ -108,25 +110,27 @@ def _dtype(name: str | torch.dtype) -> torch.dtype:
 
 
 def _from_folder(
-    name: str | Path, revision: str | None, dtype: torch.dtype, placed: Mapping[str, Any]
+    name: str | Path, revision: str | None, subfolder: str, dtype: torch.dtype, placed: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     """The causal LM and the tokenizer of a transformers folder, here or on the hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if (isinstance(name, Path) or _is_path(name)) and not Path(name).is_dir():  # transformers calls it a bad hub id
         raise ValueError("there is no such folder")
-    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+    if subfolder and Path(name).is_dir():
+        name, subfolder = Path(name, subfolder), ""
+    where: dict[str, Any] = {"revision": revision, "subfolder": subfolder, "trust_remote_code": False}
+    tokenizer = AutoTokenizer.from_pretrained(name, **where)
     packed = Path(name) / INT8_FILE
     if packed.exists():
         return _placed(_from_int8(packed, dtype), placed), tokenizer
     # Its annotations omit the loading info, which it returns with the model.
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         name,
-        revision=revision,
         dtype=dtype,
         use_safetensors=True,
-        trust_remote_code=False,
         output_loading_info=True,
+        **where,
         **placed,
     )
     model, found = loaded

@@ -14,6 +14,9 @@ SENTENCES = {"encoder": "a tiny one", "encoder_dim": DIM}
 SMALL_LORA = {"rank": 4, "alpha": 8, "dropout": 0.0}
 COMPREXIT = {"gate_dim": 8, "slot_dim": 12, "transport_dim": 8, "segment_tokens": 16}
 
+IMPORTED = {"memory_tokens", "own_encoder"}
+"""Methods without a recipe here: published compressors use them, in tests/published/."""
+
 # The smallest configs of each method, one for each of its forms; the first goes through the frameworks, too.
 MATRIX: dict[str, dict[str, dict[str, Any]]] = {
     "mean_pooling": {

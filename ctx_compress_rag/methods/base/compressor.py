@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -100,6 +101,12 @@ class Compressor(Part, Reading):
     side = "compressor"
     dim: int
 
+    def located(self, folder: Path) -> None:
+        """Told the bundle's folder after loading, for files of its own there."""
+
+    def save_files(self, folder: Path) -> None:
+        """Write files that a bundle has besides its tensors into the bundle's folder."""
+
     @abstractmethod
     def forward(self, passages: PassageBatch, ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
         """Compress a training batch at each ratio, with gradients, in windows as `compress` does for a store."""
@@ -149,7 +156,7 @@ class TokenCompressor(Compressor):
         pieces = _windows(rows, window)
         done = self.encode(*padded([piece for _, piece in pieces], ids.device), ratios)
         return {
-            ratio: SlotBatch.of(_joined([index for index, _ in pieces], batch.rows())) for ratio, batch in done.items()
+            ratio: SlotBatch.of(joined([index for index, _ in pieces], batch.rows())) for ratio, batch in done.items()
         }
 
     def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
@@ -164,12 +171,12 @@ class TokenCompressor(Compressor):
         pieces = _windows(passages, window)
         done: dict[int, SoftContext] = {}
         device = self.backbone.device
-        for batch in _batches(pieces, batch_tokens):
+        for batch in batches([len(ids) for _, ids in pieces], batch_tokens):
             ids, mask = padded([pieces[i][1] for i in batch], device)
             compressed = self.encode(ids, mask, [ratio])[ratio]
             rows = SlotBatch(compressed.slots.float().cpu(), compressed.token_counts.long().cpu()).rows()
             done |= dict(zip(batch, rows, strict=True))
-        return _joined([index for index, _ in pieces], [done[i] for i in range(len(pieces))])
+        return joined([index for index, _ in pieces], [done[i] for i in range(len(pieces))])
 
 
 def _windows(passages: Sequence[Sequence[int]], window: int) -> list[tuple[int, Sequence[int]]]:
@@ -181,7 +188,7 @@ def _windows(passages: Sequence[Sequence[int]], window: int) -> list[tuple[int, 
     ]
 
 
-def _joined(passages: Sequence[int], pieces: Sequence[SoftContext]) -> list[SoftContext]:
+def joined(passages: Sequence[int], pieces: Sequence[SoftContext]) -> list[SoftContext]:
     """Join consecutive pieces of the same passage; `passages` has the passage index of each piece."""
     return [
         SoftContext(torch.cat([piece.slots for _, piece in own]), torch.cat([piece.token_counts for _, piece in own]))
@@ -190,13 +197,13 @@ def _joined(passages: Sequence[int], pieces: Sequence[SoftContext]) -> list[Soft
     ]
 
 
-def _batches(pieces: Sequence[tuple[int, Sequence[int]]], batch_tokens: int) -> list[list[int]]:
-    """Indices of `pieces` in batches of similar length, each with at most `batch_tokens` after padding."""
-    batches: list[list[int]] = []
-    for i in sorted(range(len(pieces)), key=lambda i: len(pieces[i][1])):
+def batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Indices of pieces in batches of similar length, each with at most `batch_tokens` after padding."""
+    made: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         # Sorted by length, so the newest piece is the batch's longest.
-        if batches and (len(batches[-1]) + 1) * len(pieces[i][1]) <= batch_tokens:
-            batches[-1].append(i)
+        if made and (len(made[-1]) + 1) * lengths[i] <= batch_tokens:
+            made[-1].append(i)
         else:
-            batches.append([i])
-    return batches
+            made.append([i])
+    return made

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.ratios import merge_factor
 from ctx_compress_rag.strict import Strict
 
@@ -50,3 +51,25 @@ class MethodConfig(Strict):
         """
         for ratio in ratios:
             merge_factor(ratio, base_ratio)
+
+
+class OneRatioConfig(MethodConfig):
+    """Settings of a method that was trained for one ratio.
+
+    Attributes:
+        ratio: source tokens per slot.
+    """
+
+    ratio: int = Field(gt=0)
+
+    def check_ratios(self, base_ratio: int, ratios: Sequence[int]) -> None:
+        """Refuse any other ratio.
+
+        Raises:
+            RatioError: the first other ratio is named.
+        """
+        for ratio in (base_ratio, *ratios):
+            if ratio != self.ratio:
+                raise RatioError(
+                    f"ratio {ratio}: this compressor was trained for {self.ratio} only: leave out the ratio"
+                )

@@ -13,6 +13,7 @@ from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.methods.base.part import train_copy
 from ctx_compress_rag.methods.base.projections import LinearMap, TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
+from ctx_compress_rag.methods.base.wrap import Wrap, WrapConfig
 from ctx_compress_rag.models.backbone import Backbone
 
 
@@ -23,12 +24,20 @@ class MappedReader(Reader):
         backbone: the decoder.
         projection: the map; None if slots are embeddings already (Simple Context Compression's ablation).
         tune: how the decoder is adapted.
+        wrap: vectors around the mapped slots; None puts none.
     """
 
-    def __init__(self, backbone: Backbone, projection: LinearMap | TwoLayerMap | None, tune: TuneConfig) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        projection: LinearMap | TwoLayerMap | None,
+        tune: TuneConfig,
+        wrap: WrapConfig | None = None,
+    ) -> None:
         super().__init__(backbone)
         self.tune = tune
         self.projection = projection
+        self.wrap = Wrap(wrap, backbone.dim) if wrap else None
         self.own: nn.Module | None = None
         if tune.mode == "lora":
             backbone.add_adapter(self.side, lora_config(tune))
@@ -50,6 +59,8 @@ class MappedReader(Reader):
 
     def trained_parameters(self) -> list[nn.Parameter]:
         trained: list[nn.Parameter] = []
+        if self.wrap is not None:
+            trained += self.wrap.requires_grad_(True).parameters()
         if self.projection is not None:
             trained += self.projection.requires_grad_(True).parameters()
         if self.own is not None:
@@ -60,10 +71,11 @@ class MappedReader(Reader):
 
     def forward(self, slots: Tensor, token_counts: Tensor) -> Tensor:
         """Slots as the decoder's input embeddings; `token_counts` is not used."""
-        if self.projection is None:
-            return slots
-        mapped: Tensor = self.projection(slots)
-        return mapped
+        mapped: Tensor = slots if self.projection is None else self.projection(slots)
+        return mapped if self.wrap is None else self.wrap(mapped)
+
+    def positions(self, slots: int) -> int:
+        return slots if self.wrap is None else self.wrap.config.positions(slots)
 
     @contextmanager
     def decoder(self, slot_mask: Tensor) -> Iterator[Any]:

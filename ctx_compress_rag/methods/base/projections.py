@@ -91,6 +91,25 @@ class TwoLayerMap(nn.Module):
         return mapped
 
 
+class NormedTwoLayerMap(TwoLayerMap):
+    """`TwoLayerMap` of RMS-normalized slots (the adapter of Latent Context Language Models)."""
+
+    def __init__(self, slot_dim: int, dim: int) -> None:
+        super().__init__(slot_dim, dim)
+        self.norm = nn.RMSNorm(slot_dim, eps=1e-6)
+
+    def initialise(self, slot_rms: float, embedding_rms: float) -> None:
+        """Draw weights for slots of any size: the norm gives them all a root mean square of 1."""
+        super().initialise(1.0, embedding_rms)
+
+    def fit(self, slots: Tensor, embeddings: Tensor) -> None:
+        with torch.no_grad():
+            super().fit(self.norm(slots.to(self.norm.weight.dtype)), embeddings)
+
+    def forward(self, slots: Tensor) -> Tensor:
+        return super().forward(self.norm(slots.to(self.inner.weight.dtype)))
+
+
 def _least_squares(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
     """Weight and bias of the affine map with the least squared error, with slight ridge regularisation.
 

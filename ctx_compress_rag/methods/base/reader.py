@@ -32,10 +32,14 @@ class Reader(Part):
 
     @abstractmethod
     def forward(self, slots: Tensor, token_counts: Tensor) -> Tensor:
-        """Slots as the decoder's input embeddings.
+        """A passage's slots as the decoder's input embeddings.
 
-        Shape: (slots, dim), (slots,) -> (slots, decoder dim)
+        Shape: (slots, dim), (slots,) -> (positions(slots), decoder dim)
         """
+
+    def positions(self, slots: int) -> int:
+        """How many input embeddings `forward` makes of this many slots of a passage."""
+        return slots
 
     @abstractmethod
     def decoder(self, slot_mask: Tensor) -> AbstractContextManager[Any]:

@@ -1,0 +1,122 @@
+"""Memory tokens (PISCO, section 3; CLaRa; ICAE, section 2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ctx_compress_rag.methods.base.compressor import PassageBatch, SlotBatch, Tokenized, batches, joined
+from ctx_compress_rag.methods.base.trunk import TrunkCompressor
+from ctx_compress_rag.methods.memory_tokens.config import MemoryTokensConfig
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.soft_context import SoftContext
+
+
+@dataclass(frozen=True)
+class _Window:
+    """A window of a passage: the passage's index, what the encoder reads of it, and how many source tokens that is."""
+
+    passage: int
+    ids: list[int]
+    tokens: int
+
+
+class MemoryTokensCompressor(TrunkCompressor):
+    """The decoder reads a window and then learned vectors, whose final hidden states are the slots.
+
+    Every window has the same number of slots, so that a short passage is hardly compressed, and none of them is a mean
+    of others. A passage longer than a window is read window by window; PISCO and CLaRa cut its end off.
+    """
+
+    nestable = False
+
+    def __init__(self, backbone: Backbone, config: MemoryTokensConfig) -> None:
+        super().__init__(backbone, config.encoder)
+        self.config = config
+        zeros = torch.zeros(config.slots, backbone.dim, device=backbone.device)
+        self.memory = nn.Parameter(zeros, requires_grad=False)
+        self.begin = nn.Parameter(zeros[: int(config.begin)].clone(), requires_grad=False)
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Make the memory tokens and the encoder's trained parameters trainable, and return them."""
+        return [self.memory.requires_grad_(True), *super().trained_parameters()]  # type: ignore[list-item]
+
+    def check_ratio(self, ratio: int, stored: int) -> None:
+        """Refuse any ratio but the trained one.
+
+        Raises:
+            RatioError: one of the two is another.
+        """
+        self.config.check_ratios(stored, [ratio])
+
+    def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
+        """Compress right-padded passages, each at most a window long."""
+        rows = [ids[real] for ids, real in zip(input_ids, attention_mask.bool(), strict=True)]
+        slots = self._hidden_states([row.tolist() for row in rows])
+        counts = torch.stack([_spread(len(row), self.config.slots) for row in rows]).to(slots.device)
+        return dict.fromkeys(ratios, SlotBatch(slots, counts))
+
+    def forward(self, passages: PassageBatch, ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
+        """Compress a training batch, with gradients."""
+        real = passages.attention_mask.bool()
+        windows = self._windows([ids[mask].tolist() for ids, mask in zip(passages.input_ids, real, strict=True)])
+        slots = self._hidden_states([each.ids for each in windows])
+        # A slot without a source token is a slot all the same, and a count of 0 would make it padding.
+        pieces = [
+            SoftContext(rows, _spread(each.tokens, self.config.slots).clamp(min=1).to(rows.device))
+            for rows, each in zip(slots, windows, strict=True)
+        ]
+        return dict.fromkeys(ratios, SlotBatch.of(joined([each.passage for each in windows], pieces)))
+
+    @torch.inference_mode()
+    def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
+        """Compress passages for a store."""
+        windows = self._windows([passage.ids for passage in passages])
+        pieces: dict[int, SoftContext] = {}
+        for batch in batches([len(each.ids) + self.config.slots for each in windows], batch_tokens):
+            slots = self._hidden_states([windows[i].ids for i in batch]).float().cpu()
+            for i, rows in zip(batch, slots, strict=True):
+                pieces[i] = SoftContext(rows, _spread(windows[i].tokens, self.config.slots))
+        return joined([each.passage for each in windows], [pieces[i] for i in range(len(windows))])
+
+    def _windows(self, passages: Sequence[Sequence[int]]) -> list[_Window]:
+        config = self.config
+        eos = [self.backbone.tokenizer.eos_token_id] if config.eos else []
+        bos = [self.backbone.tokenizer.bos_token_id]
+        windows = []
+        for index, passage in enumerate(passages):
+            ids = [*(bos if config.bos == "first" else ()), *passage]
+            length = config.window
+            if config.equal:
+                length = -(-len(ids) // -(-len(ids) // length))
+            for start in range(0, len(ids), length):
+                part = ids[start : start + length]
+                tokens = len(part) - (config.bos == "first" and start == 0)
+                windows.append(_Window(index, [*(bos if config.bos == "window" else ()), *part, *eos], tokens))
+        return windows
+
+    def _hidden_states(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Final hidden states of the memory tokens after each of these texts.
+
+        Shape: -> (rows, slots, dim)
+        """
+        embed, device = self.backbone.embeddings, self.backbone.device
+        begin, memory = (part.to(embed.weight.dtype) for part in (self.begin, self.memory))
+        with self.trunk() as trunk:
+            texts = [embed(torch.tensor(ids, dtype=torch.long, device=device)) for ids in rows]
+            inputs = [torch.cat([begin, text, memory]) for text in texts]
+            ends = torch.tensor([len(row) for row in inputs], device=device).unsqueeze(1)
+            padded = nn.utils.rnn.pad_sequence(inputs, batch_first=True)
+            mask = (torch.arange(padded.shape[1], device=device) < ends).long()
+            hidden: Tensor = trunk(inputs_embeds=padded, attention_mask=mask, use_cache=False).last_hidden_state
+        places = ends - len(memory) + torch.arange(len(memory), device=device)
+        return hidden.gather(1, places.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+
+
+def _spread(tokens: int, slots: int) -> Tensor:
+    """Source tokens per slot, as even as possible: each slot saw them all, and only their sum matters."""
+    bounds = torch.arange(slots + 1) * tokens // slots
+    return bounds.diff()

@@ -1,0 +1,95 @@
+"""Pooled hidden states of an encoder with weights of its own (Latent Context Language Models; xRAG)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ctx_compress_rag.methods.base.compressor import (
+    Compressor,
+    PassageBatch,
+    SlotBatch,
+    Tokenized,
+    batches,
+    joined,
+    padded,
+)
+from ctx_compress_rag.methods.own_encoder.config import OwnEncoderConfig
+from ctx_compress_rag.methods.own_encoder.encoder import OwnEncoder
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.soft_context import SoftContext, pool
+from ctx_compress_rag.text.tokenizing import text_ids
+
+
+class OwnEncoderCompressor(Compressor):
+    """A causal encoder reads a passage window by window; a slot is the mean of some hidden states, or a window's last.
+
+    Windows and token counts are of the encoder's tokenizer. A mean of slots is not a slot of another ratio: the map
+    that reads them was trained for one.
+    """
+
+    nestable = False
+
+    def __init__(self, backbone: Backbone, config: OwnEncoderConfig) -> None:
+        super().__init__(backbone)
+        self.config = config
+        self.dim = config.dim
+        self.encoder = OwnEncoder(config, backbone)
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Return nothing: the encoder is frozen, and its weights are not this module's."""
+        return []
+
+    def check_ratio(self, ratio: int, stored: int) -> None:
+        """Refuse any ratio but the trained one.
+
+        Raises:
+            RatioError: one of the two is another.
+        """
+        self.config.check_ratios(stored, [ratio])
+
+    def located(self, folder: Path) -> None:
+        self.encoder.folder = folder
+
+    def save_files(self, folder: Path) -> None:
+        if self.config.encoder is None and (place := self.encoder.place) != folder / "encoder":
+            shutil.copytree(str(place), folder / "encoder", dirs_exist_ok=True)
+
+    def forward(self, passages: PassageBatch, ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
+        """Compress a training batch. Nothing here is trained, so slots carry no gradients."""
+        slots, counts = SlotBatch.of(self._encoded(passages.texts, window, 8192))
+        device = passages.input_ids.device
+        return dict.fromkeys(ratios, SlotBatch(slots.to(device), counts.to(device)))
+
+    def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
+        """Compress passages for a store."""
+        return self._encoded([passage.text for passage in passages], window, batch_tokens)
+
+    @torch.inference_mode()
+    def _encoded(self, texts: Sequence[str], window: int, batch_tokens: int) -> list[SoftContext]:
+        model, tokenizer = self.encoder()
+        bos = [tokenizer.bos_token_id] if self.config.bos else []
+        eos = [tokenizer.eos_token_id] if self.config.eos else []
+        windows = [
+            (index, ids[start : start + window])
+            for index, ids in enumerate(text_ids(tokenizer, text) for text in texts)
+            for start in range(0, len(ids), window)
+        ]
+        done: dict[int, SoftContext] = {}
+        for batch in batches([len(bos + ids + eos) for _, ids in windows], batch_tokens):
+            ids, mask = padded([bos + windows[i][1] + eos for i in batch], self.backbone.device)
+            hidden = model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state.float().cpu()
+            for i, row in zip(batch, hidden, strict=True):
+                length = len(windows[i][1])
+                row = row[: length + len(bos + eos)]
+                done[i] = self._pooled(row[-1:] if self.config.pooling == "last" else row[len(bos) :][:length], length)
+        return joined([index for index, _ in windows], [done[i] for i in range(len(windows))])
+
+    def _pooled(self, hidden: Tensor, length: int) -> SoftContext:
+        if self.config.pooling == "last":
+            return SoftContext(hidden, torch.tensor([length]))
+        return SoftContext(*pool(hidden, torch.ones(length, dtype=torch.long), self.config.ratio))

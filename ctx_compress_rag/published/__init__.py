@@ -1,0 +1,1 @@
+"""Other projects' published compressors, converted into bundles: a module per format."""

@@ -1,0 +1,216 @@
+"""A published checkpoint's files: a folder, or a repository on the hub at one commit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.models.identity import folder_digest
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_OF_TRANSFORMERS = (".json", ".jinja", ".txt", ".model", ".safetensors")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Files by name; those on the hub are downloaded when they are read, into its cache, where a download resumes.
+
+    Attributes:
+        name: the hub id or folder.
+        revision: the commit on the hub; None for a folder.
+        subfolder: where the files are in it, or "".
+        sizes: bytes of each file there.
+        license: as its card says; None if it says nothing.
+    """
+
+    name: str
+    revision: str | None
+    subfolder: str
+    sizes: Mapping[str, int]
+    license: str | None
+
+    @classmethod
+    def open(cls, name: str, revision: str | None = None, subfolder: str | None = None) -> Checkpoint:
+        """Look at a folder, or at a repository's current commit.
+
+        Raises:
+            BundleError: there is no such repository, it is gated, or the hub cannot be reached.
+            ConfigError: a revision is given for a folder, or the subfolder has no files.
+        """
+        if Path(name).is_dir():
+            if revision is not None:
+                raise ConfigError(f"revision={revision!r}: {name} is a folder and has none: leave it out")
+            root = Path(name)
+            sizes = {
+                path.relative_to(root).as_posix(): path.stat().st_size for path in root.rglob("*") if path.is_file()
+            }
+            card = root / "README.md"
+            found = re.search(r"^license: *(\S+)", card.read_text("utf-8"), re.MULTILINE) if card.exists() else None
+            whole = cls(str(root.resolve()), None, "", sizes, found and found[1])
+        else:
+            whole = _on_hub(name, revision)
+        return whole.within(subfolder) if subfolder else whole
+
+    def within(self, subfolder: str) -> Checkpoint:
+        """The files of a subfolder.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        start = f"{subfolder.strip('/')}/"
+        sizes = {name.removeprefix(start): size for name, size in self.sizes.items() if name.startswith(start)}
+        if not sizes:
+            folders = sorted({name.split("/")[0] for name in self.sizes if "/" in name})
+            raise ConfigError(f"{self.name} has no folder {subfolder!r}: give one of {folders}")
+        return replace(self, subfolder=f"{self.subfolder}{start}", sizes=sizes)
+
+    def path(self, name: str) -> Path:
+        """A file's path here, after downloading it.
+
+        Raises:
+            BundleError: it is missing, or cannot be downloaded.
+        """
+        if name not in self.sizes:
+            raise BundleError(f"{self} has no {name}: the checkpoint is incomplete, or not of the format it seems")
+        if self.revision is None:
+            return Path(self.name, self.subfolder, name)
+        from huggingface_hub import hf_hub_download
+
+        with reaching(self.name):
+            return Path(hf_hub_download(self.name, self.subfolder + name, revision=self.revision))
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A JSON file's object; empty if there is no such file.
+
+        Raises:
+            BundleError: it is not a JSON object.
+        """
+        if name not in self.sizes:
+            return {}
+        try:
+            found = json.loads(self.path(name).read_bytes())
+        except ValueError as error:
+            raise BundleError(f"{self}: {name} is damaged ({error}): fetch it again") from error
+        if not isinstance(found, dict):
+            raise BundleError(f"{self}: {name} holds a {type(found).__name__}, not an object: fetch it again")
+        return found
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """All tensors of a safetensors file; raises as `path` and `rows`."""
+        with _reading(self, name), safe_open(self.path(name), "pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+
+    def pickled(self, name: str) -> dict[str, Any]:
+        """The tensors of a `.pth` file; torch refuses anything else in it, so that no code runs.
+
+        Raises:
+            BundleError: it is missing or damaged, or holds more than tensors.
+        """
+        path = self.path(name)
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+            said = str(error).partition("\n")[0]
+            raise BundleError(f"{path} is damaged or holds more than tensors ({said}): fetch it again") from error
+        if not isinstance(found, dict):
+            raise BundleError(f"{path} holds a {type(found).__name__}, not tensors by name: it is not what it seems")
+        return found
+
+    def shard(self, key: str) -> str:
+        """Name of the file of a transformers folder that should have a tensor."""
+        for name in _WEIGHTS:
+            if shards := self.json(f"{name}.index.json").get("weight_map"):
+                return str(shards.get(key, name))
+            if name in self.sizes:
+                return name
+        raise BundleError(f"{self} has no weights of transformers: give one that has")
+
+    def tensor(self, key: str) -> Tensor | None:
+        """A tensor of a transformers folder, from the one shard that has it; None if there is none.
+
+        Raises:
+            BundleError: the shard is missing or damaged.
+        """
+        name = self.shard(key)
+        if not name.endswith(".safetensors"):
+            return self.pickled(name).get(key)
+        with _reading(self, name), safe_open(self.path(name), "pt") as file:
+            found: Tensor | None = file.get_tensor(key) if key in file.keys() else None  # noqa: SIM118
+            return found
+
+    @property
+    def of_transformers(self) -> list[str]:
+        """Names of the files that transformers reads."""
+        return [name for name in self.sizes if "/" not in name and name.endswith(_OF_TRANSFORMERS)]
+
+    def reference(self, key: str) -> dict[str, Any]:
+        """How a config names this transformers folder, under `key`."""
+        named = {key: self.name, "revision": self.revision, "subfolder": self.subfolder.strip("/") or None}
+        return {name: value for name, value in named.items() if value is not None}
+
+    def digest(self) -> str | None:
+        """SHA-256 of the folder's files; None on the hub, where the commit says the same."""
+        return folder_digest(Path(self.name, self.subfolder)) if self.revision is None else None
+
+    def __str__(self) -> str:
+        return f"{self.name}/{self.subfolder}".rstrip("/")
+
+
+def nbytes(checkpoint: Checkpoint, names: Iterable[str]) -> int:
+    """Bytes of these files together."""
+    return sum(checkpoint.sizes.get(name, 0) for name in names)
+
+
+def _on_hub(name: str, revision: str | None) -> Checkpoint:
+    from huggingface_hub import HfApi
+
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise BundleError(f"there is no folder {name!r}, and a hub id is owner/name: give one of them")
+    with reaching(name):
+        found = HfApi().model_info(name, revision=revision, files_metadata=True)
+    sizes = {each.rfilename: each.size or 0 for each in found.siblings or ()}
+    card = found.card_data
+    return Checkpoint(name, str(found.sha), "", sizes, None if card is None else card.get("license"))
+
+
+@contextmanager
+def reaching(name: str) -> Iterator[None]:
+    """Wrap what asks the hub about `name`: its errors become one sentence with the remedy."""
+    from httpx import HTTPError
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        remedy = f"accept its terms at https://huggingface.co/{name}, then run `hf auth login`"
+        raise BundleError(f"{name} is gated: {remedy}") from error
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
+        raise BundleError(f"there is no {name!r} here or on the hub ({_short(error)}): check its name") from error
+    except (OSError, HTTPError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise BundleError(f"no space left for {name} in the hub's cache: free some, or set HF_HOME") from error
+        raise BundleError(f"cannot fetch {name} from the hub ({_short(error)}): run the command again") from error
+
+
+@contextmanager
+def _reading(checkpoint: Checkpoint, name: str) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        raise BundleError(f"{checkpoint}: {name} is damaged ({error}): fetch it again") from error
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

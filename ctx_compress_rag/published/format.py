@@ -1,0 +1,169 @@
+"""What a module for a published format provides, and what it is given."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.models.backbone import PEFT_PREFIX, Backbone
+from ctx_compress_rag.published.checkpoint import Checkpoint, reaching
+
+EMBEDDINGS = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A bundle's contents.
+
+    Attributes:
+        settings: of `BundleConfig`, except name, decoder and source.
+        compressor: its saved tensors.
+        reader: its saved tensors.
+        adapters: the LoRA tensors of "compressor" and "reader", by names such as
+            `model.layers.0.self_attn.q_proj.lora_A.weight`.
+    """
+
+    settings: Mapping[str, Any]
+    compressor: Mapping[str, Tensor] = field(default_factory=dict)
+    reader: Mapping[str, Tensor] = field(default_factory=dict)
+    adapters: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+
+
+class Format(ABC):
+    """How the checkpoints of a project are recognized and converted. Recognition reads names and JSON, never code.
+
+    Attributes:
+        name: the format's name.
+    """
+
+    name: str
+
+    def license(self, checkpoint: Checkpoint) -> str:
+        """The license of the published weights."""
+        return checkpoint.license or "none given"
+
+    @abstractmethod
+    def matches(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint is of this format."""
+
+    @abstractmethod
+    def files(self, checkpoint: Checkpoint) -> list[str]:
+        """Names of the files that `convert` reads."""
+
+    @abstractmethod
+    def decoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint:
+        """The decoder's transformers folder; `given` is what the user named in its place."""
+
+    def encoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint | None:
+        """The transformers folder of an encoder with weights of its own, or None; `given` is as for the decoder."""
+        if given is not None:
+            raise ConfigError(f"encoder={given!r}: {checkpoint} needs no other encoder: leave it out")
+        return None
+
+    @abstractmethod
+    def convert(self, checkpoint: Checkpoint, skeleton: Skeleton, encoder: Checkpoint | None) -> Conversion:
+        """Read a checkpoint.
+
+        Raises:
+            BundleError: it lacks something, or does not fit the decoder.
+        """
+
+
+class Skeleton(Backbone):
+    """A decoder without its weights, for which a bundle is written: gigabytes less to load.
+
+    Attributes:
+        files: the decoder's transformers folder.
+    """
+
+    def __init__(self, files: Checkpoint) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+        self.files = files
+        where: dict[str, Any] = {"trust_remote_code": False, "subfolder": files.subfolder.strip("/")}
+        if files.revision is not None:
+            where["revision"] = files.revision
+        try:
+            with reaching(files.name):
+                config = AutoConfig.from_pretrained(files.name, **where)
+                tokenizer = AutoTokenizer.from_pretrained(files.name, **where)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        except (ValueError, KeyError) as error:  # an architecture that transformers does not know
+            raise BundleError(f"cannot read the decoder {files}: {error}") from error
+        super().__init__(model, tokenizer)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bundle's own tensors are."""
+        return torch.device("cpu")
+
+    def add_adapter(self, name: str, config: Any) -> None:
+        super().add_adapter(name, config)
+        for part in [module for key, module in self.model.named_modules() if "lora_" in key]:
+            for key, value in part._parameters.items():
+                if value is not None and value.is_meta:
+                    part._parameters[key] = torch.nn.Parameter(torch.zeros(value.shape), requires_grad=False)
+
+    @cached_property
+    def vocabulary(self) -> Tensor:
+        """The decoder's input embeddings: (tokens, dim), read from its files.
+
+        Raises:
+            BundleError: they are missing.
+        """
+        found = self.files.tensor(EMBEDDINGS)
+        if found is None:
+            raise BundleError(f"the decoder {self.files} has no {EMBEDDINGS}: it is of another architecture")
+        return found
+
+    def token(self, text: str) -> Tensor:
+        """The embedding of a special token, (1, dim).
+
+        Raises:
+            BundleError: the decoder has no such token.
+        """
+        id = self.tokenizer.convert_tokens_to_ids(text)
+        if id is None or id == self.tokenizer.unk_token_id or id >= len(self.vocabulary):
+            raise BundleError(f"the decoder {self.files} has no token {text}: give the one it was trained with")
+        return self.vocabulary[id : id + 1]
+
+
+def same_rows(published: Tensor, own: Tensor | None, what: str, skeleton: Skeleton) -> None:
+    """Refuse a decoder whose embeddings or head are not the first rows of the published ones.
+
+    Raises:
+        BundleError: they differ.
+    """
+    rows = len(skeleton.tokenizer)
+    if own is None or not torch.equal(published[:rows].float(), own[:rows].float()):
+        raise BundleError(
+            f"the checkpoint was not trained on the decoder {skeleton.files}, whose {what} differs: give the right one "
+            "with --decoder (decoder= in Python)"
+        )
+
+
+def exactly(found: Iterable[str], wanted: Iterable[str], where: str) -> None:
+    """Refuse missing and unknown tensors.
+
+    Raises:
+        BundleError: the first that is missing or unknown is named.
+    """
+    has, needs = set(found), set(wanted)
+    if missing := sorted(needs - has):
+        raise BundleError(f"{where} lacks {len(missing)} tensors, such as {missing[0]}: fetch the checkpoint again")
+    if odd := sorted(has - needs):
+        raise BundleError(f"{where} has {len(odd)} unknown tensors, such as {odd[0]}: it is of another version")
+
+
+def lora_only(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An adapter's own tensors: newer versions of peft also write the embeddings."""
+    return {f"{PEFT_PREFIX}{key}": value for key, value in state.items() if "lora_" in key}

@@ -1,0 +1,83 @@
+"""ICAE, second version (arXiv 2307.06945): github.com/getao/icae."""
+
+from __future__ import annotations
+
+import re
+
+from ctx_compress_rag.errors import BundleError
+from ctx_compress_rag.models.backbone import PEFT_PREFIX
+from ctx_compress_rag.published.checkpoint import Checkpoint
+from ctx_compress_rag.published.format import Conversion, Format, Skeleton
+
+_FILE = re.compile(r"[\w.-]*ft_icae\.safetensors")
+_DECODER = "mistralai/Mistral-7B-Instruct-v0.2"
+_MEMORY = "memory_token_embed.weight"
+_PREFIX, _INFIX = "icae.base_model.model.", ".default."
+_RATIO = 4  # its code's mean_compression_rate: the file does not say it
+_ALPHA = 32
+
+
+class Icae(Format):
+    """An adapter of the encoder, and a table of memory tokens and markers; the decoder is frozen."""
+
+    name = "icae"
+
+    def license(self, checkpoint: Checkpoint) -> str:
+        return checkpoint.license or "apache-2.0"
+
+    def matches(self, checkpoint: Checkpoint) -> bool:
+        return any(map(_FILE.fullmatch, checkpoint.sizes))
+
+    def files(self, checkpoint: Checkpoint) -> list[str]:
+        return sorted(filter(_FILE.fullmatch, checkpoint.sizes))[:1]
+
+    def decoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint:
+        return Checkpoint.open(given or _DECODER)
+
+    def convert(self, checkpoint: Checkpoint, skeleton: Skeleton, encoder: Checkpoint | None) -> Conversion:
+        [file] = self.files(checkpoint)
+        tensors = checkpoint.tensors(file)
+        memory = tensors.pop(_MEMORY, None)
+        if memory is None:
+            raise BundleError(f"{checkpoint}: {file} lacks {_MEMORY}: it is of another version")
+        if odd := sorted(key for key in tensors if not (key.startswith(_PREFIX) and _INFIX in key)):
+            raise BundleError(f"{checkpoint}: {file} has {len(odd)} unknown tensors, such as {odd[0]}")
+        adapter = {
+            PEFT_PREFIX + key.removeprefix(_PREFIX).replace(_INFIX, "."): value for key, value in tensors.items()
+        }
+        ranks = {len(value) for key, value in adapter.items() if ".lora_A." in key}
+        if len(ranks) != 1:
+            raise BundleError(f"{checkpoint}: {file} has adapters of ranks {sorted(ranks)}: one is needed")
+        slots = len(memory) - 3  # after them: for autoencoding, for continuation, for answers
+        return Conversion(
+            {
+                "method": {
+                    "name": "memory_tokens",
+                    "ratio": _RATIO,
+                    "slots": slots,
+                    "bos": "first",
+                    "equal": True,
+                    "encoder": {
+                        "rank": ranks.pop(),
+                        "alpha": _ALPHA,
+                        "target_modules": sorted({key.split(".lora_")[0].rpartition(".")[2] for key in adapter}),
+                    },
+                    "decoder": {"mode": "frozen"},
+                    "wrap": {"after": 1},
+                },
+                "base_ratio": _RATIO,
+                "max_tokens": _RATIO * slots,
+                "template": "{context}{question}",
+                "separator": "",
+                "answer_tokens": 512,
+                "chat_template": (
+                    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST]' + "
+                    "message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+                    "{{ message['content'] + eos_token }}{% else %}{{ raise_exception('no system role') }}{% endif %}"
+                    "{% endfor %}"
+                ),
+            },
+            compressor={"memory": memory[:slots], "begin": memory[:0]},
+            reader={"wrap.before": memory[:0], "wrap.after": memory[-1:]},
+            adapters={"compressor": adapter},
+        )

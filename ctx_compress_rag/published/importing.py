@@ -1,0 +1,196 @@
+"""Convert a published checkpoint into a bundle's folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.card import model_card
+from ctx_compress_rag.bundle.config import BundleConfig, Source, explain
+from ctx_compress_rag.bundle.files import CONFIG_FILE, DECODER_FOLDER, decoder_tensors
+from ctx_compress_rag.bundle.identity import fingerprint
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.models.identity import files_digest, folder_digest
+from ctx_compress_rag.published.checkpoint import Checkpoint, nbytes, reaching
+from ctx_compress_rag.published.format import Conversion, Format, Skeleton
+from ctx_compress_rag.published.registry import recognized
+
+_SHAREABLE = {"apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0"}
+_LARGEST = torch.finfo(torch.float16).max
+
+
+@dataclass(frozen=True)
+class Import:
+    """A published checkpoint that is about to become a bundle.
+
+    Attributes:
+        checkpoint: its files.
+        format: how they are read.
+        skeleton: the decoder, without its weights.
+        encoder: an encoder with weights of its own, or None.
+    """
+
+    checkpoint: Checkpoint
+    format: Format
+    skeleton: Skeleton
+    encoder: Checkpoint | None
+
+    @classmethod
+    def of(
+        cls,
+        name: str | Path,
+        *,
+        subfolder: str | None = None,
+        revision: str | None = None,
+        decoder: str | None = None,
+        encoder: str | None = None,
+    ) -> Import:
+        """Recognize a checkpoint; only small files are downloaded.
+
+        Args:
+            name: a hub id or a folder.
+            subfolder: the checkpoint's place in there, if it holds several.
+            revision: a hub revision; its commit is pinned.
+            decoder: the decoder it was trained for, a hub id or a folder, in place of the one it names.
+            encoder: the same for an encoder with weights of its own.
+
+        Raises:
+            BundleError: it is not there, of no known format, or of one that cannot be imported.
+            ConfigError: an argument does not fit it.
+        """
+        checkpoint = Checkpoint.open(str(name), revision, subfolder)
+        found = recognized(checkpoint)
+        return cls(checkpoint, found, Skeleton(found.decoder(checkpoint, decoder)), found.encoder(checkpoint, encoder))
+
+    @property
+    def license(self) -> str:
+        """The license of the published weights."""
+        return self.format.license(self.checkpoint)
+
+    @property
+    def download(self) -> int:
+        """Bytes that asking the bundle needs besides the bundle, some of them perhaps here already."""
+        used = nbytes(self.checkpoint, self.format.files(self.checkpoint))
+        parts = [self.skeleton.files, *([] if self.encoder is None else [self.encoder])]
+        return used + sum(nbytes(part, part.of_transformers) for part in parts)
+
+    def parameters(self) -> int:
+        """Parameters of decoder and encoder."""
+        from transformers import AutoConfig, AutoModel
+
+        total = int(sum(p.numel() for p in self.skeleton.model.parameters()))
+        if self.encoder is not None:
+            with torch.device("meta"):
+                config = AutoConfig.from_pretrained(self.encoder.path("config.json").parent)
+                total += sum(p.numel() for p in AutoModel.from_config(config).parameters())
+        return total
+
+    def write(self, folder: str | Path, *, copy: bool = False) -> None:
+        """Convert into a new folder; nothing is left of it if that fails.
+
+        Args:
+            folder: where the bundle goes; it must not exist, or be empty.
+            copy: put decoder and encoder into it, instead of naming their place and commit.
+
+        Raises:
+            BundleError: the checkpoint is incomplete, damaged, or does not fit its decoder, or there is no space.
+            ConfigError: the folder has files.
+        """
+        folder = Path(folder)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"{folder} has files: give a new folder")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        needed = nbytes(self.checkpoint, self.format.files(self.checkpoint)) + (self.download if copy else 0)
+        if (free := shutil.disk_usage(folder.parent).free) < needed:
+            raise BundleError(
+                f"the bundle needs up to {needed / 1e9:.1f} GB, and {folder.parent} has {free / 1e9:.1f} GB: free some"
+            )
+        made = Path(mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            self._write(made, copy)
+            made.chmod(0o755)
+            with suppress(FileNotFoundError):
+                folder.rmdir()
+            made.rename(folder)
+        except OSError as error:
+            raise BundleError(f"cannot write the bundle {folder}: {error}; free space, or choose another") from error
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+    def _write(self, folder: Path, copy: bool) -> None:
+        conversion = self.format.convert(self.checkpoint, self.skeleton, self.encoder)
+        for part in (conversion.compressor, conversion.reader, *conversion.adapters.values()):
+            _check_sizes(part, str(self.checkpoint))
+        method, encoder = dict(conversion.settings["method"]), self.encoder
+        if encoder is not None:
+            method |= encoder.reference("encoder") | {"digest": encoder.digest()}
+        bundle = self._bundle(conversion, {"method": method} | self.skeleton.files.reference("decoder"))
+        bundle.save_pretrained(folder)
+        if copy:
+            self._copy(bundle, folder)
+
+    def _copy(self, bundle: Bundle, folder: Path) -> None:
+        """Put decoder and encoder into a bundle that names them."""
+        decoder = folder / DECODER_FOLDER
+        _copy_files(self.skeleton.files, decoder)
+        own: dict[str, Any] = {"decoder": None, "revision": None, "subfolder": None}
+        if self.encoder is not None:
+            _copy_files(self.encoder, folder / "encoder")
+            inside = {"encoder": None, "revision": None, "subfolder": None, "digest": folder_digest(folder / "encoder")}
+            own["method"] = bundle.config.method.model_copy(update=inside)
+        digest = files_digest(decoder)
+        config = bundle.config.model_copy(update=own | {"decoder_digest": digest})
+        states: dict[str, Mapping[str, Tensor]] = {part: each.saved_state() for part, each in bundle.parts.items()}
+        states |= {f"{part} adapter": self.skeleton.adapter_state(part) for part in self.skeleton.adapters}
+        states[DECODER_FOLDER] = decoder_tensors(decoder)
+        (folder / CONFIG_FILE).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        card = model_card(config, {}, fingerprint(config, "", digest, states))
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+    def _bundle(self, conversion: Conversion, settings: Mapping[str, Any]) -> Bundle:
+        checkpoint = self.checkpoint
+        source = Source(
+            name=checkpoint.name if checkpoint.revision else Path(checkpoint.name).name,
+            revision=checkpoint.revision,
+            subfolder=checkpoint.subfolder.strip("/") or None,
+            format=self.format.name,
+            license=self.license,
+            shareable=self.license.lower() in _SHAREABLE,
+        )
+        name = "-".join(filter(None, (Path(checkpoint.name).name, source.subfolder)))
+        own = dict(conversion.settings)
+        try:
+            config = BundleConfig(**{"ratios": [own["base_ratio"]], **own, "name": name, "source": source, **settings})
+        except ValidationError as error:
+            raise BundleError(f"{checkpoint}: its settings make no bundle: {explain(error)}") from error
+        bundle = Bundle.build(config, self.skeleton)
+        for part, state in (("compressor", conversion.compressor), ("reader", conversion.reader)):
+            bundle.parts[part].load_saved_state(dict(state))
+        for part, state in conversion.adapters.items():
+            self.skeleton.load_adapter_state(part, dict(state))
+        return bundle
+
+
+def _check_sizes(state: Mapping[str, Tensor], where: str) -> None:
+    """Refuse what float16, in which bundles are stored, cannot hold."""
+    for name, value in state.items():
+        if not (largest := float(value.detach().abs().max()) if value.numel() else 0.0) <= _LARGEST:
+            raise BundleError(f"{where}: {name} holds {largest}, and a bundle stores at most {_LARGEST:.0f}")
+
+
+def _copy_files(part: Checkpoint, folder: Path) -> None:
+    """Copy a transformers folder's files."""
+    folder.mkdir()
+    for name in part.of_transformers:
+        with reaching(part.name):
+            shutil.copyfile(part.path(name), folder / name)

@@ -1,0 +1,77 @@
+"""Latent Context Language Models (arXiv 2606.09659): github.com/LeonLixyz/LCLM."""
+
+from __future__ import annotations
+
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.published.checkpoint import Checkpoint
+from ctx_compress_rag.published.format import Conversion, Format, Skeleton, exactly
+
+_CONFIG = "model_config.json"
+_ADAPTER = "adapter/adapter.safetensors"
+_NAMES = {
+    "norm.weight": "norm.weight",
+    "fc1.weight": "inner.weight",
+    "fc1.bias": "inner.bias",
+    "fc2.weight": "outer.weight",
+    "fc2.bias": "outer.bias",
+}
+_SUPPORTED = {
+    "pooling": "mean",
+    "encoder_mask_type": "causal",  # its bidirectional mask has no effect with some attention implementations
+    "boundary_overlap": 0,
+    "adapter_type": "mlp",
+}
+
+
+class Lclm(Format):
+    """An encoder, a two-layer map and a decoder, all three trained and published together."""
+
+    name = "lclm"
+
+    def matches(self, checkpoint: Checkpoint) -> bool:
+        return {_CONFIG, _ADAPTER, "encoder/config.json", "decoder/config.json"} <= checkpoint.sizes.keys()
+
+    def files(self, checkpoint: Checkpoint) -> list[str]:
+        return [_CONFIG, _ADAPTER]
+
+    def decoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint:
+        if given is not None:
+            raise ConfigError(f"decoder={given!r}: {checkpoint} has a decoder of its own: leave it out")
+        return checkpoint.within("decoder")
+
+    def encoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint | None:
+        super().encoder(checkpoint, given)
+        return checkpoint.within("encoder")
+
+    def convert(self, checkpoint: Checkpoint, skeleton: Skeleton, encoder: Checkpoint | None) -> Conversion:
+        assert encoder is not None
+        settings = checkpoint.json(_CONFIG)
+        for key, value in _SUPPORTED.items():
+            if settings.get(key) != value:
+                raise BundleError(
+                    f"{checkpoint}: {key} is {settings.get(key)!r} in {_CONFIG}, and only {value!r} can be imported"
+                )
+        adapter = checkpoint.tensors(_ADAPTER)
+        exactly(adapter, _NAMES, f"{checkpoint}: {_ADAPTER}")
+        reader = {f"projection.{own}": adapter[theirs] for theirs, own in _NAMES.items()}
+        reader["wrap.before"] = skeleton.token("<|memory_start|>")
+        reader["wrap.after"] = skeleton.token("<|memory_end|>")
+        ratio = settings["compression_ratio"]
+        method = {
+            "name": "own_encoder",
+            "ratio": ratio,
+            "dim": encoder.json("config.json")["hidden_size"],
+            "normed": True,
+            "wrap": {"before": 1, "after": 1},
+        }
+        return Conversion(
+            {
+                "method": method,
+                "base_ratio": ratio,
+                "max_tokens": settings["encoder_window_size"],
+                "template": "{context}\n\nQuestion: {question}",
+                "separator": "\n",
+                "answer_tokens": 512,
+            },
+            reader=reader,
+        )

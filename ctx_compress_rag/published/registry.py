@@ -1,0 +1,70 @@
+"""The published formats, and why some checkpoints cannot become bundles.
+
+Another package declares a `Format` class of its own as an entry point of the group `ctx_compress_rag.published`.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.published.checkpoint import Checkpoint
+from ctx_compress_rag.published.format import Format
+from ctx_compress_rag.published.icae import Icae
+from ctx_compress_rag.published.lclm import Lclm
+from ctx_compress_rag.published.pisco import Pisco
+from ctx_compress_rag.published.xrag import Xrag
+
+_OWN: tuple[type[Format], ...] = (Lclm, Pisco, Xrag, Icae)
+
+
+def formats() -> list[Format]:
+    """The known formats, those of other packages last.
+
+    Raises:
+        ConfigError: another package's cannot be loaded.
+    """
+    found = [each() for each in _OWN]
+    for entry in entry_points(group="ctx_compress_rag.published"):
+        try:
+            found.append(entry.load()())
+        except Exception as error:
+            raise ConfigError(
+                f"the published format {entry.name!r} cannot be loaded ({type(error).__name__}: {error}): repair or "
+                "uninstall its package"
+            ) from error
+    return found
+
+
+def recognized(checkpoint: Checkpoint) -> Format:
+    """The format of a checkpoint.
+
+    Raises:
+        BundleError: it is of none; the message says why, if it is a known one that cannot be imported.
+    """
+    if reason := _refusal(checkpoint):
+        raise BundleError(f"{checkpoint} cannot be imported: {reason}")
+    known = formats()
+    for each in known:
+        if each.matches(checkpoint):
+            return each
+    folders = sorted({name.split("/")[0] for name in checkpoint.sizes if "/" in name})
+    inside = f", or name one of its folders {folders} as subfolder" if folders else ""
+    names = ", ".join(each.name for each in known)
+    raise BundleError(f"{checkpoint} is of no format known here ({names}): give another checkpoint{inside}")
+
+
+def _refusal(checkpoint: Checkpoint) -> str | None:
+    config, files = checkpoint.json("config.json"), checkpoint.sizes
+    kind = config.get("model_type")
+    if kind == "COCOM" and config.get("compr_model_name") is not None:
+        return "it is of OSCAR's kind, whose vectors depend on the question, so that nothing can be stored"
+    if kind == "COCOM" and "adapters.pth" not in files:
+        return "it is of COCOM's first kind, whose memory tokens come before the text and cannot see it; take PISCO"
+    if "summary_length" in config:
+        return "an AutoCompressor's vectors depend on all earlier segments, so that no passage has its own"
+    if {"connector.pt", "decoder_state.pt"} & files.keys():
+        return "it is of PISCO's second implementation, of which no trained weights are known"
+    if "500xcompressor" in checkpoint.name.lower():
+        return "500xCompressor hands over keys and values of each layer, not embeddings"
+    return None

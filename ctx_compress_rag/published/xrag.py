@@ -1,0 +1,89 @@
+"""xRAG (arXiv 2405.13792): github.com/Hannibal046/xRAG."""
+
+from __future__ import annotations
+
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.published.checkpoint import Checkpoint
+from ctx_compress_rag.published.format import EMBEDDINGS, Conversion, Format, Skeleton, exactly, same_rows
+
+_NAMES = {
+    f"projector.projector.{theirs}.{kind}": f"projection.{own}.{kind}"
+    for theirs, own in ((0, "inner"), (2, "outer"))
+    for kind in ("weight", "bias")
+}
+_DECODER = "mistralai/Mistral-7B-Instruct-v0.2"
+_ENCODER = "Salesforce/SFR-Embedding-Mistral"
+_ENCODER_DIM = 4096
+_WINDOW = 178  # its 180 tokens, less the two that the tokenizer adds
+
+
+class Xrag(Format):
+    """A map from a retriever's vectors to a frozen decoder: one vector a passage."""
+
+    name = "xrag"
+
+    def matches(self, checkpoint: Checkpoint) -> bool:
+        return "XMistralForCausalLM" in checkpoint.json("config.json").get("architectures", ())
+
+    def files(self, checkpoint: Checkpoint) -> list[str]:
+        return ["config.json", *sorted({checkpoint.shard(key) for key in _NAMES})]
+
+    def decoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint:
+        if given is not None:
+            return Checkpoint.open(given)
+        # A pickled decoder is not loaded, and it is the original one.
+        safe = checkpoint.shard(EMBEDDINGS).endswith(".safetensors")
+        return checkpoint if safe else Checkpoint.open(_DECODER)
+
+    def encoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint | None:
+        width = checkpoint.json("config.json").get("retriever_hidden_size")
+        if given is None and width != _ENCODER_DIM:
+            raise ConfigError(
+                f"{checkpoint} reads vectors of width {width}, and those of {_ENCODER} have {_ENCODER_DIM}: give its "
+                "retriever with --encoder (encoder= in Python)"
+            )
+        return Checkpoint.open(given or _ENCODER)
+
+    def convert(self, checkpoint: Checkpoint, skeleton: Skeleton, encoder: Checkpoint | None) -> Conversion:
+        assert encoder is not None
+        settings = checkpoint.json("config.json")
+        if settings.get("projector_type") != "mlp2x_gelu":
+            raise BundleError(
+                f"{checkpoint}: projector_type is {settings.get('projector_type')!r}, and only 'mlp2x_gelu' can be "
+                "imported"
+            )
+        width, found = settings["retriever_hidden_size"], encoder.json("config.json").get("hidden_size")
+        if width != found:
+            raise BundleError(f"{checkpoint} reads vectors of width {width}, and those of {encoder} have {found}")
+        tensors = {key: value for key in _NAMES if (value := checkpoint.tensor(key)) is not None}
+        exactly(tensors, _NAMES, str(checkpoint))
+        if skeleton.files != checkpoint and (rows := checkpoint.tensor(EMBEDDINGS)) is not None:
+            same_rows(rows, skeleton.vocabulary, EMBEDDINGS, skeleton)
+        return Conversion(
+            {
+                "method": {
+                    "name": "own_encoder",
+                    "ratio": _WINDOW,
+                    "dim": width,
+                    "pooling": "last",
+                    "bos": True,
+                    "eos": True,
+                },
+                "base_ratio": _WINDOW,
+                "max_tokens": _WINDOW,
+                "template": (
+                    "Refer to the background document and answer the questions:\n\nBackground: {context}\n\n"
+                    "Question: {question}"
+                ),
+                "separator": " ",
+                "answer_prefix": " The answer is:",
+                "answer_tokens": 30,
+                "chat_template": (
+                    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + "
+                    "message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+                    "{{ message['content'] + eos_token }}{% else %}{{ raise_exception('no system role') }}{% endif %}"
+                    "{% endfor %}"
+                ),
+            },
+            reader={own: tensors[theirs] for theirs, own in _NAMES.items()},
+        )
