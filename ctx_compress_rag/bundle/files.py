@@ -52,18 +52,20 @@ def find_bundle(name_or_path: str | Path, revision: str | None) -> Path:
         return folder
     if str(name_or_path).count("/") != 1 or str(name_or_path).startswith((".", "/", "~")):
         raise BundleError(none)
-    from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RemoteEntryNotFoundError
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     name = str(name_or_path)
+
+    def fetched(*patterns: str) -> Path:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
+
     try:
+        config = fetched(CONFIG_FILE) / CONFIG_FILE
         # First, for a repository of something else may hold gigabytes.
-        if not _is_bundle(Path(hf_hub_download(name, CONFIG_FILE, revision=revision)).read_bytes()):
+        if not config.exists() or not _is_bundle(config.read_bytes()):
             raise BundleError(_not_a_bundle(name))
-        wanted = ["*.json", "*.safetensors", "*.jinja"]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
-    except RemoteEntryNotFoundError as error:
-        raise BundleError(_not_a_bundle(name)) from error
+        return fetched("*.json", "*.safetensors", "*.jinja")
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise BundleError(f"cannot fetch the bundle {name!r} from the hub: {error}") from error
 
@@ -79,8 +81,8 @@ def _is_bundle(config: bytes) -> bool:
 
 def _not_a_bundle(name: str | Path) -> str:
     return (
-        f"{str(name)!r} is not a bundle: if it is a published compressor (LCLM, PISCO, CLaRa, xRAG, ICAE), convert it "
-        f"with `ctx-compress import {name} DIR`"
+        f"{str(name)!r} is not a bundle: it has no {CONFIG_FILE} of one. A published compressor (LCLM, PISCO, CLaRa, "
+        f"xRAG, ICAE) is converted with `ctx-compress import {name} DIR`"
     )
 
 

@@ -16,7 +16,7 @@ from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.identity import digest_in_memory, files_digest, folder_digest
 
 _ASKING = {"template", "answer_tokens", "separator", "answer_prefix", "chat_template"}
-_CHANGES_NO_SLOT = {"name", "reads", "decoder_digest", "source", *_ASKING}
+_CHANGES_NO_SLOT = {"name", "reads", "decoder_digest", "source", "subfolder", *_ASKING}
 
 
 def decoder_digest(config: BundleConfig, backbone: Backbone, shipped: Path | None = None) -> str:
@@ -45,6 +45,8 @@ def fingerprint(config: BundleConfig, commit: str, decoder: str, states: Mapping
         states: tensors by part and name.
     """
     settings = config.model_dump(mode="json", exclude=_CHANGES_NO_SLOT)
+    if config.subfolder:
+        settings |= {"subfolder": config.subfolder}
     if isinstance(config.decoder, GgufDecoder):
         # Only the file's content counts, not where it is.
         settings |= {"decoder": config.decoder.sha256, "revision": None}
