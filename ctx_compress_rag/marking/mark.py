@@ -99,10 +99,9 @@ def mark(
         texts: passages, in any order; the order is kept. Without scores, a budget assumes that the best come first.
         ids: their ids in the app. A text is looked up by its id, then by its hash, which is also its id if it has
             none, one that the store cannot hold, or one that another text of this call has.
-        ratio: source tokens per slot, a multiple of the store's base ratio, which is the default. With a RAM bundle,
-            how many times shorter all texts together become, 2 or more; by default the smallest that it was trained
-            for. Each text then keeps the segments that the question needs, with markers in place of the others; their
-            slots are only in the store object's memory, for this question: the LLM must use the same object.
+        ratio: source tokens per slot, a multiple of the store's base ratio, which is the default; see the bundle's
+            `compressor.render`. A bundle that reads question by question takes how many times shorter all texts
+            together become, and its markers are for this question and this store object only.
         token_budget: instead of a ratio, the maximum tokens of all texts together: slots, and tokens of what stays
             text, as the LLM counts them. The more relevant a passage, the finer its ratio; the best stay text if
             there is room: see `marking.budget.allot`. The rest of the prompt (template, question, separators) comes
@@ -110,10 +109,10 @@ def mark(
         scores: with a budget, the relevance of each text: higher is better, None comes last.
         on_missing: see `OnMissing`.
         scope: tenant or user; by default the scope of `store.marker.scope`, otherwise the store's.
-        question: the question; needed for a RAM bundle, unused otherwise.
+        question: what is asked; needed by a bundle that reads question by question.
 
     Raises:
-        ConfigError: an argument has an impossible value, or a RAM bundle gets no question. With on_missing="error", a
+        ConfigError: an argument has an impossible value, or the question is missing. With on_missing="error", a
             passage cannot be stored.
         RatioError: the ratio cannot be made, or the passages do not fit into the budget at any ratio.
         MissingPassageError: with on_missing="error", a passage is not stored with this text.
@@ -271,45 +270,43 @@ class Marking:
         store, options = self._store, self._options
         for passage in passages:
             passage.shown = None
-        if options.token_budget is not None:
-            self._render_within(options.token_budget, passages, scores)
-            return
-        stored = [passage for passage in passages if passage.id is not None]
-        rendered = store.bundle.compressor.render(
-            store,
-            [passage.text for passage in stored],
-            [str(passage.id) for passage in stored],
-            ratio=options.ratio,
-            question=question,
-            scope=options.scope,
-        )
-        for passage, shown in zip(stored, rendered, strict=True):
-            # Text that a method keeps may have the form of a marker.
-            parts = store.split(shown, options.scope, "text")
-            passage.shown = "".join(part.text if isinstance(part, Marker) else defused(part) for part in parts)
+        if options.token_budget is None:
+            groups = {options.ratio: [passage for passage in passages if passage.id is not None]}
+        else:
+            groups = self._allotted(options.token_budget, passages, scores)
+        for ratio, group in groups.items():
+            ids, texts = [str(passage.id) for passage in group], [passage.text for passage in group]
+            rendered = store.bundle.compressor.render(
+                store, texts, ids, ratio=ratio, question=question, scope=options.scope
+            )
+            for passage, shown in zip(group, rendered, strict=True):
+                # Text that a method keeps may have the form of a marker.
+                parts = store.split(shown, options.scope, "text")
+                passage.shown = "".join(part.text if isinstance(part, Marker) else defused(part) for part in parts)
 
-    def _render_within(self, budget: int, passages: Sequence[_Passage], scores: Sequence[Relevance] | None) -> None:
-        """Set what is shown so that all passages together take at most `budget` tokens."""
-        store, scope = self._store, self._options.scope
+    def _allotted(
+        self, budget: int, passages: Sequence[_Passage], scores: Sequence[Relevance] | None
+    ) -> dict[int | None, list[_Passage]]:
+        """The passages that do not stay text, by the ratios at which all together take at most `budget` tokens."""
+        store = self._store
         assert isinstance(store.bundle, Bundle)
         stored = [passage for passage in passages if passage.id is not None]
-        records = iter(store.get_passages([str(each.id) for each in stored], scope, [each.text for each in stored]))
-        slots = [record.n_slots if each.id is not None and (record := next(records)) else 0 for each in passages]
+        ids, texts = [str(passage.id) for passage in stored], [passage.text for passage in stored]
+        records = iter(store.get_passages(ids, self._options.scope, texts))
         factors = allot(
             [len(text_ids(store.bundle.tokenizer, defused(each.text))) for each in passages],
-            slots,
+            [record.n_slots if each.id is not None and (record := next(records)) else 0 for each in passages],
             budget,
             base_ratio=store.base_ratio,
             scores=scores,
             nestable=store.bundle.compressor.nestable,
             positions=store.bundle.reader.positions,
         )
-        for factor in set(factors) - {TEXT}:
-            chosen = [each for each, own in zip(passages, factors, strict=True) if own == factor]
-            ids, texts = [str(each.id) for each in chosen], [each.text for each in chosen]
-            markers = store.markers(ids, factor * store.base_ratio, scope, texts)
-            for passage, marker in zip(chosen, markers, strict=True):
-                passage.shown = marker
+        groups: dict[int | None, list[_Passage]] = {}
+        for passage, factor in zip(passages, factors, strict=True):
+            if factor != TEXT:
+                groups.setdefault(factor * store.base_ratio, []).append(passage)
+        return groups
 
 
 def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:

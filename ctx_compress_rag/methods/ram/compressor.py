@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.errors import ConfigError, RatioError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
-from ctx_compress_rag.methods.base.reading import PassageStore
 from ctx_compress_rag.methods.base.trunk import TrunkCompressor
 from ctx_compress_rag.methods.ram.config import RamConfig, check_reduction
 from ctx_compress_rag.methods.ram.render import close_read
@@ -53,22 +52,7 @@ class RamCompressor(TrunkCompressor):
             )
         check_reduction(ratio)
 
-    def render(
-        self,
-        store: PassageStore,
-        texts: Sequence[str],
-        ids: Sequence[str],
-        *,
-        ratio: int | None = None,
-        question: str | None = None,
-        scope: str | None = None,
-    ) -> list[str]:
-        """Close reading and skimming: see `close_read`. By default, the smallest ratio that the bundle was trained for.
-
-        The markers are for this question and this store object: only its memory has their slots.
-        """
-        reduction = min(store.bundle.config.ratios) if ratio is None else ratio
-        return close_read(self, store, texts, ids, reduction=reduction, question=question, scope=scope)
+    render = close_read
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
         """The slots to store: r_i of each segment of right-padded passages. The only ratio is `segment_tokens`.

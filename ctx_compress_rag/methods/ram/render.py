@@ -24,9 +24,9 @@ def close_read(
     texts: Sequence[str],
     ids: Sequence[str],
     *,
-    reduction: int,
-    question: str | None,
-    scope: str | None,
+    ratio: int | None = None,
+    question: str | None = None,
+    scope: str | None = None,
 ) -> list[str]:
     """Render stored passages for the decoder: the segments that the question needs as text, the rest as markers.
 
@@ -34,14 +34,16 @@ def close_read(
     the store's codec: only the question and the skimmed segments are encoded. A passage's parts keep their order
     (eq. 6), neighboring skimmed segments share a marker, and kept segments are the passage's own text,
     character for character. The decoder tokenizes that text with the prompt around it: if it begins or
-    ends within a word, the tokens at its edges may differ from those that were counted.
+    ends within a word, the tokens at its edges may differ from those that were counted. The markers are for this
+    question and this store object: only its memory has their slots.
 
     Args:
         ram: the compressor that stored them.
         store: has the passages.
         texts: the passages.
         ids: their ids in the store.
-        reduction: how many times shorter all passages together become: the paper's alpha.
+        ratio: the paper's alpha, how many times shorter all passages together become; by default the smallest that
+            the bundle was trained for.
         question: what is asked.
         scope: as in `SoftContextStore.markers`.
 
@@ -67,6 +69,7 @@ def close_read(
     passages = [Segments.of(tokenizer, text, ram.config.segment_tokens) for text in texts]
     represented = _representations(store, ids, passages, scope)
     asked = ram.question(question_ids)
+    reduction = min(store.bundle.config.ratios) if ratio is None else ratio
     counts = torch.tensor([count for passage in passages for count in passage.token_counts])
     kept = ram.choose(asked.cpu(), represented, counts, reduction)
     layouts = layout(passages, kept)
