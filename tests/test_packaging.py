@@ -73,7 +73,7 @@ CORE_MODULES = modules_under(ROOT, "ctx_compress_rag")
 INTEGRATION_MODULES = modules_under(INTEGRATIONS, LANGCHAIN) + modules_under(INTEGRATIONS, "llama_index")
 
 
-def run_python(code: str, cwd: Path, path: Path | None = None) -> str:
+def run_python(code: str, cwd: Path, path: Path | str | None = None) -> str:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if path:
         env["PYTHONPATH"] = str(path)
@@ -260,3 +260,13 @@ print(json.dumps([importlib.metadata.version("ctx-compress-rag"), *(module.__fil
     version, *files = json.loads(run_python(code, tmp_path, path=installed).splitlines()[-1])
     assert version == ctx_compress_rag.__version__
     assert all(Path(file).is_relative_to(installed) for file in files), files
+
+
+def test_the_frameworks_classes_bring_no_adaptation(tmp_path: Path) -> None:
+    code = """
+import json, sys
+import langchain_ctx_compress, llama_index.llms.ctx_compress, ctx_compress_rag.decoding.vllm
+print(json.dumps([name for name in sys.modules if name.startswith("ctx_compress_rag.adaptation.")]))
+"""
+    path = os.pathsep.join([str(ROOT), str(INTEGRATIONS)])
+    assert json.loads(run_python(code, tmp_path, path=path)) == ["ctx_compress_rag.adaptation.llm"]

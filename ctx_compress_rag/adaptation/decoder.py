@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,24 +16,18 @@ from torch import Tensor
 from ctx_compress_rag.adaptation.adapter import Adapter, applied
 from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.bundle.files import TEACHER
 from ctx_compress_rag.decoding.batches import in_batches
 from ctx_compress_rag.decoding.change import UNCHANGED, Change
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Generation, Sampling
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.methods.base.config import TuneConfig
-from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
-from ctx_compress_rag.models.backbone import Backbone, own_name
-from ctx_compress_rag.models.gguf import GgufDecoder
-from ctx_compress_rag.models.loading import load_decoder
+from ctx_compress_rag.models.identity import weights_digest
 from ctx_compress_rag.prompt import Prompt, PromptLike
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.text.chat import answer_ids
 
 _GREEDY = Sampling()
-_SAMPLED = 1024  # values of each weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +66,26 @@ class Adapted(Change):
     def applied(self, model: Any) -> AbstractContextManager[None]:
         return applied(model, self.adapter)
 
+    @property
+    def extra_tokens(self) -> int:
+        return 0 if self.prefix is None else len(self.prefix)
+
+    @property
+    def digest(self) -> str | None:
+        """16 hex digits that identify the changes; None if nothing is changed."""
+        if self.adapter is None and self.prefix is None and not self.shots:
+            return None
+        found = hashlib.sha256(json.dumps([[d.question, d.passages, d.answer] for d in self.shots]).encode())
+        tensors = {} if self.prefix is None else {"prefix": self.prefix}
+        if self.adapter is not None:
+            found.update(str(self.adapter.scale).encode())
+            for side, factors in (("a", self.adapter.a), ("b", self.adapter.b)):
+                tensors |= {f"{side} {name}": factor for name, factor in factors.items()}
+        for name in sorted(tensors):
+            found.update(f"{name} {tuple(tensors[name].shape)}".encode())
+            found.update(tensors[name].detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+        return found.hexdigest()[:16]
+
 
 class Adaptation(ABC):
     """A way to make a decoder follow demonstrations. RAG-GD is one, and so are its baselines."""
@@ -89,12 +102,12 @@ class AdaptiveDecoder(TransformersDecoder):
     >>> adapted.generate(prompts)                               # doctest: +SKIP
     """
 
-    change: Adapted = Adapted()
+    change: Change = UNCHANGED
 
     @property
     def adapted(self) -> Adapted:
         """The changes of this decoder."""
-        return self.change
+        return self.change if isinstance(self.change, Adapted) else Adapted()
 
     def adapt(self, demonstrations: Sequence[Demonstration], adaptation: Adaptation) -> AdaptiveDecoder:
         """A decoder that answers as the demonstrations do. This decoder and its weights do not change.
@@ -106,30 +119,31 @@ class AdaptiveDecoder(TransformersDecoder):
         """
         if not demonstrations:
             raise ConfigError("there is nothing to adapt to: give one demonstration or more")
-        return self.with_adapted(adaptation.adapt(self.with_adapted(Adapted()), demonstrations))
+        return self.with_change(adaptation.adapt(self.with_change(Adapted()), demonstrations))
 
-    def with_adapted(self, adapted: Adapted) -> AdaptiveDecoder:
-        """This decoder with other changes in place of its own."""
-        other = copy.copy(self)
-        other.change = adapted
-        return other
+    @classmethod
+    def of(cls, decoder: TransformersDecoder) -> AdaptiveDecoder:
+        """The same decoder, unchanged, as one that can adapt; both share the model."""
+        if isinstance(decoder, AdaptiveDecoder):
+            return decoder
+        decoder.with_change(UNCHANGED)  # refused if the model is not in this process
+        return cls(
+            decoder.bundle,
+            decoder.store,
+            on_unreadable=decoder.on_unreadable,
+            batch_size=decoder.batch_size,
+            max_prompt_tokens=decoder.max_prompt_tokens,
+        )
 
     def fingerprint(self, ratio: int | None) -> str:
         """64 hex digits that identify what updates are made for: the bundle if passages are slots, else the decoder.
 
-        For the decoder it hashes a sample of each weight in bfloat16, so that it does not depend on the dtype that a
-        file is loaded in. Fine-tuning changes it, and so does a bundle that holds a copy of the decoder in half
-        precision, or a teacher, which reads its text.
+        Fine-tuning the decoder changes it, and so does a bundle that holds a copy of it in half precision, or a
+        teacher, which reads its text.
         """
-        if ratio is not None:
+        if ratio is not None and isinstance(self.bundle, Bundle):
             return self.bundle.fingerprint
-        digest = hashlib.sha256()
-        for name, weight in self.bundle.backbone.model.named_parameters():
-            if "lora_" not in name or f".{TEACHER}." in name:
-                part = weight.detach().flatten()[:_SAMPLED].bfloat16().float().cpu()
-                digest.update(f"{own_name(name)} {tuple(weight.shape)}".encode())
-                digest.update(part.numpy().tobytes())
-        return digest.hexdigest()
+        return weights_digest(self.bundle.backbone.model, TEACHER)
 
     def rows(self, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
         """The demonstrations as this decoder reads them, with nothing adapted.
@@ -175,7 +189,7 @@ class AdaptiveDecoder(TransformersDecoder):
 
 
 def generate_together(
-    decoders: Sequence[AdaptiveDecoder], prompts: Sequence[PromptLike], sampling: Sampling = _GREEDY
+    decoders: Sequence[TransformersDecoder], prompts: Sequence[PromptLike], sampling: Sampling = _GREEDY
 ) -> list[Generation]:
     """Answer each prompt with its own decoder, in shared batches: one forward pass for all prompts of a batch.
 
@@ -191,38 +205,15 @@ def generate_together(
         raise ConfigError(f"{len(prompts)} prompts need as many decoders, got {len(decoders)}")
     if not decoders:
         return []
-    first = decoders[0]
+    adaptive = [AdaptiveDecoder.of(decoder) for decoder in decoders]
+    first = adaptive[0]
     if any(decoder.bundle is not first.bundle or decoder.store is not first.store for decoder in decoders):
         raise ConfigError("decoders that answer together must be adapted from one decoder")
-    changes = [decoder.adapted for decoder in decoders]
+    changes = [decoder.adapted for decoder in adaptive]
     prepared = first.prepare(prompts, changes, extractive=sampling.extractive)
 
     def run(batch: Sequence[int]) -> list[Generation]:
-        adapter = Adapter.stack([decoders[i].adapted.adapter for i in batch])
+        adapter = Adapter.stack([changes[i].adapter for i in batch])
         return first.run([prepared[i] for i in batch], sampling, Adapted(adapter))
 
     return in_batches(prepared, first.batch_size, run)
-
-
-def text_bundle(
-    decoder: str | Path | GgufDecoder, revision: str | None = None, device: str | torch.device | None = None
-) -> Bundle:
-    """A bundle for a decoder that reads text alone: its compressor and reader are untrained and never used.
-
-    Args:
-        decoder: a folder, hub id or GGUF file.
-        revision: the decoder's revision on the hub.
-        device: where to put it; None takes CUDA, MPS or the CPU, in that order.
-    """
-    model, tokenizer = load_decoder(decoder, revision, device)
-    nothing = TuneConfig(mode="frozen")
-    config = BundleConfig(
-        name="text",
-        method=MeanPoolingConfig(encoder=nothing, decoder=nothing, linear=False),
-        decoder=decoder if isinstance(decoder, GgufDecoder) else str(decoder),
-        revision=revision,
-        base_ratio=4,
-        ratios=[4],
-        max_tokens=1024,
-    )
-    return Bundle.build(config, Backbone(model, tokenizer))

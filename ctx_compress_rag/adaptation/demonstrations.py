@@ -44,7 +44,12 @@ class Demonstration:
         Args:
             store: where the soft contexts are.
             ratio: source tokens per slot; None takes the store's base ratio.
+
+        Raises:
+            UnreadableMarkerError: a passage holds the marker of another store.
         """
+        for passage in self.passages:
+            store.split(passage, None, "error")
         return replace(self, passages=tuple(mark(store, self.passages, ratio=ratio)))
 
 

@@ -1,131 +1,75 @@
-"""What an application's LLM class needs to adapt: saved adaptations, stored passages, counting and caching."""
+"""`adapt` for the frameworks' LLM classes. Nothing else of this room is imported before it is called."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Self
 
-import torch
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.frameworks.llm import DecoderLLM
 
-from ctx_compress_rag.adaptation.adapter import Adapter
-from ctx_compress_rag.adaptation.baselines import BaseAdapter, PredictedUpdate, PromptTuning, as_read
-from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDecoder
-from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
-from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.files import ADAPTER_CONFIG_FILE
-from ctx_compress_rag.errors import BundleError, ConfigError
-
-_LOADED: WeakKeyDictionary[Bundle, dict[Path, tuple[list[tuple[Path, int]], Adaptation]]] = WeakKeyDictionary()
+if TYPE_CHECKING:
+    from ctx_compress_rag.adaptation.decoder import Adaptation, AdaptiveDecoder
+    from ctx_compress_rag.adaptation.demonstrations import Demonstration
 
 
-def adapt(
-    decoder: AdaptiveDecoder,
-    demonstrations: Sequence[Demonstration],
-    adaptation: Adaptation | str | Path,
-    ratio: int | None = None,
-) -> AdaptiveDecoder:
-    """A decoder adapted to demonstrations; the one given stays as it is, and both share their weights.
+class AdaptableLLM(DecoderLLM):
+    """A `DecoderLLM` that adapts to demonstrations; comes before the framework's own base class."""
 
-    Args:
-        decoder: what to adapt.
-        demonstrations: solved examples. Their passages are texts, or markers.
-        adaptation: an adaptation, or the folder of a saved one (see `load_adaptation`).
-        ratio: read the passages as soft contexts of the decoder's store, with so many source tokens per slot;
-            missing ones are compressed and stored. None reads the passages as they are given.
+    predictor: str | Path | None = None
 
-    Raises:
-        ConfigError: there are no demonstrations, one cannot be read, or there is no store for a ratio.
-        BundleError: the folder holds no adaptation for this decoder.
-        RatioError: the ratio cannot be made from what is stored.
-    """
-    if ratio is not None:
-        if decoder.store is None:
-            raise ConfigError(f"ratio={ratio} needs a store: give the decoder one")
-        demonstrations = [demonstration.marked(decoder.store, ratio) for demonstration in demonstrations]
-    if not isinstance(adaptation, Adaptation):
-        adaptation = load_adaptation(adaptation, decoder)
-    if ratio is not None and isinstance(adaptation, PredictedUpdate) and adaptation.config.ratio != ratio:
-        raise ConfigError(
-            f"ratio={ratio}: this predictor was trained with passages as {as_read(adaptation.config.ratio)}"
-        )
-    return decoder.adapt(demonstrations, adaptation)
+    def adapt(
+        self,
+        demonstrations: Sequence[Demonstration],
+        adaptation: Adaptation | str | Path | None = None,
+        ratio: int | None = None,
+    ) -> Self:
+        """An LLM that answers as the demonstrations do (RAG-GD); this one stays unchanged.
 
+        All LLMs adapted from one share its weights in memory, and may be used side by side in threads.
+        `ctx_compress_rag.adaptation.generate_together` answers with several of their decoders in one batch.
 
-def with_adapter(decoder: AdaptiveDecoder, folder: str | Path) -> AdaptiveDecoder:
-    """The decoder with a saved peft adapter in place of its own changes.
+        Args:
+            demonstrations: solved examples: question, passages, answer.
+            adaptation: a way to adapt, or the folder of an update predictor or a peft adapter; by default the
+                LLM's own `predictor`.
+            ratio: read the demonstrations' passages as soft contexts of the store with this many source tokens per
+                slot (missing ones are compressed); None reads them as they are, texts or markers.
 
-    Raises:
-        BundleError: the folder holds no peft adapter for this decoder.
-    """
-    return decoder.with_adapted(_saved_adapter(Path(folder), decoder).adapt(decoder, ()))
+        Raises:
+            ConfigError: there are no demonstrations, or no adaptation, or the decoder runs in a server.
+            BundleError: the folder holds nothing for this decoder.
+        """
+        from ctx_compress_rag.adaptation.saved import adapt
 
+        chosen = adaptation or self.predictor
+        if chosen is None:
+            raise ConfigError(f"{type(self).__name__} has no predictor: give predictor=, or adapt() an adaptation")
+        with self._in_scope():
+            return self._with_decoder(adapt(self._adaptive(), demonstrations, chosen, ratio))
 
-def load_adaptation(folder: str | Path, decoder: AdaptiveDecoder) -> Adaptation:
-    """Load an adaptation from its folder: an update predictor, or a LoRA adapter or soft prefix in peft's format.
+    def with_adapter(self, folder: str | Path) -> Self:
+        """An LLM with a saved peft adapter of this decoder's Q/K/V projections; this one stays unchanged.
 
-    It is read once for each bundle, and again if a file in the folder has changed.
+        Raises:
+            BundleError: the folder holds no adapter for this decoder.
+        """
+        from ctx_compress_rag.adaptation.saved import with_adapter
 
-    Raises:
-        BundleError: the folder holds none of them, or one for another decoder.
-    """
-    folder = Path(folder).resolve()
-    stamp = [(file, file.stat().st_mtime_ns) for file in sorted(folder.rglob("*"))]
-    kept = _LOADED.setdefault(decoder.bundle, {})
-    if folder not in kept or kept[folder][0] != stamp:
-        saved = (folder / ADAPTER_CONFIG_FILE).exists()
-        found = _saved_adapter(folder, decoder) if saved else PredictedUpdate.from_pretrained(folder, decoder)
-        kept[folder] = (stamp, found)
-    return kept[folder][1]
+        return self._with_decoder(with_adapter(self._adaptive(), folder))
 
+    def save_adapter(self, folder: str | Path) -> None:
+        """Write what `adapt` changed as an ordinary peft adapter, which `with_adapter` and other engines load.
 
-def _saved_adapter(folder: Path, decoder: AdaptiveDecoder) -> BaseAdapter | PromptTuning:
-    try:
-        kind = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8")).get("peft_type")
-    except (OSError, ValueError) as error:
-        raise BundleError(f"{str(folder)!r} is not a peft adapter folder ({error})") from error
-    if kind == "PROMPT_TUNING":
-        return PromptTuning.from_pretrained(folder, decoder)
-    return BaseAdapter(Adapter.from_pretrained(folder, decoder.bundle.backbone.model))
+        Raises:
+            ConfigError: nothing was changed that an adapter can hold.
+        """
+        from ctx_compress_rag.adaptation.saved import save_adapter
 
+        save_adapter(self._adaptive(), folder)
 
-def save_adapter(decoder: AdaptiveDecoder, folder: str | Path) -> None:
-    """Write an adapted decoder's change as an ordinary peft adapter.
+    def _adaptive(self) -> AdaptiveDecoder:
+        from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
 
-    Raises:
-        ConfigError: it is not adapted, or is adapted by demonstrations in its prompt, which no adapter can hold.
-    """
-    adapted, name = decoder.adapted, decoder.bundle.config.decoder_name
-    if adapted.shots or (adapted.adapter is None and adapted.prefix is None):
-        what = "demonstrations in its prompt" if adapted.shots else "nothing"
-        raise ConfigError(f"this decoder is adapted by {what}: there is no adapter to save")
-    if adapted.adapter is not None:
-        adapted.adapter.save_pretrained(folder, name)
-    if adapted.prefix is not None:
-        PromptTuning(adapted.prefix).save_pretrained(folder, name)
-
-
-def prompt_tokens(decoder: AdaptiveDecoder, chat: Sequence[Mapping[str, str]]) -> int:
-    """Tokens of a chat in the decoder: template, text, slots, and what an adaptation puts before the chat."""
-    adapted = decoder.adapted
-    return decoder.count_chat_tokens([*shots(adapted.shots), *chat]) + (
-        0 if adapted.prefix is None else len(adapted.prefix)
-    )
-
-
-def digest(adapted: Adapted) -> str | None:
-    """16 hex digits that identify a decoder's changes, for cache keys; None if nothing is changed."""
-    if adapted.adapter is None and adapted.prefix is None and not adapted.shots:
-        return None
-    found = hashlib.sha256(json.dumps([[d.question, d.passages, d.answer] for d in adapted.shots]).encode())
-    tensors = {} if adapted.prefix is None else {"prefix": adapted.prefix}
-    if adapted.adapter is not None:
-        found.update(str(adapted.adapter.scale).encode())
-        for side, factors in (("a", adapted.adapter.a), ("b", adapted.adapter.b)):
-            tensors |= {f"{side} {name}": factor for name, factor in factors.items()}
-    for name in sorted(tensors):
-        found.update(f"{name} {tuple(tensors[name].shape)}".encode())
-        found.update(tensors[name].detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
-    return found.hexdigest()[:16]
+        return AdaptiveDecoder.of(self.decoder)

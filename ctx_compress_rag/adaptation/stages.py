@@ -25,7 +25,7 @@ from ctx_compress_rag.adaptation.config import (
     TaskData,
     UpdatePredictorRecipe,
 )
-from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, text_bundle
+from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, Tasks, digest, with_slots
 from ctx_compress_rag.adaptation.objectives.retrieval_adapter import PromptTuningLoss, RetrievalAdapterLoss
 from ctx_compress_rag.adaptation.objectives.update_predictor import (
@@ -37,6 +37,7 @@ from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.solved import SolvedContexts, load_solved, solve
 from ctx_compress_rag.adaptation.updates import norms
 from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.data.examples import read_jsonl
 from ctx_compress_rag.data.held_out import HeldOut
 from ctx_compress_rag.store import SoftContextStore
@@ -54,7 +55,7 @@ def open_decoder(recipe: AdaptationRecipe, device: str | torch.device | None = N
     """Load the recipe's decoder, with a store in memory if passages become slots."""
     device = device or training_device()
     if recipe.decoder is not None:
-        return AdaptiveDecoder(text_bundle(recipe.decoder, recipe.revision, device))
+        return AdaptiveDecoder(Decoder.load(recipe.decoder, recipe.revision, device))
     assert recipe.bundle is not None
     bundle = Bundle.from_pretrained(recipe.bundle, device=device, revision=recipe.revision)
     if recipe.ratio is None:
@@ -120,7 +121,7 @@ def _job(
     """A job whose report identifies the decoder; `save` is called with the decoder's hub id or path."""
     bundle = decoder.bundle
     about = {"fingerprint": bundle.fingerprint}
-    return Job(objective, examples, collate, lambda report: save(bundle.config.decoder_name), about)
+    return Job(objective, examples, collate, lambda report: save(bundle.decoder_name), about)
 
 
 def start_retrieval_adapter(recipe: RetrievalAdapterRecipe, resume: bool) -> Job:

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle.card import model_card
 from ctx_compress_rag.bundle.config import BundleConfig, explain, whole
+from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.bundle.files import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
@@ -39,7 +40,6 @@ from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, pinned
 from ctx_compress_rag.models.loading import load_decoder
-from ctx_compress_rag.process_bound import OfThisProcess
 from ctx_compress_rag.ratios import check_window
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.tokenizing import text_ids
@@ -50,7 +50,7 @@ _TOKENS_PER_BATCH = 8192
 _PASSAGES_PER_ROUND = 256
 
 
-class Bundle(OfThisProcess):
+class Bundle(Decoder):
     """A compressor, a reader and the decoder they were trained for.
 
     Attributes:
@@ -69,8 +69,8 @@ class Bundle(OfThisProcess):
         reader: Reader,
         report: Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__(backbone, config.decoder_name)
         self.config = config
-        self.backbone = backbone
         self.compressor = compressor
         self.reader = reader
         self.report = dict(report or {})
@@ -243,9 +243,18 @@ class Bundle(OfThisProcess):
         self.backbone.copy_adapter(TEACHER, "reader")
 
     @property
-    def tokenizer(self) -> Any:
-        """The decoder's tokenizer, padding on the left."""
-        return self.backbone.tokenizer
+    def separator(self) -> str:
+        """What stood between two passages in training."""
+        return self.config.separator
+
+    @property
+    def answer_prefix(self) -> str:
+        """What every answer began with in training."""
+        return self.config.answer_prefix
+
+    def positions(self, slots: int) -> int:
+        """Positions of the decoder that so many slots of a passage take, the reader's own vectors included."""
+        return self.reader.positions(slots)
 
     @property
     def fingerprint(self) -> str:
@@ -394,10 +403,6 @@ class Bundle(OfThisProcess):
             slot_mask: bool (batch, length), True at the slots of the prompts that it will read.
         """
         return self.reader.decoder(slot_mask)
-
-    def text_decoder(self) -> AbstractContextManager[Any]:
-        """A context manager that locks the decoder for this thread, set up to read plain text (the teacher)."""
-        return self.backbone.use(TEACHER if TEACHER in self.backbone.adapters else None)
 
 
 def add_teacher(backbone: Backbone, folder: Path) -> None:

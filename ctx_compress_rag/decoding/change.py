@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.prompt import Prompt, PromptLike
 
 
@@ -19,6 +20,16 @@ class Change:
     def of_model(self) -> object:
         """Identifies a change to the model, None if there is none: prompts with different changes share no pass."""
         return None
+
+    @property
+    def digest(self) -> str | None:
+        """Identifies the change across processes, for caches of answers; None if nothing is changed."""
+        return None
+
+    @property
+    def extra_tokens(self) -> int:
+        """Positions that `read` adds to a prompt."""
+        return 0
 
     def asked(self, prompt: PromptLike) -> PromptLike:
         """The prompt to ask instead of this one."""
@@ -37,14 +48,15 @@ UNCHANGED = Change()
 
 
 @contextmanager
-def opened(bundle: Bundle, soft: bool, slot_mask: Tensor, change: Change = UNCHANGED) -> Iterator[Any]:
-    """Lock a bundle's transformers model for this thread, with a change applied to it.
+def opened(decoder: Decoder, soft: bool, slot_mask: Tensor, change: Change = UNCHANGED) -> Iterator[Any]:
+    """Lock a transformers model for this thread, with a change applied to it.
 
     Args:
-        bundle: the bundle.
+        decoder: a decoder, or the bundle that reads the slots.
         soft: whether the model is to read prompts with slots, not plain text.
         slot_mask: bool (batch, length), True at slots.
         change: the change to apply.
     """
-    with bundle.soft_decoder(slot_mask) if soft else bundle.text_decoder() as model, change.applied(model):
+    reading = decoder.soft_decoder(slot_mask) if soft and isinstance(decoder, Bundle) else decoder.text_decoder()
+    with reading as model, change.applied(model):
         yield model

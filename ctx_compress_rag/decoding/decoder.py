@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,13 +10,14 @@ from contextlib import suppress
 from dataclasses import replace
 from queue import SimpleQueue
 from types import MappingProxyType
-from typing import Literal
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import whole
+from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.decoding.answers import Answers
 from ctx_compress_rag.decoding.batches import generate, in_batches
 from ctx_compress_rag.decoding.change import UNCHANGED, Change, opened
@@ -56,14 +58,11 @@ class TransformersDecoder:
     the decoder for plain text. Several threads may call it: concurrent calls share forward passes.
 
     Args:
-        bundle: the bundle.
+        bundle: the bundle, or a decoder alone, which reads no markers.
         store: the store of the markers' passages; without one, markers are literal text.
-        on_missing: what to do if a marker's slots cannot be read: "error" raises, "text" reads the passage's
-            text instead. For a passage that is not in the store, see `on_unreadable`.
-        on_unreadable: what to do if neither slots nor text can be read for a marker: its key or scope is another
-            one, it was changed, or its passage is gone. "error" raises; "warn" and "text" read the marker as
-            literal text, "warn" with a warning. With either of these, a record whose slots alone are damaged is
-            also read as its text.
+        on_unreadable: what to do with a marker whose slots cannot be read (its key or scope is another one, it was
+            changed, its passage is gone or damaged): "error" raises; "text" reads the passage's text if the store
+            has it, else the marker as literal text, with a warning.
         batch_size: most prompts in one forward pass.
         max_prompt_tokens: longest prompt, in tokens and slots; None allows what fits the decoder's window.
 
@@ -79,16 +78,13 @@ class TransformersDecoder:
 
     def __init__(
         self,
-        bundle: Bundle,
+        bundle: Decoder,
         store: SoftContextStore | None = None,
         *,
-        on_missing: Literal["error", "text"] = "error",
         on_unreadable: OnUnreadable = "error",
         batch_size: int = BATCH_SIZE,
         max_prompt_tokens: int | None = None,
     ) -> None:
-        if on_missing not in ("error", "text"):
-            raise ConfigError(f"on_missing={on_missing!r}: choose 'error' or 'text'")
         check_on_unreadable(on_unreadable)
         batch_size = whole("batch_size", batch_size)
         if batch_size < 1:
@@ -102,11 +98,16 @@ class TransformersDecoder:
             )
         self.bundle = bundle
         self.store = store
-        self.on_missing = on_missing
         self.on_unreadable = on_unreadable
         self.batch_size = batch_size
         self.max_prompt_tokens = max_prompt_tokens
         self._tokenizer = PromptTokenizer(bundle.tokenizer)
+
+    def with_change(self, change: Change) -> Self:
+        """This decoder with another change in place of its own; both share the model."""
+        other = copy.copy(self)
+        other.change = change
+        return other
 
     def generate(self, prompts: Sequence[PromptLike], sampling: Sampling = _GREEDY) -> list[Generation]:
         """Answer prompts, in order; some may have markers and others not.
@@ -179,15 +180,17 @@ class TransformersDecoder:
         first, *rest = (part.tolist() for part in self._tokenizer.encode([self._tokenizer.as_text(t) for t in texts]))
         ids: list[int] = first
         for marker, part in zip(markers, rest, strict=True):
-            ids += [self.bundle.tokenizer.pad_token_id] * self.bundle.reader.positions(marker.slots) + part
+            ids += [self.bundle.tokenizer.pad_token_id] * self.bundle.positions(marker.slots) + part
         return ids
 
     def count_chat_tokens(self, chat: Sequence[Message]) -> int:
-        """Number of positions of a chat: the chat template's tokens, its text and its slots."""
-        around = [self._around_markers(self._split(message["content"])) for message in chat]
-        ids = self._chat_ids(chat, [texts for texts, _ in around])
-        read = self.bundle.reader.positions
-        return sum(map(len, ids)) + sum(read(marker.slots) for _, markers in around for marker in markers)
+        """Number of positions of a chat: the chat template's tokens, its text, its slots, and what a change adds."""
+        asked = self.change.asked(chat)
+        assert not isinstance(asked, str)
+        around = [self._around_markers(self._split(message["content"])) for message in asked]
+        ids = self._chat_ids(asked, [texts for texts, _ in around])
+        slots = sum(self.bundle.positions(marker.slots) for _, markers in around for marker in markers)
+        return sum(map(len, ids)) + slots + self.change.extra_tokens
 
     # From text to what the model reads
 
@@ -211,7 +214,7 @@ class TransformersDecoder:
         split = [[self._split(text, self.on_unreadable) for text in texts] for texts in contents]
         named = (p for texts in split for parts in texts for p in parts if isinstance(p, Marker))
         contexts = self._contexts(list(dict.fromkeys(named)))
-        embedded = {m: self.bundle.embed(c) for m, c in contexts.items() if isinstance(c, SoftContext)}
+        embedded = {m: self._embed(c) for m, c in contexts.items() if isinstance(c, SoftContext)}
         texts_of = {m: c for m, c in contexts.items() if isinstance(c, str)}
         # Control tokens in a raw prompt come from the caller, but those in its passages are text.
         in_raw = {m: self._tokenizer.apart(c) for m, c in texts_of.items()}
@@ -232,6 +235,10 @@ class TransformersDecoder:
                 made = replace(made, quotable=self._quotable(index, messages, said))
             prepared.append(made)
         return prepared
+
+    def _embed(self, soft: SoftContext) -> Tensor:
+        assert isinstance(self.bundle, Bundle)  # only a bundle has a store
+        return self.bundle.embed(soft)
 
     def _contents(self, index: int, prompt: PromptLike) -> list[str]:
         """A raw prompt, or the contents of a chat's messages.
@@ -281,7 +288,7 @@ class TransformersDecoder:
         whole = [{"role": message["role"], "content": text} for message, text in zip(chat, contents, strict=True)]
         asked = chat_text(self.bundle.tokenizer, whole)
         if any(len(parts) > 1 for parts in texts):
-            asked += self.bundle.config.answer_prefix
+            asked += self.bundle.answer_prefix
         return self._tokenizer.encode(asked.split(hole))
 
     def _around_markers(
@@ -289,11 +296,11 @@ class TransformersDecoder:
     ) -> tuple[list[str], list[Marker]]:
         """As the function; between two markers, the separator that everyone writes becomes the bundle's."""
         texts, markers = _around_markers(parts, texts_of)
-        own = self.bundle.config.separator
+        own = self.bundle.separator
         inner = [own if text == PASSAGE_SEPARATOR else text for text in texts[1:-1]]
         return [texts[0], *inner, *texts[1:][-1:]], markers
 
-    def _split(self, text: str, on_unreadable: OnUnreadable = "warn") -> list[str | Marker]:
+    def _split(self, text: str, on_unreadable: OnUnreadable = "text") -> list[str | Marker]:
         if not isinstance(text, str):
             raise ConfigError(f"a {type(text).__name__} is not text: give a string")
         return [text] if self.store is None else self.store.split(text, None, on_unreadable)
@@ -332,11 +339,10 @@ class TransformersDecoder:
         return found
 
     def _forgive(self, error: Exception, instead: str) -> None:
-        """Raise the store's error, or log it as a warning, or ignore it, as the options say."""
-        if self.on_missing == self.on_unreadable == "error":
+        """Raise the store's error, or log it as a warning, as the options say."""
+        if self.on_unreadable == "error":
             raise error
-        if self.on_unreadable != "text":
-            logger.warning("%s: %s", instead, error)
+        logger.warning("%s: %s", instead, error)
 
     def _context_or_text(self, store: SoftContextStore, marker: Marker) -> SoftContext | str:
         try:
@@ -345,8 +351,6 @@ class TransformersDecoder:
             except PayloadError:
                 return store.text_of([marker])[0]
         except (MissingPassageError, PayloadError):
-            if self.on_unreadable == "error":
-                raise
             return marker.text
 
     @property
@@ -416,7 +420,7 @@ class TransformersDecoder:
         sharing = Sharing.of(self.bundle.backbone)
         for soft in (False, True):
             if group := [row for row in rows if row.prompt.soft is soft]:
-                sharing.add(group, (self.bundle.reader, self.change.of_model, soft), self.batch_size)
+                sharing.add(group, (self.bundle, self.change.of_model, soft), self.batch_size)
 
     def _shared(self, prompts: Sequence[PromptLike], sampling: Sampling) -> list[Generation]:
         """`generate` in passes that concurrent callers share."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
-from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.decoding.change import Change, opened
 from ctx_compress_rag.decoding.generation import Generation, Put, Sampling, TextWatch, choosers, end_ids
 from ctx_compress_rag.decoding.splice import splice
@@ -30,7 +30,7 @@ class Row:
     """A prompt and its answer so far.
 
     Attributes:
-        bundle: the bundle whose decoder answers.
+        bundle: the bundle or decoder that answers.
         prompt: the prompt.
         change: the change to the decoder.
         sampling: how tokens are chosen and when to end.
@@ -40,7 +40,7 @@ class Row:
         scope: the tenant or user of `stores.markers.scope` who asked; scopes take turns.
     """
 
-    bundle: Bundle
+    bundle: Decoder
     prompt: Prompt
     change: Change
     sampling: Sampling

@@ -9,14 +9,15 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Self
 
 import httpx
 import torch
 
-from ctx_compress_rag.adaptation.decoder import Adapted, AdaptiveDecoder
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.answers import Answers
+from ctx_compress_rag.decoding.change import Change
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.export import dtype_name, served
 from ctx_compress_rag.decoding.generation import Generation, Put, Sampling
 from ctx_compress_rag.decoding.splice import splice
@@ -31,7 +32,7 @@ _CONNECTIONS = 256
 _GREEDY = Sampling()
 
 
-class ServerDecoder(AdaptiveDecoder):
+class ServerDecoder(TransformersDecoder):
     """A TransformersDecoder whose model runs in a vLLM server, started with the command that `export` prints.
 
     Tokenizer, embeddings and store are in this process; prompts with slots are sent as `prompt_embeds`, others as
@@ -46,7 +47,6 @@ class ServerDecoder(AdaptiveDecoder):
         timeout: maximum seconds to wait for the first token, and from one token to the next.
         max_retries: how often a request is sent again if the server is unreachable or busy; never after the first
             piece of an answer.
-        on_missing: as in TransformersDecoder.
         on_unreadable: as in TransformersDecoder.
 
     Raises:
@@ -63,10 +63,9 @@ class ServerDecoder(AdaptiveDecoder):
         api_key: str | None = None,
         timeout: float = 120.0,
         max_retries: int = 2,
-        on_missing: Literal["error", "text"] = "error",
         on_unreadable: OnUnreadable = "error",
     ) -> None:
-        super().__init__(bundle, store, on_missing=on_missing, on_unreadable=on_unreadable)
+        super().__init__(bundle, store, on_unreadable=on_unreadable)
         if not server.startswith(("http://", "https://")):
             raise ConfigError(f"server={server!r}: give an address that begins with http:// or https://")
         if not timeout > 0:  # nor NaN
@@ -84,8 +83,8 @@ class ServerDecoder(AdaptiveDecoder):
             limits=httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS),
         )
 
-    def with_adapted(self, adapted: Adapted) -> AdaptiveDecoder:
-        """Refused: an adaptation changes the weights of a decoder in this process."""
+    def with_change(self, change: Change) -> Self:
+        """Refused: a change is applied to a decoder in this process."""
         raise ConfigError(f"the decoder runs in {self.server}, which cannot adapt: leave server= out")
 
     def generate(self, prompts: Sequence[PromptLike], sampling: Sampling = _GREEDY) -> list[Generation]:

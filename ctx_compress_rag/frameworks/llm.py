@@ -1,21 +1,16 @@
-"""What the LLM classes of both frameworks share: one decoder, its scope, adapting it, and copies within the process."""
+"""What the LLM classes of all frameworks share: one decoder, its scope, and copies within the process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
-from ctx_compress_rag.adaptation import llm as serving
-from ctx_compress_rag.adaptation.decoder import Adaptation, AdaptiveDecoder
-from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import explain
-from ctx_compress_rag.decoding.decoder import BATCH_SIZE, Sampling
+from ctx_compress_rag.decoding.decoder import BATCH_SIZE, Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.generation import given_options
 from ctx_compress_rag.decoding.vllm import ServerDecoder
 from ctx_compress_rag.errors import ConfigError
@@ -44,10 +39,8 @@ class DecoderLLM(BaseModel):
     stop: list[str] | None = None
     seed: int | None = None
     extractive: bool = False
-    on_missing: Literal["error", "text"] = Field(default="error", frozen=True)
     on_unreadable: OnUnreadable = Field(default="error", frozen=True)
     scope: str | None = None
-    predictor: str | Path | None = None
     batch_size: int = Field(default=BATCH_SIZE, ge=1, frozen=True)
     device: str | torch.device | None = Field(default=None, exclude=True, frozen=True)
     dtype: str | torch.dtype | None = Field(default=None, exclude=True, frozen=True)
@@ -59,7 +52,7 @@ class DecoderLLM(BaseModel):
     timeout: float = Field(default=120.0, frozen=True)
     max_retries: int = Field(default=2, frozen=True)
 
-    _decoder: AdaptiveDecoder | None = PrivateAttr(None)
+    _decoder: TransformersDecoder | None = PrivateAttr(None)
 
     def __init__(self, **fields: Any) -> None:
         try:
@@ -79,7 +72,7 @@ class DecoderLLM(BaseModel):
         return self.model_copy()
 
     @property
-    def decoder(self) -> AdaptiveDecoder:
+    def decoder(self) -> TransformersDecoder:
         """The decoder that answers."""
         if self._decoder is None:
             bundle = self.store.bundle
@@ -88,10 +81,9 @@ class DecoderLLM(BaseModel):
             if loading := self._loading:
                 bundle = bundle.loaded_again(**loading)
             if self.server is None:
-                self._decoder = AdaptiveDecoder(
+                self._decoder = TransformersDecoder(
                     bundle,
                     self.store,
-                    on_missing=self.on_missing,
                     on_unreadable=self.on_unreadable,
                     batch_size=self.batch_size,
                 )
@@ -103,7 +95,6 @@ class DecoderLLM(BaseModel):
                     api_key=None if self.api_key is None else self.api_key.get_secret_value(),
                     timeout=self.timeout,
                     max_retries=self.max_retries,
-                    on_missing=self.on_missing,
                     on_unreadable=self.on_unreadable,
                 )
         return self._decoder
@@ -113,54 +104,15 @@ class DecoderLLM(BaseModel):
         """The options for loading the decoder that were given."""
         return {name: value for name in LOADING if (value := getattr(self, name)) is not None}
 
-    def adapt(
-        self,
-        demonstrations: Sequence[Demonstration],
-        adaptation: Adaptation | str | Path | None = None,
-        ratio: int | None = None,
-    ) -> Self:
-        """An LLM that answers as the demonstrations do (RAG-GD); this one stays unchanged.
-
-        All LLMs adapted from one share its weights in memory, and may be used side by side in threads.
-        `ctx_compress_rag.adaptation.generate_together` answers with several of their `decoder`s in one batch.
-
-        Args:
-            demonstrations: solved examples: question, passages, answer.
-            adaptation: a way to adapt, or the folder of an update predictor or a peft adapter; by default the
-                LLM's own `predictor`.
-            ratio: read the demonstrations' passages as soft contexts of the store with this many source tokens per
-                slot (missing ones are compressed); None reads them as they are, texts or markers.
-
-        Raises:
-            ConfigError: there are no demonstrations, or no adaptation.
-            BundleError: the folder holds nothing for this decoder.
-        """
-        chosen = adaptation or self.predictor
-        if chosen is None:
-            raise ConfigError(f"{type(self).__name__} has no predictor: give predictor=, or adapt() an adaptation")
-        with self._in_scope():
-            return self._with_decoder(serving.adapt(self.decoder, demonstrations, chosen, ratio))
-
-    def with_adapter(self, folder: str | Path) -> Self:
-        """An LLM with a saved peft adapter of this decoder's Q/K/V projections; this one stays unchanged.
-
-        Raises:
-            BundleError: the folder holds no adapter for this decoder.
-        """
-        return self._with_decoder(serving.with_adapter(self.decoder, folder))
-
-    def save_adapter(self, folder: str | Path) -> None:
-        """Write what `adapt` changed as an ordinary peft adapter, which `with_adapter` and other engines load.
-
-        Raises:
-            ConfigError: nothing was changed that an adapter can hold.
-        """
-        serving.save_adapter(self.decoder, folder)
-
-    def _with_decoder(self, decoder: AdaptiveDecoder) -> Self:
+    def _with_decoder(self, decoder: TransformersDecoder) -> Self:
         other = self.model_copy()
         other._decoder = decoder
         return other
+
+    @property
+    def _change(self) -> str | None:
+        """Identifies what an adaptation changed; None without one."""
+        return None if self._decoder is None else self._decoder.change.digest
 
     def _in_scope(self) -> AbstractContextManager[None]:
         return nullcontext() if self.scope is None else scope(self.scope)

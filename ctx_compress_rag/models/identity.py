@@ -17,6 +17,7 @@ from ctx_compress_rag.errors import BundleError
 
 _SUFFIXES = {".json", ".jinja", ".txt", ".model"}
 _OF_WEIGHTS = ".index.json"
+_SAMPLED = 1024  # values of each weight
 # Keys that record who wrote a file or how it was loaded, and change no answer.
 _PASSING = {
     "transformers_version", "_name_or_path", "name_or_path", "architectures", "dtype", "torch_dtype", "use_cache",
@@ -59,6 +60,20 @@ def digest_in_memory(model: Any, tokenizer: Any) -> str:
     with TemporaryDirectory() as folder:
         write_decoder(model, tokenizer, Path(folder))
         return files_digest(Path(folder))
+
+
+def weights_digest(model: Any, adapter: str) -> str:
+    """SHA-256 of a sample of each weight, and of `adapter`'s if the model has it: 64 hex digits.
+
+    In bfloat16, so that it does not depend on the dtype that a file is loaded in.
+    """
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        if "lora_" not in name or f".{adapter}." in name:
+            part = weight.detach().flatten()[:_SAMPLED].bfloat16().float().cpu()
+            digest.update(f"{name.replace('base_layer.', '')} {tuple(weight.shape)}".encode())
+            digest.update(part.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def write_decoder(model: Any, tokenizer: Any, folder: Path) -> None:

@@ -40,8 +40,8 @@ _OPENING = "[[ctx:"
 _HEX_TO_LETTERS = str.maketrans("0123456789abcdef", "abcdefghijklmnop")
 _LETTERS_TO_HEX = str.maketrans("abcdefghijklmnop", "0123456789abcdef")
 
-OnUnreadable = Literal["error", "warn", "text"]
-"""What to do with an unreadable marker: raise, or keep it as text, with a warning ("warn") or without ("text")."""
+OnUnreadable = Literal["error", "text"]
+"""What to do with an unreadable marker: raise, or keep it as text, with a warning."""
 
 _scope: ContextVar[str | None] = ContextVar("ctx_compress_scope", default=None)
 
@@ -57,11 +57,6 @@ def check_on_unreadable(policy: str) -> None:
     """Raise ConfigError unless it is one of `OnUnreadable`."""
     if policy not in get_args(OnUnreadable):
         raise ConfigError(f"on_unreadable={policy!r}: choose one of {', '.join(get_args(OnUnreadable))}")
-
-
-def quietly(policy: OnUnreadable) -> OnUnreadable:
-    """The policy without its warning."""
-    return "error" if policy == "error" else "text"
 
 
 def defused(text: str) -> str:
@@ -158,7 +153,7 @@ class MarkerCodec:
         """32 letters that nobody without the key can make for these fields, such as those of a stored record."""
         return self._letters(_SEAL_LETTERS, "record", self._fingerprint, *fields)
 
-    def split(self, text: str, scope: str, on_unreadable: OnUnreadable = "warn") -> list[str | Marker]:
+    def split(self, text: str, scope: str, on_unreadable: OnUnreadable = "text") -> list[str | Marker]:
         """Text parts and this scope's markers, in order; joined, they are the text, and no part is empty.
 
         A marker with a bad tag stays in its text part or raises, as `on_unreadable` says. A truncated marker (some
@@ -176,7 +171,7 @@ class MarkerCodec:
                 raise UnreadableMarkerError(
                     f"{match[0]} was not made with this key for scope {scope!r}, or was changed: give the "
                     "postprocessor and the LLM the same scope and key (CTX_COMPRESS_KEY), retrieve again, or choose "
-                    "on_unreadable='warn' to keep such markers as text"
+                    "on_unreadable='text' to keep such markers as text"
                 )
             if not signed:
                 continue
@@ -187,7 +182,7 @@ class MarkerCodec:
         if start < len(text):
             parts.append(text[start:])
         refused = text.count(_OPENING) - sum(isinstance(part, Marker) for part in parts)
-        if refused and on_unreadable != "text":
+        if refused:
             logger.warning(
                 "%d marker(s) in the text were not made with this key for scope %r, or were cut: left as literal text",
                 refused,

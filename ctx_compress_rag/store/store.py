@@ -407,7 +407,7 @@ class SoftContextStore(OfThisProcess):
         self._transient.put(scope, dict(zip(names, contexts, strict=True)))
         return [signer.write(name, 1, each.soft.n_slots, scope) for name, each in zip(names, contexts, strict=True)]
 
-    def split(self, text: str, scope: str | None = None, on_unreadable: OnUnreadable = "warn") -> list[str | Marker]:
+    def split(self, text: str, scope: str | None = None, on_unreadable: OnUnreadable = "text") -> list[str | Marker]:
         """Text parts and markers of a prompt, in order.
 
         Raises:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from operator import itemgetter
-from typing import Any, Self
+from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
@@ -23,14 +23,12 @@ from langchain_core.runnables import (
 )
 from langchain_core.runnables.utils import AnyConfigurableField
 from langchain_core.utils.function_calling import convert_to_json_schema
-from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
-from ctx_compress_rag.adaptation import AdaptiveDecoder
-from ctx_compress_rag.adaptation import llm as serving
+from ctx_compress_rag.adaptation.llm import AdaptableLLM
 from ctx_compress_rag.decoding.decoder import Generation, Sampling
 from ctx_compress_rag.decoding.generation import OPTIONS
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.frameworks.llm import DecoderLLM
 from ctx_compress_rag.store.marker import current_scope
 from langchain_ctx_compress.messages import parsed, to_chat
 
@@ -38,7 +36,7 @@ from langchain_ctx_compress.messages import parsed, to_chat
 _OF_REMOTE_MODELS = {"timeout", "max_retries", "api_key"}
 
 
-class ChatCompressedContext(DecoderLLM, BaseChatModel):
+class ChatCompressedContext(AdaptableLLM, BaseChatModel):
     """A bundle's decoder as a LangChain chat model.
 
     Markers in the messages are read as the soft contexts they stand for; a prompt without markers is answered by
@@ -57,12 +55,9 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         stop: strings that end the answer and are left out of it; a call's own `stop` replaces them.
         seed: makes sampling repeatable; None draws a new one for each call.
         extractive: answers are quotations of the prompt or of the passages that it reads.
-        on_missing: what to do if a passage's slots cannot be read: raise an "error", or read its "text".
-            For passages that are no longer stored, see `on_unreadable`.
-        on_unreadable: what to do with a marker whose slots and text cannot be read (it has another key or scope, was
-            changed, or its passage was deleted): raise an "error", or read it as literal text, with a warning ("warn")
-            or without ("text"). With "warn" or "text", a record in which only the slots are damaged is read as its
-            text, whatever `on_missing` says.
+        on_unreadable: what to do with a marker whose slots cannot be read (it has another key or scope, was changed, or
+            its passage was deleted or damaged): raise an "error", or read the passage's "text" if the store has it,
+            else the marker as literal text, with a warning.
         scope: tenant or user whose markers are read; None takes that of `stores.markers.scope`, or the store's.
         streaming: make `invoke` stream internally, so that callbacks see every piece.
         predictor: folder of the update predictor that `adapt` uses.
@@ -90,8 +85,6 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
 
     streaming: bool = False
 
-    _adapted: str | None = PrivateAttr(None)
-
     @model_validator(mode="before")
     @classmethod
     def _drop_unmeant(cls, values: Any) -> Any:
@@ -115,24 +108,21 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         """What an answer depends on, and hence the key it is cached under; never the store's secret."""
         return {
             "model_name": self.model_name,
-            "fingerprint": self.store.fingerprint,
-            "scope": self.scope or current_scope() or self.store.scope,
-            "on_missing": self.on_missing,
-            "on_unreadable": self.on_unreadable,
-            "adapted": self._adapted,
-            **{name: getattr(self, name) for name in OPTIONS},
-            **{name: str(value) for name, value in self._loading.items()},
+            # Under one name: LangChain puts a call's `stop` over a field of that name, even if it is None.
+            "ctx_compress": {
+                "fingerprint": self.store.fingerprint,
+                "scope": self.scope or current_scope() or self.store.scope,
+                "on_unreadable": self.on_unreadable,
+                "change": self._change,
+                **{name: getattr(self, name) for name in OPTIONS},
+                **{name: str(value) for name, value in self._loading.items()},
+            },
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
         params["ls_provider"] = "ctx-compress"
         return params
-
-    def _with_decoder(self, decoder: AdaptiveDecoder) -> Self:
-        other = super()._with_decoder(decoder)
-        other._adapted = serving.digest(decoder.adapted)
-        return other
 
     def _generate(
         self,
@@ -194,7 +184,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         `tools` are not counted: this model calls none.
         """
         with self._in_scope():
-            return serving.prompt_tokens(self.decoder, to_chat(messages))
+            return self.decoder.count_chat_tokens(to_chat(messages))
 
     def with_structured_output(
         self, schema: dict[str, Any] | type, *, include_raw: bool = False, **kwargs: Any
@@ -232,7 +222,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         Raises:
             ConfigError: this model is adapted: LangChain makes a new one from the options alone.
         """
-        if self._adapted is not None:
+        if self._change is not None:
             raise ConfigError(
                 "configurable_fields would lose the adaptation, since LangChain makes a new model from the options: "
                 f"give {', '.join(fields)} to bind() or to the call"

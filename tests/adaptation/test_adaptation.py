@@ -23,11 +23,11 @@ from ctx_compress_rag.adaptation import (
     PromptTuning,
     TestTimeSGD,
     generate_together,
-    text_bundle,
 )
 from ctx_compress_rag.adaptation.adapter import applied, projections
 from ctx_compress_rag.adaptation.demonstrations import shots
 from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.decoding.change import opened
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Sampling
@@ -188,7 +188,7 @@ def _chats(questions: Any = QUESTIONS) -> list[Any]:
 
 def _adapted(decoder: AdaptiveDecoder, *seeds: int) -> list[AdaptiveDecoder]:
     model = decoder.bundle.backbone.model
-    return [decoder.with_adapted(Adapted(random_adapter(model, 4, seed, size=0.5))) for seed in seeds]
+    return [decoder.with_change(Adapted(random_adapter(model, 4, seed, size=0.5))) for seed in seeds]
 
 
 def _texts(generations: Any) -> list[str]:
@@ -362,7 +362,7 @@ def test_a_soft_prefix_stands_before_the_prompt(decoder: AdaptiveDecoder, bundle
 def test_a_decoder_alone_is_a_bundle_for_text(tmp_path: Path, bundle: Any, tiny_tokenizer: Any) -> None:
     plain_copy(bundle.backbone.model).save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
-    made = text_bundle(tmp_path, device="cpu")
+    made = Decoder.load(tmp_path, device="cpu")
     assert isinstance(made.backbone, Backbone) and not made.backbone.adapters
     assert _texts(AdaptiveDecoder(made).generate(_chats(), SHORT)) == _texts(
         TransformersDecoder(bundle).generate(_chats(), SHORT)

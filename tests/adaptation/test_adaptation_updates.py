@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, Demonstration, PredictedUpdate, TestTimeSGD
 from ctx_compress_rag.adaptation.adapter import projections
-from ctx_compress_rag.adaptation.llm import adapt
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
+from ctx_compress_rag.adaptation.saved import adapt
 from ctx_compress_rag.adaptation.updates import answer_losses, inner_products, matching_loss, norms, sgd, sgd_path
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import BundleError, ConfigError, UnreadableMarkerError

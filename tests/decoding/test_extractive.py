@@ -151,7 +151,7 @@ def test_a_damaged_text_is_not_quoted_and_its_slots_are_read(
     prompt = [{"role": "user", "content": f"{markers[0]} {markers[1]}"}]
     with pytest.raises(PayloadError, match="'a' is damaged"):
         TransformersDecoder(bundle, store).generate([prompt], EXTRACTIVE)
-    lenient = TransformersDecoder(bundle, store, on_missing="text", on_unreadable="warn")
+    lenient = TransformersDecoder(bundle, store, on_unreadable="text")
     [answer] = lenient.generate([prompt], EXTRACTIVE)
     assert is_quotation(answer.text.strip(), PASSAGES["b"]) and "'a' is damaged" in caplog.text
     assert answer.slots == lenient.generate([prompt], Sampling(max_new_tokens=2))[0].slots

@@ -150,7 +150,7 @@ def test_missing_passages(bundle: Any, store: SoftContextStore, caplog: pytest.L
     d, e, b = store.markers(["d", "e", "b"], ratio=4)
     prompt = f"Context: {d}\n{e}\nQuestion: {QUESTION}"
     strict = TransformersDecoder(bundle, store)
-    lenient = TransformersDecoder(bundle, store, on_missing="text")
+    lenient = TransformersDecoder(bundle, store, on_unreadable="text")
     sampling = Sampling(max_new_tokens=6)
     whole = strict.generate([prompt], sampling)
     assert lenient.generate([prompt], sampling) == whole and not caplog.records
@@ -171,15 +171,12 @@ def test_missing_passages(bundle: Any, store: SoftContextStore, caplog: pytest.L
     store.delete(["d"])
     caplog.clear()
     literal = TransformersDecoder(bundle).generate([f"{d} {QUESTION}"], sampling)
-    for policy in ("warn", "text"):  # a prompt whose passage is gone does not fail the others
-        others = TransformersDecoder(bundle, store, on_unreadable=policy)
-        gone, kept = others.generate([f"{d} {QUESTION}", f"{b} {QUESTION}"], sampling)
-        assert [gone] == literal and kept.slots == strict.count_tokens(b)
-        assert ("cannot be read" in caplog.text) == (policy == "warn")
-        caplog.clear()
-    for decoder in (strict, lenient):
-        with pytest.raises(MissingPassageError, match="retrieve again"):
-            decoder.generate([prompt], sampling)
+    # A prompt whose passage is gone does not fail the others.
+    gone, kept = lenient.generate([f"{d} {QUESTION}", f"{b} {QUESTION}"], sampling)
+    assert [gone] == literal and kept.slots == strict.count_tokens(b)
+    assert "cannot be read" in caplog.text
+    with pytest.raises(MissingPassageError, match="retrieve again"):
+        strict.generate([prompt], sampling)
     assert strict.generate([f"{b} {QUESTION}"], sampling)
     store.delete(["e"])
 
@@ -191,7 +188,7 @@ def test_markers_of_others_stay_text(
     with pytest.raises(UnreadableMarkerError, match="not made with this key for scope 'default'"):
         decoder.generate([f"{foreign} {QUESTION}"], Sampling(max_new_tokens=4))
     assert not caplog.records
-    decoder = TransformersDecoder(decoder.bundle, store, on_unreadable="warn")
+    decoder = TransformersDecoder(decoder.bundle, store, on_unreadable="text")
     [answer] = decoder.generate([f"{foreign} {QUESTION}"], Sampling(max_new_tokens=4))
     tokenizer = decoder.bundle.tokenizer
     assert (answer.slots, answer.prompt_tokens) == (0, len(tokenizer(f"{foreign} {QUESTION}")["input_ids"]))
@@ -205,7 +202,7 @@ def test_markers_of_others_stay_text(
 def test_wrong_arguments_are_refused(
     bundle: Any, store: SoftContextStore, make_tiny_bundle: Callable[..., Any]
 ) -> None:
-    wrong: list[tuple[str, Any]] = [("on_missing", "skip"), ("on_unreadable", "skip"), ("batch_size", 0)]
+    wrong: list[tuple[str, Any]] = [("on_unreadable", "skip"), ("batch_size", 0)]
     for name, value in wrong:
         with pytest.raises(ConfigError, match=f"{name}={value!r}"):
             TransformersDecoder(bundle, store, **{name: value})

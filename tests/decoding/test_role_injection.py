@@ -83,7 +83,7 @@ def damaged(bundle: Bundle, *texts: str) -> Iterator[tuple[TransformersDecoder, 
         raw = chromadb.EphemeralClient().get_collection(f"{collection.name}-ctx", embedding_function=None)
         rows = raw.get(ids=ids)["metadatas"]
         raw.update(ids=ids, metadatas=[{"payload": str(row["payload"])[:-8]} for row in rows])
-        yield TransformersDecoder(bundle, store, on_missing="text"), markers
+        yield TransformersDecoder(bundle, store, on_unreadable="text"), markers
 
 
 def test_characters_that_a_tokenizer_does_not_know_spell_no_control_token() -> None:

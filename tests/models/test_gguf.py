@@ -17,9 +17,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from pydantic import ValidationError
 
-from ctx_compress_rag.adaptation.decoder import text_bundle
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
+from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.errors import BundleError, MissingExtraError
 from ctx_compress_rag.models import gguf as gguf_module
 from ctx_compress_rag.models.backbone import Backbone
@@ -308,7 +308,7 @@ def test_a_bundle_for_another_file_is_refused(written: tuple[Path, Any], file: P
 
 
 def test_a_decoder_that_reads_text_alone(written: tuple[Path, Any], make_tiny_bundle: Callable[..., Any]) -> None:
-    bundle = text_bundle(local(written[0]), device="cpu")
+    bundle = Decoder.load(local(written[0]), device="cpu")
     with bundle.text_decoder() as model:
         torch.testing.assert_close(logits(model), logits(written[1]), atol=1e-4, rtol=1e-4)
     assert bundle.fingerprint != make_tiny_bundle().fingerprint

@@ -26,7 +26,7 @@ def test_passage_deleted_before_the_answer(talkative: Any, tmp_path: Path) -> No
     app = open_app(tmp_path, talkative)
     [marked] = app.postprocessor().invoke(SOURCES[:1])
     app.store.delete(["tower"])
-    for ask in (app.llm().invoke, app.llm(on_missing="text").invoke, lambda text: list(app.llm().stream(text))):
+    for ask in (app.llm().invoke, lambda text: list(app.llm().stream(text))):
         with pytest.raises(MissingPassageError, match="retrieve again"):
             ask(marked.page_content)
     with pytest.raises(MissingPassageError):
@@ -41,7 +41,7 @@ def test_damaged_record_gives_way_to_text(talkative: Any, tmp_path: Path) -> Non
     companion.update(ids=["tower"], metadatas=[record | {"payload": record["payload"][:40]}])
     with pytest.raises(Exception, match="tower"):
         app.llm().invoke(marked.page_content)
-    message = app.llm(on_missing="text").invoke(marked.page_content)
+    message = app.llm(on_unreadable="text").invoke(marked.page_content)
     assert message.content == app.llm().invoke(TEXTS["tower"]).content
     assert message.response_metadata["slots"] == 0
 

@@ -23,7 +23,7 @@ from ctx_compress_rag.adaptation import (
     TestTimeSGD,
     generate_together,
 )
-from ctx_compress_rag.adaptation.llm import load_adaptation
+from ctx_compress_rag.adaptation.saved import load_adaptation
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.store import marker as markers
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, random_adapter, save_predictor

@@ -97,11 +97,11 @@ def test_cache_is_keyed_by_what_the_answer_depends_on(
         first = app.llm(cache=cache).invoke(tower.page_content)
         assert app.llm(cache=cache).invoke(tower.page_content).content == first.content
         assert len(seen) == 1
-        app.llm(cache=cache, scope="other", on_unreadable="warn").invoke(tower.page_content)
+        app.llm(cache=cache, scope="other", on_unreadable="text").invoke(tower.page_content)
         with markers.scope("another"):
-            app.llm(cache=cache, on_unreadable="warn").invoke(tower.page_content)
+            app.llm(cache=cache, on_unreadable="text").invoke(tower.page_content)
         app.llm(cache=cache, max_tokens=3).invoke(tower.page_content)
-        app.llm(cache=cache, on_missing="text").invoke(tower.page_content)
+        app.llm(cache=cache, extractive=True).invoke(tower.page_content)
         assert len(seen) == 5
     # Another bundle of the same name, asked in the same words.
     own = app.llm(cache=cache).invoke(QUESTION).content

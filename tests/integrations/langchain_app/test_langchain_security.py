@@ -42,7 +42,7 @@ async def test_markers_belong_to_their_scope(app: App) -> None:
     assert read(list(app.llm(scope="anna").stream(anna.page_content))[-1]) == slots
     assert app.llm(scope="anna").get_num_tokens(anna.page_content) == slots
     for other in ("ben", None):
-        assert read(app.llm(scope=other, on_unreadable="warn").invoke(anna.page_content)) == 0
+        assert read(app.llm(scope=other, on_unreadable="text").invoke(anna.page_content)) == 0
         with pytest.raises(UnreadableMarkerError, match="not made with this key for scope"):
             app.llm(scope=other).invoke(anna.page_content)
     assert app.postprocessor(scope="ben").restore_sources([anna]) == [anna]
@@ -95,7 +95,7 @@ def test_keys_stay_where_they_are(
         app = open_app(tmp_path, talkative, key=key if where == "argument" else None)
         chain, recorder = rag(app), Recorder()
         chain.invoke(QUESTION, config={"callbacks": [recorder]})
-        app.llm(on_unreadable="warn").invoke(f"[[ctx:{'a' * 20}.3.{'b' * 16}]]")  # refused, with a warning
+        app.llm(on_unreadable="text").invoke(f"[[ctx:{'a' * 20}.3.{'b' * 16}]]")  # refused, with a warning
     file = tmp_path / KEY_FILE
     if where == "file":
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -137,7 +137,7 @@ def test_what_is_saved_reads_again_and_holds_no_secret(app: App) -> None:
 def test_hostile_prompts_do_not_crash_a_chain(app: App) -> None:
     """Attacks in documents, question and history, through postprocessor, template and decoder."""
     postprocessor = app.postprocessor(on_missing="text", scope="anna")
-    llm = app.llm(max_tokens=1, scope="anna", on_unreadable="warn")
+    llm = app.llm(max_tokens=1, scope="anna", on_unreadable="text")
     own = app.store.marker("tower", 8, "anna")
     bens = app.store.marker("mill", 8, "ben")
     attacks = st.sampled_from(sorted(ATTACKS)).flatmap(ATTACKS.__getitem__)

@@ -125,7 +125,7 @@ def test_what_cannot_be_enforced_is_refused(app: App, llm: ChatCompressedContext
 
 def test_without_the_extra_the_message_names_it(llm: ChatCompressedContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(MissingExtraError, match=r"ctx-compress-rag\[structured\]"):
+    with pytest.raises(MissingExtraError, match=r"ctx-compress-rag\[serve\]"):
         llm.with_structured_output(Tower).invoke("The tower?")
     assert llm.invoke("The tower?").content
 

@@ -76,5 +76,5 @@ async def test_a_streamed_object_is_whole_at_its_end(app: App) -> None:
 def test_without_the_extra_the_message_names_it(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     router = RouterQueryEngine.from_defaults(tools(app), llm=app.llm(max_tokens=300))
-    with pytest.raises(MissingExtraError, match=r"ctx-compress-rag\[structured\]"):
+    with pytest.raises(MissingExtraError, match=r"ctx-compress-rag\[serve\]"):
         router.query(QUESTION)

@@ -123,7 +123,7 @@ async def test_a_scope_is_the_postprocessors_the_llms_or_the_contexts(app: App) 
         assert response.raw["slots"] == sum(app.slots(app.store.marker("n0", RATIO))) > 0
         assert response.text == read[0].text
     assert len(marker_tokenizer(app.store, scope="a")(text)) == read[0].raw["slots"]
-    for other in (app.llm(on_unreadable="warn"), app.llm(scope="b", on_unreadable="warn")):
+    for other in (app.llm(on_unreadable="text"), app.llm(scope="b", on_unreadable="text")):
         assert other.complete(text).raw["slots"] == 0
     assert expected.raw["slots"] == 0  # without MetadataMode.LLM the text itself was asked about
 

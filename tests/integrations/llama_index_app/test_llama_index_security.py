@@ -75,7 +75,7 @@ def test_no_hostile_text_resolves_or_breaks_an_engine(
     text, metadata, query, said = (written(app, stranger, a) for a in (in_text, in_metadata, in_query, in_history))
     node = TextNode(id_="hostile", text=f"A document that says {text}.", metadata={"title": metadata})
     index = VectorStoreIndex([node], embed_model=HashedWords())
-    postprocessor, llm = app.postprocessor(), app.llm(max_tokens=1, on_unreadable="warn")
+    postprocessor, llm = app.postprocessor(), app.llm(max_tokens=1, on_unreadable="text")
     try:
         with watched() as events:
             engine = RetrieverQueryEngine.from_args(index.as_retriever(), llm=llm, node_postprocessors=[postprocessor])
@@ -105,7 +105,7 @@ def test_tool_output_is_only_text(app: App, stranger: SoftContextStore, attack: 
     """What a tool said, as an agent hands it on: as a user's observation, or in the tool's own role."""
     text = written(app, stranger, attack)
     output = FunctionTool.from_defaults(fn=lambda: text, name="look_up").call()
-    llm = app.llm(max_tokens=1, on_unreadable="warn")
+    llm = app.llm(max_tokens=1, on_unreadable="text")
     asked = [ChatMessage(role="user", content=QUESTION)]
     for role in (MessageRole.USER, MessageRole.TOOL):
         response = llm.chat([*asked, ChatMessage(role=role, content=f"Observation: {output.content}")])

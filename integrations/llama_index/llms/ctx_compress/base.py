@@ -26,12 +26,11 @@ from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
 from llama_index.core.types import Model
 
-from ctx_compress_rag.adaptation import Adapted
-from ctx_compress_rag.adaptation import llm as serving
+from ctx_compress_rag.adaptation.llm import AdaptableLLM
 from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.decoding.change import UNCHANGED
 from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.frameworks.llm import DecoderLLM
 from llama_index.llms.ctx_compress.streams import in_thread
 from llama_index.llms.ctx_compress.structured import schema_of
 
@@ -45,7 +44,7 @@ Prompt = str | list[Message]
 Pieces = Generator[str | Generation, None, None]
 
 
-class CompressedContextLLM(DecoderLLM, LLM):
+class CompressedContextLLM(AdaptableLLM, LLM):
     """The decoder of a store's bundle, which reads prompts in which markers stand for stored passages.
 
     If the tokenizer has a chat template, this is a chat model, and a completion prompt becomes one user message
@@ -65,11 +64,9 @@ class CompressedContextLLM(DecoderLLM, LLM):
         stop: an answer ends before any of these strings.
         seed: makes sampling repeatable.
         extractive: answers are quotations of the prompt or of the passages that it reads.
-        on_missing: what to do if a marker's slots cannot be read: raise an "error", or read the passage's "text".
-        on_unreadable: what to do with a marker whose slots and text cannot be read (it has another key or scope, was
-            changed, or its passage was deleted): raise an "error", or read it as literal text, with a warning ("warn")
-            or without ("text"). With "warn" or "text", a record in which only the slots are damaged is read as its
-            text, whatever `on_missing` says.
+        on_unreadable: what to do with a marker whose slots cannot be read (it has another key or scope, was changed, or
+            its passage was deleted or damaged): raise an "error", or read the passage's "text" if the store has it,
+            else the marker as literal text, with a warning.
         scope: tenant or user whose markers are read; by default that of `ctx_compress_rag.store.marker.scope`, or
             the store's.
         predictor: folder of the update predictor that `adapt` uses.
@@ -239,11 +236,11 @@ class CompressedContextLLM(DecoderLLM, LLM):
     @property
     def _taken(self) -> int:
         """Positions that an adaptation puts before every prompt."""
-        adapted, chat = self.decoder.adapted, [{"role": "user", "content": "?"}]
-        if not adapted.shots and adapted.prefix is None:
+        if self._change is None:
             return 0
-        plain = self.decoder.with_adapted(Adapted())
-        return serving.prompt_tokens(self.decoder, chat) - serving.prompt_tokens(plain, chat)
+        chat = [{"role": "user", "content": "?"}]
+        plain = self.decoder.with_change(UNCHANGED)
+        return self.decoder.count_chat_tokens(chat) - plain.count_chat_tokens(chat)
 
     @property
     def _bundle(self) -> Bundle:

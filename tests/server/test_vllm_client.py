@@ -158,7 +158,7 @@ async def test_both_frameworks_classes_take_a_server(store: SoftContextStore, ur
     assert theirs.complete(soft).text == (await theirs.acomplete(soft)).text == mine.complete(soft).text
     assert [r.delta for r in theirs.stream_chat(chat)][-1] == "" and theirs.chat(chat).raw == mine.chat(chat).raw
     with pytest.raises(ConfigError, match="cannot adapt"):
-        theirs.decoder.with_adapted(theirs.decoder.adapted)
+        theirs.decoder.with_change(theirs.decoder.change)
 
 
 # What is checked before it goes

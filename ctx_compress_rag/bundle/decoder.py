@@ -1,0 +1,74 @@
+"""A decoder that reads text: what a bundle adds a compressor and a reader to."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ctx_compress_rag.bundle.files import TEACHER
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.gguf import GgufDecoder
+from ctx_compress_rag.models.identity import weights_digest
+from ctx_compress_rag.models.loading import load_decoder
+from ctx_compress_rag.process_bound import OfThisProcess
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
+
+
+class Decoder(OfThisProcess):
+    """A causal LM and its tokenizer.
+
+    Attributes:
+        backbone: the decoder's weights.
+        decoder_name: its hub id, folder or file; None if it has none.
+    """
+
+    def __init__(self, backbone: Backbone, decoder_name: str | None = None) -> None:
+        self.backbone = backbone
+        self.decoder_name = decoder_name
+
+    @classmethod
+    def load(
+        cls, decoder: str | Path | GgufDecoder, revision: str | None = None, device: str | torch.device | None = None
+    ) -> Decoder:
+        """Load a decoder alone.
+
+        Args:
+            decoder: a folder, hub id or GGUF file.
+            revision: its revision on the hub.
+            device: where to put it; None takes CUDA, MPS or the CPU, in that order.
+
+        Raises:
+            BundleError: it cannot be loaded; the message names it.
+        """
+        return Decoder(Backbone(*load_decoder(decoder, revision, device)), str(decoder))
+
+    @property
+    def tokenizer(self) -> Any:
+        """The decoder's tokenizer, padding on the left."""
+        return self.backbone.tokenizer
+
+    @property
+    def separator(self) -> str:
+        """What stands between two passages."""
+        return PASSAGE_SEPARATOR
+
+    @property
+    def answer_prefix(self) -> str:
+        """What every answer to a prompt with slots begins with."""
+        return ""
+
+    def positions(self, slots: int) -> int:
+        """Positions of the decoder that so many slots of a passage take."""
+        return slots
+
+    @property
+    def fingerprint(self) -> str:
+        """64 hex digits that identify the decoder's weights, by a sample of each."""
+        return weights_digest(self.backbone.model, TEACHER)
+
+    def text_decoder(self) -> AbstractContextManager[Any]:
+        """A context manager that locks the decoder for this thread, set up to read plain text (the teacher)."""
+        return self.backbone.use(TEACHER if TEACHER in self.backbone.adapters else None)
