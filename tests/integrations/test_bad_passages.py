@@ -118,7 +118,9 @@ def test_llama_index_shows_metadata_that_python_cannot_print(store: SoftContextS
     assert marked.node.get_content(MetadataMode.LLM).endswith(store.marker("good", 4))
 
 
-@pytest.mark.parametrize("score", [10**400, -(10**400), float("nan"), "high", None])
+@pytest.mark.parametrize(
+    "score", [10**400, -(10**400), float("nan"), "high", None], ids=["huge", "low", "nan", "str", "none"]
+)
 def test_any_relevance_is_taken(store: SoftContextStore, score: Any) -> None:
     document = Document(GOOD, id="good", metadata={"relevance_score": score})
     [marked] = LangChainPostprocessor(store=store).invoke([document])
