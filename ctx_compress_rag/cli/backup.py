@@ -19,7 +19,9 @@ def backup(
 
     Others may write to it meanwhile. The copy contains the key and is used as it is.
     """
-    from ctx_compress_rag.indexing.upkeep import back_up_store
+    from ctx_compress_rag.indexing.index import check_there
+    from ctx_compress_rag.store.connect import back_up
 
-    back_up_store(store, target)
+    check_there(store)
+    back_up(store, target)
     print(f"{store} copied to {target}")

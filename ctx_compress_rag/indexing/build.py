@@ -17,7 +17,7 @@ from ctx_compress_rag.indexing.chunking import chunk
 from ctx_compress_rag.indexing.index import PassageIndex, check_there, make_passage
 from ctx_compress_rag.indexing.inputs import Input, as_text
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore
-from ctx_compress_rag.store.collections import passages_in
+from ctx_compress_rag.store.passage import passages_in
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def update_index(
         chunk_tokens = min(DEFAULT_CHUNK_TOKENS, index.bundle.config.max_tokens)
     if chunk_tokens < _MIN_CHUNK_TOKENS:
         raise ConfigError(f"passages of {chunk_tokens} tokens are too short: give {_MIN_CHUNK_TOKENS} or more")
-    repaired = index.store.discard_damaged(unsealed=False)
+    repaired = index.store.discard_damaged(other_keys=False)
     if repaired:
         logger.warning("compressing %d damaged records again, %s first", len(repaired), repaired[0])
     cut = _Cut(given, index, chunk_tokens)

@@ -8,39 +8,37 @@ under the same ids.
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
-
-from chromadb.errors import NotFoundError
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 from ctx_compress_rag.methods.base.reading import Reading
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import Passage, SoftContextStore, StoreInfo
-from ctx_compress_rag.store.collection import column, explained
+from ctx_compress_rag.store.chroma import Chroma, Found, Records, Row, pages
+from ctx_compress_rag.store.chroma_internals import has_database
 from ctx_compress_rag.store.connect import Connection, check_name, connect
-from ctx_compress_rag.store.lock import DEFAULT_TIMEOUT
 from ctx_compress_rag.store.marker import DEFAULT_SCOPE
-from ctx_compress_rag.store.pages import pages
 from ctx_compress_rag.store.passage import passage_batches
-from ctx_compress_rag.store.sqlite import DATABASE, SqliteCollection
 from ctx_compress_rag.text.passage_vectors import PACKAGED, load_embedder, passage_vectors, question_vectors
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle.bundle import Bundle
 
+T = TypeVar("T")
+
 COLLECTION = "passages"
 BUNDLE_KEY = "ctx_bundle"
-_EMBEDDER_KEY = "ctx_embedder"  # missing in indexes made before there was a choice
+EMBEDDER_KEY = "ctx_embedder"
 _COSINE: Any = {"hnsw": {"space": "cosine"}}
-_PAGE = 2000
 _LOOKED_UP = 250
 """How many passages are looked up together: as many as Chroma answers in one query."""
 
@@ -107,9 +105,8 @@ class PassageIndex:
             for batch in passage_batches(missing, _LOOKED_UP):
                 texts = [passage.text for passage in batch.values()]
                 vectors: Any = passage_vectors(texts, self.embedder)
-                metadatas: Any = [dict(passage.metadata) for passage in batch.values()]
-                with self._writing() as collection:
-                    collection.upsert(list(batch), vectors, metadatas, texts)
+                metadatas = [dict(passage.metadata) for passage in batch.values()]
+                self._write(partial(Records.upsert, ids=list(batch), embeddings=vectors, rows=metadatas, texts=texts))
                 self.store.add(batch.values(), progress=False)
                 yield Added(len(batch), 0)
 
@@ -117,8 +114,8 @@ class PassageIndex:
         """The passages without a vector or a soft context."""
         ids = [str(passage.id) for passage in passages]
         compressed = self.store.has([passage.text for passage in passages], ids)
-        with self._reading() as collection:
-            found = set(collection.get(ids=ids, include=[])["ids"]) if collection else set()
+        none: list[str] = []
+        found = set(self._read(partial(Records.existing, ids=ids), none))
         return [p for p, id, done in zip(passages, ids, compressed, strict=True) if not (done and id in found)]
 
     def remove(self, ids: Sequence[str]) -> None:
@@ -127,14 +124,13 @@ class PassageIndex:
             return
         # Soft contexts first: what is left after an interruption is still listed by `sources`.
         self.store.delete(ids)
-        for part in pages(list(ids), _PAGE):
-            with self._writing() as collection:
-                collection.delete(ids=part)
+        for part in pages(ids):
+            self._write(partial(Records.delete, ids=part))
 
     def sources(self, root: str) -> dict[str, str]:
         """The source of every passage from `root`, by id."""
-        roots = self._column("root")
-        return {id: str(source) for id, source in self._column("source").items() if roots.get(id) == root}
+        rows = _rows(self._connection)
+        return {id: str(row["source"]) for id, row in rows.items() if row.get("root") == root and "source" in row}
 
     def search(self, questions: Sequence[str], k: int) -> list[list[Hit]]:
         """The `k` nearest passages of each question, nearest first; fewer if there are fewer.
@@ -148,27 +144,17 @@ class PassageIndex:
         if not all(question.strip() for question in questions):
             raise ConfigError("the question is empty: ask something")
         vectors = question_vectors(questions, self.embedder)
-        with self._reading() as collection:
-            count = collection.count() if collection else 0
-            if not count:
-                raise StoreError(f"{self._connection.where} holds no passages: run `ctx-compress index` first")
-            if isinstance(collection, SqliteCollection):
-                raise StoreError(
-                    f"{self._connection.where} is read-only, or a Chroma server runs on it: its soft contexts "
-                    "can be read, but Chroma cannot search its vectors; copy the folder, or stop the server"
-                )
-            result: Any = collection.query(
-                query_embeddings=vectors, n_results=min(k, count), include=["documents", "metadatas", "distances"]
-            )
-        rows = zip(*(result[key] for key in ("ids", "documents", "metadatas", "distances")), strict=True)
+        count = len(self)
+        if not count:
+            raise StoreError(f"{self._connection.where} holds no passages: run `ctx-compress index` first")
+        none: list[list[Found]] = []
+        found = self._read(partial(Records.query, vectors=vectors, k=min(k, count)), none)
         return [
-            [Hit(id, text, str(data["source"]), 1 - distance) for id, text, data, distance in zip(*row, strict=True)]
-            for row in rows
+            [Hit(id, text, str(row.get("source")), 1 - distance) for id, text, row, distance in hits] for hits in found
         ]
 
     def __len__(self) -> int:
-        with self._reading() as collection:
-            return int(collection.count()) if collection else 0
+        return self._read(Records.count, 0)
 
     def close(self) -> None:
         """Close the engine."""
@@ -181,25 +167,16 @@ class PassageIndex:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    @contextmanager
-    def _reading(self) -> Iterator[Any]:
-        """The collection of passages; None if there is none."""
-        with explained(self._connection.where), self._connection.reading() as client:
-            yield _find_collection(self._connection, client)
+    def _read(self, work: Callable[[Records], T], default: T) -> T:
+        return _read(self._connection, work, default)
 
-    @contextmanager
-    def _writing(self) -> Iterator[Any]:
-        with explained(self._connection.where), self._connection.writing(DEFAULT_TIMEOUT) as client:
-            yield _find_collection(self._connection, client) or client.create_collection(
-                COLLECTION,
-                configuration=_COSINE,
-                metadata={BUNDLE_KEY: self.bundle_name, _EMBEDDER_KEY: self.embedder},
-                embedding_function=None,
-            )
+    def _write(self, work: Callable[[Records], None]) -> None:
+        about = {BUNDLE_KEY: self.bundle_name, EMBEDDER_KEY: self.embedder}
 
-    def _column(self, field: str) -> dict[str, Any]:
-        with explained(self._connection.where), self._connection.looking() as client:
-            return column(_find_collection(self._connection, client), field)
+        def found(client: Chroma) -> None:
+            work(_find(client) or client.create(COLLECTION, _COSINE, about))
+
+        self._connection.write(found)
 
 
 def open_index(
@@ -269,15 +246,13 @@ def inspect_index(folder: str | Path) -> IndexInfo:
         StoreError: there is no index, or nothing in it.
     """
     check_there(folder)
-    with closing(connect(str(folder), COLLECTION)) as connection:
-        with explained(connection.where), connection.looking() as client:
-            passages = _find_collection(connection, client)
-            roots, sources = column(passages, "root"), column(passages, "source")
-        with recorded_store(folder, COLLECTION) as store:
-            found = len({(roots.get(id), source) for id, source in sources.items()})
-            name, embedder = _made_with(passages)
-            orphans = [] if passages is None else sorted(set(store.ids(DEFAULT_SCOPE)) - sources.keys())
-            return IndexInfo(store.info(), name or store.bundle.config.name, embedder, found, orphans)
+    with closing(connect(str(folder), COLLECTION)) as connection, recorded_store(folder, COLLECTION) as store:
+        rows = _rows(connection)
+        files = {(row.get("root"), row.get("source")) for row in rows.values()}
+        about: Row = _read(connection, attrgetter("metadata"), {})
+        orphans = sorted(set(store.ids(DEFAULT_SCOPE)) - rows.keys()) if about else []
+        name, embedder = _made_with(about)
+        return IndexInfo(store.info(), name or store.bundle.config.name, embedder, len(files), orphans)
 
 
 def prune(folder: str | Path) -> list[str]:
@@ -294,28 +269,23 @@ def recorded_store(folder: str | Path, collection: str) -> SoftContextStore:
     Raises:
         StoreError: there is none.
     """
-    with (
-        closing(connect(str(folder), collection)) as connection,
-        explained(connection.where),
-        connection.looking() as client,
-    ):
-        try:
-            about = client.get_collection(connection.companion, embedding_function=None).metadata or {}
-        except NotFoundError:
+    with closing(connect(str(folder), collection)) as connection:
+        records = connection.read(lambda client: client.find(connection.collection) if client else None)
+        if records is None:
             raise StoreError(
                 f"{connection.where} holds no index: make one with `ctx-compress index`; SoftContextStore.info() "
                 "describes an app's own collection"
-            ) from None
-    return SoftContextStore(str(folder), _Recorded(about), collection=collection)
+            )
+    return SoftContextStore(str(folder), _Recorded(records.metadata), collection=collection)
 
 
 class _Recorded:
     """A store's bundle as its collection describes it: enough to read the store, not to compress."""
 
-    def __init__(self, about: Any) -> None:
-        self.config = SimpleNamespace(name=about["bundle"], base_ratio=about["base_ratio"])
+    def __init__(self, about: Row) -> None:
+        self.config = SimpleNamespace(name=about.get("bundle"), base_ratio=about.get("base_ratio"))
         self.compressor = Reading()
-        self.fingerprint: str = about["fingerprint"]
+        self.fingerprint = str(about.get("fingerprint"))
 
     def check_ratio(self, ratio: int) -> None:
         pass
@@ -328,44 +298,48 @@ def check_there(folder: str | Path, create: bool = False) -> None:
     """Raise StoreError if there is no store, unless it may be created, or Chroma cannot open it."""
     check_name(str(folder))
     # Chroma would make the folder; a caller that only reads should be told that the path is wrong.
-    if not create and not os.path.exists(Path(folder) / DATABASE):
+    if not create and not has_database(Path(folder)):
         raise StoreError(f"no store at {str(folder)!r}: make one with `ctx-compress index DIR --store {folder}`")
 
 
-def _find_collection(connection: Connection, client: Any) -> Any:
+def _find(client: Chroma | None) -> Records | None:
     """The client's collection of passages; None if there is none."""
-    if client is None:
-        return None
-    try:
-        collection = client.get_collection(COLLECTION, embedding_function=None)
-    except NotFoundError:
-        return None
-    if _made_with(collection)[0] is None:
+    records = client.find(COLLECTION) if client else None
+    if records and BUNDLE_KEY not in records.metadata:
         raise StoreError(
-            f"the collection {COLLECTION!r} in {connection.where} was not made by `ctx-compress index`: choose another "
+            f"the collection {COLLECTION!r} in {records.where} was not made by `ctx-compress index`: choose another "
             "folder, or put soft contexts beside it with SoftContextStore"
         )
-    return collection
+    return records
+
+
+def _read(connection: Connection, work: Callable[[Records], T], default: T) -> T:
+    """What `work` returns for the collection of passages; `default` if there is none."""
+
+    def found(client: Chroma | None) -> T:
+        records = _find(client)
+        return work(records) if records else default
+
+    return connection.read(found)
+
+
+def _rows(connection: Connection) -> dict[str, Row]:
+    """The metadata of all passages, by id."""
+    rows: dict[str, Row] = {}
+    none: list[str] = []
+    for ids in pages(_read(connection, Records.ids, none)):
+        rows |= _read(connection, partial(Records.rows, ids=ids), rows)
+    return rows
 
 
 def _recorded(folder: str | Path) -> tuple[str | None, str]:
     """The addresses of bundle and embedder that the index in a folder was made with."""
-    with (
-        closing(connect(str(folder), COLLECTION)) as connection,
-        explained(connection.where),
-        connection.reading() as client,
-    ):
-        return _made_with(_find_collection(connection, client))
+    with closing(connect(str(folder), COLLECTION)) as connection:
+        return _made_with(_read(connection, attrgetter("metadata"), {}))
 
 
-def _made_with(collection: Any) -> tuple[str | None, str]:
-    about = (collection.metadata or {}) if collection is not None else {}
-    return about.get(BUNDLE_KEY), embedder_of(about)
-
-
-def embedder_of(metadata: Mapping[str, Any]) -> str:
-    """The embedder of an index, from its collection's metadata."""
-    return str(metadata.get(_EMBEDDER_KEY, PACKAGED))
+def _made_with(about: Row) -> tuple[str | None, str]:
+    return about.get(BUNDLE_KEY), str(about.get(EMBEDDER_KEY, PACKAGED))
 
 
 def _lasting(address: str) -> str:

@@ -7,11 +7,15 @@ A payload is a header, the token counts as runs, and the slots as a codec packs 
     rest      the codec's bytes
 
 All slots of a window but the last stand for the same number of tokens, so the counts take about 16 bytes.
-The CRC turns a truncated or altered payload into an error instead of a wrong answer.
+The CRC turns a truncated or altered payload into an error instead of a wrong answer. The bytes become text in base64.
+Denser texts were measured: base85 saves 6 % and takes 30 times as long to decode, seven bits a character 14 % and ten
+times as long.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import struct
 import zlib
 from typing import Protocol
@@ -22,7 +26,6 @@ from numpy.typing import NDArray
 
 from ctx_compress_rag.errors import ConfigError, PayloadError
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.store.seven_bits import END, n_bytes, to_bytes, to_text
 
 Floats = NDArray[np.float32]
 
@@ -196,19 +199,19 @@ def encode(soft: SoftContext, codec: str = DEFAULT_CODEC) -> str:
     runs = _runs(soft.token_counts.tolist())
     body = b"".join(_RUN.pack(*run) for run in runs) + packer.pack(slots)
     header = _HEADER.pack(FORMAT, packer.code, *slots.shape, len(runs), _checksum(packer, slots.shape[1], body))
-    return to_text(header + body)
+    return base64.b64encode(header + body).decode("ascii")
 
 
 def decode(payload: str) -> SoftContext:
-    """The SoftContext of a string made by `encode` of this version or an earlier one; slots are float32.
+    """The SoftContext of a string made by `encode`; slots are float32.
 
     Raises:
         PayloadError: the string is truncated or altered, has another format, or holds values that are not finite.
     """
     try:
-        data = to_bytes(payload)
-    except ValueError as error:
-        raise PayloadError(f"the payload cannot be converted to bytes ({error})") from error
+        data = base64.b64decode(payload, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise PayloadError(f"the payload is not base64 ({error})") from error
     if len(data) < _HEADER.size:
         raise PayloadError(f"the payload is truncated: {len(data)} bytes, shorter than its header")
     version, code, n_slots, dim, n_runs, crc = _HEADER.unpack_from(data)
@@ -233,15 +236,15 @@ def decode(payload: str) -> SoftContext:
 def payload_codec(payload: str) -> str:
     """Name of the codec in a payload's header; "" if it is unknown."""
     try:
-        code = to_bytes(payload[:3] + END if payload.endswith(END) else payload[:4])[1]
-    except (ValueError, IndexError):
+        code = base64.b64decode(payload[:4], validate=True)[1]
+    except (binascii.Error, ValueError, IndexError):
         return ""
     return next((name for name, codec in CODECS.items() if codec.code == code), "")
 
 
 def payload_bytes(payload: str) -> int:
     """How many bytes a payload encodes."""
-    return n_bytes(len(payload), payload[-2:])
+    return len(payload) // 4 * 3 - payload[-2:].count("=")
 
 
 def _runs(counts: list[int]) -> list[tuple[int, int]]:

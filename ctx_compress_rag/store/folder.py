@@ -9,29 +9,24 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
+import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import chromadb
-import psutil
-from chromadb.api import ClientAPI
-from chromadb.api.shared_system_client import SharedSystemClient
-from chromadb.errors import ChromaError
+from ctx_compress_rag.errors import StoreError, StoreWriteError
+from ctx_compress_rag.store import lock
+from ctx_compress_rag.store.chroma import Chroma, disk_fault
+from ctx_compress_rag.store.chroma_internals import has_database, open_engine
 
-from ctx_compress_rag.errors import StoreError, StoreLockedError, StoreWriteError
-from ctx_compress_rag.store import lock, unfinished
-from ctx_compress_rag.store.sqlite import DATABASE, JOURNAL, SqliteClient
-
-_LOOK_SECONDS = 5.0  # how often a reader checks whether a server has been started
-_TOKEN = 8
+_GENERATION_FILE = "ctx-compress.generation"
+_NOT_COPIED = (lock.LOCK_FILE, lock.TURN_FILE, lock.ACCESS_FILE)
 
 
 class Folder:
-    """A folder's engine in this process, shared by the stores on it. Thread-safe.
+    """A folder's engine in this process, shared by the stores on it. Call every method as `uninterrupted`.
 
     Args:
         path: the folder.
@@ -52,12 +47,10 @@ class Folder:
         self.path = path
         self._tenant, self._database = tenant, database
         self._users = 0
-        self._engine: ClientAPI | None = None
+        self._engine: Chroma | None = None
         self._generation = b""
-        self._served_at = -_LOOK_SECONDS
-        self._served: int | None = None
-        self._mutex = threading.RLock()
-        self._mine = threading.local()
+        self._lock = lock.FolderLock(path)
+        self._mutex = threading.Lock()
 
     @classmethod
     def of(cls, path: Path, tenant: str, database: str) -> Folder:
@@ -81,180 +74,113 @@ class Folder:
         with self._mutex:
             self._close()
 
-    @property
-    def writable(self) -> bool:
-        """Whether this user may write to folder and database; True if there is no database yet."""
-        return not os.path.exists(self.path / DATABASE) or _may_write(self.path)
-
     @contextmanager
-    def reading(self, timeout: float = lock.DEFAULT_TIMEOUT) -> Iterator[ClientAPI | SqliteClient | None]:
+    def reading(self, timeout: float) -> Iterator[Chroma | None]:
         """A client to read with while no other process writes; None if nothing was ever written.
 
         Raises:
             StoreLockedError: a single write of another process took longer than `timeout` seconds.
+            StoreWriteError: this user may not write to the folder, as Chroma must even to read.
             StoreError: Chroma cannot open the folder.
         """
-        if (mine := getattr(self._mine, "client", None)) is not None:
-            yield mine
-            return
-        if not (self.path / DATABASE).exists():
+        if not has_database(self.path):
             yield None
             return
-        with lock.reader(self.path, timeout) as handle:
-            yield self._readable(handle)
+        with self._lock.reading(timeout):
+            with self._mutex:
+                generation = self._read_generation()
+                if self._engine is None or generation != self._generation:
+                    self._reopen(generation)
+                engine = self._engine
+            yield engine
 
     @contextmanager
-    def looking(self, timeout: float = lock.DEFAULT_TIMEOUT) -> Iterator[ClientAPI | SqliteClient | None]:
-        """Like `reading`, but through SQLite if that is safe: faster for sums and columns over all records."""
-        if getattr(self._mine, "client", None) is not None or self._is_shared() or not (self.path / DATABASE).exists():
-            with self.reading(timeout) as client:
-                yield client
-            return
-        with lock.reader(self.path, timeout) as handle:
-            # A writer that was killed leaves a journal, which only an engine can undo: reading here may not write.
-            yield self._readable(handle) if (self.path / JOURNAL).exists() else self.sqlite()
-
-    @contextmanager
-    def alone(self, timeout: float = lock.DEFAULT_TIMEOUT) -> Iterator[None]:
-        """Let no other process read or write, with no engine of this library open on the files.
+    def writing(self, timeout: float) -> Iterator[Chroma]:
+        """A client for exclusive writing: opened after taking the lock, and so as new as the files.
 
         Raises:
-            StoreLockedError: others wrote for longer than `timeout` seconds, or a Chroma server runs on the folder.
-            StoreWriteError: the folder or its database is read-only.
+            StoreLockedError: others wrote for longer than `timeout` seconds.
+            StoreWriteError: the folder or its disk cannot be written to.
+            StoreError: Chroma cannot open the folder.
         """
-        if not self.writable:
-            raise StoreWriteError(
-                f"cannot write to the store {self.path}: this user may not write to the folder or to {DATABASE} in it: "
-                "change their permissions"
-            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreWriteError(f"cannot make the folder {self.path} ({error.strerror}): give another") from error
-        with lock.writer(self.path, timeout) as handle:
-            if (server := server_on(self.path)) is not None:
-                raise StoreLockedError(
-                    f"a Chroma server (process {server}) runs on {self.path}, and two writers would break it: give "
-                    "chromadb.HttpClient(...) as the store's location, or stop the server"
-                )
-            with self._mutex:
-                self._close()
-                # Before the first write, so that readers reopen their engines even if this process is killed.
-                self._generation = secrets.token_bytes(_TOKEN)
-                _write_token(handle, self._generation)
-            yield
+        with self._lock.writing(timeout), self._mutex:
+            # Before the first write, so that readers reopen their engines even if this process is killed.
+            generation = secrets.token_bytes(8)
+            self._close()
+            self._write_generation(generation)
+            self._reopen(generation)
+            assert self._engine is not None
+            yield self._engine
 
-    @contextmanager
-    def writing(
-        self, timeout: float = lock.DEFAULT_TIMEOUT, before: Callable[[], object] | None = None
-    ) -> Iterator[ClientAPI]:
-        """A client for exclusive writing: opened after taking the lock, and so as new as the files.
-
-        First undoes what an interrupted vacuum left.
+    def back_up(self, target: Path, timeout: float = lock.DEFAULT_TIMEOUT) -> None:
+        """Copy the folder, including its key, while no store writes to it. The copy is a normal store folder.
 
         Args:
-            timeout: see `alone`, also for the errors.
-            before: called after taking the lock and before opening the client.
+            target: where to put the copy; must not exist, and is created completely or not at all.
+            timeout: seconds to wait for writers.
+
+        Raises:
+            StoreError: the target exists, is inside the folder or cannot be written.
+            StoreLockedError: others wrote for too long.
         """
-        if (mine := getattr(self._mine, "client", None)) is not None:
-            yield mine
-            return
-        with self.alone(timeout):
-            if before is not None:
-                before()
-            client = self.reopened()
-            try:
-                unfinished.undo(client, self.path)
-                yield client
-            finally:
-                self._mine.client = None
-
-    def reopened(self) -> ClientAPI:
-        """Inside `writing`: a new client in place of the one that it gave."""
-        with self._mutex:
+        if target.exists() or target.resolve().is_relative_to(self.path):
+            raise StoreError(f"cannot copy to {str(target)!r}: give a folder outside the store that does not exist yet")
+        draft: Path | None = None
+        with self._lock.writing(timeout), self._mutex:
             self._close()
-            self._engine = self._mine.client = self._opened()
-            return self._engine
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+                shutil.copytree(self.path, draft, ignore=shutil.ignore_patterns(*_NOT_COPIED), dirs_exist_ok=True)
+                draft.rename(target)
+            except (OSError, shutil.Error) as error:
+                raise StoreError(
+                    f"cannot copy {self.path} to {str(target)!r} ({error}): check that the disk has room"
+                ) from error
+            finally:
+                if draft is not None:
+                    shutil.rmtree(draft, ignore_errors=True)
 
-    def sqlite(self) -> SqliteClient:
-        """A client that reads records through SQLite alone."""
-        return SqliteClient(self.path, self._tenant, self._database)
-
-    def _readable(self, handle: int | None) -> ClientAPI | SqliteClient:
-        with self._mutex:
-            if handle is None or not _may_write(self.path) or self._is_served():
-                self._close()
-                return self.sqlite()
-            token = _read_token(handle)
-            if self._engine is None or token != self._generation:
-                self._close()
-                self._engine, self._generation = self._opened(), token
-            return self._engine
-
-    def _is_shared(self) -> bool:
-        """Whether the app has its own engine open on the folder in this process."""
-        settings = [system.settings for system in list(SharedSystemClient._identifier_to_system.values())]
-        return any(
-            each.is_persistent
-            and each.persist_directory != self._spelling
-            and Path(each.persist_directory).resolve() == self.path
-            for each in settings
-        )
-
-    def _is_served(self) -> bool:
-        if time.monotonic() - self._served_at > _LOOK_SECONDS:
-            self._served, self._served_at = server_on(self.path), time.monotonic()
-        return self._served is not None
-
-    def _opened(self) -> ClientAPI:
+    def _reopen(self, generation: bytes) -> None:
+        self._close()
         try:
-            return chromadb.PersistentClient(self._spelling, tenant=self._tenant, database=self._database)
-        except (ChromaError, ValueError) as error:
-            # Chroma keeps an engine that failed to start, and would return it to the next caller.
-            SharedSystemClient._identifier_to_system.pop(self._spelling, None)
+            engine = open_engine(self._spelling, self._tenant, self._database)
+        except StoreError:
+            raise
+        except BaseException as error:  # a panic of Chroma's Rust part is no Exception
+            if fault := disk_fault(self.path):
+                raise StoreWriteError(
+                    f"cannot write to {self.path} ({fault}): make room, or make it writable"
+                ) from error
             raise StoreError(
                 f"Chroma cannot open {self.path} ({error}): check that it is a Chroma folder and that the installed "
-                "Chroma reads its version, or restore it from a backup"
+                "Chroma reads its version; if it is damaged, restore a backup, or index again into a new folder"
             ) from error
+        self._engine, self._generation = Chroma(engine, str(self.path), self.path), generation
 
     def _close(self) -> None:
-        client: Any = self._engine
-        self._engine = None
-        if client is None:
-            return
-        if hasattr(client, "close"):  # since chromadb 1.5.2
-            client.close()
-        else:
-            system = SharedSystemClient._identifier_to_system.pop(client._identifier, None)
-            if system is not None:
-                system.stop()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
 
+    def _read_generation(self) -> bytes:
+        try:
+            return (self.path / _GENERATION_FILE).read_bytes()
+        except FileNotFoundError:
+            return b""
 
-def server_on(folder: Path) -> int | None:
-    """The process id of a Chroma server on this machine that keeps its files in the folder; None if none is found.
-
-    Finds only servers whose process this user may inspect: an idle Chroma server holds no lock.
-    """
-    database = str(folder / DATABASE)
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if ("chroma", "run") not in zip((Path(word).stem for word in words), words[1:], strict=False):
-            continue
-        with suppress(psutil.Error):  # the process ended, or is another user's
-            if any(file.path == database for file in process.open_files()):
-                return int(process.pid)
-    return None
-
-
-def _may_write(folder: Path) -> bool:
-    return os.access(folder, os.W_OK) and os.access(folder / DATABASE, os.W_OK)
-
-
-def _read_token(handle: int) -> bytes:
-    os.lseek(handle, 0, os.SEEK_SET)
-    return os.read(handle, _TOKEN)
-
-
-def _write_token(handle: int, token: bytes) -> None:
-    os.lseek(handle, 0, os.SEEK_SET)
-    os.write(handle, token)
+    def _write_generation(self, generation: bytes) -> None:
+        path = self.path / _GENERATION_FILE
+        try:
+            # A link in its place is not followed: who may write to the folder could have any file overwritten.
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+            try:
+                os.write(handle, generation)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise StoreWriteError(f"cannot write {path} ({error.strerror}): check the folder and its disk") from error

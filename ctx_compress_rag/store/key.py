@@ -1,4 +1,4 @@
-"""The secret that signs markers. It is never written to Chroma."""
+"""The secret that signs markers and records. It is never written to Chroma."""
 
 from __future__ import annotations
 
@@ -9,12 +9,63 @@ import stat
 import tempfile
 from pathlib import Path
 
-from ctx_compress_rag.errors import StoreError
-from ctx_compress_rag.store.marker import MIN_KEY_BYTES
+from ctx_compress_rag.errors import StoreError, StoreWriteError
+from ctx_compress_rag.store.marker import MIN_KEY_BYTES, MarkerCodec
 
 KEY_VARIABLE = "CTX_COMPRESS_KEY"
 KEY_FILE = "ctx-compress.key"
 _process_key = secrets.token_bytes(32)
+
+
+class Signer:
+    """A store's key, looked up when first needed: opening a store must not create a key file.
+
+    Args:
+        key: the secret; by default what `find_key` finds.
+        folder: the store's folder; None if it has none.
+        remote: whether the store is on a server.
+
+    Raises:
+        StoreError: the store is on a server and has no key; raised here, not at the first marker.
+        ConfigError: the key is too short, or no bytes.
+    """
+
+    def __init__(self, key: bytes | None, folder: Path | None, *, remote: bool) -> None:
+        self._folder, self._remote = folder, remote
+        self._key = key
+        self._file: Path | None = None
+        if remote or key is not None:
+            self.codec("")
+
+    def codec(self, fingerprint: str) -> MarkerCodec:
+        """What signs markers and records of a bundle."""
+        return MarkerCodec(self._found(), fingerprint)
+
+    def keep(self) -> None:
+        """Before a write: put the key file back if it is gone, as other processes need it to read what is written.
+
+        Raises:
+            StoreError: the file holds another key now.
+        """
+        if self._file is None:
+            return
+        key = self._found()
+        try:
+            if not self._file.exists():
+                _create(self._file, key)
+        except OSError as error:
+            raise StoreWriteError(f"cannot write the marker key {self._file} ({error.strerror})") from error
+        if key_from_file(self._file) != key:
+            raise StoreError(
+                f"the marker key {self._file} is not the one that this store was opened with: open the store again"
+            )
+
+    def _found(self) -> bytes:
+        if self._key is None:
+            self._key = find_key(self._folder, remote=self._remote)
+            if self._folder is not None and KEY_VARIABLE not in os.environ:
+                self._file = self._folder / KEY_FILE
+        return self._key
 
 
 def find_key(folder: Path | None, *, remote: bool) -> bytes:
@@ -46,8 +97,7 @@ def find_key(folder: Path | None, *, remote: bool) -> bytes:
         return _process_key
     raise StoreError(
         f"a store on a server needs a key that all its users share: set {KEY_VARIABLE} (openssl rand -hex 32), or give "
-        "key=. In earlier versions, each machine made its own key, and no other machine could read its markers; that "
-        "key is in ~/.config/ctx-compress/ctx-compress.key, in hexadecimal"
+        "key="
     )
 
 
@@ -59,7 +109,7 @@ def key_from_file(path: Path) -> bytes:
     """
     try:
         if not path.exists():
-            _create(path)
+            _create(path, secrets.token_bytes(32))
         if os.name == "posix" and path.stat().st_uid != os.geteuid():
             raise StoreError(
                 f"the marker key {path} belongs to user {path.stat().st_uid}, and this process runs as user "
@@ -77,12 +127,12 @@ def key_from_file(path: Path) -> bytes:
     return key
 
 
-def _create(path: Path) -> None:
+def _create(path: Path, key: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{KEY_FILE}-")  # mkstemp's mode is 0600
     try:
         with os.fdopen(handle, "w") as file:
-            file.write(secrets.token_hex(32))
+            file.write(key.hex())
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)  # whole or not at all, and never over another process's key
     finally:

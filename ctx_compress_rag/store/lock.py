@@ -1,122 +1,104 @@
-"""Locks on a Chroma folder: one writer at a time, and no reader during a write.
+"""Locks on a Chroma folder: one process at a time has its engine at work, and writers have their turn.
 
-Only one process can safely write a Chroma folder: with two, records were lost, and an engine that opens an index
-while another process writes it can crash. Three lock files keep processes apart, for milliseconds at a time:
-`ctx-compress.lock` is the writers' queue, `ctx-compress.readers` is shared by readers and excludes writes, and
-`ctx-compress.turn` makes new readers wait while a writer waits, so that many readers cannot starve it. The operating
-system releases the locks of a process that dies, however it dies.
+Chroma's embedded engine is made for one process: with two writers, records were lost, and an engine that opens an
+index while another process writes it can crash. It writes even when it reads. Three lock files keep processes apart,
+for milliseconds at a time: `ctx-compress.lock` is the writers' queue, `ctx-compress.access` is held while an engine
+works, and `ctx-compress.turn` makes new readers wait while a writer waits, so that many readers cannot starve it. The
+operating system releases the locks of a process that dies, however it dies.
 """
 
 from __future__ import annotations
 
 import errno
-import os
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ctx_compress_rag.errors import StoreLockedError, StoreWriteError
+import filelock
 
-try:
-    import fcntl
-except ImportError:  # pragma: no cover - Windows has no shared locks in the standard library: readers take turns
-    fcntl = None  # type: ignore[assignment]
-    import msvcrt
+from ctx_compress_rag.errors import StoreLockedError, StoreWriteError
 
 LOCK_FILE = "ctx-compress.lock"
 TURN_FILE = "ctx-compress.turn"
-READERS_FILE = "ctx-compress.readers"
+ACCESS_FILE = "ctx-compress.access"
 DEFAULT_TIMEOUT = 30.0
 """Seconds that a write waits for writes of other processes."""
 _POLL = 0.002
+_held_here: set[Path] = set()
 
 
-@contextmanager
-def reader(folder: Path, timeout: float) -> Iterator[int | None]:
-    """Hold the lock for reading, which any number can share; yield the descriptor of the readers' file.
+class FolderLock:
+    """The locks on one folder. The threads of a process read together.
 
-    Yields None if this process cannot write to the folder and the file does not exist yet.
-
-    Raises:
-        StoreLockedError: one write took longer than `timeout` seconds.
+    Args:
+        folder: the folder, which must exist.
     """
-    deadline = time.monotonic() + timeout
-    with ExitStack() as stack:
-        with _held(folder / TURN_FILE, deadline, exclusive=False):
-            handle = stack.enter_context(_held(folder / READERS_FILE, deadline, exclusive=False))
-        yield handle
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._mutex = threading.Lock()
+        self._readers = 0
+        self._access = ExitStack()
+
+    @contextmanager
+    def reading(self, timeout: float) -> Iterator[None]:
+        """Keep other processes, and writers of this one, away.
+
+        Raises:
+            StoreLockedError: one write took longer than `timeout` seconds.
+            StoreWriteError: this user may not write to the folder.
+        """
+        with _held(self._folder / TURN_FILE, timeout), self._mutex:
+            if not self._readers:
+                self._access.enter_context(_held(self._folder / ACCESS_FILE, timeout))
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._readers -= 1
+                if not self._readers:
+                    self._access.close()
+
+    @contextmanager
+    def writing(self, timeout: float) -> Iterator[None]:
+        """Keep everybody else away.
+
+        Raises:
+            StoreLockedError: others wrote for `timeout` seconds.
+            StoreWriteError: this user may not write to the folder.
+        """
+        # A writer waits only for readers that have already started: the caller's limit is for other writers.
+        waits = {LOCK_FILE: timeout, TURN_FILE: DEFAULT_TIMEOUT, ACCESS_FILE: DEFAULT_TIMEOUT}
+        with ExitStack() as stack:
+            for name, seconds in waits.items():
+                stack.enter_context(_held(self._folder / name, seconds))
+            yield
 
 
 @contextmanager
-def writer(folder: Path, timeout: float) -> Iterator[int]:
-    """Hold the lock for writing, exclusively; yield the descriptor of the readers' file.
-
-    Raises:
-        StoreLockedError: others held it for `timeout` seconds.
-        StoreWriteError: this process cannot write to the folder.
-    """
-    # A writer waits only for readers that have already started: the caller's limit is for other writers.
-    waits = {LOCK_FILE: timeout, TURN_FILE: DEFAULT_TIMEOUT, READERS_FILE: DEFAULT_TIMEOUT}
-    with ExitStack() as stack:
-        handle: int | None = None
-        for name, wait in waits.items():
-            handle = stack.enter_context(_held(folder / name, time.monotonic() + wait, exclusive=True))
-        assert handle is not None
-        yield handle
-
-
-@contextmanager
-def _held(path: Path, deadline: float, *, exclusive: bool) -> Iterator[int | None]:
-    handle = _open(path, must_write=exclusive)
-    if handle is None:
-        yield None
-        return
+def _held(path: Path, timeout: float) -> Iterator[None]:
+    lock = filelock.FileLock(path, timeout=timeout, poll_interval=_POLL, thread_local=False)
     try:
-        _lock(handle, exclusive, deadline, path.parent)
-        yield handle
-    finally:
-        if fcntl:
-            fcntl.flock(handle, fcntl.LOCK_UN)  # a forked child shares the lock: closing alone would keep it
-        os.close(handle)
-
-
-def _open(path: Path, *, must_write: bool) -> int | None:
-    # Through a symbolic link, the store would write to the link's target.
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-    try:
-        return os.open(path, flags, 0o666)
+        lock.acquire()
+    except filelock.Timeout:
+        who = "another thread of this very process" if path in _held_here else "another process"
+        raise StoreLockedError(
+            f"{who} is writing to the store {path.parent}: try again, wait longer (lock_timeout), stop it, or write "
+            f"through a server that both use (`chroma run --path {path.parent}` and chromadb.HttpClient)"
+        ) from None
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise StoreWriteError(f"{path} must be a lock file, but is a symbolic link: delete it") from error
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or must_write:
-            raise StoreWriteError(
-                f"cannot write to the store {path.parent} ({error.strerror}): check that the folder, its files and "
-                "the disk are writable"
-            ) from error
+        raise StoreWriteError(
+            f"cannot write to the store {path.parent} ({error.strerror}), as Chroma must even to read: check that the "
+            "folder, its files and the disk are writable, or let their owner run a server (`chroma run --path "
+            f"{path.parent}`) and give chromadb.HttpClient(...)"
+        ) from error
+    _held_here.add(path)
     try:
-        return os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StoreWriteError(f"cannot read {path} ({error.strerror}): check that this user may read it") from error
-
-
-def _lock(handle: int, exclusive: bool, deadline: float, folder: Path) -> None:
-    while True:
-        try:
-            if fcntl:
-                fcntl.flock(handle, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-            else:  # pragma: no cover
-                os.lseek(handle, 1 << 20, os.SEEK_SET)  # past the file's content, which others read
-                msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-            return
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
-                raise
-        if time.monotonic() >= deadline:
-            raise StoreLockedError(
-                f"another process is writing to the store {folder}: try again, wait longer (lock_timeout), stop it, "
-                f"or write through a server that both use (`chroma run --path {folder}` and chromadb.HttpClient)"
-            )
-        time.sleep(_POLL)
+        yield
+    finally:
+        _held_here.discard(path)
+        lock.release()

@@ -1,11 +1,11 @@
 """Markers: the text that stands for a stored soft context inside a prompt.
 
     [[ctx:<20 letters a-p>.<slots>.<16 letters a-p>]]
-          passage, factor          tag
+          passage, factor          signature
 
 The first 17 letters name the passage: HMAC(key, fingerprint, text), so the same text has the same
 marker in every process. The next 3 say how many base slots are merged into one, because a number of
-slots alone does not determine where the windows begin. The tag is HMAC(key, scope, id, slots): a marker
+slots alone does not determine where the windows begin. The signature is HMAC(key, scope, id, slots): a marker
 that a user or a document wrote, that was altered, or that belongs to another tenant's scope is not
 accepted and stays literal text. The form is lower-case ASCII without characters that templates,
 JSON or HTML treat specially.
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 MIN_KEY_BYTES = 16
 DEFAULT_SCOPE = "default"
-_PASSAGE_LETTERS, _FACTOR_LETTERS, _TAG_LETTERS = 17, 3, 16
-_SEAL_LETTERS = 32
+_PASSAGE_LETTERS, _FACTOR_LETTERS, _SIGNATURE_LETTERS = 17, 3, 16
+_RECORD_SIGNATURE_LETTERS = 32
 MAX_FACTOR = 16**_FACTOR_LETTERS
 _MARKER = re.compile(r"\[\[ctx:([a-p]{20})\.(0|[1-9][0-9]{0,6})\.([a-p]{16})\]\]")
 _OPENING = "[[ctx:"
@@ -87,12 +87,12 @@ def current_scope() -> str | None:
 
 @dataclass(frozen=True)
 class Marker:
-    """A marker with a valid tag.
+    """A marker with a valid signature.
 
     Attributes:
         id: its 20 letters.
         slots: how many places it takes in the prompt.
-        scope: the tenant or user that its tag was made for.
+        scope: the tenant or user that it was signed for.
         text: the whole marker, as found.
     """
 
@@ -147,26 +147,26 @@ class MarkerCodec:
         if not 1 <= factor <= MAX_FACTOR:
             raise RatioError(f"cannot merge {factor} slots into one: a marker holds factors of 1 to {MAX_FACTOR}")
         id = passage + f"{factor - 1:0{_FACTOR_LETTERS}x}".translate(_HEX_TO_LETTERS)
-        return f"[[ctx:{id}.{slots}.{self._tag(scope, id, str(slots))}]]"
+        return f"[[ctx:{id}.{slots}.{self._signature(scope, id, str(slots))}]]"
 
-    def seal(self, *fields: str) -> str:
+    def sign(self, *fields: str) -> str:
         """32 letters that nobody without the key can make for these fields, such as those of a stored record."""
-        return self._letters(_SEAL_LETTERS, "record", self._fingerprint, *fields)
+        return self._letters(_RECORD_SIGNATURE_LETTERS, "record", self._fingerprint, *fields)
 
     def split(self, text: str, scope: str, on_unreadable: OnUnreadable = "text") -> list[str | Marker]:
         """Text parts and this scope's markers, in order; joined, they are the text, and no part is empty.
 
-        A marker with a bad tag stays in its text part or raises, as `on_unreadable` says. A truncated marker (some
-        tools shorten prompts) stays in its part. There is one warning for all of them.
+        A marker with a bad signature stays in its text part or raises, as `on_unreadable` says. A truncated marker
+        (some tools shorten prompts) stays in its part. There is one warning for all of them.
 
         Raises:
-            UnreadableMarkerError: a marker has a bad tag, and on_unreadable is "error".
+            UnreadableMarkerError: a marker has a bad signature, and on_unreadable is "error".
         """
         parts: list[str | Marker] = []
         start = 0
         for match in _MARKER.finditer(text):
-            id, slots, tag = match.groups()
-            signed = hmac.compare_digest(tag, self._tag(scope, id, slots))
+            id, slots, signature = match.groups()
+            signed = hmac.compare_digest(signature, self._signature(scope, id, slots))
             if not signed and on_unreadable == "error":
                 raise UnreadableMarkerError(
                     f"{match[0]} was not made with this key for scope {scope!r}, or was changed: give the "
@@ -190,8 +190,8 @@ class MarkerCodec:
             )
         return parts
 
-    def _tag(self, scope: str, id: str, slots: str) -> str:
-        return self._letters(_TAG_LETTERS, "tag", scope, id, slots)
+    def _signature(self, scope: str, id: str, slots: str) -> str:
+        return self._letters(_SIGNATURE_LETTERS, "marker", scope, id, slots)
 
     def _letters(self, length: int, *fields: str) -> str:
         # Each field is preceded by its length, so that no two lists of fields give the same message.

@@ -8,9 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ctx_compress_rag.errors import ConfigError
+import chromadb
+import numpy as np
+
+from ctx_compress_rag.errors import ConfigError, shown
 from ctx_compress_rag.methods.base.reading import Reading
 from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.store.chroma import Records, pages
 
 _BATCH_CHARACTERS = 65_536
 """Maximum characters compressed between two writes: about two forward passes, the most that killing the process loses.
@@ -112,8 +116,8 @@ def content_id(text: str) -> str:
 def to_passage(document: object, id: str | None, place: int) -> Passage:
     """A string, Passage, LangChain Document or LlamaIndex node (scored or not) as a checked Passage with an id.
 
-    `id` takes precedence over the document's own; messages name `place`, the document's index. Metadata keep only
-    scalars that JSON can hold: nested values and NaN stay in the app's own collection.
+    `id` takes precedence over the document's own, of which "" means none; messages name `place`, the document's index.
+    Metadata keep only scalars that JSON can hold, also NumPy's: nested values and NaN stay in the app's own collection.
 
     Raises:
         ConfigError: it is none of these, its text is blank, too long or not a str, or its id or metadata are not valid.
@@ -135,8 +139,8 @@ def to_passage(document: object, id: str | None, place: int) -> Passage:
             f"cannot read a passage from {type(document).__name__}: give a str, Passage, LangChain Document "
             "or LlamaIndex node"
         )
-    name = own if id is None else id
-    label = f"documents[{place}]" if name is None else f"passage {name!r}"
+    name = (None if own == "" else own) if id is None else id
+    label = f"documents[{place}]" if name is None else f"passage {shown(name)}"
     if not isinstance(text, str):
         raise ConfigError(f"{label} has a text of type {type(text).__name__}, not str")
     if not text.strip():
@@ -150,7 +154,7 @@ def to_passage(document: object, id: str | None, place: int) -> Passage:
     if name is None:
         name = content_id(text)
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"a passage id must be a non-empty str, got {name!r}")
+        raise ConfigError(f"a passage id must be a non-empty str, got {shown(name)}")
     _utf8(name, "a passage id")
     if not isinstance(metadata, Mapping):
         raise ConfigError(f"{label} has metadata of type {type(metadata).__name__}, not a mapping")
@@ -163,7 +167,7 @@ def to_passages(
     """Check all documents, before any is written; return them as passages by id, in order.
 
     Args:
-        documents: see `to_passage`.
+        documents: see `to_passage`; or a Chroma collection, or what its `get` returned.
         ids: one per document.
         repeats: accept an id given twice with the same text, as retrievers may return it. Equal texts given
             without an id share one, and are always accepted.
@@ -171,14 +175,17 @@ def to_passages(
     Raises:
         ConfigError: as `to_passage`, or the numbers of ids and documents differ, or an id is given twice.
     """
+    if isinstance(documents, chromadb.Collection):
+        documents = passages_in(documents)
+    elif isinstance(documents, Mapping):
+        documents = _of_result(documents)
     if isinstance(documents, str) or not isinstance(documents, Iterable):
         raise ConfigError(
             f"documents must be a list, got {type(documents).__name__}: put a single text into a list, and in place of "
             "a framework's vector store give its chromadb collection"
         )
     items = list(documents)
-    if isinstance(ids, str):
-        raise ConfigError(f"ids must be a list, got the str {ids!r}")
+    ids = None if ids is None else _listed(ids)
     if ids is not None and len(ids) != len(items):
         raise ConfigError(f"{len(ids)} ids for {len(items)} documents: give one id per document")
     passages: dict[str, Passage] = {}
@@ -193,6 +200,39 @@ def to_passages(
         if not repeats and passage.id != content_id(passage.text):
             raise ConfigError(f"passage id {passage.id!r} is given twice: ids must be unique within one call")
     return passages
+
+
+def checked_ids(ids: Iterable[str]) -> list[str]:
+    """The ids as a list.
+
+    Raises:
+        ConfigError: ids is a single str or not iterable, or an id is not a str of valid Unicode.
+    """
+    listed = _listed(ids)
+    for id in listed:
+        if not isinstance(id, str):
+            raise ConfigError(f"ids must be str, got the {type(id).__name__} {shown(id)}")
+        _utf8(id, f"the id {shown(id)}")
+    return listed
+
+
+def passages_in(collection: chromadb.Collection) -> Iterator[Passage]:
+    """The passages of a collection, read page by page; records without a text, or with a blank one, are skipped.
+
+    Raises:
+        ConfigError: it is not a collection, or holds soft contexts itself.
+        StoreError: Chroma cannot read it.
+    """
+    if not isinstance(collection, chromadb.Collection):
+        kind = f"{type(collection).__module__}.{type(collection).__qualname__}"
+        raise ConfigError(f"{kind} is not a chromadb.Collection: give client.get_collection(NAME) of a Chroma client")
+    if "ctx_format" in (collection.metadata or {}):
+        raise ConfigError(f"{collection.name!r} holds soft contexts itself: give the app's own collection")
+    records = Records(collection, f"the collection {collection.name!r}")
+    for ids in pages(records.ids()):
+        for id, (text, metadata) in records.texts(ids).items():
+            if text and text.strip():
+                yield Passage(text, id, metadata)
 
 
 def passage_batches(passages: Mapping[str, Passage], most: int) -> Iterator[dict[str, Passage]]:
@@ -216,10 +256,31 @@ def _utf8(text: str, label: str) -> bytes:
         raise ConfigError(f"{label} is not valid Unicode ({error.reason} at {error.start}): decode it again") from error
 
 
+def _listed(ids: Iterable[str]) -> list[str]:
+    if isinstance(ids, str) or not isinstance(ids, Iterable):
+        raise ConfigError(f"ids must be a list, got the {type(ids).__name__} {shown(ids)}")
+    return list(ids)
+
+
+def _of_result(result: Mapping[Any, Any]) -> list[Passage]:
+    ids: Any = result.get("ids")
+    texts: Any = result.get("documents")
+    if not _is_list(ids) or not _is_list(texts) or any(map(_is_list, ids)):
+        raise ConfigError(
+            "a mapping is not a list of documents: give a list, a Chroma collection, or what its "
+            "get(include=['documents', 'metadatas']) returned"
+        )
+    data = result.get("metadatas") or [{}] * len(ids)
+    return [Passage(text, id, row or {}) for id, text, row in zip(ids, texts, data, strict=True)]
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 def _scalars(metadata: Mapping[Any, Any]) -> dict[str, Scalar]:
-    return {
-        key: value for key, value in metadata.items() if isinstance(key, str) and _storable(key) and _storable(value)
-    }
+    plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in metadata.items()}
+    return {key: value for key, value in plain.items() if isinstance(key, str) and _storable(key) and _storable(value)}
 
 
 def _storable(value: object) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from os import PathLike
 from typing import Any, Self
 
@@ -11,29 +13,32 @@ import chromadb
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle.config import seconds, whole
-from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, RatioError, StoreError
+from ctx_compress_rag.errors import (
+    ConfigError,
+    FingerprintMismatchError,
+    MissingPassageError,
+    PayloadError,
+    RatioError,
+    StoreError,
+)
 from ctx_compress_rag.methods.base.reading import TransientContext
 from ctx_compress_rag.process_bound import OfThisProcess
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.store import audit
-from ctx_compress_rag.store import record as records
+from ctx_compress_rag.store.chroma import PAGE, Row, pages
 from ctx_compress_rag.store.codec import payload_codec
-from ctx_compress_rag.store.collection import Companion
-from ctx_compress_rag.store.collections import as_documents, passages_in
-from ctx_compress_rag.store.connect import Location, connect
-from ctx_compress_rag.store.keyring import Keyring
+from ctx_compress_rag.store.collection import SoftContextCollection
+from ctx_compress_rag.store.connect import READ_TIMEOUT, Location, connect
+from ctx_compress_rag.store.key import Signer
 from ctx_compress_rag.store.lock import DEFAULT_TIMEOUT
-from ctx_compress_rag.store.lookup import Lookup, checked_ids
 from ctx_compress_rag.store.marker import (
     DEFAULT_SCOPE,
     MAX_FACTOR,
     Marker,
+    MarkerCodec,
     OnUnreadable,
     check_scope,
     current_scope,
 )
-from ctx_compress_rag.store.names import Record
-from ctx_compress_rag.store.pages import WRITE_RECORDS
 from ctx_compress_rag.store.passage import (
     AddReport,
     Compresses,
@@ -41,37 +46,41 @@ from ctx_compress_rag.store.passage import (
     StoredPassage,
     StoreInfo,
     SyncReport,
+    checked_ids,
     content_id,
     passage_batches,
+    passages_in,
     to_passages,
 )
-from ctx_compress_rag.store.scope import own_id, owned, plain_name, record_id, scoped_name
+from ctx_compress_rag.store.record import Labels, Record, full_hash, payload_of, text_hash
+from ctx_compress_rag.store.scope import owned, passage_id, plain_marker_id, readable, record_id, scoped_marker_id
+from ctx_compress_rag.store.threads import abandoned, uninterrupted
 from ctx_compress_rag.store.transient import TransientContexts
 
 
 class SoftContextStore(OfThisProcess):
     """The soft contexts of one bundle, by passage id, in Chroma.
 
-    They live in a companion collection `<collection>-ctx`, one record per passage, and not in the app's own, where
-    every search hit would carry them. Several threads may read and write. Several processes may use one folder: a write
-    holds the folder's lock exclusively and waits for other writes; a read waits at most for the write in progress. A
-    read-only folder can be read. Several machines may share a Chroma server. A store does not survive `fork`: open it
-    in the child.
+    They live in a collection `<collection>-ctx`, one record per passage, and not in the app's own, where every search
+    hit would carry them. Several threads may read and write. Several processes may use one folder: a write holds the
+    folder's lock and waits for other writes; a read waits at most for the write in progress. Ctrl-C leaves no lock
+    behind: what is being written is finished, and the rest is not begun. Several machines may share a Chroma server;
+    a folder that a server uses must be reached through it. A store does not survive `fork`: open it in the child.
 
     Args:
-        location: a folder, a Chroma client (embedded or HttpClient), or the app's own collection; the companion is
-            then put beside it.
+        location: a folder, a Chroma client (embedded or HttpClient), or the app's own collection; the soft contexts
+            are then put beside it.
         bundle: the bundle that compresses passages; a store made with another bundle is refused.
-        collection: name of the app's collection (it need not exist), from which the companion gets its name; ignored
-            if `location` is a collection.
+        collection: name of the app's collection (it need not exist), from which that of the soft contexts gets its
+            name; ignored if `location` is a collection.
         codec: "int8", "fp16" or "int4" for a new store; an existing one keeps its own.
         ratio: source tokens per slot in a new store; by default the bundle's base ratio. An existing store
             keeps its own. If the bundle's method is nestable, coarser ratios can be requested later; otherwise
             only the store's ratio.
-        key: secret that signs markers; by default the one that `keys.find_key` finds.
-        scope: default tenant or user, if neither the call nor `stores.markers.scope` names one.
-        lock_timeout: seconds that a write waits for writes of other processes, 0 or more. A read waits as long for
-            the write in progress, but at least 30 seconds.
+        key: secret that signs markers; by default the one that `key.find_key` finds.
+        scope: default tenant or user, if neither the call nor `marker.scope` names one.
+        lock_timeout: seconds that a write waits for writes of other processes, 0 or more.
+        read_timeout: seconds that a read waits for a write in progress, and as many for Chroma's answer.
 
     Raises:
         FingerprintMismatchError: the store was made with another bundle.
@@ -92,6 +101,7 @@ class SoftContextStore(OfThisProcess):
         key: bytes | None = None,
         scope: str = DEFAULT_SCOPE,
         lock_timeout: float = DEFAULT_TIMEOUT,
+        read_timeout: float = READ_TIMEOUT,
     ) -> None:
         if isinstance(bundle, str | PathLike):
             raise ConfigError(f"bundle={bundle!r} is a name: give Bundle.from_pretrained({str(bundle)!r})")
@@ -100,12 +110,12 @@ class SoftContextStore(OfThisProcess):
         if ratio is not None:
             ratio = whole("ratio", ratio)
             bundle.check_ratio(ratio)
-        timeout = seconds("lock_timeout", lock_timeout)
-        self._companion = Companion(connect(location, collection), bundle, codec, ratio, timeout)
-        self._keyring = Keyring(self._companion, key)
-        self._lookup = Lookup(self._companion, self._keyring)
+        timeouts = seconds("lock_timeout", lock_timeout), seconds("read_timeout", read_timeout)
+        connection = connect(location, collection)
+        self._collection = SoftContextCollection(connection, bundle, codec, ratio, *timeouts)
+        self._key = Signer(key, connection.path, remote=connection.remote)
         self._transient = TransientContexts()
-        self._writing = threading.RLock()
+        self._writing = threading.Lock()
 
     # Writing
 
@@ -131,7 +141,7 @@ class SoftContextStore(OfThisProcess):
                 `get` returned.
             ids: one per document; by default the document's own id or, without one, a hash of its text.
             progress: show a progress bar.
-            scope: tenant or user that owns the passages; by default that of `markers.scope`, otherwise the store's.
+            scope: tenant or user that owns the passages; by default that of `marker.scope`, otherwise the store's.
                 Passages of the scope "default" can be read in every scope, those of another scope only in that scope.
 
         Raises:
@@ -141,17 +151,9 @@ class SoftContextStore(OfThisProcess):
             StoreWriteError: the folder is read-only, or its disk is full.
         """
         scope = self._scope(scope)
-        checked = to_passages(as_documents(documents), ids)
+        checked = to_passages(documents, ids)
         passages = {record_id(id, scope): passage for id, passage in checked.items()}
-        with self._writing:
-            same = self._lookup.matching("full_hash", records.full_hash, passages)
-            todo = {key: passage for key, passage in passages.items() if key not in same}
-            present = self._companion.existing(list(todo))
-            relabel = self._lookup.matching("text_hash", records.text_hash, todo)
-            signer = self._keyring.signer()
-            self._companion.update({key: records.labels(self.fingerprint, key, todo[key], signer) for key in relabel})
-            self._compress({key: passage for key, passage in todo.items() if key not in relabel}, scope, progress)
-        return AddReport(len(todo) - len(present), len(present), len(same))
+        return uninterrupted(partial(self._add, passages, scope, progress))
 
     def put(self, passages: Sequence[Passage], made: Mapping[str, Any], scope: str | None = None) -> None:
         """Store passages that were compressed elsewhere, by `ray_indexing.worker.CompressPassages`.
@@ -169,15 +171,15 @@ class SoftContextStore(OfThisProcess):
         scope = self._scope(scope)
         checked = to_passages(passages)
         payloads = [str(payload) for payload in made["payload"]]
-        if other := next((str(each) for each in made["fingerprint"] if each != self.bundle.fingerprint), None):
+        if other := next((str(each) for each in made["fingerprint"] if each != self.fingerprint), None):
             raise FingerprintMismatchError(
                 f"payloads made by a bundle with fingerprint {other[:12]} cannot go into a store of bundle "
                 f"{self.bundle.config.name!r} ({self.bundle.fingerprint[:12]}): give the workers the store's bundle"
             )
         if {payload_codec(payload) for payload in payloads} - {self.codec}:
             raise ConfigError(f"a payload has another codec than the store: give the workers codec={self.codec!r}")
-        with self._writing:
-            self._put({record_id(id, scope): passage for id, passage in checked.items()}, payloads, scope)
+        by_record = {record_id(id, scope): passage for id, passage in checked.items()}
+        uninterrupted(partial(self._put, by_record, payloads, scope))
 
     def sync(self, collection: chromadb.Collection, progress: bool = True, scope: str | None = None) -> SyncReport:
         """Make the scope's passages match the app's collection: add new and changed ones, delete those not in it.
@@ -196,64 +198,52 @@ class SoftContextStore(OfThisProcess):
         return SyncReport(report.added, report.updated, report.unchanged, self.delete(gone, scope))
 
     def ensure(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[str]:
-        """Compress and store texts that are not stored under their ids; return the id of each text, in order.
+        """Compress and store texts that are not stored; return the id that each text is stored under, in order.
 
-        Like `add`, but for a retriever's results: an id may come twice, metadata of an unchanged text stay as
-        stored, passages of the scope "default" are not stored again, there is no progress bar, and no write lock
-        is taken if nothing is missing.
+        Like `add`, but for a retriever's results: an id may come twice, metadata of an unchanged text stay as stored,
+        passages of the scope "default" are not stored again, there is no progress bar, and no write lock is taken if
+        nothing is missing. A passage that is stored under an id with another text stays: a text that a question made
+        of it (an excerpt) is stored beside it, under a hash of the text.
         """
         scope = self._scope(scope)
         passages = to_passages(texts, ids, repeats=True)
-        if len(self._lookup.holding(passages, scope)) < len(passages):
-            with self._writing:  # look again: another thread may have stored the same passages
-                held = self._lookup.holding(passages, scope)
-                missing = {record_id(id, scope): passage for id, passage in passages.items() if id not in held}
-                self._compress(missing, scope, progress=False)
-        return [content_id(text) for text in texts] if ids is None else list(ids)
+        ids = [content_id(text) for text in texts] if ids is None else checked_ids(ids)
+        places = self._places(passages, scope)
+        if None in places.values():
+            places = uninterrupted(partial(self._ensure, passages, scope))
+        return [str(places[id]) for id in ids]
 
     def delete(self, ids: Sequence[str], scope: str | None = None) -> int:
-        """Delete passages of the scope; return how many there were. `ctx-compress vacuum` overwrites their bytes."""
+        """Delete passages of the scope; return how many there were."""
         scope = self._scope(scope)
-        with self._writing:
-            present = self._companion.existing([record_id(id, scope) for id in checked_ids(ids)])
-            self._companion.delete(present)
-        return len(present)
+        return uninterrupted(partial(self._delete, [record_id(id, scope) for id in checked_ids(ids)]))
 
     def damaged(self) -> list[str]:
-        """The ids of passages in all scopes with records damaged or not sealed with this key. Reads every record."""
-        return [own_id(key) for key in audit.unreadable(self._companion, self._keyring.signer())]
+        """The ids of passages in all scopes with records damaged or not signed with this key. Reads every record."""
+        return [passage_id(id) for id in self._unreadable()]
 
-    def discard_damaged(self, *, unsealed: bool = True) -> list[str]:
+    def discard_damaged(self, *, other_keys: bool = True) -> list[str]:
         """Delete what `damaged` finds; the next `add` of the same passages compresses them again.
 
         Args:
-            unsealed: also delete intact records that are not sealed with this key; if False, they raise an error.
+            other_keys: also delete intact records that are not signed with this key; if False, they raise an error.
 
         Raises:
-            StoreError: `unsealed` is False and there are such records; nothing is deleted.
+            StoreError: `other_keys` is False and there are such records; nothing is deleted.
         """
-        bad = audit.unreadable(self._companion, self._keyring.signer())
-        if not unsealed and (kept := [own_id(key) for key, is_whole in bad.items() if is_whole]):
+        unreadable = self._unreadable()
+        if not other_keys and (intact := [passage_id(id) for id, is_intact in unreadable.items() if is_intact]):
             raise StoreError(
-                f"{len(kept)} records (first: {kept[0]!r}) are intact but not sealed with the key in use: set "
-                "CTX_COMPRESS_KEY to the key that sealed them; if it is lost, `ctx-compress repair --reseal` "
-                "keeps them, and SoftContextStore.discard_damaged() deletes them"
+                f"{len(intact)} records (first: {intact[0]!r}) are intact but not signed with the key in use: set "
+                "CTX_COMPRESS_KEY to the key that signed them; if it is lost, SoftContextStore.discard_damaged() "
+                "deletes them, and adding the passages again compresses them"
             )
-        self._companion.delete(list(bad))
-        return [own_id(key) for key in bad]
-
-    def reseal(self) -> int:
-        """Reseal, with the store's key, records that have no seal or another key's; return how many.
-
-        Damaged records are skipped: the text must match its hash, and the payload the counts. Do this only if you know
-        that nobody else could write to the store: without the old key, a forged record looks genuine.
-        """
-        with self._writing:
-            return audit.reseal(self._companion, self._keyring.signer())
+        uninterrupted(partial(self._delete, list(unreadable)))
+        return [passage_id(id) for id in unreadable]
 
     def close(self) -> None:
         """Close the engine; the store cannot be used afterwards. Closing it again has no effect."""
-        self._companion.close()
+        self._collection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -270,37 +260,39 @@ class SoftContextStore(OfThisProcess):
 
         Args:
             ids: passage ids.
-            scope: tenant or user that reads; by default the scope of `markers.scope`, otherwise the store's.
+            scope: tenant or user that reads; by default the scope of `marker.scope`, otherwise the store's.
             texts: one per id; a record with another text counts as not stored.
 
         Raises:
             PayloadError: a record is damaged; the message names the passage.
         """
-        found = {id: records.read_soft(*each) for id, each in self._find(ids, scope, texts).items()}
+        ids = checked_ids(ids)
+        found = {id: record.soft_context(key) for id, (key, record) in self._find(ids, scope, texts).items()}
         return [found.get(id) for id in ids]
 
     def get_passages(
         self, ids: Sequence[str], scope: str | None = None, texts: Sequence[str] | None = None
     ) -> list[StoredPassage | None]:
         """Text, metadata and sizes, in the order of the ids; None for an id that is not stored. See `get`."""
-        found = {
-            id: records.read_passage(*each, self.fingerprint) for id, each in self._find(ids, scope, texts).items()
-        }
+        ids = checked_ids(ids)
+        records = self._find(ids, scope, texts)
+        found = {id: record.passage(key, self.fingerprint) for id, (key, record) in records.items()}
         return [found.get(id) for id in ids]
 
     def has(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[bool]:
         """Whether each text is stored under its id: False if the id is missing or stored with another text."""
-        held = self._lookup.holding(to_passages(texts, ids, repeats=True), self._scope(scope))
-        return [id in held for id in ([content_id(text) for text in texts] if ids is None else ids)]
+        ids = [content_id(text) for text in texts] if ids is None else checked_ids(ids)
+        held = self._holding(to_passages(texts, ids, repeats=True), self._scope(scope))
+        return [id in held for id in ids]
 
     def ids(self, scope: str | None = None) -> list[str]:
         """The ids of the scope's own passages."""
         scope = self._scope(scope)
-        return [own_id(key) for key in self._companion.ids() if owned(key, scope)]
+        return [passage_id(id) for id in self._collection.ids() if owned(id, scope)]
 
     def __len__(self) -> int:
         """How many passages there are, of all scopes."""
-        return self._companion.count()
+        return self._collection.count()
 
     def __bool__(self) -> bool:
         """True, even when empty: `if store` asks whether there is a store."""
@@ -308,10 +300,10 @@ class SoftContextStore(OfThisProcess):
 
     def info(self) -> StoreInfo:
         """What the store holds, in all scopes."""
-        sizes, connection = self._companion.sizes(), self._companion.connection
+        sizes, connection = self._collection.sizes(), self._collection.connection
         return StoreInfo(
             location=connection.where,
-            collection=connection.companion,
+            collection=connection.collection,
             bundle=self.bundle.config.name,
             fingerprint=self.fingerprint,
             codec=self.codec,
@@ -325,18 +317,18 @@ class SoftContextStore(OfThisProcess):
 
     @property
     def fingerprint(self) -> str:
-        """The bundle's fingerprint in the form used when the store was made, as in passages and markers."""
-        return self._companion.fingerprint
+        """The bundle's fingerprint."""
+        return self._collection.fingerprint
 
     @property
     def codec(self) -> str:
         """Name of the codec that soft contexts are stored with."""
-        return self._companion.codec
+        return self._collection.codec
 
     @property
     def base_ratio(self) -> int:
         """Source tokens per slot of the stored soft contexts."""
-        return self._companion.ratio
+        return self._collection.ratio
 
     def merge_factor(self, ratio: int) -> int:
         """How many stored slots are merged into one at a ratio.
@@ -365,7 +357,7 @@ class SoftContextStore(OfThisProcess):
         Args:
             ids: passage ids.
             ratio: a multiple of the store's base ratio.
-            scope: tenant or user; by default the scope of `stores.markers.scope`, otherwise the store's.
+            scope: tenant or user; by default the scope of `marker.scope`, otherwise the store's.
             texts: one per id; a record with another text counts as not stored.
 
         Raises:
@@ -374,20 +366,20 @@ class SoftContextStore(OfThisProcess):
             MissingPassageError: an id is not stored, or is stored with another text.
             PayloadError: a record is damaged; the message names the passage.
         """
-        factor, scope = self.merge_factor(ratio), self._scope(scope)
+        factor, scope, ids = self.merge_factor(ratio), self._scope(scope), checked_ids(ids)
         found = self._find(ids, scope, texts)
         missing = [id for id in ids if id not in found]
         if missing:
             raise MissingPassageError(f"passage {missing[0]!r} is not stored ({len(missing)} missing): add it first")
-        for key, stored in dict(found.values()).items():
-            records.check_payload(key, stored)
-        signer = self._keyring.signer()
-        self._lookup.names.learn(found.values())
+        for key, record in found.values():
+            record.check_payload(key)
+        self._collection.remember(found.values())
+        codec = self._codec()
         written = []
         for id in ids:
-            slots = found[id][1]["slots"]
+            slots = found[id][1].slots
             merged = min(factor, slots)  # all larger factors mean one slot
-            written.append(signer.write(plain_name(found[id][1]["marker"]), merged, -(-slots // merged), scope))
+            written.append(codec.write(plain_marker_id(found[id][1].marker), merged, -(-slots // merged), scope))
         return written
 
     def transient_markers(self, contexts: Sequence[TransientContext], scope: str | None = None) -> list[str]:
@@ -397,15 +389,15 @@ class SoftContextStore(OfThisProcess):
 
         Args:
             contexts: the parts that one prompt needs.
-            scope: tenant or user; by default the scope of `stores.markers.scope`, otherwise the store's.
+            scope: tenant or user; by default the scope of `marker.scope`, otherwise the store's.
 
         Raises:
             ConfigError: the parts need more slots together than are kept.
         """
-        scope, signer = self._scope(scope), self._keyring.signer()
-        names = [signer.transient(*each.key) for each in contexts]
+        scope, codec = self._scope(scope), self._codec()
+        names = [codec.transient(*each.key) for each in contexts]
         self._transient.put(scope, dict(zip(names, contexts, strict=True)))
-        return [signer.write(name, 1, each.soft.n_slots, scope) for name, each in zip(names, contexts, strict=True)]
+        return [codec.write(name, 1, each.soft.n_slots, scope) for name, each in zip(names, contexts, strict=True)]
 
     def split(self, text: str, scope: str | None = None, on_unreadable: OnUnreadable = "text") -> list[str | Marker]:
         """Text parts and markers of a prompt, in order.
@@ -413,7 +405,7 @@ class SoftContextStore(OfThisProcess):
         Raises:
             UnreadableMarkerError: a marker has another key or scope, and on_unreadable is "error"; else it is text.
         """
-        return self._keyring.signer().split(text, self._scope(scope), on_unreadable)
+        return self._codec().split(text, self._scope(scope), on_unreadable)
 
     def fetch(self, markers: Sequence[Marker]) -> list[SoftContext]:
         """The soft contexts that markers stand for, at the markers' ratios, in order.
@@ -424,7 +416,7 @@ class SoftContextStore(OfThisProcess):
             PayloadError: a record is damaged.
         """
         held, found = self._by_marker(markers)
-        base = {key: records.read_soft(key, stored) for key, stored in dict(found.values()).items()}
+        base = {key: record.soft_context(key) for key, record in dict(found.values()).items()}
         return [
             held[marker].soft if marker in held else base[found[marker][0]].merge(marker.factor) for marker in markers
         ]
@@ -432,47 +424,162 @@ class SoftContextStore(OfThisProcess):
     def text_of(self, markers: Sequence[Marker]) -> list[str]:
         """The texts that markers stand for, in order. Raises as `fetch` does."""
         held, found = self._by_marker(markers)
-        texts = {
-            key: records.read_passage(key, stored, self.fingerprint).text
-            for key, stored in dict(found.values()).items()
-        }
+        texts = {key: record.passage(key, self.fingerprint).text for key, record in dict(found.values()).items()}
         return [held[marker].text if marker in held else texts[found[marker][0]] for marker in markers]
 
-    # Inside
+    # Inside; writes run as `uninterrupted`
+
+    def _add(self, passages: dict[str, Passage], scope: str, progress: bool) -> AddReport:
+        with self._writing:
+            same = self._matching("full_hash", full_hash, passages)
+            todo = {key: passage for key, passage in passages.items() if key not in same}
+            present = self._collection.existing(list(todo))
+            relabel = self._matching("text_hash", text_hash, todo)
+            if relabel:
+                self._key.keep()
+                codec = self._codec()
+                self._collection.update({key: Labels.label(key, todo[key], self.fingerprint, codec) for key in relabel})
+            self._compress({key: passage for key, passage in todo.items() if key not in relabel}, scope, progress)
+        return AddReport(len(todo) - len(present), len(present), len(same))
+
+    def _ensure(self, passages: dict[str, Passage], scope: str) -> dict[str, str | None]:
+        with self._writing:
+            places = self._places(passages, scope)  # again: another thread may have stored the same passages
+            lacking = [id for id, place in places.items() if place is None]
+            taken = set(self._rows(lacking, scope))
+            missing: dict[str, Passage] = {}
+            for id in lacking:
+                places[id] = place = content_id(passages[id].text) if id in taken else id
+                missing[record_id(place, scope)] = Passage(passages[id].text, place)
+            self._compress(missing, scope, progress=False)
+        return places
+
+    def _delete(self, records: Sequence[str]) -> int:
+        with self._writing:
+            present = self._collection.existing(records)
+            self._collection.delete(present)
+        return len(present)
 
     def _compress(self, passages: dict[str, Passage], scope: str, progress: bool) -> None:
         if not passages:
             return
-        self._companion.check_writable()  # fail before the work, not after it
+        self._key.keep()
+        self._collection.check_writable()  # fail before the work, not after it
         with tqdm(total=len(passages), desc="compressing", unit="passage", disable=not progress) as bar:
-            for batch in passage_batches(passages, WRITE_RECORDS):
+            for batch in passage_batches(passages, PAGE):
+                if abandoned():
+                    return
                 softs = self.bundle.compress([passage.text for passage in batch.values()], ratio=self.base_ratio)
                 each = zip(batch.values(), softs, strict=True)
-                self._put(batch, [records.payload_of(passage, soft, self.codec) for passage, soft in each], scope)
+                self._put(batch, [payload_of(passage, soft, self.codec) for passage, soft in each], scope)
                 bar.update(len(batch))
 
     def _put(self, passages: dict[str, Passage], payloads: Sequence[str], scope: str) -> None:
-        signer = self._keyring.signer()
-        rows = {
-            key: records.record(
+        self._key.keep()
+        codec = self._codec()
+        records = {
+            key: Record.of(
                 key,
                 passage,
                 payload,
                 fingerprint=self.fingerprint,
-                marker=scoped_name(signer.passage(passage.text), scope),
-                signer=signer,
+                marker=scoped_marker_id(codec.passage(passage.text), scope),
+                signer=codec,
             )
             for (key, passage), payload in zip(passages.items(), payloads, strict=True)
         }
-        self._companion.upsert(rows)
+        self._collection.upsert(records)
 
-    def _find(self, ids: Sequence[str], scope: str | None, texts: Sequence[str] | None) -> dict[str, Record]:
-        return self._lookup.by_id(ids, self._scope(scope), texts)
+    def _matching(
+        self, field: str, digest: Callable[[str, str, Passage], str], passages: Mapping[str, Passage]
+    ) -> set[str]:
+        """Record ids whose stored hash equals the passage's. The hash covers the id, so no other record can match."""
+        return self._collection.matching(
+            field, {key: digest(self.fingerprint, key, passage) for key, passage in passages.items()}
+        )
 
-    def _by_marker(self, markers: Sequence[Marker]) -> tuple[dict[Marker, TransientContext], dict[Marker, Record]]:
+    def _holding(self, passages: Mapping[str, Passage], scope: str) -> set[str]:
+        """Ids of the passages that are stored with their text in a record that the scope may read."""
+        held: set[str] = set()
+        for place in readable(scope):
+            rest = {record_id(id, place): passage for id, passage in passages.items() if id not in held}
+            held.update(passage_id(key) for key in self._matching("text_hash", text_hash, rest))
+        return held
+
+    def _places(self, passages: Mapping[str, Passage], scope: str) -> dict[str, str | None]:
+        """For each id, the id under which its text is stored: its own, or the hash of the text; None if it is not."""
+        held = self._holding(passages, scope)
+        hashes = {id: content_id(passage.text) for id, passage in passages.items() if id not in held}
+        beside = self._holding({hashes[id]: passages[id] for id in hashes}, scope)
+        return {id: id if id in held else hashes[id] if hashes[id] in beside else None for id in passages}
+
+    def _rows(self, ids: Sequence[str], scope: str) -> dict[str, list[tuple[str, Row]]]:
+        """Record ids and fields that the scope may read, by passage id, its own before the default scope's."""
+        places = readable(scope)
+        stored = self._collection.rows([record_id(id, place) for id in ids for place in places])
+        found: dict[str, list[tuple[str, Row]]] = {}
+        for id in ids:
+            if keys := [key for place in places if (key := record_id(id, place)) in stored]:
+                found[id] = [(key, stored[key]) for key in keys]
+        return found
+
+    def _find(
+        self, ids: Sequence[str], scope: str | None, texts: Sequence[str] | None
+    ) -> dict[str, tuple[str, Record]]:
+        """By passage id, the scope's own record or the default scope's; with `texts`, only records with those texts."""
+        passages = None if texts is None else to_passages(texts, ids, repeats=True)
+        found: dict[str, tuple[str, Record]] = {}
+        for id, rows in self._rows(ids, self._scope(scope)).items():
+            for key, row in rows:
+                if passages is None or row.get("text_hash") == text_hash(self.fingerprint, key, passages[id]):
+                    found[id] = (key, self._checked(key, row))
+                    break
+        return found
+
+    def _by_marker(
+        self, markers: Sequence[Marker]
+    ) -> tuple[dict[Marker, TransientContext], dict[Marker, tuple[str, Record]]]:
         """By marker, what this object holds in memory, and the records of the others; none is missing."""
         held = {each: context for each in markers if (context := self._transient.get(each.scope, each.passage))}
-        return held, self._lookup.by_marker([marker for marker in markers if marker not in held])
+        wanted = {
+            marker: [scoped_marker_id(marker.passage, place) for place in readable(marker.scope)]
+            for marker in markers
+            if marker not in held
+        }
+        rows = self._collection.by_marker(wanted)
+        if missing := [marker for marker in wanted if marker not in rows]:
+            raise MissingPassageError(
+                f"no passage in {self._collection.connection.where} for {len(missing)} marker(s) (first: "
+                f"{missing[0].id!r}): it was deleted or its text changed after the prompt was made, or it was made "
+                "for one question by another store object; retrieve again"
+            )
+        return held, {marker: (id, self._checked(id, row)) for marker, (id, row) in rows.items()}
+
+    def _checked(self, id: str, row: Row) -> Record:
+        """The record in a row; PayloadError, naming the passage, if it was changed or signed with another key."""
+        record = Record.read(id, row)
+        record.check_signatures(id, self._codec())
+        return record
+
+    def _unreadable(self) -> dict[str, bool]:
+        """The ids of unreadable records, in all scopes, and whether each lacks nothing but this key's signature."""
+        found: dict[str, bool] = {}
+        for ids in pages(self._collection.ids()):
+            for id, row in self._collection.rows(ids).items():
+                signed = intact = False
+                with suppress(PayloadError):
+                    record = Record.read(id, row)
+                    record.soft_context(id)
+                    record.passage(id, self.fingerprint)
+                    intact = True
+                    record.check_signatures(id, self._codec())
+                    signed = True
+                if not signed:
+                    found[id] = intact
+        return found
+
+    def _codec(self) -> MarkerCodec:
+        return self._key.codec(self.fingerprint)
 
     def _scope(self, scope: str | None) -> str:
         return current_scope() or self.scope if scope is None else check_scope(scope)

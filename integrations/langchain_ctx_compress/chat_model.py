@@ -75,7 +75,7 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
         ConfigError: an argument is unknown or has an impossible value.
         UnreadableMarkerError: at a call, a marker is of another key or scope, or was changed.
         MissingPassageError: at a call, a marker's passage is no longer stored.
-        PayloadError: at a call, a record is damaged, changed, or sealed with another key.
+        PayloadError: at a call, a record is damaged, changed, or signed with another key.
         StoreError: at a call, the store cannot be reached.
         DecoderMemoryError: at a call, the device has not enough memory for the prompt.
         ServerError: at a call, the server cannot be reached or refuses the request.

@@ -19,6 +19,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.key import KEY_VARIABLE
+from ctx_compress_rag.store.scope import record_id
 from ctx_compress_rag.text.templates import TEMPLATES
 from helpers.cli import assert_same_contents, contents, write_docs
 from helpers.forked import COMMAND, run_python
@@ -222,7 +223,7 @@ def test_ask_compresses_a_passage_whose_slots_are_missing(run: Any, store: Path,
     assert run("ask", QUESTION, "--store", store) == 0
     expected = run.out
     client = chromadb.PersistentClient(str(store))
-    client.get_collection("passages-ctx").delete(ids=list(contents(store)))
+    client.get_collection("passages-ctx").delete(ids=[record_id(id, "default") for id in contents(store)])
     client.close()
     assert run("ask", QUESTION, "--store", store) == 0
     assert run.out == expected

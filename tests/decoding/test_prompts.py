@@ -18,6 +18,7 @@ from ctx_compress_rag.errors import (
     UnreadableMarkerError,
 )
 from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.scope import record_id
 from helpers.decoding import PASSAGES, QUESTION
 
 # Counting
@@ -156,8 +157,9 @@ def test_missing_passages(bundle: Any, store: SoftContextStore, caplog: pytest.L
     assert lenient.generate([prompt], sampling) == whole and not caplog.records
 
     raw = chromadb.EphemeralClient().get_collection("decoder-ctx", embedding_function=None)
-    [record] = raw.get(ids=["d"])["metadatas"] or []
-    raw.update(ids=["d"], metadatas=[{"payload": str(record["payload"])[:-8]}])
+    key = record_id("d", "default")
+    [record] = raw.get(ids=[key])["metadatas"] or []
+    raw.update(ids=[key], metadatas=[{"payload": str(record["payload"])[:-8]}])
     with pytest.raises(PayloadError, match="'d' is damaged"):
         strict.generate([prompt], sampling)
     # The damaged passage's text, the other's slots; and no slots left where it was the only one.

@@ -31,6 +31,7 @@ from ctx_compress_rag.methods.ram.segments import Segments
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
 from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.scope import record_id
 from ctx_compress_rag.text.tokenizing import text_parts, text_tokens
 from helpers import architectures
 from helpers.models import tiny_llama
@@ -81,8 +82,9 @@ def damaged(bundle: Bundle, *texts: str) -> Iterator[tuple[TransformersDecoder, 
         store.add(texts, ids, progress=False)
         markers = store.markers(ids, store.base_ratio)
         raw = chromadb.EphemeralClient().get_collection(f"{collection.name}-ctx", embedding_function=None)
-        rows = raw.get(ids=ids)["metadatas"]
-        raw.update(ids=ids, metadatas=[{"payload": str(row["payload"])[:-8]} for row in rows])
+        keys = [record_id(id, "default") for id in ids]
+        rows = raw.get(ids=keys)["metadatas"]
+        raw.update(ids=keys, metadatas=[{"payload": str(row["payload"])[:-8]} for row in rows])
         yield TransformersDecoder(bundle, store, on_unreadable="text"), markers
 
 

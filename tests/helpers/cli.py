@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.world.world import World
 from ctx_compress_rag.store import codec as codecs
+from ctx_compress_rag.store.scope import passage_id
 
 
 def save_bundle(bundle: Any, folder: Path, seed: int = 1) -> Path:
@@ -88,8 +89,8 @@ def contents(store: Path) -> dict[str, tuple[Any, ...]]:
         soft = client.get_collection("passages-ctx").get(include=["metadatas"])
     finally:
         client.close()
-    assert sorted(rag["ids"]) == sorted(soft["ids"])
-    records = {id: dict(record) for id, record in zip(soft["ids"], soft["metadatas"], strict=True)}
+    records = {passage_id(id): dict(record) for id, record in zip(soft["ids"], soft["metadatas"], strict=True)}
+    assert sorted(rag["ids"]) == sorted(records)
     return {
         id: (text, metadata, torch.tensor(vector), codecs.decode(records[id].pop("payload")), records[id])
         for id, text, metadata, vector in zip(
@@ -104,7 +105,7 @@ def assert_same_contents(actual: Path, expected: Path) -> None:
     assert first.keys() == second.keys()
     for id, (text, metadata, vector, soft, record) in second.items():
         got = first[id]
-        of_bits = {"payload_hash", "seal"}
+        of_bits = {"payload_hash", "signature"}
         assert (got[0], got[1]) == (text, metadata) and got[4].keys() == record.keys()
         assert {key: got[4][key] for key in record.keys() - of_bits} == {
             key: record[key] for key in record.keys() - of_bits

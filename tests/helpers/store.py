@@ -21,16 +21,6 @@ from ctx_compress_rag.store import SoftContextStore
 """
 """The beginning of a program for `helpers.forked`."""
 
-LEAVE_JOURNAL = """
-import os, signal, sqlite3, sys
-rows = sqlite3.connect(os.path.join(sys.argv[1], "chroma.sqlite3"))
-rows.execute("pragma cache_size = 1")  # so that changed pages reach the file before the end
-rows.execute("update embedding_metadata set string_value = string_value || 'half done'")
-assert open(os.path.join(sys.argv[1], "chroma.sqlite3-journal"), "rb").read(8) != bytes(8)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-"""A program for `helpers.forked`: a writer that is killed in the middle of a transaction."""
-
 
 def word_vectors(text: str, dim: int) -> torch.Tensor:
     """(words, dim): one fixed vector per word."""

@@ -19,6 +19,7 @@ from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, Paylo
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore, StoredPassage
 from ctx_compress_rag.store.key import KEY_FILE
+from ctx_compress_rag.store.passage import content_id
 from helpers.store import WordBundle, add, assert_same, passage
 
 # What goes in comes out
@@ -122,20 +123,36 @@ def test_changed_metadata_are_written_without_compressing(store: SoftContextStor
     assert bundle.calls == []
     assert store.get_passages(["a"])[0].metadata == {"source": "new"}
     assert_same(store.get(["a"])[0], bundle.at(passage(0), 4))
-    assert store.damaged() == []  # sealed again
+    assert store.damaged() == []  # signed again
     assert store.add([Passage(passage(0), "a", {"source": "new"})], progress=False).unchanged == 1
 
 
-def test_ensure_compresses_what_is_missing_or_stale(store: SoftContextStore, bundle: WordBundle) -> None:
-    store.add([Passage(passage(0), "a", {"source": "kept"}), Passage(passage(1), "b")], progress=False)
+def test_ensure_keeps_what_is_stored_and_puts_an_excerpt_beside_it(store: SoftContextStore, bundle: WordBundle) -> None:
+    store.add([Passage(passage(0), "a", {"source": "kept"}), Passage(passage(1), "b", {"page": 3})], progress=False)
+    [marker] = store.markers(["b"], 4)
     bundle.calls.clear()
-    texts = [passage(0), passage(11), passage(2), passage(2)]
-    assert store.ensure(texts, ["a", "b", "c", "c"]) == ["a", "b", "c", "c"]
-    assert bundle.calls == [[passage(11), passage(2)]]
-    assert store.get_passages(["a"])[0].metadata == {"source": "kept"}
-    assert store.ensure(texts, ["a", "b", "c", "c"]) == ["a", "b", "c", "c"]
+    excerpt = passage(1, words=12)
+    texts = [passage(0), excerpt, passage(2), passage(2)]
+    stored = store.ensure(texts, ["a", "b", "c", "c"])
+    assert stored == ["a", content_id(excerpt), "c", "c"]
+    assert bundle.calls == [[excerpt, passage(2)]]
+    assert store.ensure(texts, ["a", "b", "c", "c"]) == stored
     assert len(bundle.calls) == 1
+    assert store.get_passages(["a", "b"]) == [
+        StoredPassage("a", passage(0), {"source": "kept"}, 8, 30),
+        StoredPassage("b", passage(1), {"page": 3}, 8, 30),
+    ]
+    assert store.text_of(store.split(marker)) == [passage(1)]
+    assert store.text_of(store.split(store.marker(stored[1], 4))) == [excerpt]
     assert store.ensure([]) == []
+
+
+def test_an_excerpt_of_anothers_passage_hides_it_from_nobody(store: SoftContextStore) -> None:
+    store.add([passage(1)], ["b"], progress=False)
+    excerpt = passage(1, words=12)
+    assert store.ensure([excerpt], ["b"], scope="alice") == [content_id(excerpt)]
+    assert store.get_passages(["b"], scope="alice")[0].text == passage(1)
+    assert store.get_passages([content_id(excerpt)]) == [None]
 
 
 def test_threads_that_ensure_the_same_compress_once(store: SoftContextStore, bundle: WordBundle) -> None:

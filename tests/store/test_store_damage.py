@@ -19,7 +19,7 @@ from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore
 from ctx_compress_rag.store import codec as codecs
 from ctx_compress_rag.store.key import KEY_FILE
-from ctx_compress_rag.store.seven_bits import to_bytes, to_text
+from ctx_compress_rag.store.scope import record_id
 from helpers.store import WordBundle, add, assert_same, passage
 
 KEY = b"sixteen bytes or more"
@@ -27,11 +27,11 @@ Row = dict[str, Any]
 
 
 def loud(row: Row, _: Row) -> Row:
-    raw = bytearray(to_bytes(row["payload"]))
+    raw = bytearray(base64.b64decode(row["payload"]))
     head, run = struct.calcsize("<BBIIII"), 2 * 8
     raw[head + run : head + run + 4] = np.float32(3e38).tobytes()
     raw[head - 4 : head] = struct.pack("<I", zlib.crc32(raw[head:]))
-    return {"payload": to_text(bytes(raw))}
+    return {"payload": base64.b64encode(raw).decode()}
 
 
 DAMAGE: dict[str, Callable[[Row, Row], Row]] = {
@@ -47,19 +47,20 @@ DAMAGE: dict[str, Callable[[Row, Row], Row]] = {
     "no payload": lambda row, other: {"payload": 5},
     "zero slots of a right checksum": lambda row, other: {"payload": codecs.encode(WordBundle().at("x", 4))},
     "a scale of 3e38": loud,
-    "no seal": lambda row, other: {"seal": ""},
+    "no signature": lambda row, other: {"signature": ""},
     "other metadata": lambda row, other: {"metadata": '{"source": "https://elsewhere.example"}'},
     "another passage's metadata": lambda row, other: {
-        key: value for key, value in other.items() if key in ("metadata", "metadata_seal", "full_hash")
+        key: value for key, value in other.items() if key in ("metadata", "metadata_signature", "full_hash")
     },
-    "metadata of unknown origin": lambda row, other: {"metadata_seal": None},
+    "metadata of unknown origin": lambda row, other: {"metadata_signature": None},
 }
 
 
 def spoil(folder: Path, id: str, name: str) -> None:
     raw = chromadb.PersistentClient(folder).get_collection("passages-ctx", embedding_function=None)
-    row = dict(raw.get(ids=[id])["metadatas"][0])
-    raw.update(ids=[id], metadatas=[DAMAGE[name](row, row)])
+    key = record_id(id, "default")
+    row = dict(raw.get(ids=[key])["metadatas"][0])
+    raw.update(ids=[key], metadatas=[DAMAGE[name](row, row)])
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -69,8 +70,9 @@ def test_a_changed_record_is_refused_and_made_anew(tmp_path: Path, name: str) ->
         add(store, 3)
         markers = [store.split(marker)[0] for marker in store.markers(["p0", "p1", "p2"], 4)]
         raw = chromadb.PersistentClient(tmp_path).get_collection("passages-ctx", embedding_function=None)
-        other, row = (dict(raw.get(ids=[id])["metadatas"][0]) for id in ("p0", "p1"))
-        raw.update(ids=["p1"], metadatas=[DAMAGE[name](row, other)])
+        keys = [record_id(id, "default") for id in ("p0", "p1")]
+        other, row = (dict(raw.get(ids=[key])["metadatas"][0]) for key in keys)
+        raw.update(ids=keys[1:], metadatas=[DAMAGE[name](row, other)])
         if "payload" in DAMAGE[name](row, other) and len(DAMAGE[name](row, other)) == 1:  # the text is still good
             assert store.get_passages(["p1"])[0].text == passage(1)
         reads: list[Callable[[], Any]] = [lambda: store.get(["p1"]), lambda: store.fetch(markers[:2])]
@@ -91,7 +93,7 @@ def test_a_text_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:
         add(store, 1)
         raw = chromadb.PersistentClient(tmp_path).get_collection("passages-ctx", embedding_function=None)
         bomb = base64.b64encode(zlib.compress(b"a" * (100 << 20), 9)).decode()
-        raw.update(ids=["p0"], metadatas=[{"text": bomb}])
+        raw.update(ids=[record_id("p0", "default")], metadatas=[{"text": bomb}])
         with pytest.raises(PayloadError, match="unpacks to more than 16,777,216 bytes"):
             store.get_passages(["p0"])
 
@@ -125,7 +127,7 @@ def test_a_retrieval_makes_damaged_slots_anew(tmp_path: Path, scope: str) -> Non
         assert store.damaged() == ([] if scope == "default" else ["p1"])  # others' records are theirs to mend
 
 
-def test_a_broken_seal_costs_its_own_passage_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_signature_costs_its_own_passage_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
         add(store, 3)
         spoil(tmp_path, "p1", "more tokens")

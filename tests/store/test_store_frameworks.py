@@ -37,7 +37,9 @@ def test_beside_langchain_chroma(
         vectors.add_documents([Document(page_content=passage(9))], ids=[ids[0]])
         (changed,) = vectors.get_by_ids([ids[0]])
         assert store.has([changed.page_content], [changed.id]) == [False]
-        store.ensure([changed.page_content], [changed.id])
+        [beside] = store.ensure([changed.page_content], [changed.id])
+        assert_same(store.get([beside])[0], bundle.at(passage(9), 4))
+        store.add([changed], progress=False)
         assert_same(store.get([changed.id])[0], bundle.at(passage(9), 4))
         vectors.delete([ids[1]])
         assert store.delete([ids[1]]) == 1

@@ -159,15 +159,20 @@ def test_environment_and_explicit_keys_come_first(
     folder, bundle = tmp_path / "chroma", store.bundle
     from_file = store.marker("p0", 8)
     explicit = SoftContextStore(folder, bundle, key=b"an explicit secret")
-    explicit.reseal()
+    add(explicit, 1, start=1)
+    explicit.discard_damaged()
+    add(explicit, 1)
     by_argument = explicit.marker("p0", 8)
     monkeypatch.setenv(KEY_VARIABLE, "an environment's secret")
     reader = SoftContextStore(folder, bundle)
-    # What another key sealed is not read, and neither is what the file in the folder sealed: a program that has no
+    # What another key signed is not read, and neither is what the file in the folder signed: a program that has no
     # secret may have made that file.
-    with pytest.raises(PayloadError, match="sealed with another key"):
+    with pytest.raises(PayloadError, match="another key"):
         reader.marker("p0", 8)
-    assert reader.damaged() == ["p0"] and reader.reseal() == 1
+    with pytest.raises(StoreError, match="2 records.*CTX_COMPRESS_KEY"):
+        reader.discard_damaged(other_keys=False)
+    assert sorted(reader.discard_damaged()) == ["p0", "p1"]
+    add(reader, 1)
     from_env = reader.marker("p0", 8)
     assert len({from_file, from_env, by_argument}) == 3
     assert SoftContextStore(folder, bundle, key=b"an environment's secret").marker("p0", 8) == from_env
@@ -213,5 +218,5 @@ def test_a_program_without_the_secret_writes_nothing_that_is_read_with_it(
     monkeypatch.setenv(KEY_VARIABLE, "the app's secret")
     with SoftContextStore(tmp_path, WordBundle()) as store:
         assert store.damaged() == ["p0"]
-        with pytest.raises(PayloadError, match="sealed with another key"):
+        with pytest.raises(PayloadError, match="another key"):
             store.get_passages(["p0"])

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 import threading
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,11 +17,8 @@ from langchain_core.documents import Document
 from ctx_compress_rag.errors import ConfigError, MissingPassageError
 from ctx_compress_rag.marking.mark import expand, mark
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store import codec as codecs
 from ctx_compress_rag.store import marker as markers
-from ctx_compress_rag.store.marker import MarkerCodec
-from ctx_compress_rag.store.scope import own_id, owned, record_id
-from ctx_compress_rag.store.seven_bits import to_bytes
+from ctx_compress_rag.store.scope import owned, passage_id, record_id
 from helpers.store import WordBundle, add, assert_same, passage
 from langchain_ctx_compress import CompressedContextPostprocessor
 
@@ -150,7 +143,7 @@ def test_no_two_passages_share_a_record(pairs: list[tuple[str, str]]) -> None:
     named = {key: pair for key, pair in zip(keys, pairs, strict=True)}
     assert len(named) == len(pairs)
     for key, (id, scope) in named.items():
-        assert own_id(key) == id and owned(key, scope)
+        assert passage_id(key) == id and owned(key, scope)
         assert not any(owned(key, other) for other in {"default", "ann", "ann/", "bob"} - {scope})
 
 
@@ -176,47 +169,3 @@ def test_a_scope_that_is_no_name_is_refused_everywhere(store: SoftContextStore, 
         with pytest.raises(ConfigError, match="scope"):
             refused()
     assert len(store) == 1
-
-
-def test_a_store_without_scopes_made_before_opens_and_reads(tmp_path: Path, bundle: WordBundle) -> None:
-    """Records as the first release wrote them: the id alone, hashed with text and bundle."""
-    key, text = b"a key of sixteen bytes", passage(3)
-
-    def digest(*fields: str) -> str:
-        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:32]
-
-    deflated = base64.b64encode(zlib.compress(text.encode())).decode()
-    client = chromadb.PersistentClient(tmp_path)
-    collection = client.create_collection(
-        "passages-ctx",
-        embedding_function=None,
-        metadata={
-            "ctx_format": 1,
-            "bundle": "words",
-            "fingerprint": bundle.fingerprint,
-            "base_ratio": 4,
-            "codec": "int8",
-        },
-    )
-    row = {
-        "payload": base64.b64encode(to_bytes(codecs.encode(bundle.at(text, 4)))).decode(),
-        "text": deflated,
-        "text_hash": digest(bundle.fingerprint, "old", text),
-        "full_hash": digest(bundle.fingerprint, "old", text, "{}"),
-        "metadata": "{}",
-        "marker": MarkerCodec(key, bundle.fingerprint).passage(text),
-        "slots": 8,
-        "tokens": 30,
-    }
-    collection.upsert(ids=["old"], embeddings=[[0.0]], metadatas=[row])
-    with SoftContextStore(tmp_path, bundle, key=key) as store:
-        assert store.reseal() == 1
-    for scope in (markers.DEFAULT_SCOPE, "ann"):
-        with SoftContextStore(tmp_path, bundle, key=key, scope=scope) as store:
-            assert_same(store.get(["old"])[0], bundle.at(text, 4))
-            assert store.info().payload_bytes == len(to_bytes(row["payload"]))
-            [marker] = mark(store, [text], ["old"])
-            assert expand(store, marker) == text
-    assert bundle.calls == []
-    with SoftContextStore(tmp_path, bundle, key=key) as store:
-        assert store.add([text], ["old"], progress=False).unchanged == 1

@@ -43,7 +43,7 @@ def test_add_get_delete_and_markers(client: ClientAPI, port: int) -> None:
     assert store.delete(ids[:100]) == 100
     assert len(second) == 200
     info = second.info()
-    assert (info.location, info.disk_bytes, info.passages) == ("a Chroma server", None, 200)
+    assert (info.location, info.disk_bytes, info.passages) == (f"the Chroma server 127.0.0.1:{port}", None, 200)
 
 
 def test_another_tenants_database(client: ClientAPI, port: int) -> None:

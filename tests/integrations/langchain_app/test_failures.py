@@ -14,6 +14,7 @@ from langchain_core.messages import HumanMessage
 from llama_index.core.schema import NodeWithScore, TextNode
 
 from ctx_compress_rag import DecoderMemoryError, MissingPassageError, SoftContextStore, StoreError
+from ctx_compress_rag.store.scope import record_id
 from helpers.langchain import QUESTION, SOURCES, TEXTS, App, open_app
 from helpers.server import chroma_server
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
@@ -36,9 +37,9 @@ def test_passage_deleted_before_the_answer(talkative: Any, tmp_path: Path) -> No
 def test_damaged_record_gives_way_to_text(talkative: Any, tmp_path: Path) -> None:
     app = open_app(tmp_path, talkative)
     [marked] = app.postprocessor().invoke(SOURCES[:1])
-    companion = app.client.get_collection("docs-ctx")
-    record = companion.get(ids=["tower"])["metadatas"][0]
-    companion.update(ids=["tower"], metadatas=[record | {"payload": record["payload"][:40]}])
+    raw, key = app.client.get_collection("docs-ctx"), record_id("tower", "default")
+    record = raw.get(ids=[key])["metadatas"][0]
+    raw.update(ids=[key], metadatas=[record | {"payload": record["payload"][:40]}])
     with pytest.raises(Exception, match="tower"):
         app.llm().invoke(marked.page_content)
     message = app.llm(on_unreadable="text").invoke(marked.page_content)
@@ -70,7 +71,7 @@ def test_a_store_that_cannot_be_reached(talkative: Any, tmp_path: Path) -> None:
         lambda: list(llama.stream_complete(marked.page_content)),
     ]
     for call in calls:
-        with pytest.raises(StoreError, match=r"a Chroma server does not answer .*: check that it runs"):
+        with pytest.raises(StoreError, match=r"Chroma server .*does not answer .*: check that it runs"):
             call()
     assert llm.invoke(QUESTION).content and llama.complete(QUESTION).text  # what needs no store is answered
 

@@ -83,7 +83,7 @@ class CompressedContextLLM(AdaptableLLM, LLM):
             a JSON answer.
         UnreadableMarkerError: at a call, a marker is of another key or scope, or was changed.
         MissingPassageError: at a call, a marker's passage was deleted or its text changed.
-        PayloadError: at a call, a record is damaged, changed, or sealed with another key.
+        PayloadError: at a call, a record is damaged, changed, or signed with another key.
         StoreError: at a call, the store cannot be reached.
         DecoderMemoryError: at a call, the device has not enough memory for the prompt.
         ServerError: at a call, the server cannot be reached or refuses the request.

@@ -1,0 +1,59 @@
+"""What this library needs of chromadb beyond its public API, in one place (chromadb<2)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import chromadb
+from chromadb.api import ClientAPI
+from chromadb.api.client import Client
+from chromadb.api.shared_system_client import SharedSystemClient
+
+from ctx_compress_rag.errors import StoreError
+
+_DATABASE = "chroma.sqlite3"
+_forked = False
+
+
+def has_database(folder: Path) -> bool:
+    """Whether Chroma has ever written to the folder; opening an engine to find out would write to it."""
+    return os.path.exists(folder / _DATABASE)  # Path.exists raises if this user may not look there
+
+
+def open_engine(path: str, tenant: str, database: str) -> ClientAPI:
+    """An engine on a folder; raises whatever Chroma raises, and StoreError in a forked child."""
+    check_not_forked()
+    try:
+        return chromadb.PersistentClient(path, tenant=tenant, database=database)
+    except BaseException:
+        # Chroma keeps an engine that failed to start, and would return it to the next caller (its issue 6499).
+        SharedSystemClient._identifier_to_system.pop(path, None)
+        raise
+
+
+def client_of(collection: chromadb.Collection) -> ClientAPI:
+    """The client of a collection, which refers only to the server part of it."""
+    return Client.from_system(collection._client._system, tenant=collection.tenant, database=collection.database)
+
+
+def check_not_forked() -> None:
+    """Raise StoreError in the child of a process that had an embedded Chroma open when it forked.
+
+    Chroma's threads are not in the child, but what they had locked stays locked: an engine may hang there.
+    """
+    if _forked:
+        raise StoreError(
+            "this process was forked from one with an open Chroma folder, and Chroma would hang in it: start "
+            "processes with 'spawn' or 'forkserver', or fork before the first store or Chroma client is opened"
+        )
+
+
+def _note_fork() -> None:
+    global _forked
+    systems = SharedSystemClient._identifier_to_system.values()
+    _forked = _forked or any(not system.settings.chroma_server_host for system in systems)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
