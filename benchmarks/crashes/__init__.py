@@ -1,0 +1,1 @@
+"""The crash laboratory: stores whose processes are killed, crowd one folder, or find its files damaged."""
