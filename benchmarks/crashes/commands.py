@@ -1,4 +1,4 @@
-"""`python -m benchmarks.crashes.commands [PART [COUNT]]`: run a part of the laboratory, or all; print what it counted."""
+"""`python -m benchmarks.crashes.commands [PART [COUNT]]`: run a part of the laboratory, or all; print the counts."""
 
 from __future__ import annotations
 
