@@ -80,17 +80,8 @@ class CompressedContextPostprocessor(
         return [_shown(document, *each) for document, each in zip(documents, marked, strict=True)]
 
     def invoke(self, input: Sequence[Document], config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
-        """Run `compress_documents` as a step of a chain."""
+        """Run `compress_documents` as a step of a chain; `ainvoke` does so in a thread."""
         return self._call_with_config(self.compress_documents, input, config)
-
-    async def ainvoke(
-        self, input: Sequence[Document], config: RunnableConfig | None = None, **kwargs: Any
-    ) -> list[Document]:
-        """As `invoke`, in a thread: neither compression nor Chroma blocks the event loop."""
-        return await self._acall_with_config(self._acompress, input, config)
-
-    async def _acompress(self, documents: Sequence[Document]) -> list[Document]:
-        return list(await self.acompress_documents(documents, ""))
 
     def restore_sources(self, documents: Sequence[Document]) -> list[Document]:
         """Call `restore_sources` with the postprocessor's store and scope; raises the same errors."""
