@@ -13,7 +13,7 @@ from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadErr
 from ctx_compress_rag.errors import shown as short
 from ctx_compress_rag.marking.budget import TEXT, Relevance, allot, relevance
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.marker import Marker, check_scope, defused
+from ctx_compress_rag.store.marker import Marker, check_scope, escaped_markers
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, content_id, to_passage
 from ctx_compress_rag.text.tokenizing import text_ids, whole_characters
 
@@ -167,7 +167,9 @@ class Marking:
             for passage in stored:
                 self._repair(passage)
             self._render(passages, relevances, question)
-        return [Marked(each.text, defused(each.text) if each.shown is None else each.shown) for each in passages]
+        return [
+            Marked(each.text, escaped_markers(each.text) if each.shown is None else each.shown) for each in passages
+        ]
 
     def _expanded(self, texts: Sequence[str], ids: Sequence[str | None]) -> list[_Passage]:
         """The passages with their markers expanded, and with an id if they can be stored."""
@@ -282,7 +284,9 @@ class Marking:
             for passage, shown in zip(group, rendered, strict=True):
                 # Text that a method keeps may have the form of a marker.
                 parts = store.split(shown, options.scope, "text")
-                passage.shown = "".join(part.text if isinstance(part, Marker) else defused(part) for part in parts)
+                passage.shown = "".join(
+                    part.text if isinstance(part, Marker) else escaped_markers(part) for part in parts
+                )
 
     def _allotted(
         self, budget: int, passages: Sequence[_Passage], scores: Sequence[Relevance] | None
@@ -294,7 +298,7 @@ class Marking:
         ids, texts = [str(passage.id) for passage in stored], [passage.text for passage in stored]
         records = iter(store.get_passages(ids, self._options.scope, texts))
         factors = allot(
-            [len(text_ids(store.bundle.tokenizer, defused(each.text))) for each in passages],
+            [len(text_ids(store.bundle.tokenizer, escaped_markers(each.text))) for each in passages],
             [record.n_slots if each.id is not None and (record := next(records)) else 0 for each in passages],
             budget,
             base_ratio=store.base_ratio,

@@ -24,7 +24,7 @@ from ctx_compress_rag.server.guard import Guard, Limits
 from ctx_compress_rag.server.metrics import Metrics
 from ctx_compress_rag.server.requests import ChatCompletion, Completion, Compress, Generate, malformed
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.marker import defused
+from ctx_compress_rag.store.marker import escaped_markers
 
 with needs("serve"):
     from fastapi import FastAPI, Request
@@ -222,7 +222,9 @@ class _Service:
 
     async def _marked(self, texts: Sequence[str], body: Compress, scope: str | None) -> list[str]:
         def store(part: Sequence[str]) -> None:
-            plain = [text for text in part if text.strip() and defused(text) == text]  # `mark` expands the others
+            plain = [
+                text for text in part if text.strip() and escaped_markers(text) == text
+            ]  # `mark` expands the others
             with suppress(StoreWriteError):  # `mark` leaves them as text
                 self._store.ensure(plain, scope=scope)
 

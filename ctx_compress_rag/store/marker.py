@@ -59,7 +59,7 @@ def check_on_unreadable(policy: str) -> None:
         raise ConfigError(f"on_unreadable={policy!r}: choose one of {', '.join(get_args(OnUnreadable))}")
 
 
-def defused(text: str) -> str:
+def escaped_markers(text: str) -> str:
     """The text with the colon of each marker removed, so that none can be read as a marker.
 
     Removing a bracket would not be enough: the text or the prompt's template may have another one before the marker.

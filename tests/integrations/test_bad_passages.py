@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from langchain_core.documents import Document
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, MissingPassageError
-from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.marking.mark import expand, mark
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, content_id
 from helpers.store import WordBundle, passage
@@ -146,3 +147,37 @@ def test_what_is_no_list_is_refused(store: SoftContextStore, wrong: dict[str, An
 
 def test_iterators_are_lists(store: SoftContextStore) -> None:
     assert mark(store, iter([GOOD]), iter(["good"])) == [store.marker("good", 4)]  # type: ignore[arg-type]
+
+
+@FRAMEWORKS
+def test_an_excerpt_stands_beside_what_was_ingested(store: SoftContextStore, ask: Ask) -> None:
+    """A step that shortens nodes for one question keeps their ids; forty questions at once, each with its excerpt."""
+    store.add([Document(passage(1, 60), id="p", metadata={"page": 3})], progress=False)
+    before = store.marker("p", 4)
+    excerpts = [" ".join(passage(1, 60).split()[n : n + 12]) for n in range(40)]
+
+    def question(n: int) -> bool:
+        [marker] = ask(store, [{"id": "p", "text": excerpts[n]}])
+        return expand(store, marker) == excerpts[n]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(question, range(40)))
+    assert store.marker("p", 4) == before
+    [record] = store.get_passages(["p"])
+    assert record is not None and (record.text, record.metadata) == (passage(1, 60), {"page": 3})
+    assert ask(store, [{"id": "p", "text": passage(1, 60)}]) == [before]
+    assert ask(store, [{"id": "p", "text": excerpts[5]}], on_missing="error") == [
+        store.marker(content_id(excerpts[5]), 4)
+    ]
+    assert store.add([passage(2)], ["p"], progress=False).updated == 1  # `add` alone replaces
+    assert expand(store, store.marker("p", 4)) == passage(2)
+
+
+@FRAMEWORKS
+def test_an_id_with_several_texts_stands_for_the_stored_one(store: SoftContextStore, ask: Ask) -> None:
+    """Two indexes that count from one, or a passage beside its excerpts."""
+    passages = [{"id": "good", "text": text} for text in (passage(1), passage(2), GOOD, passage(1))]
+    shown = ask(store, passages)
+    assert [expand(store, text) for text in shown] == [each["text"] for each in passages]
+    assert shown[2] == store.marker("good", 4)
+    assert ask(store, passages, on_missing="error") == shown

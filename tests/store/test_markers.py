@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctx_compress_rag.errors import ConfigError, RatioError, UnreadableMarkerError
-from ctx_compress_rag.store.marker import MAX_FACTOR, Marker, MarkerCodec, current_scope, defused, scope
+from ctx_compress_rag.store.marker import MAX_FACTOR, Marker, MarkerCodec, current_scope, escaped_markers, scope
 
 KEY = b"k" * 32
 CODEC = MarkerCodec(KEY, "f" * 64)
@@ -86,9 +86,9 @@ def test_a_marker_of_another_scope_is_refused_with_the_remedy() -> None:
 
 @pytest.mark.parametrize("before", ["", "[", "[[", "a[[[[["])
 @pytest.mark.parametrize("after", ["", "]", "]]"])
-def test_what_is_defused_is_no_marker_however_many_brackets_stand_around_it(before: str, after: str) -> None:
+def test_what_is_escaped_is_no_marker_however_many_brackets_stand_around_it(before: str, after: str) -> None:
     good = CODEC.write("p" * 17, 1, 3, "t")
-    left = defused(f"{before}{good}{good}{after} [[words]]")
+    left = escaped_markers(f"{before}{good}{good}{after} [[words]]")
     assert CODEC.split(left, "t", "error") == [left]
     assert CODEC.split(f"[{left}]", "t", "error") == [f"[{left}]"]
     assert left.replace("ctx", "ctx:") == f"{before}{good}{good}{after} [[words]]"

@@ -8,7 +8,7 @@ from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, Node, TextNode
 
 from ctx_compress_rag.errors import shown as short
-from ctx_compress_rag.store.marker import defused
+from ctx_compress_rag.store.marker import escaped_markers
 
 if TYPE_CHECKING:
     from llama_index.core.base.llms.types import BaseContentBlock
@@ -62,7 +62,7 @@ class CompressedTextNode(TextNode):
             return None
         fields = {name: getattr(self, name) for name in TextNode.model_fields}
         # Metadata come from the document's author: the LLM must not fail on a marker in them.
-        metadata = {defused(name): defused(_as_text(value)) for name, value in self.metadata.items()}
+        metadata = {escaped_markers(name): escaped_markers(_as_text(value)) for name, value in self.metadata.items()}
         return TextNode(**{**fields, "text": self.marker, "metadata": metadata})
 
 
