@@ -16,6 +16,7 @@ from ctx_compress_rag.decoding.vllm import ServerDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import OnUnreadable, check_scope, scope
+from ctx_compress_rag.text.templates import messages
 
 LOADING = ("device", "dtype", "device_map", "attn_implementation", "quantization_config")
 """Fields of the LLM classes that are options of `Bundle.from_pretrained`."""
@@ -61,6 +62,9 @@ class DecoderLLM(BaseModel):
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
         if self.scope is not None:
             check_scope(self.scope)
+        bundle = self.store.bundle
+        if "max_tokens" not in self.model_fields_set and isinstance(bundle, Bundle) and bundle.config.source:
+            self.max_tokens = bundle.config.answer_tokens
         Sampling.of(self, {})  # impossible values are refused here, not at the first question
 
     def __getstate__(self) -> NoReturn:
@@ -70,6 +74,15 @@ class DecoderLLM(BaseModel):
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """A copy with options of its own; the model and the store are shared."""
         return self.model_copy()
+
+    def _question_messages(self, context: str, question: str) -> list[dict[str, str]]:
+        """How the store's bundle was trained to be asked: messages with these two variables of a format string."""
+        holes = ("\ue000context\ue000", "\ue000question\ue000")
+        asked = messages(self.decoder.bundle.config.template, *holes)
+        for message in asked:
+            text = message["content"].replace("{", "{{").replace("}", "}}")
+            message["content"] = text.replace(holes[0], f"{{{context}}}").replace(holes[1], f"{{{question}}}")
+        return asked
 
     @property
     def decoder(self) -> TransformersDecoder:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.backbone import PEFT_PREFIX, Backbone
-from ctx_compress_rag.published.checkpoint import Checkpoint, reaching
+from ctx_compress_rag.published.checkpoint import Checkpoint
 
 EMBEDDINGS = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -88,17 +88,18 @@ class Skeleton(Backbone):
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
         self.files = files
-        where: dict[str, Any] = {"trust_remote_code": False, "subfolder": files.subfolder.strip("/")}
-        if files.revision is not None:
-            where["revision"] = files.revision
+        folder = files.path("config.json").parent
+        for name in files.of_transformers:
+            if not name.endswith(".safetensors"):
+                files.path(name)
         try:
-            with reaching(files.name):
-                config = AutoConfig.from_pretrained(files.name, **where)
-                tokenizer = AutoTokenizer.from_pretrained(files.name, **where)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        except (ValueError, KeyError) as error:  # an architecture that transformers does not know
+        except (ValueError, KeyError, OSError) as error:  # an architecture that transformers does not know
             raise BundleError(f"cannot read the decoder {files}: {error}") from error
+        model.config._commit_hash = files.revision
         super().__init__(model, tokenizer)
 
     @property

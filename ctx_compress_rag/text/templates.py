@@ -68,15 +68,30 @@ def shares(lengths: Sequence[int], total: int) -> list[int]:
 
 
 class PromptBuilder:
-    """Renders examples for one tokenizer. An answer's ids are the same with text and with slots."""
+    """Renders examples for one tokenizer. An answer's ids are the same with text and with slots.
+
+    Args:
+        tokenizer: the decoder's.
+        max_answer_tokens: answers are cut to this many tokens.
+        separator: what stands between the slots of two passages.
+        answer_prefix: with what an answer from slots begins, as part of the prompt.
+    """
 
     # Stands for slots until the prompt is split there. Icon fonts use private-use characters, one at a time.
     HOLE = "\ue000slots\ue000"
     _ANSWER = "\ue000answer\ue000"
 
-    def __init__(self, tokenizer: Any, max_answer_tokens: int = 256) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_answer_tokens: int = 256,
+        separator: str = PASSAGE_SEPARATOR,
+        answer_prefix: str = "",
+    ) -> None:
         self.tokenizer = tokenizer
         self.max_answer_tokens = max_answer_tokens
+        self.separator = separator
+        self.answer_prefix = answer_prefix
         self._prompt_tokenizer = PromptTokenizer(tokenizer)
 
     def passage_ids(self, passage: str) -> Tensor:
@@ -117,7 +132,8 @@ class PromptBuilder:
 
     def question(self, template: str, context: str, question: str) -> HoledPrompt:
         """A prompt without answer that asks about `context`, text with a `HOLE` for each run of slots."""
-        return HoledPrompt.without_answers(self._parts(self._question(template, context, question)))
+        asked = self._question(template, context, question) + self.answer_prefix
+        return HoledPrompt.without_answers(self._parts(asked))
 
     def text_question(self, template: str, context: str, question: str) -> Prompt:
         """A prompt without answer that asks about a text."""
@@ -138,12 +154,11 @@ class PromptBuilder:
         if context is None:
             context = self.holes(len(example.passages))
         first, *later = self._turn_texts(example, template, context)
-        return self._with_answers(example, self._parts(first), later)
+        return self._with_answers(example, self._parts(first + self.answer_prefix), later)
 
-    @classmethod
-    def holes(cls, count: int) -> str:
+    def holes(self, count: int) -> str:
         """The context of a prompt with a hole for each of `count` passages."""
-        return PASSAGE_SEPARATOR.join([cls.HOLE] * count)
+        return self.separator.join([self.HOLE] * count)
 
     def _parts(self, text: str) -> list[Tensor]:
         return self._prompt_tokenizer.encode(text.split(self.HOLE))

@@ -51,7 +51,8 @@ def soft_probe(bundle: Bundle, config: ProbeConfig) -> Probe:
     """EM and F1 of a bundle's decoder that reads soft contexts, at each ratio."""
     for ratio in config.ratios:
         bundle.check_ratio(ratio)  # now, not after the steps before the first probe
-    questions, builder = _questions(config), PromptBuilder(bundle.tokenizer)
+    questions, asking = _questions(config), bundle.config
+    builder = PromptBuilder(bundle.tokenizer, separator=asking.separator, answer_prefix=asking.answer_prefix)
     asked = [builder.question(bundle.config.template, builder.holes(len(q.passages)), _asked(q)) for q in questions]
 
     def at(ratio: int) -> list[str]:

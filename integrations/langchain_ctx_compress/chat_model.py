@@ -14,6 +14,7 @@ from langchain_core.language_models.chat_models import agenerate_from_stream
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import (
     Runnable,
     RunnableLambda,
@@ -48,7 +49,7 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
 
     Args:
         store: where the soft contexts are; its bundle is the model.
-        max_tokens: longest answer, in tokens.
+        max_tokens: longest answer, in tokens; by default 512, or that of an imported bundle's training.
         temperature: 0 is greedy.
         top_p: sample from the most likely tokens, up to this total probability.
         top_k: sample from this many of the most likely tokens; 0 for all.
@@ -93,6 +94,11 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
         remote = values.get("server") is not None
         unmeant = {name for name in _OF_REMOTE_MODELS if not remote or values.get(name) is None}
         return {name: value for name, value in values.items() if name not in unmeant}
+
+    def question_prompt(self) -> ChatPromptTemplate:
+        """The prompt that the store's bundle was trained with, for a chain's `context` and `input`."""
+        asked = self._question_messages("context", "input")
+        return ChatPromptTemplate([(message["role"], message["content"]) for message in asked])
 
     @property
     def model_name(self) -> str:

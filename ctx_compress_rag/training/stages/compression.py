@@ -185,7 +185,8 @@ def _fit_reader(bundle: Bundle, examples: list[Example], passages: int) -> None:
 
 
 def _builder(recipe: CompressionRecipe, bundle: Bundle) -> PromptBuilder:
-    return PromptBuilder(bundle.tokenizer, recipe.data.max_answer_tokens)
+    config = bundle.config
+    return PromptBuilder(bundle.tokenizer, recipe.data.max_answer_tokens, config.separator, config.answer_prefix)
 
 
 def _distillation(recipe: DistillationRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:

@@ -23,7 +23,7 @@ from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM
-from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
+from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate, PromptTemplate
 from llama_index.core.types import Model
 
 from ctx_compress_rag.adaptation.llm import AdaptableLLM
@@ -57,7 +57,7 @@ class CompressedContextLLM(AdaptableLLM, LLM):
 
     Attributes:
         store: where the soft contexts are, and with it the bundle and its decoder.
-        max_tokens: longest answer, in tokens.
+        max_tokens: longest answer, in tokens; by default 512, or that of an imported bundle's training.
         temperature: 0 always takes the most likely token.
         top_p: sample from the most likely tokens, up to this total probability.
         top_k: sample from this many of the most likely tokens; 0 for all.
@@ -98,6 +98,11 @@ class CompressedContextLLM(AdaptableLLM, LLM):
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
         _ = self.decoder
+
+    def question_prompt(self) -> ChatPromptTemplate:
+        """The prompt that the store's bundle was trained with, as `text_qa_template` of a query engine."""
+        asked = self._question_messages("context_str", "query_str")
+        return ChatPromptTemplate([ChatMessage(role=each["role"], content=each["content"]) for each in asked])
 
     @classmethod
     def class_name(cls) -> str:

@@ -1,0 +1,264 @@
+"""What cannot be imported is refused in one sentence that names it, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ctx_compress_rag import Bundle, BundleError, ConfigError
+from ctx_compress_rag.published import importing
+from ctx_compress_rag.published.importing import Import
+from helpers.hub import COMMIT, Hub, running
+from helpers.published import CASES, CHECKPOINTS, TEXTS, copied, imported
+
+Damage = Callable[[Path], object]
+
+
+def rewrite(file: str, change: Callable[[Any], object]) -> Damage:
+    """Change a checkpoint's file: JSON, pickled or safetensors."""
+
+    def damage(folder: Path) -> None:
+        path = folder / file
+        if path.suffix == ".json":
+            content = json.loads(path.read_text())
+            change(content)
+            path.write_text(json.dumps(content))
+        elif path.suffix == ".pth":
+            content = torch.load(path, weights_only=True)
+            change(content)
+            torch.save(content, path)
+        else:
+            content = load_file(path)
+            change(content)
+            save_file(content, path)
+
+    return damage
+
+
+def put(**settings: Any) -> Callable[[Any], object]:
+    return lambda state: state.update(settings)
+
+
+def drop(name: str) -> Callable[[Any], object]:
+    return lambda state: state.pop(name)
+
+
+def scaled(name: str, factor: float) -> Callable[[Any], object]:
+    return lambda state: state.update({name: state[name] * factor})
+
+
+def in_encoder(change: Callable[[Any], object]) -> Damage:
+    return rewrite("adapters.pth", lambda state: change(state["encoder_adapter"]))
+
+
+QUERY = "model.layers.0.self_attn.q_proj.lora_A.weight"
+ADAPTERS, LAYERS, EMBEDDINGS = "adapters.pth", "decoder_first_last_layers.pth", "model.embed_tokens.weight"
+CONFIG, MODEL, MAP = "config.json", "model_config.json", "adapter/adapter.safetensors"
+ICAE, MEMORY = "mistral_7b_ft_icae.safetensors", "memory_token_embed.weight"
+FAULTS: dict[str, tuple[str, Damage, str]] = {
+    "no adapter of the reader": ("pisco", rewrite(ADAPTERS, drop("decoder_adapter")), "decoder_adapter"),
+    "an unknown adapter": ("pisco", rewrite(ADAPTERS, put(other={})), "other"),
+    "a layer's adapter missing": ("pisco", in_encoder(drop(QUERY)), "q_proj"),
+    "another rank": ("pisco", rewrite(CONFIG, put(lora_r=8)), "(8, 64)"),
+    "another decoder's embeddings": ("pisco", rewrite(LAYERS, scaled(EMBEDDINGS, 1.5)), EMBEDDINGS),
+    "another decoder's head": ("pisco", rewrite(LAYERS, scaled("lm_head.weight", 1.5)), "lm_head"),
+    "more memory tokens than rows": ("pisco", rewrite(CONFIG, put(compr_rate=8)), "511"),
+    "one memory token for all": ("pisco", rewrite(CONFIG, put(different_mem_tokens=False)), "False"),
+    "no file of layers": ("pisco", lambda folder: (folder / LAYERS).unlink(), LAYERS),
+    "a cut file": ("pisco", lambda folder: os.truncate(folder / LAYERS, 999), LAYERS),
+    "too large for float16": ("pisco", in_encoder(scaled(QUERY, 1e7)), "q_proj"),
+    "a map's bias missing": ("lclm-4x", rewrite(MAP, drop("fc1.bias")), "fc1.bias"),
+    "a map with attention": ("lclm-4x", rewrite(MODEL, put(adapter_type="mlp_attn")), "mlp_attn"),
+    "an encoder that looks ahead": ("lclm-4x", rewrite(MODEL, put(encoder_mask_type="bidirectional")), "bidirectional"),
+    "settings that are no JSON": ("lclm-4x", lambda folder: (folder / MODEL).write_text("{"), MODEL),
+    "a map of another width": ("lclm-4x", rewrite(MAP, put(**{"norm.weight": torch.ones(8)})), "(8,)"),
+    "a projector of another kind": ("xrag", rewrite(CONFIG, put(projector_type="linear")), "linear"),
+    "no projector": ("xrag", rewrite("model.safetensors", drop("projector.projector.2.bias")), "projector.2.bias"),
+    "a retriever of another width": ("xrag", rewrite(CONFIG, put(retriever_hidden_size=16)), "16"),
+    "no memory": ("icae", rewrite(ICAE, drop(MEMORY)), MEMORY),
+    "an unknown tensor": ("icae", rewrite(ICAE, put(other=torch.ones(1))), "other"),
+    "OSCAR": ("pisco", rewrite(CONFIG, put(compr_model_name="meta-llama/Llama-3.2-1B")), "question"),
+    "COCOM": ("pisco", lambda folder: (folder / ADAPTERS).unlink(), "PISCO"),
+    "AutoCompressors": ("pisco", rewrite(CONFIG, put(model_type="llama", summary_length=50)), "segments"),
+    "another model": ("pisco", rewrite(CONFIG, put(model_type="llama")), "lclm, pisco"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_checkpoint_that_cannot_be_imported(fault: str, tmp_path: Path) -> None:
+    name, damage, named = FAULTS[fault]
+    folder = copied(name, tmp_path)
+    damage(folder)
+    out = tmp_path / "made" / "bundle"
+    with pytest.raises((BundleError, ConfigError)) as caught:
+        Bundle.import_published(folder, out, **CASES[name])
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+    assert not out.parent.exists() or not list(out.parent.iterdir())
+
+
+def test_code_in_a_pickle_does_not_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    folder = copied("pisco", tmp_path)
+    torch.save({"encoder_adapter": Evil(), "decoder_adapter": {}}, folder / "adapters.pth")
+    with pytest.raises(BundleError, match="adapters.pth"):
+        Bundle.import_published(folder, tmp_path / "bundle", **CASES["pisco"])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_old_shards_beside_the_adapters_are_not_read(tmp_path: Path) -> None:
+    """As in pisco-llama and pisco-solar."""
+    folder = copied("pisco", tmp_path)
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"of December 2024")
+    made = Bundle.import_published(folder, tmp_path / "one", **CASES["pisco"], device="cpu", dtype="float32")
+    expected = imported("pisco", tmp_path / "two").compress([TEXTS["short"]])[0]
+    assert torch.equal(made.compress([TEXTS["short"]])[0].slots, expected.slots)
+
+
+def test_a_decoder_named_by_a_path_of_its_authors_has_to_be_given(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="/mnt/model.*--decoder"):
+        Bundle.import_published(CHECKPOINTS / "clara-instruct", tmp_path / "bundle")
+
+
+@pytest.mark.parametrize("option", ["decoder", "encoder"])
+def test_what_a_checkpoint_brings_cannot_be_replaced(option: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{option}='other'"):
+        Bundle.import_published(CHECKPOINTS / "lclm-4x", tmp_path / "bundle", **{option: "other"})
+
+
+def test_a_folder_with_files_and_a_full_disk_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").write_text("keep")
+    with pytest.raises(ConfigError, match="has files"):
+        imported("lclm-4x", tmp_path)
+    monkeypatch.setattr(importing.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(BundleError, match="free some"):
+        imported("lclm-4x", tmp_path / "bundle")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_published_checkpoint_is_not_loaded_as_a_bundle(tmp_path: Path) -> None:
+    for name in ("pisco", "lclm-4x"):
+        with pytest.raises(BundleError, match=f"ctx-compress import .*{name}"):
+            Bundle.from_pretrained(CHECKPOINTS / name)
+
+
+def test_a_license_that_restricts_sharing_is_kept(tmp_path: Path) -> None:
+    bundle = imported("pisco", tmp_path / "bundle")
+    with pytest.raises(ConfigError, match="cc-by-nc-4.0.*private=True"):
+        bundle.push_to_hub("someone/pisco")
+
+
+@pytest.mark.parametrize("name", ["lclm-4x", "pisco"])
+def test_a_copied_bundle_needs_nothing_else(name: str, tmp_path: Path) -> None:
+    """Not the checkpoint, not its decoder; also moved, and also with a decoder in several files."""
+    shutil.copytree(CHECKPOINTS, tmp_path / "here")
+    given = {key: value.replace(str(CHECKPOINTS), str(tmp_path / "here")) for key, value in CASES[name].items()}
+    shard(tmp_path / "here" / (f"{name}/decoder" if name.startswith("lclm") else "mistral"))
+    Bundle.import_published(tmp_path / "here" / name, tmp_path / "bundle", **given, copy=True)
+    shutil.rmtree(tmp_path / "here")
+    shutil.move(tmp_path / "bundle", tmp_path / "moved")
+    bundle = Bundle.from_pretrained(tmp_path / "moved", device="cpu", dtype="float32")
+    assert bundle.fingerprint in (tmp_path / "moved/README.md").read_text()
+    expected = imported(name, tmp_path / "other").compress([TEXTS["short"]])[0]
+    assert torch.equal(bundle.compress([TEXTS["short"]])[0].slots, expected.slots)
+    bundle.save_pretrained(tmp_path / "again")
+    again = Bundle.from_pretrained(tmp_path / "again", device="cpu", dtype="float32")
+    [soft] = again.compress([TEXTS["short"]])  # its decoder was rounded from bfloat16 to float16
+    torch.testing.assert_close(soft.slots, expected.slots, atol=1e-3, rtol=1e-3)
+
+
+def shard(folder: Path) -> None:
+    """Split a transformers folder's weights into two files."""
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = {"model-00001-of-00002.safetensors": [], "model-00002-of-00002.safetensors": []}  # type: ignore[var-annotated]
+    for i, key in enumerate(sorted(state)):
+        list(names.values())[i % 2].append(key)
+    for file, keys in names.items():
+        save_file({key: state[key] for key in keys}, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {key: file for file, keys in names.items() for key in keys}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_a_changed_encoder_is_noticed(tmp_path: Path) -> None:
+    folder = copied("lclm-4x", tmp_path)
+    bundle = Bundle.import_published(folder, tmp_path / "bundle", device="cpu")
+    rewrite("encoder/model.safetensors", scaled("norm.weight", 1.5))(folder)
+    with pytest.raises(BundleError, match="encoder"):
+        bundle.compress([TEXTS["short"]])
+
+
+# From the hub, by the command
+
+
+def command(hub: Hub, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"HF_ENDPOINT": hub.address, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
+    env.pop("HF_HUB_OFFLINE", None)
+    env.pop("TRANSFORMERS_OFFLINE", None)
+    line = [sys.executable, "-m", "ctx_compress_rag.cli", "import", *arguments]
+    return subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Any:
+    checkpoint = copied("pisco", tmp_path)
+    (checkpoint / "model-00001-of-00002.safetensors").write_bytes(b"old" * 1000)
+    folders = {"naver/pisco-mistral": checkpoint, "mistralai/Mistral-7B-Instruct-v0.2": CHECKPOINTS / "mistral"}
+    with running(Hub(folders)) as served:
+        yield served
+
+
+def test_the_command_imports_from_the_hub_what_is_needed_at_one_commit(hub: Hub, tmp_path: Path) -> None:
+    """After an interruption, too, and then without sending everything again."""
+    adapters = "naver/pisco-mistral/adapters.pth"
+    size = (hub.folders["naver/pisco-mistral"] / "adapters.pth").stat().st_size
+    hub.cut["adapters.pth"] = size // 2
+    out, cache = tmp_path / "bundle", tmp_path / "cache"
+    command(hub, cache, "naver/pisco-mistral", str(out))
+    done = command(hub, cache, "naver/pisco-mistral", str(out)) if not out.exists() else None
+    assert done is None or done.returncode == 0, done.stderr
+    assert hub.sent[adapters] == size
+    config = json.loads((out / "config.json").read_text())
+    assert (config["decoder"], config["revision"]) == ("mistralai/Mistral-7B-Instruct-v0.2", COMMIT)
+    assert config["source"]["revision"] == COMMIT and config["source"]["name"] == "naver/pisco-mistral"
+    assert not any("00001" in name for name in hub.sent)
+    again = command(hub, cache, "naver/pisco-mistral", str(out))
+    assert again.returncode == 2 and "has files" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"), [("gated", "hf auth login"), ("missing", "nobody/nothing"), ("down", "cannot fetch")]
+)
+def test_a_hub_that_refuses_is_explained(hub: Hub, fault: str, named: str, tmp_path: Path) -> None:
+    name = "nobody/nothing" if fault == "missing" else "naver/pisco-mistral"
+    if fault == "gated":
+        hub.gated.add("mistralai/Mistral-7B-Instruct-v0.2")
+    if fault == "down":
+        hub.address = "http://127.0.0.1:9"
+    done = command(hub, tmp_path / "cache", name, str(tmp_path / "out/bundle"))
+    assert done.returncode == 2
+    assert named in done.stderr and "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+def test_the_command_shows_license_sizes_and_memory_first(tmp_path: Path) -> None:
+    found = Import.of(CHECKPOINTS / "lclm-4x")
+    here = Hub({}, address="http://127.0.0.1:9")
+    done = command(here, tmp_path / "cache", str(CHECKPOINTS / "lclm-4x"), str(tmp_path / "bundle"))
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout
+    assert found.license in shown and f"{found.parameters() * 2 / 1e9:.1f} GB in 16 bits" in shown
+    assert Bundle.from_pretrained(tmp_path / "bundle", device="cpu").config.source is not None

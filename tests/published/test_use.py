@@ -1,0 +1,178 @@
+"""An imported bundle is an ordinary one: for stores, codecs, budgets, both frameworks, a server, vLLM and training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_core.documents import Document
+from llama_index.core import PromptTemplate, get_response_synthesizer
+from llama_index.core.schema import NodeWithScore, TextNode
+from safetensors.torch import load_file
+
+from ctx_compress_rag import Bundle, RatioError, SoftContextStore, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Sampling
+from ctx_compress_rag.decoding.export import export
+from ctx_compress_rag.evaluation.answering import prompt_of
+from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.methods.base.compressor import PassageBatch, Tokenized
+from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.server.app import create_app
+from ctx_compress_rag.store.codec import decode, encode
+from ctx_compress_rag.store.marker import Marker
+from helpers.published import TEXTS, imported
+from helpers.serving import listening
+from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
+from llama_index.llms.ctx_compress import CompressedContextLLM
+from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor as NodePostprocessor
+
+TOKENS = 12
+PASSAGES = [*TEXTS["prompts"]["several"], TEXTS["long"], "A bridge."]
+LARGEST_CHANGE = {"fp16": 1e-3, "int8": 0.02, "int4": 0.2}
+"""Of a passage's slots, relative to their size."""
+
+
+def test_a_saved_bundle_is_the_same_and_says_where_it_is_from(bundle: Bundle, tmp_path: Path) -> None:
+    bundle.save_pretrained(tmp_path)
+    loaded = Bundle.from_pretrained(tmp_path, device="cpu", dtype="float32")
+    assert (loaded.fingerprint, loaded.config) == (bundle.fingerprint, bundle.config)
+    for one, other in zip(bundle.compress(PASSAGES), loaded.compress(PASSAGES), strict=True):
+        assert torch.equal(one.slots, other.slots) and torch.equal(bundle.embed(one), loaded.embed(other))
+    assert bundle.config.source is not None
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert bundle.config.source.license in card and bundle.fingerprint in card
+
+
+@pytest.mark.parametrize("codec", LARGEST_CHANGE)
+def test_codecs_change_slots_a_little_and_keep_their_number(bundle: Bundle, codec: str, tmp_path: Path) -> None:
+    """A passage of fewer tokens than slots, too, some of which then stand for none."""
+    softs = bundle.compress(PASSAGES)
+    for soft in softs:
+        read = decode(encode(soft, codec))
+        assert torch.equal(read.token_counts, soft.token_counts)
+        assert (read.slots - soft.slots).norm() <= LARGEST_CHANGE[codec] * soft.slots.norm()
+    with SoftContextStore(tmp_path, bundle, codec=codec) as store:
+        ids = store.ensure(PASSAGES)
+    with SoftContextStore(tmp_path, bundle) as store:
+        kept = store.get(ids)
+        assert [soft and soft.n_tokens for soft in kept] == [soft.n_tokens for soft in softs]
+
+
+def test_a_batch_and_a_training_step_have_the_slots_of_each_passage_alone(bundle: Bundle) -> None:
+    together = bundle.compress(PASSAGES)
+    for soft, text in zip(together, PASSAGES, strict=True):
+        torch.testing.assert_close(soft.slots, bundle.compress([text])[0].slots, atol=1e-4, rtol=1e-4)
+    passages = [Tokenized(text, bundle.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in PASSAGES]
+    ratio = bundle.config.base_ratio
+    with torch.no_grad():
+        batch = bundle.compressor(PassageBatch.of(passages), [ratio], bundle.config.max_tokens)[ratio]
+    for in_training, soft in zip(batch.rows(), together, strict=True):
+        torch.testing.assert_close(in_training.slots, soft.slots, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_counted_is_what_the_decoder_reads(bundle: Bundle, tmp_path: Path) -> None:
+    """The vectors around slots are positions of the prompt; a budget holds with them."""
+    with SoftContextStore(tmp_path, bundle) as store:
+        decoder = TransformersDecoder(bundle, store)
+        chat = prompt_of(bundle.config.template, mark(store, PASSAGES), TEXTS["question"])
+        [prompt] = decoder.prepare([chat])
+        assert decoder.count_chat_tokens(chat) == prompt.length
+        markers = [part for part in store.split(chat[-1]["content"]) if isinstance(part, Marker)]
+        assert prompt.slots == sum(bundle.reader.positions(marker.slots) for marker in markers)
+        whole = sum(len(bundle.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in PASSAGES)
+        fitting = 0
+        for budget in range(whole // 8, whole, whole // 8):
+            try:
+                shown = mark(store, PASSAGES, token_budget=budget)
+            except RatioError as error:
+                assert str(budget) in str(error)
+                continue
+            fitting += 1
+            assert sum(map(decoder.count_tokens, shown)) <= budget
+        assert fitting
+
+
+def test_both_frameworks_and_a_server_ask_as_it_was_trained(bundle: Bundle, tmp_path: Path) -> None:
+    """By their own defaults for what stands between passages."""
+    texts, question = TEXTS["prompts"]["several"], TEXTS["question"]
+    with SoftContextStore(tmp_path, bundle) as store:
+        chat = prompt_of(bundle.config.template, mark(store, texts), question)
+        [expected] = TransformersDecoder(bundle, store).generate([chat], Sampling(max_new_tokens=TOKENS))
+        assert expected.slots and expected.text
+
+        model = ChatCompressedContext(store=store, max_tokens=TOKENS)
+        documents = [Document(page_content=text, id=f"a{i}") for i, text in enumerate(texts)]
+        documents = list(CompressedContextPostprocessor(store=store).compress_documents(documents, question))
+        chain = create_stuff_documents_chain(model, model.question_prompt())
+        assert chain.invoke({"context": documents, "input": question}) == expected.text
+
+        llm = CompressedContextLLM(store=store, max_tokens=TOKENS)
+        nodes = [NodeWithScore(node=TextNode(text=text, id_=f"b{i}"), score=1.0) for i, text in enumerate(texts)]
+        nodes = NodePostprocessor(store=store).postprocess_nodes(nodes, query_str=question)
+        synthesizer = get_response_synthesizer(llm=llm, text_qa_template=llm.question_prompt())
+        assert str(synthesizer.synthesize(question, nodes)) == expected.text
+        own = get_response_synthesizer(llm=llm, text_qa_template=PromptTemplate("{context_str}\n\nWhat of {query_str}"))
+        assert str(own.synthesize(question, nodes)) not in ("", expected.text)
+
+        assert ChatCompressedContext(store=store).max_tokens == bundle.config.answer_tokens
+        assert CompressedContextLLM(store=store).max_tokens == bundle.config.answer_tokens
+
+        with listening(create_app(TransformersDecoder(bundle, store))) as address:
+            request = {"model": bundle.config.name, "messages": chat, "max_tokens": TOKENS}
+            answer = httpx.post(f"{address}/v1/chat/completions", json=request, timeout=60).json()
+        assert answer["choices"][0]["message"]["content"] == expected.text
+
+
+def test_export_writes_the_adapter_that_reads(name: str, bundle: Bundle, tmp_path: Path) -> None:
+    """Wrapping vectors need nothing there: they are among the prompt's embeddings."""
+    command = export(bundle, tmp_path)
+    lora = bundle.reader.tune.mode == "lora"  # type: ignore[union-attr]
+    assert ("--enable-lora" in command) is lora is (name.startswith(("pisco", "clara")))
+    if lora:
+        written = load_file(tmp_path / "reader" / "adapter_model.safetensors")
+        expected = bundle.backbone.adapter_state("reader")
+        assert written.keys() == expected.keys()
+        assert json.loads((tmp_path / "reader/adapter_config.json").read_text())["lora_alpha"] == 32
+
+
+@pytest.mark.parametrize("name", ["pisco", "lclm-4x", "icae"])
+def test_training_goes_on_with_what_the_method_trains(name: str, tmp_path: Path) -> None:
+    """A step of gradient descent on an answer's likelihood moves the method's own weights, and not the decoder's."""
+    bundle = imported(name, tmp_path / "bundle")
+    trained = bundle.compressor.trained_parameters() + bundle.reader.trained_parameters()
+    passage = Tokenized(PASSAGES[0], bundle.tokenizer(PASSAGES[0], add_special_tokens=False)["input_ids"])
+    ratio = bundle.config.base_ratio
+    [soft] = bundle.compressor(PassageBatch.of([passage]), [ratio], bundle.config.max_tokens)[ratio].rows()
+    inputs = bundle.reader(soft.slots, soft.token_counts).unsqueeze(0)
+    assert inputs.shape[1] == bundle.reader.positions(soft.n_slots)
+    mask = torch.ones(inputs.shape[:2], dtype=torch.bool)
+    with bundle.soft_decoder(mask) as model:
+        model(inputs_embeds=inputs).logits[0, -1].log_softmax(-1)[7].neg().backward()
+    # The map's bias before a GELU that is zero, or B's factor A, may have none.
+    moved = [parameter for parameter in trained if parameter.grad is not None and parameter.grad.any()]
+    assert len(moved) > len(trained) / 2
+    assert all(p.grad is None for n, p in bundle.backbone.model.named_parameters() if "lora_" not in n)
+
+
+def test_prompts_of_training_are_those_of_use(tmp_path: Path, bundle: Bundle) -> None:
+    from ctx_compress_rag.text.templates import PromptBuilder
+
+    config, texts = bundle.config, TEXTS["prompts"]["several"]
+    builder = PromptBuilder(bundle.tokenizer, separator=config.separator, answer_prefix=config.answer_prefix)
+    holed = builder.question(config.template, builder.holes(len(texts)), TEXTS["question"])
+    made: Callable[..., Prompt] = holed.filled
+    with SoftContextStore(tmp_path, bundle) as store:
+        slots = [bundle.embed(soft) for soft in store.fetch(markers_of(store, texts))]
+        chat = prompt_of(config.template, mark(store, texts), TEXTS["question"])
+        [prompt] = TransformersDecoder(bundle, store).prepare([chat])
+    assert torch.equal(made(slots).ids(), prompt.ids())
+
+
+def markers_of(store: SoftContextStore, texts: list[str]) -> Any:
+    return [part for text in mark(store, texts) for part in store.split(text) if isinstance(part, Marker)]
