@@ -29,7 +29,7 @@ def import_(
 ) -> None:
     """Convert a published compressor into a bundle: LCLM, PISCO, CLaRa, xRAG, ICAE.
 
-    Prints its license, sizes and memory first. An interrupted download continues when the command is run again.
+    Prints its license, sizes and memory first. Run again, the command fetches only what is not complete yet.
     """
     from ctx_compress_rag.published.importing import Import
 

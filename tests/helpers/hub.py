@@ -81,22 +81,16 @@ def running(hub: Hub) -> Iterator[Hub]:
             return self.send(content, about, body, f"{name}/{file}")
 
         def send(self, content: bytes, headers: dict[str, str], body: bool, file: str = "") -> None:
-            start = int(self.headers.get("Range", "bytes=0-").split("=")[1].split("-")[0]) if body else 0
-            self.send_response(206 if start else 200)
-            if start:
-                self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-            self.send_header("Content-Length", str(len(content) - start))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
             for key, value in headers.items():
                 self.send_header(key, value)
             self.end_headers()
             if body:
-                rest = content[start:]
                 cut = hub.cut.pop(file.rpartition("/")[2], None)
-                rest = rest if cut is None else rest[:cut]
-                self.wfile.write(rest)
-                hub.sent[file] = hub.sent.get(file, 0) + len(rest)
-                if cut is not None:
-                    self.close_connection = True
+                self.wfile.write(content[:cut])
+                hub.sent[file] = hub.sent.get(file, 0) + len(content[:cut])
+                self.close_connection = cut is not None
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)

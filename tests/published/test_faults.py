@@ -222,15 +222,14 @@ def hub(tmp_path: Path) -> Any:
 
 
 def test_the_command_imports_from_the_hub_what_is_needed_at_one_commit(hub: Hub, tmp_path: Path) -> None:
-    """After an interruption, too, and then without sending everything again."""
-    adapters = "naver/pisco-mistral/adapters.pth"
-    size = (hub.folders["naver/pisco-mistral"] / "adapters.pth").stat().st_size
-    hub.cut["adapters.pth"] = size // 2
+    """After an interruption, too, and then without sending again what is complete."""
+    layers = hub.folders["naver/pisco-mistral"] / LAYERS
+    hub.cut[ADAPTERS] = 1000
     out, cache = tmp_path / "bundle", tmp_path / "cache"
     command(hub, cache, "naver/pisco-mistral", str(out))
     done = command(hub, cache, "naver/pisco-mistral", str(out)) if not out.exists() else None
     assert done is None or done.returncode == 0, done.stderr
-    assert hub.sent[adapters] == size
+    assert hub.sent[f"naver/pisco-mistral/{LAYERS}"] == layers.stat().st_size
     config = json.loads((out / "config.json").read_text())
     assert (config["decoder"], config["revision"]) == ("mistralai/Mistral-7B-Instruct-v0.2", COMMIT)
     assert config["source"]["revision"] == COMMIT and config["source"]["name"] == "naver/pisco-mistral"
