@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from ctx_compress_rag import Bundle, BundleError, ConfigError
 from ctx_compress_rag.published import importing
 from ctx_compress_rag.published.importing import Import
+from ctx_compress_rag.published.registry import formats
 from helpers.hub import COMMIT, Hub, running
 from helpers.published import CASES, CHECKPOINTS, TEXTS, copied, imported
 
@@ -261,3 +262,19 @@ def test_the_command_shows_license_sizes_and_memory_first(tmp_path: Path) -> Non
     shown = done.stdout
     assert found.license in shown and f"{found.parameters() * 2 / 1e9:.1f} GB in 16 bits" in shown
     assert Bundle.from_pretrained(tmp_path / "bundle", device="cpu").config.source is not None
+
+
+def test_another_packages_format_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its entry point, from data files alone; one that cannot be loaded is named."""
+    about = tmp_path / "other_format-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: other-format\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[ctx_compress_rag.published]\nother = other_format:Other\n")
+    code = "from ctx_compress_rag.published.pisco import Pisco\n\n\nclass Other(Pisco):\n    name = 'other'\n"
+    (tmp_path / "other_format.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [each.name for each in formats()][-1] == "other"
+    monkeypatch.delitem(sys.modules, "other_format")
+    (tmp_path / "other_format.py").write_text("import nothing_like_it\n")
+    with pytest.raises(ConfigError, match="'other'"):
+        formats()
