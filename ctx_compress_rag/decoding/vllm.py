@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import json
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cache
@@ -22,13 +21,13 @@ from ctx_compress_rag.decoding.export import dtype_name, served
 from ctx_compress_rag.decoding.generation import Generation, Put, Sampling
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.decoding.structured import closed_schema
-from ctx_compress_rag.errors import ConfigError, ServerError
+from ctx_compress_rag.errors import ConfigError, CtxCompressError, ServerError
+from ctx_compress_rag.extras import needs
 from ctx_compress_rag.prompt import Prompt, PromptLike
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import OnUnreadable
 
-_AGAIN = (429, 502, 503, 504)
-_CONNECTIONS = 256
+_BUSY = (429, 502, 503, 504)
 _GREEDY = Sampling()
 
 
@@ -45,12 +44,13 @@ class ServerDecoder(TransformersDecoder):
         server: the server's address, with or without `/v1`.
         api_key: the server's key.
         timeout: maximum seconds to wait for the first token, and from one token to the next.
-        max_retries: how often a request is sent again if the server is unreachable or busy; never after the first
-            piece of an answer.
+        max_retries: how often a request is sent again if the server is unreachable, busy or fails; never after the
+            first piece of an answer.
         on_unreadable: as in TransformersDecoder.
 
     Raises:
         ConfigError: an argument has an impossible value, or the bundle's method changes the decoder's layers.
+        MissingExtraError: the `serve` extra is not installed.
         ServerError: at a call, the server cannot be reached, refuses, or ends in the middle of an answer.
     """
 
@@ -74,13 +74,16 @@ class ServerDecoder(TransformersDecoder):
             raise ConfigError(f"max_retries={max_retries}: give 0 or more")
         self.server = server.rstrip("/").removesuffix("/v1")
         self._names = served(bundle)
-        self._retries = max_retries
         self._windows: dict[str, int | None] | None = None
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._http = httpx.AsyncClient(
-            headers=headers,
-            timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
-            limits=httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS),
+        with needs("serve"):
+            import openai
+        self._openai: Any = openai
+        # A key of its own: without one, the client would send the user's OPENAI_API_KEY to this server.
+        self._client: Any = openai.AsyncOpenAI(
+            base_url=f"{self.server}/v1",
+            api_key=api_key or "none",
+            timeout=openai.Timeout(timeout, connect=min(timeout, 10.0)),
+            max_retries=max_retries,
         )
 
     def with_change(self, change: Change) -> Self:
@@ -117,27 +120,29 @@ class ServerDecoder(TransformersDecoder):
         return cancel
 
     def _body(self, prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
+        """The arguments of a completion."""
         special = self.bundle.tokenizer.get_added_vocab()
-        body: dict[str, Any] = {
-            "model": self._names.soft if prompt.soft else self._names.text,
-            "max_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
+        extra: dict[str, Any] = {
             "top_k": sampling.top_k,
-            "stop": list(sampling.stop),
             "stop_token_ids": [special[each] for each in sampling.stop if each in special],
-            "seed": sampling.seed,
-            "stream": True,
-            "stream_options": {"include_usage": True},
         }
         if sampling.json_schema is not None:
             schema = {"name": "answer", "schema": closed_schema(sampling.json_schema)}
-            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+            extra["response_format"] = {"type": "json_schema", "json_schema": schema}
         if prompt.soft:
-            body["prompt_embeds"] = self._embeds(prompt)
-        else:
-            body["prompt"] = prompt.ids().tolist()
-        return body
+            extra["prompt_embeds"] = self._embeds(prompt)
+        return {
+            "model": self._names.soft if prompt.soft else self._names.text,
+            "prompt": None if prompt.soft else prompt.ids().tolist(),
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "stop": list(sampling.stop),
+            "seed": sampling.seed,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "extra_body": extra,
+        }
 
     def _embeds(self, prompt: Prompt) -> str:
         """The prompt's vectors, checked: vLLM does not check them, and a NaN spoils the answers of others."""
@@ -158,29 +163,17 @@ class ServerDecoder(TransformersDecoder):
 
     async def _answer(self, body: dict[str, Any], prompt: Prompt, put: Put) -> None:
         try:
-            for attempt in range(self._retries + 1):
-                begun = False
-                try:
-                    await self._fit(body, prompt)
-                    async for piece in self._pieces_of(body, prompt):
-                        begun = True
-                        put(piece)
-                    return
-                except (_Busy, httpx.HTTPError) as error:
-                    if begun or attempt == self._retries:
-                        raise self._lost(error) from None
-                    await asyncio.sleep(0.5 * 2**attempt)
+            await self._fit(body, prompt)
+            async for piece in self._pieces_of(body, prompt):
+                put(piece)
         except Exception as error:
-            put(error)
-
-    def _lost(self, error: Exception) -> ServerError:
-        said = str(error) or type(error).__name__
-        return ServerError(f"{self.server} did not answer ({said}): check that it is running, or give a longer timeout")
+            put(self._explained(error))
 
     async def _fit(self, body: dict[str, Any], prompt: Prompt) -> None:
         """Check the request against the server's list of models."""
         if self._windows is None:
-            self._windows = await self._models()
+            found = await self._client.models.list()
+            self._windows = {model.id: getattr(model, "max_model_len", None) for model in found.data}
         if body["model"] not in self._windows:
             raise ServerError(
                 f"{self.server} has no model {body['model']!r} (it has {sorted(self._windows)}): start it with the "
@@ -196,61 +189,38 @@ class ServerDecoder(TransformersDecoder):
             )
         body["max_tokens"] = min(body["max_tokens"], window - prompt.length)
 
-    async def _models(self) -> dict[str, int | None]:
-        reply = await self._http.get(f"{self.server}/v1/models")
-        if reply.status_code != 200:
-            raise self._refused(reply.status_code, reply.content)
-        try:
-            return {model["id"]: model.get("max_model_len") for model in reply.json()["data"]}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ServerError(
-                f"{self.server} is not an OpenAI-compatible server ({error!r}): check the address"
-            ) from None
-
     async def _pieces_of(self, body: dict[str, Any], prompt: Prompt) -> AsyncIterator[str | Generation]:
         text, reason, tokens = "", None, None
-        async with self._http.stream("POST", f"{self.server}/v1/completions", json=body) as reply:
-            if reply.status_code != 200:
-                raise self._refused(reply.status_code, await reply.aread())
-            async for line in reply.aiter_lines():
-                if not line.startswith("data:") or line == "data: [DONE]":
-                    continue
-                event = self._event(line)
-                for choice in event.get("choices") or ():
-                    if choice.get("text"):
-                        text += choice["text"]
-                        yield choice["text"]
-                    reason = choice.get("finish_reason") or reason
-                tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+        async with await self._client.completions.create(**body) as chunks:
+            async for chunk in chunks:
+                for choice in chunk.choices:
+                    if choice.text:
+                        text += choice.text
+                        yield choice.text
+                    reason = choice.finish_reason or reason
+                tokens = chunk.usage.completion_tokens if chunk.usage else tokens
         if reason not in ("stop", "length") or tokens is None:
             raise ServerError(f"{self.server} ended in the middle of an answer ({reason}): ask again")
         yield Generation(text, prompt.length, prompt.slots, tokens, reason)
 
-    def _event(self, line: str) -> dict[str, Any]:
-        try:
-            event = json.loads(line.removeprefix("data:"))
-        except ValueError:
-            event = None
-        if not isinstance(event, dict):
-            raise ServerError(f"{self.server} sent something other than an event: {line[:80]!r}")
-        if "error" in event:
-            raise ServerError(f"{self.server} failed: {str(event['error'])[:300]}")
-        return event
-
-    def _refused(self, status: int, content: bytes) -> _Busy | ServerError:
-        if status in _AGAIN:
-            return _Busy(f"status {status}")
-        try:
-            said = json.loads(content)
-            said = said.get("error", said).get("message", said)
-        except (ValueError, AttributeError):
-            said = content.decode(errors="replace")
-        hint = ": give the server's api_key" if status in (401, 403) else ""
-        return ServerError(f"{self.server} refused the request with status {status} ({str(said)[:300]}){hint}")
-
-
-class _Busy(Exception):
-    """The server is not ready for a request."""
+    def _explained(self, error: Exception) -> Exception:
+        """The client's error as a ServerError; others as they are."""
+        status = getattr(error, "status_code", None)
+        if isinstance(error, CtxCompressError):
+            return error
+        if status in _BUSY or isinstance(error, self._openai.APIConnectionError | httpx.HTTPError):
+            said = f"status {status}" if status else str(error.__cause__ or error) or type(error).__name__
+            return ServerError(
+                f"{self.server} did not answer ({said}): check that it is running, or give a longer timeout"
+            )
+        if status is not None:
+            hint = ": give the server's api_key" if status in (401, 403) else ""
+            return ServerError(f"{self.server} refused the request ({str(error)[:300]}){hint}")
+        if isinstance(error, self._openai.APIError):  # sent among the pieces
+            return ServerError(f"{self.server} failed: {str(error)[:300]}")
+        if isinstance(error, ValueError | AttributeError | TypeError):
+            return ServerError(f"{self.server} sent something other than an answer ({error!r}): check the address")
+        return error
 
 
 @cache
