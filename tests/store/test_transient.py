@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,12 +15,10 @@ from hypothesis import strategies as st
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, MissingPassageError
-from ctx_compress_rag.marking.mark import expand, mark
+from ctx_compress_rag.marking.mark import expand
 from ctx_compress_rag.methods.base.reading import TransientContext
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store import marker as markers
-from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.store.transient import TransientContexts
 from helpers.ram_store import KEY, PASSAGES, QUESTION, ask, close_bundle, close_store, read
 
@@ -34,22 +31,6 @@ def bundle(tiny_tokenizer: Any) -> Bundle:
 @pytest.fixture(scope="module")
 def store(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> SoftContextStore:
     return close_store(tmp_path_factory.mktemp("ram"), bundle)
-
-
-def test_forged_and_other_scopes_markers_stay_text(store: SoftContextStore) -> None:
-    theirs = mark(store, PASSAGES, question=QUESTION, scope="theirs")
-    assert read(store, theirs) == (theirs, [])
-    assert store.fetch([p for t in theirs for p in store.split(t, "theirs") if isinstance(p, Marker)])
-    _, [marker, *_] = read(store, ask(store))
-    [text] = re.findall(r"\[\[ctx:.*?\]\]", next(t for t in ask(store) if "[[ctx:" in t))[:1]
-    for forged in (
-        text.replace(f".{marker.slots}.", f".{marker.slots + 1}."),
-        text.replace("ctx:", "ctx:a", 1),
-        text[:-3] + "]]",
-    ):
-        assert store.split(forged) == [forged]
-    with markers.scope("theirs"):
-        assert store.split(text) == [text]
 
 
 def part(n: int, slots: int) -> TransientContext:
