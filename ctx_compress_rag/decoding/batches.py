@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from ctx_compress_rag.decoding.generation import Generation, Sampling, TextWatch, choosers, end_ids
+from ctx_compress_rag.decoding.generation import Generation, Sampling, TextWatch, end_ids, processors
+from ctx_compress_rag.decoding.logprobs import Recorder
 from ctx_compress_rag.decoding.splice import Spliced
 from ctx_compress_rag.prompt import Prompt
 
@@ -56,20 +57,27 @@ def generate(
     """
     limits = [sampling.room(prompt.length, window) for prompt in prompts]
     ends = end_ids(tokenizer, model.generation_config.eos_token_id, sampling.stop)
-    watch = TextWatch(tokenizer, sampling.stop, ends, limits, on_text, cancelled)
-    model.generate(
-        # It counts positions from the mask: before transformers 5.2, given position ids would not advance.
-        inputs_embeds=batch.inputs_embeds,
-        attention_mask=batch.attention_mask,
-        generation_config=GenerationConfig(
-            max_new_tokens=max(limits),
-            do_sample=False,  # for sampling, the processors make the likeliest token a sample
-            num_beams=1,
-            eos_token_id=sorted(ends) or None,
-            pad_token_id=tokenizer.pad_token_id,
-        ),
-        logits_processor=choosers(sampling, tokenizer, ends, prompts, limits),
-        stopping_criteria=StoppingCriteriaList([watch]),
-    )
+    recorder = Recorder(tokenizer, sampling.top_logprobs, len(prompts)) if sampling.logprobs else None
+    watch = TextWatch(tokenizer, sampling.stop, ends, limits, on_text, cancelled, recorder)
+    chain = processors(sampling, model, tokenizer, ends, prompts, limits, recorder)
+    # `generate` would fill what is not given below with the model's own settings, which are among the processors.
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        model.generate(
+            # It counts positions from the mask: before transformers 5.2, given position ids would not advance.
+            inputs_embeds=batch.inputs_embeds,
+            attention_mask=batch.attention_mask,
+            generation_config=GenerationConfig(
+                max_new_tokens=max(limits),
+                do_sample=False,  # for sampling, the processors make the likeliest token a sample
+                num_beams=1,
+                eos_token_id=sorted(ends) or None,
+                pad_token_id=tokenizer.pad_token_id,
+            ),
+            logits_processor=chain,
+            stopping_criteria=StoppingCriteriaList([watch]),
+        )
+    finally:
+        model.generation_config = own
     rows = zip(prompts, watch.done, strict=True)
     return [Generation(row[0], prompt.length, prompt.slots, *row[1:]) for prompt, row in rows if row]

@@ -20,7 +20,9 @@ from transformers import (
 )
 
 from ctx_compress_rag.bundle.config import checked
+from ctx_compress_rag.decoding.logprobs import Recorder, TokenLogprob
 from ctx_compress_rag.decoding.quoting import QuoteProcessor
+from ctx_compress_rag.decoding.settings import of_decoder
 from ctx_compress_rag.decoding.structured import JsonProcessor, schema_text
 from ctx_compress_rag.errors import ConfigError, shown
 from ctx_compress_rag.prompt import Prompt
@@ -33,7 +35,18 @@ _COLDEST = 1e-6
 Divided by a much smaller number, they would all become infinite.
 """
 
-OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "extractive")
+OPTIONS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "stop",
+    "seed",
+    "extractive",
+    "logprobs",
+    "top_logprobs",
+    "decoder_settings",
+)
 """The names of `Sampling`'s fields in the frameworks' LLM classes, in constructors and calls."""
 
 
@@ -58,6 +71,10 @@ class Sampling:
         seed: makes each prompt's text reproducible, whatever else is in its batch.
         extractive: the text is a quotation: consecutive whole words of the prompt or of a passage that one of its
             markers stands for.
+        logprobs: also return the log-probability of each token.
+        top_logprobs: how many of the likeliest tokens at each place to return with it; needs `logprobs`.
+        decoder_settings: apply the decoder's own settings (`repetition_penalty`, `no_repeat_ngram_size`,
+            `bad_words_ids`, `suppress_tokens`, ... of its `generation_config`), as transformers does.
         json_schema: the text is JSON of this schema (a dict, or JSON), if it ends before `max_new_tokens`.
 
     Raises:
@@ -71,6 +88,9 @@ class Sampling:
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None  # what torch's generators take
     extractive: bool = False
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    decoder_settings: bool = True
     json_schema: Annotated[str, BeforeValidator(schema_text)] | None = None
 
     def __post_init__(self) -> None:
@@ -78,6 +98,8 @@ class Sampling:
             object.__setattr__(self, name, checked(name, getattr(self, name), rule))
         if self.extractive and self.json_schema is not None:
             raise ConfigError("an extractive answer cannot be JSON of a schema: leave out extractive or json_schema")
+        if self.top_logprobs and not self.logprobs:
+            raise ConfigError(f"top_logprobs={self.top_logprobs} needs logprobs=True: give both")
 
     @classmethod
     def of(cls, llm: object, given: Mapping[str, Any]) -> Sampling:
@@ -140,6 +162,7 @@ class Generation:
         slots: how many of the prompt's tokens were slots.
         completion_tokens: tokens generated, including the end token.
         finish_reason: "stop" after an end token or stop string, "length" if the token budget or window ran out.
+        logprobs: the log-probability of each token of the text, if they were asked for.
     """
 
     text: str
@@ -147,6 +170,7 @@ class Generation:
     slots: int
     completion_tokens: int
     finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 Put = Callable[[str | Generation | BaseException], object]
@@ -164,6 +188,27 @@ def end_ids(tokenizer: Any, model_ids: int | list[int] | None, stop: Sequence[st
     ids = {tokenizer.eos_token_id, *(model_ids if isinstance(model_ids, list) else [model_ids])}
     special = tokenizer.get_added_vocab()
     return {i for i in ids if i is not None} | {special[s] for s in stop if s in special}
+
+
+def processors(
+    sampling: Sampling,
+    model: Any,
+    tokenizer: Any,
+    ends: Collection[int],
+    prompts: Sequence[Prompt],
+    limits: Sequence[int],
+    recorder: Recorder | None,
+) -> LogitsProcessorList:
+    """All logits processors of an answer: what notes log-probabilities, the decoder's own settings, then `choosers`.
+
+    The arguments are those of `choosers`, the model that answers, and what notes log-probabilities.
+
+    Raises:
+        ConfigError: the JSON schema cannot be enforced, or a setting of the decoder is not supported.
+    """
+    own = of_decoder(model.generation_config, ends, model.device) if sampling.decoder_settings else []
+    noting = [] if recorder is None else [recorder]
+    return LogitsProcessorList([*noting, *own, *choosers(sampling, tokenizer, ends, prompts, limits)])
 
 
 def choosers(
@@ -229,6 +274,7 @@ class TextWatch(StoppingCriteria):
         limits: most new tokens of each row.
         on_text: called with each new piece of row 0; never part of a stop string or of a character.
         cancelled: called at every token; True ends all rows.
+        recorder: notes the log-probabilities of the tokens.
     """
 
     def __init__(
@@ -239,6 +285,7 @@ class TextWatch(StoppingCriteria):
         limits: Sequence[int],
         on_text: Callable[[str], object] | None = None,
         cancelled: Callable[[], bool] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
@@ -246,9 +293,10 @@ class TextWatch(StoppingCriteria):
         self._limits = limits
         self._on_text = on_text
         self._cancelled = cancelled
+        self._recorder = recorder
         self._sent = 0
-        self.done: list[tuple[str, int, FinishReason] | None] = [None for _ in limits]
-        """Text, tokens and finish reason of each row that has ended."""
+        self.done: list[tuple[str, int, FinishReason, tuple[TokenLogprob, ...] | None] | None] = [None for _ in limits]
+        """Text, tokens, finish reason and log-probabilities of each row that has ended."""
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         """Which rows end. `input_ids` (rows, new tokens) holds no prompt, because prompts come as embeddings."""
@@ -262,6 +310,8 @@ class TextWatch(StoppingCriteria):
 
     def look(self, row: int, ids: Sequence[int]) -> None:
         """Follow one row by all its new tokens so far."""
+        if self._recorder is not None:
+            self._recorder.take(row, ids[-1])
         ended, full = ids[-1] in self._end_ids, len(ids) >= self._limits[row]
         if not (ended or full or self._stop or self._on_text):
             return
@@ -270,7 +320,8 @@ class TextWatch(StoppingCriteria):
         if cut is not None:
             text = text[:cut]
         if cut is not None or ended or full:
-            self.done[row] = (text, len(ids), "stop" if cut is not None or ended else "length")
+            logprobs = None if self._recorder is None else self._recorder.of_text(row, ids, text)
+            self.done[row] = (text, len(ids), "stop" if cut is not None or ended else "length", logprobs)
         if self._on_text is not None and row == 0:
             safe = len(text) if self.done[row] else self._certain(text)
             if safe > self._sent:

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from transformers import DynamicCache, LogitsProcessorList
 
 from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.decoding.change import Change, opened
-from ctx_compress_rag.decoding.generation import Generation, Put, Sampling, TextWatch, choosers, end_ids
+from ctx_compress_rag.decoding.generation import Generation, Put, Sampling, TextWatch, end_ids, processors
+from ctx_compress_rag.decoding.logprobs import Recorder
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.store.marker import current_scope
@@ -61,10 +62,10 @@ class Row:
         tokenizer, config = self.bundle.tokenizer, model.generation_config
         ends = end_ids(tokenizer, config.eos_token_id, self.sampling.stop)
         limit = self.sampling.room(self.prompt.length, self.bundle.backbone.window)
-        self._processors = choosers(self.sampling, tokenizer, ends, [self.prompt], [limit])
-        if (config.repetition_penalty or 1.0) != 1.0:  # hub decoders may set it, as Qwen2.5 does
-            self._processors.insert(0, RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
-        self._watch = TextWatch(tokenizer, self.sampling.stop, ends, [limit], self.put if self.stream else None)
+        recorder = Recorder(tokenizer, self.sampling.top_logprobs, 1) if self.sampling.logprobs else None
+        self._processors = processors(self.sampling, model, tokenizer, ends, [self.prompt], [limit], recorder)
+        put = self.put if self.stream else None
+        self._watch = TextWatch(tokenizer, self.sampling.stop, ends, [limit], put, recorder=recorder)
 
     def take(self, scores: Tensor, likeliest: int) -> Generation | None:
         """Take the next token; returns the answer if the token ends it.

@@ -107,10 +107,9 @@ class ServerDecoder(TransformersDecoder):
                 cancel()
 
     def begin(self, prompt: Prompt, sampling: Sampling, put: Put) -> Callable[[], None]:
-        if sampling.extractive:
-            raise ConfigError(
-                f"extractive answers need the decoder in this process, not {self.server}: leave server= out"
-            )
+        if sampling.extractive or sampling.logprobs:
+            asked = "extractive answers" if sampling.extractive else "log-probabilities"
+            raise ConfigError(f"{asked} need the decoder in this process, not {self.server}: leave server= out")
         body = self._body(prompt, sampling)
         future = asyncio.run_coroutine_threadsafe(self._answer(body, prompt, put), _loop())
 

@@ -40,6 +40,9 @@ class DecoderLLM(BaseModel):
     stop: list[str] | None = None
     seed: int | None = None
     extractive: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    decoder_settings: bool = True
     on_unreadable: OnUnreadable = Field(default="error", frozen=True)
     scope: str | None = None
     batch_size: int = Field(default=BATCH_SIZE, ge=1, frozen=True)

@@ -27,13 +27,16 @@ from langchain_core.utils.function_calling import convert_to_json_schema
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from ctx_compress_rag.adaptation.llm import AdaptableLLM
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Generation, Sampling
 from ctx_compress_rag.decoding.generation import OPTIONS
+from ctx_compress_rag.decoding.logprobs import as_openai
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store.marker import current_scope
 from langchain_ctx_compress.messages import parsed, to_chat
 
 # LangChain's own code gives these to any chat model; only a server uses them.
+_PROVIDER = "ctx-compress"
 _OF_REMOTE_MODELS = {"timeout", "max_retries", "api_key"}
 
 
@@ -56,6 +59,11 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
         stop: strings that end the answer and are left out of it; a call's own `stop` replaces them.
         seed: makes sampling repeatable; None draws a new one for each call.
         extractive: answers are quotations of the prompt or of the passages that it reads.
+        logprobs: put the log-probabilities of the answer's tokens, in OpenAI's shape, into
+            `response_metadata["logprobs"]`.
+        top_logprobs: with `logprobs`, how many of the likeliest tokens at each place to add, 20 at most.
+        decoder_settings: apply the decoder's own `generation_config` (`repetition_penalty`, `suppress_tokens`, ...), as
+            transformers does; its sampling settings never apply.
         on_unreadable: what to do with a marker whose slots cannot be read (it has another key or scope, was changed, or
             its passage was deleted or damaged): raise an "error", or read the passage's "text" if the store has it,
             else the marker as literal text, with a warning.
@@ -107,7 +115,7 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
 
     @property
     def _llm_type(self) -> str:
-        return "ctx-compress"
+        return _PROVIDER
 
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
@@ -127,7 +135,7 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
-        params["ls_provider"] = "ctx-compress"
+        params["ls_provider"] = _PROVIDER
         return params
 
     def _generate(
@@ -236,7 +244,10 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
         return super().configurable_fields(**fields)
 
     def _resolve_model_profile(self) -> Any:  # the oldest langchain-core lacks its class
-        return {"structured_output": True, "tool_calling": False}
+        bundle = self.store.bundle
+        window = bundle.backbone.window if isinstance(bundle, Bundle) else None
+        limits = {} if window is None else {"max_input_tokens": window, "max_output_tokens": window}
+        return {"structured_output": True, "tool_calling": False, **limits}
 
     def bind_tools(
         self, tools: Sequence[Any], *, tool_choice: Any = None, **kwargs: Any
@@ -257,7 +268,14 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
         return Sampling.of(self, overrides if stop is None else {**overrides, "stop": stop})
 
     def _response_metadata(self, done: Generation) -> dict[str, Any]:
-        return {"model_name": self.model_name, "finish_reason": done.finish_reason, "slots": done.slots}
+        found: dict[str, Any] = {
+            "model_name": self.model_name,
+            # LangChain's middleware believes the usage only of the model that is named here and in `_get_ls_params`.
+            "model_provider": _PROVIDER,
+            "finish_reason": done.finish_reason,
+            "slots": done.slots,
+        }
+        return found if done.logprobs is None else found | {"logprobs": as_openai(done.logprobs)}
 
 
 def _json_schema(schema: dict[str, Any] | type) -> dict[str, Any]:

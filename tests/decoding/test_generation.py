@@ -87,7 +87,7 @@ def test_what_is_streamed_is_never_taken_back(tiny_tokenizer: Any, text: str, st
             break
         assert all("\ufffd" not in piece for piece in sent)
     assert watch.done[0] is not None
-    final, _, reason = watch.done[0]
+    final, _, reason, _ = watch.done[0]
     ends = [text.find(s) for s in stop if s in text]
     assert "".join(sent) == final
     if not ends:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from langchain.agents import create_agent
+from langchain.agents.middleware import SummarizationMiddleware
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage, trim_messages
 
@@ -36,6 +37,7 @@ async def test_usage_counts_slots(app: App) -> None:
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     assert message.response_metadata == {
         "model_name": "tiny",
+        "model_provider": "ctx-compress",
         "finish_reason": "length",
         "slots": app.slots("tower", 4) + app.slots("mill", 4),
     }
@@ -109,6 +111,58 @@ def test_cache_is_keyed_by_what_the_answer_depends_on(
         ChatCompressedContext(store=store, cache=cache, max_tokens=TOKENS).invoke(QUESTION)
         assert len(seen) == 1
     assert app.llm(cache=cache).invoke(QUESTION).content == own
+
+
+@pytest.mark.parametrize("way", ["invoke", "batch", "ainvoke"])
+def test_stop_strings_of_the_model_are_part_of_the_cache_key(app: App, way: str) -> None:
+    cache = InMemoryCache()
+    whole = app.llm().invoke(QUESTION).content
+    stop = whole[len(whole) // 2 :][:3]
+
+    def ask(llm: Any) -> str:
+        if way == "batch":
+            return str(llm.batch([QUESTION])[0].content)
+        return str((llm.invoke(QUESTION) if way == "invoke" else asyncio.run(llm.ainvoke(QUESTION))).content)
+
+    assigned = app.llm(cache=cache)
+    assert ask(app.llm(cache=cache)) == whole
+    assert ask(app.llm(cache=cache, stop=[stop])) == whole[: whole.index(stop)]
+    assigned.stop = [stop]
+    assert ask(assigned) == whole[: whole.index(stop)]
+    assert ask(app.llm(cache=cache).bind(stop=[stop])) == whole[: whole.index(stop)]
+    assert ask(app.llm(cache=cache)) == whole
+
+
+def test_logprobs_have_openais_shape(app: App) -> None:
+    [tower] = app.postprocessor().invoke(SOURCES[:1])
+    llm = app.llm(logprobs=True, top_logprobs=2)
+    message = llm.invoke(tower.page_content)
+    content = message.response_metadata["logprobs"]["content"]
+    assert "".join(each["token"] for each in content) == message.content
+    assert all(bytes(each["bytes"]).decode() == each["token"] for each in content)
+    assert all(each["logprob"] == each["top_logprobs"][0]["logprob"] < 0 for each in content)
+    *_, last = app.llm().bind(logprobs=True).stream(tower.page_content)
+    assert [each["logprob"] for each in last.response_metadata["logprobs"]["content"]] == pytest.approx(
+        [each["logprob"] for each in content], abs=1e-4
+    )
+
+
+def test_a_chat_is_summarized_when_its_slots_fill_the_budget(app: App) -> None:
+    """`SummarizationMiddleware` believes the usage that a model of the same provider reports."""
+    marker = app.store.marker("tower", 4)
+    llm = app.llm()
+    usage = llm.invoke(f"{marker} Who?")
+    messages = [HumanMessage(f"{marker} Who?"), usage, HumanMessage("And when?")]
+    brief: Any = {"keep": ("messages", 1), "summary_prompt": "Summarize: {messages}"}
+    most = usage.usage_metadata["total_tokens"] - 1
+    middleware = SummarizationMiddleware(llm, trigger=("tokens", most), **brief)
+    assert middleware.before_model({"messages": messages}, None) is not None
+    patient = SummarizationMiddleware(llm, trigger=("tokens", most + 1000), **brief)
+    assert patient.before_model({"messages": messages}, None) is None
+    window = llm.profile["max_input_tokens"]
+    assert window == app.bundle.backbone.window
+    share = SummarizationMiddleware(llm, trigger=("fraction", most / window), **brief)
+    assert share.before_model({"messages": messages}, None) is not None
 
 
 def test_messages_are_trimmed_by_their_slots(app: App) -> None:

@@ -206,3 +206,16 @@ def test_counted_by_letters_a_prompt_too_long_is_refused(app: App) -> None:
     assert len(packed) == 1
     with pytest.raises(ConfigError, match="of them slots"):
         app.llm().complete(packed[0])
+
+
+def test_logprobs_name_the_tokens_that_were_taken(app: App) -> None:
+    plain, llm = app.llm(), app.llm(logprobs=True, top_logprobs=2)
+    for response in (llm.complete("Who built the tower?"), plain.complete("Who built the tower?", logprobs=True)):
+        tokens = [alternatives[0].token for alternatives in response.logprobs]
+        # A token may be a part of a character.
+        assert "".join(tokens).replace("\ufffd", "") == response.text.replace("\ufffd", "")
+        assert all(alternatives[0].logprob < 0 for alternatives in response.logprobs)
+    chat = llm.chat([ChatMessage(role="user", content="Who built the tower?")])
+    assert [each[0].token for each in chat.logprobs] == [each[0].token for each in response.logprobs]
+    assert {len(each) for each in chat.logprobs} == {2}
+    assert plain.complete("Who built the tower?").logprobs is None

@@ -16,6 +16,7 @@ from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
+    LogProb,
     MessageRole,
     TextBlock,
 )
@@ -30,6 +31,7 @@ from ctx_compress_rag.adaptation.llm import AdaptableLLM
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.change import UNCHANGED
 from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling
+from ctx_compress_rag.decoding.logprobs import TokenLogprob
 from ctx_compress_rag.errors import ConfigError
 from llama_index.llms.ctx_compress.streams import in_thread
 from llama_index.llms.ctx_compress.structured import schema_of
@@ -64,6 +66,11 @@ class CompressedContextLLM(AdaptableLLM, LLM):
         stop: an answer ends before any of these strings.
         seed: makes sampling repeatable.
         extractive: answers are quotations of the prompt or of the passages that it reads.
+        logprobs: give the responses the log-probabilities of the answer's tokens: `response.logprobs[i]` has that of
+            token `i` first, then those of the likeliest others.
+        top_logprobs: with `logprobs`, how many of the likeliest tokens at each place to add, 20 at most.
+        decoder_settings: apply the decoder's own `generation_config` (`repetition_penalty`, `suppress_tokens`, ...), as
+            transformers does; its sampling settings never apply.
         on_unreadable: what to do with a marker whose slots cannot be read (it has another key or scope, was changed, or
             its passage was deleted or damaged): raise an "error", or read the passage's "text" if the store has it,
             else the marker as literal text, with a warning.
@@ -335,7 +342,17 @@ def _completion(generation: Generation, delta: str | None = None) -> CompletionR
         "total_tokens": generation.prompt_tokens + generation.completion_tokens,
     }
     raw = {"usage": usage, "slots": generation.slots, "finish_reason": generation.finish_reason}
-    return CompletionResponse(text=generation.text, delta=delta, raw=raw, additional_kwargs=usage)
+    logprobs = None if generation.logprobs is None else [_logprobs(token) for token in generation.logprobs]
+    return CompletionResponse(text=generation.text, delta=delta, raw=raw, additional_kwargs=usage, logprobs=logprobs)
+
+
+def _logprobs(token: TokenLogprob) -> list[LogProb]:
+    """The token that was taken, then the likeliest others."""
+    others = [each for each in token.top if each[0] != token.token]
+    return [
+        LogProb(token=text, logprob=value, bytes=list(text.encode("utf-8", "replace")))
+        for text, value in [(token.token, token.logprob), *others]
+    ]
 
 
 def _chat(response: CompletionResponse) -> ChatResponse:
@@ -345,4 +362,5 @@ def _chat(response: CompletionResponse) -> ChatResponse:
         delta=response.delta,
         raw=response.raw,
         additional_kwargs=response.additional_kwargs,
+        logprobs=response.logprobs,
     )

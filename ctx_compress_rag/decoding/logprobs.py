@@ -1,0 +1,80 @@
+"""How likely the tokens of an answer are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import LogitsProcessor
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token of an answer, and its log-probability.
+
+    The probability is the model's own, before temperature, schemas, quotations and the decoder's settings.
+
+    Attributes:
+        token: the token's text.
+        logprob: natural logarithm of its probability.
+        top: the likeliest tokens at its place, likeliest first, with theirs; as many as were asked for.
+    """
+
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+class Recorder(LogitsProcessor):
+    """Notes the log-probabilities of the tokens that are taken; the scores stay as they are.
+
+    Args:
+        tokenizer: the decoder's.
+        top: how many of the likeliest tokens to note at each place.
+        rows: rows of the batch.
+    """
+
+    def __init__(self, tokenizer: Any, top: int, rows: int) -> None:
+        self._tokenizer = tokenizer
+        self._top = top
+        self._scores: Tensor | None = None
+        self.noted: list[list[TokenLogprob]] = [[] for _ in range(rows)]
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self._scores = scores
+        return scores
+
+    def take(self, row: int, token: int) -> None:
+        """Note the token that was taken for a row, by the scores of the last call."""
+        assert self._scores is not None
+        logprobs = self._scores[row].float().log_softmax(-1)
+        best = logprobs.topk(self._top)
+        top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        self.noted[row].append(
+            TokenLogprob(self._text(token), float(logprobs[token]), tuple((self._text(id), value) for id, value in top))
+        )
+
+    def of_text(self, row: int, ids: Sequence[int], text: str) -> tuple[TokenLogprob, ...]:
+        """What was noted for the tokens of a row's final text: no end token, nothing after a stop string."""
+        length = len(ids)
+        while length and len(self._tokenizer.decode(ids[: length - 1], skip_special_tokens=True)) >= len(text):
+            length -= 1
+        return tuple(self.noted[row][:length])
+
+    def _text(self, token: int) -> str:
+        return str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
+
+
+def as_openai(logprobs: Sequence[TokenLogprob]) -> Mapping[str, Any]:
+    """Log-probabilities in the shape of OpenAI's chat completions."""
+    return {
+        "content": [
+            _entry(each.token, each.logprob) | {"top_logprobs": [_entry(*one) for one in each.top]} for each in logprobs
+        ]
+    }
+
+
+def _entry(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", "replace"))}
