@@ -348,7 +348,7 @@ def _completion(generation: Generation, delta: str | None = None) -> CompletionR
 
 def _logprobs(token: TokenLogprob) -> list[LogProb]:
     """The token that was taken, then the likeliest others."""
-    others = [each for each in token.top if each[0] != token.token]
+    others = [each for each in token.top if each != (token.token, token.logprob)]
     return [
         LogProb(token=text, logprob=value, bytes=list(text.encode("utf-8", "replace")))
         for text, value in [(token.token, token.logprob), *others]
