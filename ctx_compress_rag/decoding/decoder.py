@@ -22,8 +22,7 @@ from ctx_compress_rag.decoding.answers import Answers
 from ctx_compress_rag.decoding.batches import generate, in_batches
 from ctx_compress_rag.decoding.change import UNCHANGED, Change, opened
 from ctx_compress_rag.decoding.generation import Generation, Put, Sampling
-from ctx_compress_rag.decoding.rows import Row, can_share
-from ctx_compress_rag.decoding.sharing import Sharing, memory_error, out_of_memory
+from ctx_compress_rag.decoding.sharing import Row, Sharing, memory_error, out_of_memory
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import (
     ConfigError,
@@ -32,6 +31,7 @@ from ctx_compress_rag.errors import (
     MissingPassageError,
     PayloadError,
 )
+from ctx_compress_rag.models.transformers_internals import can_share
 from ctx_compress_rag.prompt import HoledPrompt, Message, Prompt, PromptLike, Quotable
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import SoftContextStore

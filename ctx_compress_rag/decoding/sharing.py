@@ -1,28 +1,216 @@
-"""Concurrent calls share forward passes: one thread runs the model for all waiting callers."""
+"""Concurrent calls share forward passes: prompts join while others are answered, and leave when they end.
+
+A thread runs the model for all callers, who wait for it: eight callers are answered nearly as fast as one batch of
+eight prompts. This module can go once the continuous batching of transformers takes a prompt as embeddings (today:
+token ids only), has logits processors and a seed for each prompt, can cancel one, and runs on a CPU under adapters.
+"""
 
 from __future__ import annotations
 
 import atexit
+import inspect
+import logging
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch import Tensor
+from transformers import DynamicCache, LogitsProcessorList
 
-from ctx_compress_rag.decoding.rows import Row, Rows
+from ctx_compress_rag.bundle.decoder import Decoder
+from ctx_compress_rag.decoding.change import Change, opened
+from ctx_compress_rag.decoding.generation import Generation, Put, Sampling, TextWatch, end_ids, processors
+from ctx_compress_rag.decoding.logprobs import Recorder
+from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import DecoderMemoryError
 from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.transformers_internals import cut_cache, join_cache, left_padded
 from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.store.marker import current_scope
+
+logger = logging.getLogger(__name__)
 
 _TOGETHER_SECONDS = 0.05  # the longest that the first caller waits for others whose prompts are being prepared
 _STEPS = 8  # passes of one group before the next group's turn
 _END_SECONDS = 30
 _PADDING = 1.5  # a batch's positions, padding included, are at most this many times its prompts' own
+
+
+@dataclass(eq=False)
+class Row:
+    """A prompt and its answer so far.
+
+    Attributes:
+        bundle: the bundle or decoder that answers.
+        prompt: the prompt.
+        change: the change to the decoder.
+        sampling: how tokens are chosen and when to end.
+        put: gets the answer.
+        stream: whether `put` also gets pieces of text.
+        cancelled: whether the answer is no longer wanted.
+        scope: the tenant or user of `store.marker.scope` who asked; scopes take turns.
+    """
+
+    bundle: Decoder
+    prompt: Prompt
+    change: Change
+    sampling: Sampling
+    put: Put
+    stream: bool = False
+    cancelled: bool = False
+    scope: str | None = field(default_factory=current_scope)
+    ids: list[int] = field(default_factory=list)
+    _watch: TextWatch | None = None
+    _processors: LogitsProcessorList | None = None
+
+    def prepare(self, model: Any) -> None:
+        """Make the row's logits processors and its watch.
+
+        Raises:
+            ConfigError: its JSON schema cannot be enforced.
+        """
+        tokenizer, config = self.bundle.tokenizer, model.generation_config
+        ends = end_ids(tokenizer, config.eos_token_id, self.sampling.stop)
+        limit = self.sampling.room(self.prompt.length, self.bundle.backbone.window)
+        recorder = Recorder(tokenizer, self.sampling.top_logprobs, 1) if self.sampling.logprobs else None
+        self._processors = processors(self.sampling, model, tokenizer, ends, [self.prompt], [limit], recorder)
+        put = self.put if self.stream else None
+        self._watch = TextWatch(tokenizer, self.sampling.stop, ends, [limit], put, recorder=recorder)
+
+    def take(self, scores: Tensor, likeliest: int) -> Generation | None:
+        """Take the next token; returns the answer if the token ends it.
+
+        Args:
+            scores: (vocabulary,).
+            likeliest: its argmax.
+        """
+        assert self._watch is not None and self._processors is not None
+        if self._processors:
+            so_far: Any = torch.tensor([self.ids], dtype=torch.long, device=scores.device)
+            own: Any = scores.float().unsqueeze(0)
+            likeliest = int(self._processors(so_far, own)[0].argmax())
+        self.ids.append(likeliest)
+        self._watch.look(0, self.ids)
+        done = self._watch.done[0]
+        return None if done is None else Generation(done[0], self.prompt.length, self.prompt.slots, *done[1:])
+
+    def give(self, answer: Generation | BaseException) -> None:
+        """Call `put` with the answer or error. Errors from the caller's `put` are logged and stop no other row."""
+        try:
+            self.put(answer)
+        except Exception:
+            logger.exception("a caller's `put` failed")
+
+    def opened(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
+        """A context manager that locks the transformers model for this thread, set up to read this row."""
+        return opened(self.bundle, self.prompt.soft, slot_mask, self.change)
+
+
+class Rows:
+    """Rows of one decoder that share a cache: every pass gives each row a token."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self._ended: list[tuple[Row, Generation | Exception]] = []
+        self._cache: Any = None
+        self._mask = torch.zeros(0, 0, dtype=torch.long)
+
+    def join(self, new: Sequence[Row]) -> None:
+        """Read prompts and give each its first token; rows that have not ended continue with the others.
+
+        Raises: whatever the model raises; then no row has joined, and no `put` of `new` was called.
+        """
+        with torch.no_grad():
+            batch = splice(new[0].bundle.backbone.embeddings, [row.prompt for row in new])
+            with new[0].opened(batch.slot_mask) as model:
+                for row in new:
+                    row.prepare(model)
+                # Without a config all layers keep all positions: layers cut to a sliding window could not be merged.
+                # The mask hides what is outside a window.
+                cache: Any = DynamicCache()
+                last = {"logits_to_keep": 1} if _keeps(model) else {}
+                out = model(**batch.model_inputs(), past_key_values=cache, use_cache=True, **last)
+            self._merge(cache, batch.attention_mask)
+            self.rows += new
+            self._take(out.logits[:, -1], len(self.rows) - len(new))
+
+    def step(self, model: Any) -> None:
+        """Run one pass: a token for each row. Ended and cancelled rows leave."""
+        self._keep([not row.cancelled for row in self.rows], 0)
+        if not self.rows:
+            return
+        with torch.no_grad():
+            device = self._mask.device
+            ids = torch.tensor([[row.ids[-1]] for row in self.rows], device=device)
+            places = torch.tensor([[row.prompt.length + len(row.ids) - 1] for row in self.rows], device=device)
+            self._mask = torch.cat([self._mask, self._mask.new_ones(len(self.rows), 1)], dim=1)
+            out = model(
+                input_ids=ids,
+                attention_mask=self._mask,
+                position_ids=places,
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+            self._take(out.logits[:, -1], 0)
+
+    def hand_out(self) -> None:
+        """Give ended rows their answers or errors."""
+        ended, self._ended = self._ended, []
+        for row, answer in ended:
+            row.give(answer)
+
+    def _take(self, scores: Tensor, first: int) -> None:
+        going = []
+        for row, own, likeliest in zip(self.rows[first:], scores, scores.argmax(-1).tolist(), strict=True):
+            answer: Generation | Exception | None
+            try:
+                answer = None if row.cancelled else row.take(own, likeliest)
+            except Exception as error:  # from this row alone: its schema, or its caller's code
+                answer = error
+            if answer is not None:
+                self._ended.append((row, answer))
+            going.append(answer is None and not row.cancelled)
+        self._keep(going, first)
+
+    def _keep(self, going: Sequence[bool], first: int) -> None:
+        """Keep all rows before `first`, and of the rest those marked in `going`."""
+        if all(going):
+            return
+        kept = [*range(first), *(first + place for place, stays in enumerate(going) if stays)]
+        self.rows = [self.rows[place] for place in kept]
+        if not kept:
+            self._cache, self._mask = None, self._mask[:0, :0]
+            return
+        rows = torch.tensor(kept, device=self._mask.device)
+        mask = self._mask[rows]
+        unused = int(mask.argmax(1).min())  # padding that only the rows that left needed
+        self._mask = mask[:, unused:]
+        cut_cache(self._cache, rows, unused)
+
+    def _merge(self, cache: Any, mask: Tensor) -> None:
+        if not self.rows:
+            self._cache, self._mask = cache, mask
+            return
+        rows, own = self._mask.shape
+        length = max(mask.shape[1], own)
+        try:
+            merged = torch.cat([left_padded(self._mask, length, 1), left_padded(mask, length, 1)])
+            join_cache(self._cache, cache, length)
+        except BaseException:
+            # Memory ran out half way: the rows that were here continue with what they had.
+            cut_cache(self._cache, slice(rows), -own)
+            raise
+        self._mask = merged
+
+
+def _keeps(model: Any) -> bool:
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 @dataclass

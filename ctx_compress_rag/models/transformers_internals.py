@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
+_KEPT_BY_POSITION = {"full_attention", "sliding_attention"}
+
 
 def commit(model: Any) -> str:
     """The commit on the hub that a model was loaded from, or "".
@@ -11,3 +16,44 @@ def commit(model: Any) -> str:
     transformers records it nowhere else, and `revision` may be a branch, which moves.
     """
     return str(getattr(model.config, "_commit_hash", None) or "")
+
+
+def can_share(model: Any) -> bool:
+    """Whether a model's cache holds keys and values by position, so that rows can join and leave.
+
+    `_is_stateful` is the only sign of caches that are states of the whole text, such as Mamba's.
+    """
+    config = model.config.get_text_config()
+    types = set(getattr(config, "layer_types", None) or ())
+    shared = getattr(config, "num_kv_shared_layers", None)
+    return types <= _KEPT_BY_POSITION and not shared and not getattr(model, "_is_stateful", False)
+
+
+# A DynamicCache can select rows, but not join others or drop positions: the tensors of its layers are replaced.
+
+
+def cut_cache(cache: Any, rows: Tensor | slice, start: int) -> None:
+    """Keep these rows of a DynamicCache, from position `start` on."""
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[rows, :, start:], layer.values[rows, :, start:]
+
+
+def join_cache(cache: Any, new: Any, length: int) -> None:
+    """Append the rows of another DynamicCache; both are padded on the left to `length` positions.
+
+    If memory runs out, some layers have the new rows and some have not: `cut_cache` removes them.
+    """
+    for mine, other in zip(cache.layers, new.layers, strict=True):
+        keys = torch.cat([left_padded(mine.keys, length, 2), left_padded(other.keys, length, 2)])
+        values = torch.cat([left_padded(mine.values, length, 2), left_padded(other.values, length, 2)])
+        mine.keys, mine.values = keys, values
+
+
+def left_padded(x: Tensor, length: int, dim: int) -> Tensor:
+    """`x` with zeros before it along `dim`, so that it has this length there."""
+    missing = length - x.shape[dim]
+    if not missing:
+        return x
+    shape = [*x.shape]
+    shape[dim] = missing
+    return torch.cat([x.new_zeros(shape), x], dim)
