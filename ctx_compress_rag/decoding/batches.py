@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from ctx_compress_rag.decoding.generation import Generation, Sampling, TextWatch, end_ids, processors
+from ctx_compress_rag.decoding.generation import Generation, Sampling, TextWatch, end_ids, processors, stop_strings
 from ctx_compress_rag.decoding.logprobs import Recorder
 from ctx_compress_rag.decoding.splice import Spliced
 from ctx_compress_rag.prompt import Prompt
@@ -56,9 +56,10 @@ def generate(
         cancelled: called at every token; True ends all answers.
     """
     limits = [sampling.room(prompt.length, window) for prompt in prompts]
-    ends = end_ids(tokenizer, model.generation_config.eos_token_id, sampling.stop)
+    stop = stop_strings(sampling, model)
+    ends = end_ids(tokenizer, model.generation_config.eos_token_id, stop)
     recorder = Recorder(tokenizer, sampling.top_logprobs, len(prompts)) if sampling.logprobs else None
-    watch = TextWatch(tokenizer, sampling.stop, ends, limits, on_text, cancelled, recorder)
+    watch = TextWatch(tokenizer, stop, ends, limits, on_text, cancelled, recorder)
     chain = processors(sampling, model, tokenizer, ends, prompts, limits, recorder)
     # `generate` would fill what is not given below with the model's own settings, which are among the processors.
     own, model.generation_config = model.generation_config, GenerationConfig()

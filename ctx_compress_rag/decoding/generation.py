@@ -22,7 +22,7 @@ from transformers import (
 from ctx_compress_rag.bundle.config import checked
 from ctx_compress_rag.decoding.logprobs import Recorder, TokenLogprob
 from ctx_compress_rag.decoding.quoting import QuoteProcessor
-from ctx_compress_rag.decoding.settings import of_decoder
+from ctx_compress_rag.decoding.settings import of_decoder, own_settings
 from ctx_compress_rag.decoding.structured import JsonProcessor, schema_text
 from ctx_compress_rag.errors import ConfigError, shown
 from ctx_compress_rag.prompt import Prompt
@@ -74,7 +74,7 @@ class Sampling:
         logprobs: also return the log-probability of each token.
         top_logprobs: how many of the likeliest tokens at each place to return with it; needs `logprobs`.
         decoder_settings: apply the decoder's own settings (`repetition_penalty`, `no_repeat_ngram_size`,
-            `bad_words_ids`, `suppress_tokens`, ... of its `generation_config`), as transformers does.
+            `bad_words_ids`, `suppress_tokens`, `stop_strings`, ... of its `generation_config`), as transformers does.
         json_schema: the text is JSON of this schema (a dict, or JSON), if it ends before `max_new_tokens`.
 
     Raises:
@@ -188,6 +188,12 @@ def end_ids(tokenizer: Any, model_ids: int | list[int] | None, stop: Sequence[st
     ids = {tokenizer.eos_token_id, *(model_ids if isinstance(model_ids, list) else [model_ids])}
     special = tokenizer.get_added_vocab()
     return {i for i in ids if i is not None} | {special[s] for s in stop if s in special}
+
+
+def stop_strings(sampling: Sampling, model: Any) -> tuple[str, ...]:
+    """What ends an answer: the sampling's strings, and those of the decoder's own settings if they act."""
+    own = own_settings(model.generation_config).get("stop_strings", ()) if sampling.decoder_settings else ()
+    return (*sampling.stop, *([own] if isinstance(own, str) else own))
 
 
 def processors(

@@ -38,6 +38,7 @@ class Recorder(LogitsProcessor):
 
     def __init__(self, tokenizer: Any, top: int, rows: int) -> None:
         self._tokenizer = tokenizer
+        self._before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         self._top = top
         self._scores: Tensor | None = None
         self.noted: list[list[TokenLogprob]] = [[] for _ in range(rows)]
@@ -59,12 +60,27 @@ class Recorder(LogitsProcessor):
     def of_text(self, row: int, ids: Sequence[int], text: str) -> tuple[TokenLogprob, ...]:
         """What was noted for the tokens of a row's final text: no end token, nothing after a stop string."""
         length = len(ids)
-        while length and len(self._tokenizer.decode(ids[: length - 1], skip_special_tokens=True)) >= len(text):
+        while length and len(self._decode(ids[: length - 1])) >= len(text):
             length -= 1
         return tuple(self.noted[row][:length])
 
     def _text(self, token: int) -> str:
-        return str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        """A token's text, with the space that some tokenizers leave out at the beginning of a text."""
+        return self._decode([*self._before, token], special=True).removeprefix(self._decode(self._before))
+
+    def _decode(self, ids: Sequence[int], special: bool = False) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+
+
+def from_openai(logprobs: Any, top: int) -> list[TokenLogprob]:
+    """Log-probabilities in the shape of OpenAI's completions (not chats), as vLLM sends them; None has none."""
+    if logprobs is None:
+        return []
+    likeliest = logprobs.top_logprobs or [None] * len(logprobs.tokens)
+    return [
+        TokenLogprob(token, logprob, tuple(sorted((others or {}).items(), key=lambda each: -each[1])[:top]))
+        for token, logprob, others in zip(logprobs.tokens, logprobs.token_logprobs, likeliest, strict=True)
+    ]
 
 
 def as_openai(logprobs: Sequence[TokenLogprob]) -> Mapping[str, Any]:

@@ -1,12 +1,12 @@
 """A decoder's own generation settings, which publishers put into its `generation_config`.
 
-Those that change scores act in every answer, as in transformers' `generate`. Those that choose tokens (`do_sample`,
-`temperature`, `top_p`, ...) do not: `Sampling` has them.
+Those that change scores, and `stop_strings`, act in every answer, as in transformers' `generate`. Those that choose
+tokens (`do_sample`, `temperature`, `top_p`, ...) do not: `Sampling` has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from transformers import (
@@ -34,6 +34,16 @@ _NEUTRAL: dict[str, Any] = {
     "remove_invalid_values": False,
     "renormalize_logits": False,
 }
+_APPLIED = (
+    "sequence_bias",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "min_new_tokens",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "stop_strings",
+)
 _REFUSED = (
     "encoder_repetition_penalty",
     "encoder_no_repeat_ngram_size",
@@ -50,42 +60,45 @@ _REFUSED = (
 )
 
 
-def of_decoder(settings: Any, ends: Collection[int], device: Any) -> LogitsProcessorList:
-    """Logits processors that a decoder's generation config asks for.
+def own_settings(config: Any) -> dict[str, Any]:
+    """The settings of a model's `generation_config` that change scores, and its `stop_strings`.
+
+    Raises:
+        ConfigError: it asks for something that cannot be done here.
+    """
+    for name in _REFUSED:
+        if (value := _given(config, name)) is not None:
+            raise ConfigError(
+                f"the decoder's generation_config has {name}={value!r}, which is not supported: give "
+                "decoder_settings=False to leave its settings out"
+            )
+    return {name: value for name in _APPLIED if (value := _given(config, name)) is not None}
+
+
+def of_decoder(config: Any, ends: Collection[int], device: Any) -> LogitsProcessorList:
+    """Logits processors that a decoder's generation config asks for, in the order of transformers.
 
     Args:
-        settings: the model's `generation_config`.
+        config: the model's `generation_config`.
         ends: tokens that end an answer.
         device: the scores' device.
 
     Raises:
         ConfigError: it asks for something that cannot be done here.
     """
-    given = {name: _given(settings, name) for name in _REFUSED}
-    if refused := sorted(name for name, value in given.items() if value is not None):
-        raise ConfigError(
-            f"the decoder's generation_config has {refused[0]}={given[refused[0]]!r}, which is not supported: give "
-            "decoder_settings=False to leave its settings out"
-        )
-    processors = LogitsProcessorList()
-    if (bias := _given(settings, "sequence_bias")) is not None:
-        processors.append(SequenceBiasLogitsProcessor(bias))
-    if (penalty := _given(settings, "repetition_penalty")) is not None:
-        processors.append(RepetitionPenaltyLogitsProcessor(penalty))
-    if (size := _given(settings, "no_repeat_ngram_size")) is not None:
-        processors.append(NoRepeatNGramLogitsProcessor(size))
-    if (words := _given(settings, "bad_words_ids")) is not None:
-        processors.append(NoBadWordsLogitsProcessor(words, sorted(ends) or None))
-    if (tokens := _given(settings, "min_new_tokens")) is not None:
-        processors.append(MinNewTokensLengthLogitsProcessor(0, tokens, sorted(ends), device=str(device)))
-    if (tokens := _given(settings, "suppress_tokens")) is not None:
-        processors.append(SuppressTokensLogitsProcessor(tokens, device=str(device)))
-    if (tokens := _given(settings, "begin_suppress_tokens")) is not None:
-        processors.append(SuppressTokensAtBeginLogitsProcessor(tokens, 0, device=str(device)))
-    return processors
+    made: dict[str, Callable[[Any], Any]] = {
+        "sequence_bias": SequenceBiasLogitsProcessor,
+        "repetition_penalty": RepetitionPenaltyLogitsProcessor,
+        "no_repeat_ngram_size": NoRepeatNGramLogitsProcessor,
+        "bad_words_ids": lambda words: NoBadWordsLogitsProcessor(words, sorted(ends) or None),
+        "min_new_tokens": lambda count: MinNewTokensLengthLogitsProcessor(0, count, sorted(ends), device=str(device)),
+        "suppress_tokens": lambda ids: SuppressTokensLogitsProcessor(ids, device=str(device)),
+        "begin_suppress_tokens": lambda ids: SuppressTokensAtBeginLogitsProcessor(ids, 0, device=str(device)),
+    }
+    return LogitsProcessorList(made[name](value) for name, value in own_settings(config).items() if name in made)
 
 
-def _given(settings: Any, name: str) -> Any:
+def _given(config: Any, name: str) -> Any:
     """A setting's value; None if it is absent or changes nothing."""
-    value = getattr(settings, name, None)
+    value = getattr(config, name, None)
     return None if value is None or value == _NEUTRAL.get(name) or value == [] else value

@@ -25,7 +25,7 @@ from transformers import DynamicCache, LogitsProcessorList
 
 from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.decoding.change import Change, opened
-from ctx_compress_rag.decoding.generation import Generation, Put, Sampling, TextWatch, end_ids, processors
+from ctx_compress_rag.decoding.generation import Generation, Put, Sampling, TextWatch, end_ids, processors, stop_strings
 from ctx_compress_rag.decoding.logprobs import Recorder
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import DecoderMemoryError
@@ -75,13 +75,14 @@ class Row:
         Raises:
             ConfigError: its JSON schema cannot be enforced.
         """
-        tokenizer, config = self.bundle.tokenizer, model.generation_config
-        ends = end_ids(tokenizer, config.eos_token_id, self.sampling.stop)
+        tokenizer = self.bundle.tokenizer
+        stop = stop_strings(self.sampling, model)
+        ends = end_ids(tokenizer, model.generation_config.eos_token_id, stop)
         limit = self.sampling.room(self.prompt.length, self.bundle.backbone.window)
         recorder = Recorder(tokenizer, self.sampling.top_logprobs, 1) if self.sampling.logprobs else None
         self._processors = processors(self.sampling, model, tokenizer, ends, [self.prompt], [limit], recorder)
         put = self.put if self.stream else None
-        self._watch = TextWatch(tokenizer, self.sampling.stop, ends, [limit], put, recorder=recorder)
+        self._watch = TextWatch(tokenizer, stop, ends, [limit], put, recorder=recorder)
 
     def take(self, scores: Tensor, likeliest: int) -> Generation | None:
         """Take the next token; returns the answer if the token ends it.

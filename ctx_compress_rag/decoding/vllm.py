@@ -19,6 +19,8 @@ from ctx_compress_rag.decoding.change import Change
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.export import dtype_name, served
 from ctx_compress_rag.decoding.generation import Generation, Put, Sampling
+from ctx_compress_rag.decoding.logprobs import TokenLogprob, from_openai
+from ctx_compress_rag.decoding.settings import own_settings
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.decoding.structured import closed_schema
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, ServerError
@@ -107,11 +109,12 @@ class ServerDecoder(TransformersDecoder):
                 cancel()
 
     def begin(self, prompt: Prompt, sampling: Sampling, put: Put) -> Callable[[], None]:
-        if sampling.extractive or sampling.logprobs:
-            asked = "extractive answers" if sampling.extractive else "log-probabilities"
-            raise ConfigError(f"{asked} need the decoder in this process, not {self.server}: leave server= out")
+        if sampling.extractive:
+            raise ConfigError(
+                f"extractive answers need the decoder in this process, not {self.server}: leave server= out"
+            )
         body = self._body(prompt, sampling)
-        future = asyncio.run_coroutine_threadsafe(self._answer(body, prompt, put), _loop())
+        future = asyncio.run_coroutine_threadsafe(self._answer(body, prompt, sampling, put), _loop())
 
         def cancel() -> None:
             future.cancel()
@@ -123,6 +126,8 @@ class ServerDecoder(TransformersDecoder):
         special = self.bundle.tokenizer.get_added_vocab()
         extra: dict[str, Any] = {
             "top_k": sampling.top_k,
+            "min_p": 0.0,  # the server would take this and the next from the decoder's generation_config
+            "repetition_penalty": self._repetition_penalty(sampling),
             "stop_token_ids": [special[each] for each in sampling.stop if each in special],
         }
         if sampling.json_schema is not None:
@@ -137,11 +142,27 @@ class ServerDecoder(TransformersDecoder):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "stop": list(sampling.stop),
+            "logprobs": sampling.top_logprobs if sampling.logprobs else None,
             "seed": sampling.seed,
             "stream": True,
             "stream_options": {"include_usage": True},
             "extra_body": extra,
         }
+
+    def _repetition_penalty(self, sampling: Sampling) -> float:
+        """The only one of a decoder's own settings that a server applies; as vLLM does, to a prompt's tokens too.
+
+        Raises:
+            ConfigError: the decoder has others.
+        """
+        own = own_settings(self.bundle.backbone.model.generation_config) if sampling.decoder_settings else {}
+        penalty = float(own.pop("repetition_penalty", 1.0))
+        if own:
+            raise ConfigError(
+                f"the decoder's generation_config has {next(iter(own))}, which {self.server} cannot apply: give "
+                "decoder_settings=False, or leave server= out"
+            )
+        return penalty
 
     def _embeds(self, prompt: Prompt) -> str:
         """The prompt's vectors, checked: vLLM does not check them, and a NaN spoils the answers of others."""
@@ -160,10 +181,10 @@ class ServerDecoder(TransformersDecoder):
         torch.save(vectors.clone(), buffer)  # a view would be saved with its whole base
         return base64.b64encode(buffer.getvalue()).decode()
 
-    async def _answer(self, body: dict[str, Any], prompt: Prompt, put: Put) -> None:
+    async def _answer(self, body: dict[str, Any], prompt: Prompt, sampling: Sampling, put: Put) -> None:
         try:
             await self._fit(body, prompt)
-            async for piece in self._pieces_of(body, prompt):
+            async for piece in self._pieces_of(body, prompt, sampling):
                 put(piece)
         except Exception as error:
             put(self._explained(error))
@@ -188,19 +209,26 @@ class ServerDecoder(TransformersDecoder):
             )
         body["max_tokens"] = min(body["max_tokens"], window - prompt.length)
 
-    async def _pieces_of(self, body: dict[str, Any], prompt: Prompt) -> AsyncIterator[str | Generation]:
+    async def _pieces_of(
+        self, body: dict[str, Any], prompt: Prompt, sampling: Sampling
+    ) -> AsyncIterator[str | Generation]:
         text, reason, tokens = "", None, None
+        noted: list[TokenLogprob] = []
         async with await self._client.completions.create(**body) as chunks:
             async for chunk in chunks:
                 for choice in chunk.choices:
                     if choice.text:
                         text += choice.text
                         yield choice.text
+                    noted += from_openai(choice.logprobs, sampling.top_logprobs)
                     reason = choice.finish_reason or reason
                 tokens = chunk.usage.completion_tokens if chunk.usage else tokens
         if reason not in ("stop", "length") or tokens is None:
             raise ServerError(f"{self.server} ended in the middle of an answer ({reason}): ask again")
-        yield Generation(text, prompt.length, prompt.slots, tokens, reason)
+        while noted and sum(len(each.token) for each in noted[:-1]) >= len(text):
+            noted.pop()  # an end token, or one of a stop string
+        logprobs = tuple(noted) if sampling.logprobs else None
+        yield Generation(text, prompt.length, prompt.slots, tokens, reason, logprobs)
 
     def _explained(self, error: Exception) -> Exception:
         """The client's error as a ServerError; others as they are."""

@@ -12,9 +12,11 @@ from transformers import GenerationConfig
 
 from ctx_compress_rag.decoding.change import opened
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.logprobs import Recorder
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
+from helpers import architectures
 
 TOKENS = 8
 
@@ -54,7 +56,7 @@ def test_logprobs_are_transformers_own(decoder: TransformersDecoder, prompts: li
         ids, wanted = by_transformers(decoder, prompt)
         assert answer.logprobs is not None and len(answer.logprobs) in (len(ids), len(ids) - 1)  # without the end
         for token, value, noted in zip(ids, wanted, answer.logprobs, strict=False):
-            assert noted.token == decoder.bundle.tokenizer.decode([token])
+            assert noted.token == decoder.bundle.tokenizer.decode([token])  # byte-level: nothing is lost alone
             assert noted.logprob == pytest.approx(value, abs=1e-4)
             values = [probability for _, probability in noted.top]
             assert values == sorted(values, reverse=True) and noted.logprob == pytest.approx(values[0])
@@ -68,6 +70,16 @@ def test_logprobs_end_where_the_text_ends(decoder: TransformersDecoder, prompts:
     [cut] = decoder.generate(prompts[:1], Sampling(max_new_tokens=TOKENS, logprobs=True, stop=(stop,)))
     assert cut.logprobs is not None and cut.logprobs == whole.logprobs[: len(cut.logprobs)]
     assert len(cut.logprobs) < len(whole.logprobs)
+
+
+def test_tokens_join_to_the_text_where_a_tokenizer_drops_the_first_space() -> None:
+    tokenizer = architectures.tokenizer("Mistral")
+    ids = tokenizer("Who kept the bees?", add_special_tokens=False)["input_ids"]
+    recorder = Recorder(tokenizer, 0, 1)
+    for id in ids:
+        recorder(None, torch.zeros(1, len(tokenizer)))
+        recorder.take(0, id)
+    assert "".join(each.token for each in recorder.noted[0]) == f" {tokenizer.decode(ids)}"
 
 
 def test_logprobs_are_given_only_if_asked_for(decoder: TransformersDecoder, prompts: list[Any]) -> None:
@@ -114,6 +126,15 @@ def test_a_decoders_settings_act_as_in_transformers(
     off = Sampling(max_new_tokens=TOKENS, decoder_settings=False)
     assert [answer.text for answer in decoder.generate(prompts, off)] == plain
     assert [decoder.generate_apart(prompt, off).text for prompt in prompts] == plain
+
+
+def test_a_decoders_stop_strings_end_answers(decoder: TransformersDecoder, prompts: list[Any], model: Any) -> None:
+    sampling = Sampling(max_new_tokens=TOKENS)
+    [plain] = decoder.generate(prompts[:1], sampling)
+    model.generation_config = GenerationConfig(stop_strings=[plain.text[3:5]])
+    for answer in (decoder.generate(prompts[:1], sampling)[0], decoder.generate_apart(prompts[0], sampling)):
+        assert answer.text == plain.text[: plain.text.index(plain.text[3:5])] and answer.finish_reason == "stop"
+    assert decoder.generate(prompts[:1], Sampling(max_new_tokens=TOKENS, decoder_settings=False)) == [plain]
 
 
 def test_a_setting_that_is_not_supported_is_refused(

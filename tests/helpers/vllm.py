@@ -54,12 +54,15 @@ class FakeVllm:
         return StreamingResponse(self._events(body, fault), media_type="text/event-stream")
 
     def _events(self, body: dict[str, Any], fault: Any) -> Any:
-        ids, reason = self.answer(body)
+        ids, reason, noted = self.answer(body)
         shown = ""
         for number in range(1, len(ids) + 1):
             text = self.bundle.tokenizer.decode(ids[:number], skip_special_tokens=True)
             text = text if number == len(ids) else text.rstrip("\ufffd")
-            yield event({"choices": [{"index": 0, "text": text[len(shown) :], "finish_reason": None}]})
+            choice = {"index": 0, "text": text[len(shown) :], "finish_reason": None, "logprobs": None}
+            if body["logprobs"] is not None:
+                choice["logprobs"] = self.logprobs(noted[number - 1], ids[number - 1], body["logprobs"])
+            yield event({"choices": [choice]})
             shown = text
             if fault is not None:
                 if fault != "cut":
@@ -69,21 +72,33 @@ class FakeVllm:
         yield event({"choices": [], "usage": {"prompt_tokens": 0, "completion_tokens": len(ids)}})
         yield "data: [DONE]\n\n"
 
-    def answer(self, body: dict[str, Any]) -> tuple[list[int], str]:
-        """Greedy, by whole passes."""
+    def logprobs(self, scores: torch.Tensor, id: int, top: int) -> dict[str, Any]:
+        """In the form of completions: the chosen token is among the likeliest ones, whatever their number."""
+        found = scores.log_softmax(-1)
+        text, value = self.bundle.tokenizer.decode([id]), float(found[id])
+        best = found.topk(top)
+        likeliest = {
+            self.bundle.tokenizer.decode([i]): float(v) for i, v in zip(best.indices, best.values, strict=True)
+        }
+        return {"tokens": [text], "token_logprobs": [value], "top_logprobs": [{**likeliest, text: value}]}
+
+    def answer(self, body: dict[str, Any]) -> tuple[list[int], str, list[torch.Tensor]]:
+        """Greedy, by whole passes: token ids, why they end, and the scores of each."""
         backbone = self.bundle.backbone
         if "prompt_embeds" in body:
             embeds = vectors(body).unsqueeze(0)
         else:
             embeds = backbone.embeddings(torch.tensor([body["prompt"]]))
         ids: list[int] = []
+        noted: list[torch.Tensor] = []
         with torch.no_grad(), backbone.use("reader" if body["model"].endswith("-reader") else None) as model:
             while len(ids) < body["max_tokens"]:
-                ids.append(int(model(inputs_embeds=embeds, use_cache=False).logits[0, -1].argmax()))
+                noted.append(model(inputs_embeds=embeds, use_cache=False).logits[0, -1])
+                ids.append(int(noted[-1].argmax()))
                 if ids[-1] == self.bundle.tokenizer.eos_token_id:
-                    return ids, "stop"
+                    return ids, "stop", noted
                 embeds = torch.cat([embeds, backbone.embeddings(torch.tensor([ids[-1:]]))], dim=1)
-        return ids, "length"
+        return ids, "length", noted
 
 
 def vectors(body: dict[str, Any]) -> torch.Tensor:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from llama_index.core.llms import ChatMessage
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.export import export, served
@@ -91,8 +91,11 @@ def test_the_bytes_are_the_prompts_vectors_and_nothing_else(
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 7,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
         "stop": ["END"],
         "stop_token_ids": [],
+        "logprobs": None,
         "seed": 3,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -132,6 +135,35 @@ def test_answers_and_streams_are_those_of_the_decoder_here(
     for prompt, answer in zip(prompts, expected, strict=True):
         *pieces, last = there.stream(prompt, TOKENS)
         assert last == answer and "".join(map(str, pieces)) == answer.text and len(pieces) > 3
+
+
+def test_logprobs_are_those_of_the_decoder_here(
+    there: ServerDecoder, talkative: Any, store: SoftContextStore, soft: str
+) -> None:
+    sampling = Sampling(max_new_tokens=6, logprobs=True, top_logprobs=2)
+    for here, answer in zip(
+        TransformersDecoder(talkative, store).generate([soft, "Who?"], sampling),
+        there.generate([soft, "Who?"], sampling),
+        strict=True,
+    ):
+        assert here.logprobs and answer.logprobs and len(here.logprobs) == len(answer.logprobs)
+        for one, other in zip(here.logprobs, answer.logprobs, strict=True):
+            assert other.logprob == pytest.approx(one.logprob, abs=1e-4)
+            assert other.top[0][1] == pytest.approx(one.top[0][1], abs=1e-4)
+
+
+def test_a_decoders_settings_go_to_the_server_or_are_refused(
+    fake: FakeVllm, there: ServerDecoder, talkative: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for settings, sent in (({"repetition_penalty": 1.3}, 1.3), ({}, 1.0)):
+        monkeypatch.setattr(talkative.backbone.model, "generation_config", GenerationConfig(**settings))
+        there.generate(["Who?"], Sampling(1))
+        there.generate(["Who?"], Sampling(1, decoder_settings=False))
+        assert [body["repetition_penalty"] for body in fake.bodies[-2:]] == [sent, 1.0]
+    monkeypatch.setattr(talkative.backbone.model, "generation_config", GenerationConfig(suppress_tokens=[5]))
+    with pytest.raises(ConfigError, match="suppress_tokens.*decoder_settings=False"):
+        there.generate(["Who?"], Sampling(1))
+    assert there.generate(["Who?"], Sampling(1, decoder_settings=False))
 
 
 def test_many_at_once_share_connections(fake: FakeVllm, there: ServerDecoder, soft: str) -> None:
