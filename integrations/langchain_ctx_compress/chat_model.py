@@ -197,6 +197,8 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
 
         `tools` are not counted: this model calls none.
         """
+        if not messages:  # asked by LangChain as it trims
+            return 0
         with self._in_scope():
             return self.decoder.count_chat_tokens(to_chat(messages))
 

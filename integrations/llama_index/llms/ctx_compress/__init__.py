@@ -4,6 +4,6 @@ from ctx_compress_rag.extras import needs
 
 with needs("llama-index"):
     from llama_index.llms.ctx_compress.base import CompressedContextLLM
-    from llama_index.llms.ctx_compress.tokens import marker_tokenizer
+    from llama_index.llms.ctx_compress.tokens import chat_memory, marker_tokenizer
 
-__all__ = ["CompressedContextLLM", "marker_tokenizer"]
+__all__ = ["CompressedContextLLM", "chat_memory", "marker_tokenizer"]

@@ -4,12 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import cast
+from typing import Any, cast
+
+from llama_index.core.memory import Memory
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import scope as in_scope
+from llama_index.llms.ctx_compress.base import CompressedContextLLM
+
+_RESERVED = 500  # tokens that LlamaIndex keeps free for an answer that it refines
+
+
+def chat_memory(llm: CompressedContextLLM, token_limit: int | None = None, **options: Any) -> Memory:
+    """A memory for LlamaIndex's chat engines, which counts a marker as its slots.
+
+    A chat engine fails with "Chunk size ... is not positive" if its history leaves no room for passages. By default
+    it allows a history as long as the window, less 256 tokens, and reserves 500 tokens besides `max_tokens`.
+
+    Args:
+        llm: what answers.
+        token_limit: longest history, in tokens and slots; by default half of the window's tokens that are not reserved.
+        options: other options of `Memory.from_defaults`.
+
+    Raises:
+        ConfigError: nothing of the window is left.
+    """
+    window, answer = llm.metadata.context_window, llm.metadata.num_output
+    if token_limit is None:
+        token_limit = (window - answer - _RESERVED) // 2
+    if token_limit <= 0:
+        raise ConfigError(
+            f"max_tokens={answer} and the {_RESERVED} tokens that LlamaIndex reserves leave nothing of "
+            f"the window of {window} for a history: give a smaller max_tokens"
+        )
+    return Memory.from_defaults(token_limit=token_limit, tokenizer_fn=marker_tokenizer(llm.store, llm.scope), **options)
 
 
 def marker_tokenizer(store: SoftContextStore, scope: str | None = None) -> Callable[[str], list[int]]:
