@@ -51,8 +51,8 @@ OPTIONS = (
 
 
 def given_options(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """An LLM class's constructor fields: options that are None are left to their defaults, and `stop` is a list."""
-    given = {name: value for name, value in fields.items() if value is not None or name not in OPTIONS}
+    """An LLM class's constructor fields: None leaves a field to its default, and `stop` is a list."""
+    given = {name: value for name, value in fields.items() if value is not None}
     return given | ({"stop": [given["stop"]]} if isinstance(given.get("stop"), str) else {})
 
 

@@ -23,10 +23,44 @@ LOADING = ("device", "dtype", "device_map", "attn_implementation", "quantization
 
 
 class DecoderLLM(BaseModel):
-    """The base of a framework's LLM class; comes before the framework's own base class, which documents the fields.
+    """The base and the options of a framework's LLM class; it comes before the framework's own base class.
 
-    The fields from `device` to `quantization_config` load the store's bundle a second time, for this LLM; without any
-    of them, the store's own bundle answers.
+    Args:
+        store: where the soft contexts are; its bundle is the model.
+        max_tokens: longest answer, in tokens; by default 512, or that of an imported bundle's training.
+        temperature: 0 always takes the most likely token (greedy).
+        top_p: sample from the most likely tokens, up to this total probability.
+        top_k: sample from this many of the most likely tokens; 0 for all.
+        stop: strings that end the answer and are left out of it; a call's own `stop` replaces them.
+        seed: makes sampling repeatable; None draws a new one for each call.
+        extractive: answers are quotations of the prompt or of the passages that it reads.
+        logprobs: give the answer the log-probabilities of its tokens.
+        top_logprobs: with `logprobs`, how many of the likeliest tokens at each place to add, 20 at most.
+        decoder_settings: apply the decoder's own `generation_config` (`repetition_penalty`, `suppress_tokens`, ...), as
+            transformers does; its sampling settings never apply.
+        on_unreadable: what to do with a marker whose slots cannot be read (it has another key or scope, was changed, or
+            its passage was deleted or damaged): raise an "error", or read the passage's "text" if the store has it,
+            else the marker as literal text, with a warning.
+        scope: tenant or user whose markers are read; None takes that of `ctx_compress_rag.store.marker.scope`, or the
+            store's.
+        batch_size: maximum number of prompts in a forward pass.
+        device, dtype, device_map, attn_implementation, quantization_config: options of `Bundle.from_pretrained` that
+            load the store's bundle a second time, for this LLM only; without any of them, the store's own answers.
+        server: address of a vLLM server that runs the decoder (see `ctx-compress export`); None runs it here.
+        api_key: the server's key.
+        timeout: maximum seconds to wait for the server's first token, and from one token to the next.
+        max_retries: how often a request is sent again if the server is unreachable, busy or fails.
+
+    Each option from `max_tokens` to `decoder_settings` can also be given per call.
+
+    Raises:
+        ConfigError: an argument is unknown or has an impossible value, or a prompt cannot be read.
+        UnreadableMarkerError: at a call, a marker is of another key or scope, or was changed.
+        MissingPassageError: at a call, a marker's passage is no longer stored.
+        PayloadError: at a call, a record is damaged, changed, or signed with another key.
+        StoreError: at a call, the store cannot be reached.
+        DecoderMemoryError: at a call, the device has not enough memory for the prompt.
+        ServerError: at a call, the server cannot be reached or refuses the request.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -81,7 +115,7 @@ class DecoderLLM(BaseModel):
     def _question_messages(self, context: str, question: str) -> list[dict[str, str]]:
         """How the store's bundle was trained to be asked: messages with these two variables of a format string."""
         holes = ("\ue000context\ue000", "\ue000question\ue000")
-        asked = messages(self.decoder.bundle.config.template, *holes)
+        asked = messages(self.store.bundle.config.template, *holes)
         for message in asked:
             text = message["content"].replace("{", "{{").replace("}", "}}")
             message["content"] = text.replace(holes[0], f"{{{context}}}").replace(holes[1], f"{{{question}}}")

@@ -24,7 +24,7 @@ from langchain_core.runnables import (
 )
 from langchain_core.runnables.utils import AnyConfigurableField
 from langchain_core.utils.function_calling import convert_to_json_schema
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict
 
 from ctx_compress_rag.adaptation.llm import AdaptableLLM
 from ctx_compress_rag.bundle.bundle import Bundle
@@ -35,9 +35,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store.marker import current_scope
 from langchain_ctx_compress.messages import parsed, to_chat
 
-# LangChain's own code gives these to any chat model; only a server uses them.
 _PROVIDER = "ctx-compress"
-_OF_REMOTE_MODELS = {"timeout", "max_retries", "api_key"}
 
 
 class ChatCompressedContext(AdaptableLLM, BaseChatModel):
@@ -50,58 +48,18 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
 
     `usage_metadata` counts a slot as one token; `response_metadata` has the number of `slots`.
 
+    The options are those of `ctx_compress_rag.frameworks.llm.DecoderLLM`, which also says what is raised; those of
+    sampling can be given per call: `model.bind(temperature=0.7)`, `model.invoke(x, top_k=5)`. Log-probabilities are
+    in `response_metadata["logprobs"]`, in OpenAI's shape.
+
     Args:
-        store: where the soft contexts are; its bundle is the model.
-        max_tokens: longest answer, in tokens; by default 512, or that of an imported bundle's training.
-        temperature: 0 is greedy.
-        top_p: sample from the most likely tokens, up to this total probability.
-        top_k: sample from this many of the most likely tokens; 0 for all.
-        stop: strings that end the answer and are left out of it; a call's own `stop` replaces them.
-        seed: makes sampling repeatable; None draws a new one for each call.
-        extractive: answers are quotations of the prompt or of the passages that it reads.
-        logprobs: put the log-probabilities of the answer's tokens, in OpenAI's shape, into
-            `response_metadata["logprobs"]`.
-        top_logprobs: with `logprobs`, how many of the likeliest tokens at each place to add, 20 at most.
-        decoder_settings: apply the decoder's own `generation_config` (`repetition_penalty`, `suppress_tokens`, ...), as
-            transformers does; its sampling settings never apply.
-        on_unreadable: what to do with a marker whose slots cannot be read (it has another key or scope, was changed, or
-            its passage was deleted or damaged): raise an "error", or read the passage's "text" if the store has it,
-            else the marker as literal text, with a warning.
-        scope: tenant or user whose markers are read; None takes that of `stores.markers.scope`, or the store's.
-        streaming: make `invoke` stream internally, so that callbacks see every piece.
         predictor: folder of the update predictor that `adapt` uses.
-        batch_size: maximum number of prompts in a forward pass.
-        device, dtype, device_map, attn_implementation, quantization_config: options of `Bundle.from_pretrained` that
-            load the decoder a second time, for this LLM only; by default the store's bundle answers.
-        server: address of a vLLM server that runs the decoder (see `ctx-compress export`); None runs it here.
-        api_key: the server's key.
-        timeout: maximum seconds to wait for the server's first token, and from one token to the next.
-        max_retries: how often a request is sent again if the server is unreachable or busy.
-
-    Each sampling argument can also be given per call: `model.bind(temperature=0.7)`, `model.invoke(x, top_k=5)`.
-
-    Raises:
-        ConfigError: an argument is unknown or has an impossible value.
-        UnreadableMarkerError: at a call, a marker is of another key or scope, or was changed.
-        MissingPassageError: at a call, a marker's passage is no longer stored.
-        PayloadError: at a call, a record is damaged, changed, or signed with another key.
-        StoreError: at a call, the store cannot be reached.
-        DecoderMemoryError: at a call, the device has not enough memory for the prompt.
-        ServerError: at a call, the server cannot be reached or refuses the request.
+        streaming: make `invoke` stream internally, so that callbacks see every piece.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     streaming: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_unmeant(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        remote = values.get("server") is not None
-        unmeant = {name for name in _OF_REMOTE_MODELS if not remote or values.get(name) is None}
-        return {name: value for name, value in values.items() if name not in unmeant}
 
     def question_prompt(self) -> ChatPromptTemplate:
         """The prompt that the store's bundle was trained with, for a chain's `context` and `input`."""

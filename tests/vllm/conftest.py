@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.world import BUNDLE
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.export import export
 from ctx_compress_rag.store import SoftContextStore
@@ -62,7 +63,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if python is None:
         pytest.fail(f"{PYTHON} does not name the Python of an environment with vLLM: run `make test-vllm`")
     folder = tmp_path_factory.mktemp("vllm")
-    bundle = Bundle.from_pretrained("demo")
+    bundle = Bundle.from_pretrained(BUNDLE)
     # The wheel for CPUs is not named `vllm`, and its `vllm` command asks for that name and ends.
     _, _, model, *options = export(bundle, folder / "served")
     port = free_port()

@@ -12,6 +12,7 @@ import openai
 import pytest
 import torch
 
+from benchmarks.world import BUNDLE
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.change import opened
@@ -43,7 +44,7 @@ def here(vllm: Any, store: SoftContextStore) -> TransformersDecoder:
 
 @pytest.fixture(scope="module")
 def soft(vllm: Any, store: SoftContextStore) -> list[dict[str, str]]:
-    return prompt_of(vllm.bundle.config.asked_by, mark(store, [PASSAGE], ratio=4), QUESTION)
+    return prompt_of(vllm.bundle.config.template, mark(store, [PASSAGE], ratio=4), QUESTION)
 
 
 @pytest.mark.parametrize("ratio", [4, 16, None])
@@ -55,7 +56,7 @@ def test_two_hundred_questions_have_the_answers_of_this_process(
     prompts: list[Any] = []
     for question in questions_of(examples, 200):
         texts = list(question.passages) if ratio is None else mark(store, question.passages, ratio=ratio)
-        prompts.append(prompt_of(here.bundle.config.asked_by, texts, question.question))
+        prompts.append(prompt_of(here.bundle.config.template, texts, question.question))
     assert len(prompts) == 200
     expected, found = here.generate(prompts, TOKENS), there.generate(prompts, TOKENS)
     differ = [i for i in range(200) if found[i] != expected[i]]
@@ -121,6 +122,17 @@ def test_stops_lengths_and_counts(there: ServerDecoder, here: TransformersDecode
     assert one.prompt_tokens == asked.length
 
 
+def test_logprobs(there: ServerDecoder, here: TransformersDecoder, soft: list[dict[str, str]]) -> None:
+    sampling = Sampling(16, logprobs=True, top_logprobs=2)
+    for prompt in (soft, QUESTION):
+        [answer], [expected] = there.generate([prompt], sampling), here.generate([prompt], sampling)
+        assert answer.logprobs and expected.logprobs and answer.text == expected.text
+        assert [each.token for each in answer.logprobs] == [each.token for each in expected.logprobs]
+        for one, other in zip(answer.logprobs, expected.logprobs, strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+            assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=1e-3)
+
+
 def test_sampling(there: ServerDecoder, soft: list[dict[str, str]]) -> None:
     greedy = there.generate([soft], TOKENS)[0].text
     assert there.generate([soft], Sampling(16, temperature=2.0, top_k=1))[0].text == greedy
@@ -153,7 +165,7 @@ def test_what_is_refused(vllm: Any, store: SoftContextStore, there: ServerDecode
         stranger.generate([QUESTION], TOKENS)
     with pytest.raises(ConfigError, match="window of 2048"):
         there.generate(["mayor " * 3000], TOKENS)
-    spoiled = Bundle.from_pretrained("demo")
+    spoiled = Bundle.from_pretrained(BUNDLE)
     with torch.no_grad():
         spoiled.backbone.embeddings.weight.mul_(float("inf"))
     hurt = ServerDecoder(spoiled, store, **vllm.fields)

@@ -55,45 +55,15 @@ class CompressedContextLLM(AdaptableLLM, LLM):
     loop keeps running. A cancelled task, or a stream that is closed early, stops the decoder after the token in
     progress.
 
-    The sampling fields may also be given for one call: `llm.complete(prompt, max_tokens=10, stop=["END"])`.
+    The options are those of `ctx_compress_rag.frameworks.llm.DecoderLLM`, which also says what is raised; those of
+    sampling can be given per call: `llm.complete(prompt, max_tokens=10, stop=["END"])`. With `logprobs`,
+    `response.logprobs[i]` has the log-probability of token `i` first, then those of the likeliest others.
 
-    Attributes:
-        store: where the soft contexts are, and with it the bundle and its decoder.
-        max_tokens: longest answer, in tokens; by default 512, or that of an imported bundle's training.
-        temperature: 0 always takes the most likely token.
-        top_p: sample from the most likely tokens, up to this total probability.
-        top_k: sample from this many of the most likely tokens; 0 for all.
-        stop: an answer ends before any of these strings.
-        seed: makes sampling repeatable.
-        extractive: answers are quotations of the prompt or of the passages that it reads.
-        logprobs: give the responses the log-probabilities of the answer's tokens: `response.logprobs[i]` has that of
-            token `i` first, then those of the likeliest others.
-        top_logprobs: with `logprobs`, how many of the likeliest tokens at each place to add, 20 at most.
-        decoder_settings: apply the decoder's own `generation_config` (`repetition_penalty`, `suppress_tokens`, ...), as
-            transformers does; its sampling settings never apply.
-        on_unreadable: what to do with a marker whose slots cannot be read (it has another key or scope, was changed, or
-            its passage was deleted or damaged): raise an "error", or read the passage's "text" if the store has it,
-            else the marker as literal text, with a warning.
-        scope: tenant or user whose markers are read; by default that of `ctx_compress_rag.store.marker.scope`, or
-            the store's.
+    Args:
         predictor: folder of the update predictor that `adapt` uses.
-        batch_size: maximum number of prompts in a forward pass.
-        device, dtype, device_map, attn_implementation, quantization_config: options of `Bundle.from_pretrained` that
-            load the decoder a second time, for this LLM only; by default the store's bundle answers.
-        server: address of a vLLM server that runs the decoder (see `ctx-compress export`); None runs it here.
-        api_key: the server's key.
-        timeout: maximum seconds to wait for the server's first token, and from one token to the next.
-        max_retries: how often a request is sent again if the server is unreachable or busy.
 
     Raises:
-        ConfigError: a call has an unknown argument, a message holds something other than text, or `max_tokens` cut
-            a JSON answer.
-        UnreadableMarkerError: at a call, a marker is of another key or scope, or was changed.
-        MissingPassageError: at a call, a marker's passage was deleted or its text changed.
-        PayloadError: at a call, a record is damaged, changed, or signed with another key.
-        StoreError: at a call, the store cannot be reached.
-        DecoderMemoryError: at a call, the device has not enough memory for the prompt.
-        ServerError: at a call, the server cannot be reached or refuses the request.
+        ConfigError: besides, a message holds something other than text, or `max_tokens` cut a JSON answer.
     """
 
     model_config = ConfigDict(extra="forbid")
