@@ -13,12 +13,13 @@ from typing import Any, Literal
 from tqdm.auto import tqdm
 
 from benchmarks.adaptation.cost import AdaptationCost, measure
+from benchmarks.adaptation.episodes import drawn_apart
 from benchmarks.adaptation.systems import AT_TEST_TIME, BASE, PREDICTED, Recipes, System, controls, copy_rule
 from benchmarks.world.task_families import write_families
 from ctx_compress_rag.adaptation.baselines import TestTimeSGD
 from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, generate_together
-from ctx_compress_rag.adaptation.episodes import Episode, digest, drawn_apart, with_slots
+from ctx_compress_rag.adaptation.episodes import Episode, digest, with_slots
 from ctx_compress_rag.adaptation.stages import file_tasks, open_decoder
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.evaluation import report

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
+import torch
 import yaml
 
 from benchmarks.world import RECIPES
@@ -21,6 +22,7 @@ from ctx_compress_rag.adaptation.config import (
     UpdatePredictorRecipe,
 )
 from ctx_compress_rag.adaptation.decoder import Adaptation, AdaptiveDecoder
+from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.episodes import Episode
 from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.errors import ConfigError
@@ -180,11 +182,24 @@ def controls(systems: Sequence[System], decoder: AdaptiveDecoder, episodes: Sequ
         return []
     update, steps = predicted[-1].adaptation, predicted[-1].name.removeprefix(PREDICTED)
     assert isinstance(update, PredictedUpdate)
-    mean = update.mean_over(decoder, [episode.support for episode in episodes[:_AVERAGED]])
+    mean = mean_over(update, decoder, [episode.support for episode in episodes[:_AVERAGED]])
     made = [System(f"mean of the predicted updates, K={steps}", mean)]
     if len({episode.task for episode in episodes}) > 1:
         made.append(System(f"predicted from another task, K={steps}", update, given=_of_other_tasks))
     return made
+
+
+def mean_over(
+    update: PredictedUpdate, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Demonstration]]
+) -> BaseAdapter:
+    """The mean of the updates predicted for these contexts, whatever the demonstrations."""
+    rows = [update.rows(decoder, context) for context in contexts]
+    with torch.no_grad():
+        each = update.predict(decoder, rows)
+    # A sum of products is the product of the factors side by side.
+    a = {n: t.flatten(0, 1) for n, t in each.a.items()}
+    b = {n: t.transpose(0, 1).flatten(1) / len(rows) for n, t in each.b.items()}
+    return BaseAdapter(update.base.plus(Adapter(a, b, each.scale)))
 
 
 def copy_rule() -> System:

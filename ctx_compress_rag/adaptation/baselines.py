@@ -153,7 +153,7 @@ class PredictedUpdate(Adaptation):
 
     def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
         with torch.no_grad():
-            return Adapted(self.base.plus(self.predict(decoder, [self._rows(decoder, demonstrations)])).row(0))
+            return Adapted(self.base.plus(self.predict(decoder, [self.rows(decoder, demonstrations)])).row(0))
 
     def predict(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]]) -> Adapter:
         """The updates for support contexts, given as rows; an adapter with a row for each context."""
@@ -164,17 +164,7 @@ class PredictedUpdate(Adaptation):
         """What `predict` is trained to give: the update that gradient descent makes of each context (eq. 8)."""
         return sgd(decoder, contexts, self.base, self.config.inner_steps, self.config.inner_learning_rate).change()
 
-    def mean_over(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Demonstration]]) -> BaseAdapter:
-        """A control: the mean of the updates predicted for these contexts, whatever the demonstrations."""
-        rows = [self._rows(decoder, context) for context in contexts]
-        with torch.no_grad():
-            each = self.predict(decoder, rows)
-        # A sum of products is the product of the factors side by side.
-        a = {n: t.flatten(0, 1) for n, t in each.a.items()}
-        b = {n: t.transpose(0, 1).flatten(1) / len(rows) for n, t in each.b.items()}
-        return BaseAdapter(self.base.plus(Adapter(a, b, each.scale)))
-
-    def _rows(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
+    def rows(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
         """The demonstrations as the decoder reads them.
 
         Raises:

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class Adapted(Change):
     def extra_tokens(self) -> int:
         return 0 if self.prefix is None else len(self.prefix)
 
-    @property
+    @cached_property
     def digest(self) -> str | None:
         """16 hex digits that identify the changes; None if nothing is changed."""
         if self.adapter is None and self.prefix is None and not self.shots:

@@ -7,7 +7,6 @@ import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.data.examples import Example, read_jsonl
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.text.templates import PromptBuilder
-
-_POOL = 8  # a file keeps at most this many questions for demonstrations, times those of one question
 
 
 @dataclass(frozen=True)
@@ -82,41 +79,10 @@ class Tasks:
         if len(examples) <= demonstrations:
             raise DataError(f"the task {name} has {len(examples)} questions: {demonstrations} demonstrations need more")
         *support, query = rng.sample(examples, demonstrations + 1)
-        return self._episode(name, support, query)
+        return self.episode(name, support, query)
 
-    def asked(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
-        """At most `count` episodes to score with: questions of each file in turn, each once.
-
-        Demonstrations come from another part of the file.
-        """
-        return self._spread(count, demonstrations, seed, of_pool=False)
-
-    def tuning(self, count: int, demonstrations: int, seed: int) -> Sequence[Episode]:
-        """At most `count` episodes to choose settings with, of the part of each file that demonstrations come from."""
-        return self._spread(count, demonstrations, seed, of_pool=True)
-
-    def _spread(self, count: int, demonstrations: int, seed: int, of_pool: bool) -> list[Episode]:
-        each: list[list[Episode]] = []
-        for name, examples in self.examples.items():
-            rng = random.Random(f"{seed}:{name}")
-            shuffled = rng.sample(examples, len(examples))
-            size = min(_POOL * demonstrations, len(examples) // 2)
-            if size <= demonstrations:
-                raise DataError(
-                    f"the task {name} has {len(examples)} questions: {demonstrations} demonstrations need "
-                    f"{2 * demonstrations + 2}, half of which only demonstrate"
-                )
-            pool, rest = shuffled[:size], shuffled[size:]
-            each.append(
-                [
-                    self._episode(name, rng.sample([e for e in pool if e is not query], demonstrations), query)
-                    for query in (pool if of_pool else rest)
-                ]
-            )
-        in_turn = [episode for row in zip_longest(*each) for episode in row if episode is not None]
-        return in_turn[:count]
-
-    def _episode(self, name: str, support: Sequence[Example], query: Example) -> Episode:
+    def episode(self, name: str, support: Sequence[Example], query: Example) -> Episode:
+        """An episode of these examples of a task, with passages and answers cut."""
         shown = tuple(self._cut(example) for example in support)
         return Episode(name, shown, self._cut(query), query.turns[0].answers)
 
@@ -165,17 +131,6 @@ class Episodes(Sequence[Any]):
         if not 0 <= index < self.length:
             raise IndexError(index)
         return self.tasks.draw(random.Random(f"{self.seed}:{index}"), self.demonstrations)
-
-
-def drawn_apart(
-    tasks: Tasks, asked: int, tuning: int, demonstrations: int, seed: int
-) -> tuple[list[Episode], list[Episode]]:
-    """At most `asked` episodes to score with, and `tuning` to choose settings with; no question is in both."""
-    scored = list(tasks.asked(asked, demonstrations, seed))
-    # Two draws may share a name, and so ask the same question of different passages.
-    questions = {episode.query.question for episode in scored}
-    others = tasks.tuning(tuning, demonstrations, seed)
-    return scored, [episode for episode in others if episode.query.question not in questions]
 
 
 def digest(episodes: Iterable[Episode]) -> str:

@@ -115,7 +115,9 @@ class DecoderLLM(BaseModel):
     def _question_messages(self, context: str, question: str) -> list[dict[str, str]]:
         """How the store's bundle was trained to be asked: messages with these two variables of a format string."""
         holes = ("\ue000context\ue000", "\ue000question\ue000")
-        asked = messages(self.store.bundle.config.template, *holes)
+        bundle = self.decoder.bundle
+        assert isinstance(bundle, Bundle)
+        asked = messages(bundle.config.template, *holes)
         for message in asked:
             text = message["content"].replace("{", "{{").replace("}", "}}")
             message["content"] = text.replace(holes[0], f"{{{context}}}").replace(holes[1], f"{{{question}}}")

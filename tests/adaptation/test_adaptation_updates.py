@@ -314,8 +314,6 @@ def test_a_predictor_takes_passages_as_it_was_trained_with(bundle: Any, base: Ad
             named = f"passages are soft contexts of ratio 8, and demonstration {number} has passages that are {what}"
             with pytest.raises(ConfigError, match=named):
                 decoder.adapt(demonstrations, update)
-            with pytest.raises(ConfigError, match=named):
-                update.mean_over(decoder, [at[8], demonstrations])
         reads_text = PredictedUpdate.build(base, decoder, PREDICTOR)
         asked = replace(DEMONSTRATIONS[1], question=f"What of {at[4][1].passages[0]}?")
         for other in (at[4][1], asked):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ctx_compress_rag.adaptation import Demonstration
-from ctx_compress_rag.adaptation.episodes import Episode, Episodes, Tasks, digest, drawn_apart, with_slots
+from ctx_compress_rag.adaptation.episodes import Episode, Episodes, Tasks, digest, with_slots
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.text.templates import PromptBuilder
@@ -40,24 +40,7 @@ def test_files_are_tasks(tmp_path: Path, tiny_tokenizer: Any) -> None:
             assert sum(len(tiny_tokenizer(p, add_special_tokens=False)["input_ids"]) for p in d.passages) <= 41
             assert len(tiny_tokenizer(d.answer, add_special_tokens=False)["input_ids"]) <= 7
     assert seen == {"one", "two"}
-    # To score: every question that demonstrates nothing, once, with all of its answers, whole.
-    rows = [Example((f"Passage {i}.",), (Turn(f"{i}?", (f"answer {i} " * 9, f"{i}")),)) for i in range(25)]
-    write_jsonl(tmp_path / "more.jsonl", rows)
-    more = Tasks([tmp_path / "more.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6)
-    asked = more.asked(100, 2, seed=0)
-    questions = [episode.query.question for episode in asked]
-    shown = {d.question for episode in asked for d in episode.support}
-    assert len(questions) == len(set(questions)) == 25 - 12 and not shown & set(questions)
-    answers = {e.turns[0].question: e.turns[0].answers for e in rows}
-    assert all(episode.accepted == answers[episode.query.question] for episode in asked)
-    tuning = more.tuning(100, 2, seed=0)
-    assert not {e.query.question for e in tuning} & set(questions) and len(tuning) == 12
-    assert all(e.query.question not in {d.question for d in e.support} for e in tuning)
-    assert len(more.asked(4, 2, seed=0)) == 4
-    apart = [{episode.query.question for episode in part} for part in drawn_apart(more, 100, 100, 2, seed=0)]
-    assert apart[0] == set(questions) and not apart[0] & apart[1]
-    with pytest.raises(DataError, match="more has 25 questions: 12 demonstrations need 26"):
-        more.asked(4, 12, seed=0)
+    rows = [Example((f"Passage {i}.",), (Turn(f"{i}?", (f"answer {i}",)),)) for i in range(25)]
     with pytest.raises(DataError, match="5 questions: 5 demonstrations"):
         tasks.draw(random.Random(0), 5)
     # A row given twice is one question: otherwise it could be asked when a demonstration has shown its answer.

@@ -16,20 +16,23 @@ from safetensors.torch import load_file, save_file
 from benchmarks.__main__ import main
 from benchmarks.adaptation import run as evaluation
 from benchmarks.adaptation.cost import phases
+from benchmarks.adaptation.episodes import drawn_apart
 from benchmarks.adaptation.run import evaluate, table, verdict
-from benchmarks.adaptation.systems import Recipes, System
+from benchmarks.adaptation.systems import Recipes, System, mean_over
 from benchmarks.timing.phases import count_flops
 from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, BaseAdapter, PredictedUpdate, TestTimeSGD
 from ctx_compress_rag.adaptation.baselines import PredictorConfig
-from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
-from ctx_compress_rag.adaptation.episodes import Episode, Episodes
+from ctx_compress_rag.adaptation.config import TaskData, UpdatePredictorRecipe
+from ctx_compress_rag.adaptation.episodes import Episode, Tasks
+from ctx_compress_rag.adaptation.stages import file_tasks
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.text.answers import exact_match, token_f1
+from ctx_compress_rag.text.templates import PromptBuilder
 from ctx_compress_rag.training.run import run_recipe
-from helpers.adaptation import DEMONSTRATIONS, FamilyTasks, random_adapter, small_recipes, system_score
+from helpers.adaptation import DEMONSTRATIONS, random_adapter, small_recipes, system_score
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +41,12 @@ def decoder(bundle_folder: Path) -> AdaptiveDecoder:
 
 
 # Costs
+
+
+def scored(folder: Path, decoder: AdaptiveDecoder, questions: int, demonstrations: int) -> list[Episode]:
+    """The episodes that a command has drawn from the families it wrote."""
+    data = TaskData(files=[folder / "families"])
+    return drawn_apart(file_tasks(data.files, data, decoder), questions, 0, demonstrations, seed=0)[0]
 
 
 def test_flops_are_those_of_the_matrix_products(decoder: AdaptiveDecoder) -> None:
@@ -72,6 +81,23 @@ def test_flops_are_those_of_the_matrix_products(decoder: AdaptiveDecoder) -> Non
 # The table
 
 
+def test_each_question_that_demonstrates_nothing_is_scored_once(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    rows = [Example((f"Passage {i}.",), (Turn(f"{i}?", (f"answer {i} " * 9, f"{i}")),)) for i in range(25)]
+    write_jsonl(tmp_path / "more.jsonl", rows)
+    tasks = Tasks([tmp_path / "more.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6)
+    asked, tuning = drawn_apart(tasks, 100, 100, 2, seed=0)
+    questions = [episode.query.question for episode in asked]
+    shown = {d.question for episode in asked for d in episode.support}
+    assert len(questions) == len(set(questions)) == 25 - 12 and not shown & set(questions)
+    answers = {e.turns[0].question: e.turns[0].answers for e in rows}
+    assert all(episode.accepted == answers[episode.query.question] for episode in asked)
+    assert not {e.query.question for e in tuning} & set(questions) and len(tuning) == 12
+    assert all(e.query.question not in {d.question for d in e.support} for e in tuning)
+    assert [len(part) for part in drawn_apart(tasks, 4, 3, 2, seed=0)] == [4, 3]
+    with pytest.raises(DataError, match="more has 25 questions: 12 demonstrations need 26"):
+        drawn_apart(tasks, 4, 4, 12, seed=0)
+
+
 def test_answers_of_other_weights_are_not_kept(tmp_path: Path, bundle_folder: Path, decoder: AdaptiveDecoder) -> None:
     """As when an output is removed and trained again on edited files, by the same recipe."""
     for name, file in small_recipes(tmp_path, bundle_folder, steps=1).items():
@@ -86,7 +112,7 @@ def test_answers_of_other_weights_are_not_kept(tmp_path: Path, bundle_folder: Pa
     assert main(command) == 0
     adapter = BaseAdapter(Adapter.from_pretrained(weights.parent, decoder.bundle.backbone.model))
     answers = json.loads((tmp_path / "scores" / "answers" / "base_adapter.json").read_text())["answers"]
-    for answer, episode in zip(answers, Episodes(FamilyTasks("test"), 3, 3, seed=0), strict=True):
+    for answer, episode in zip(answers, scored(tmp_path / "scores", decoder, 3, 3), strict=True):
         adapted = decoder.adapt(episode.support, adapter)
         assert answer == adapted.generate([episode.query.chat()], Sampling(max_new_tokens=4))[0].text.strip()
 
@@ -116,7 +142,7 @@ def test_the_command_trains_scores_and_goes_on(
     assert (tmp_path / "scores" / "scores.png").read_bytes().startswith(b"\x89PNG")
 
     # Each answer again by the plainest way, and the scores from the answers.
-    episodes = list(Episodes(FamilyTasks("test"), 6, 2, seed=0))
+    episodes = scored(tmp_path / "scores", decoder, 6, 2)
     base = Adapter.from_pretrained(tmp_path / "out" / "base", decoder.bundle.backbone.model)
     update = PredictedUpdate.from_pretrained(tmp_path / "out" / "k2", decoder)
     for name, adaptation in (
@@ -145,7 +171,7 @@ def test_the_command_trains_scores_and_goes_on(
     )}  # fmt: skip
     each = [update.adapt(decoder, episode.support).adapter for episode in episodes]
     changes = {n: sum(a.b[n] @ a.a[n] for a in each) / 6 for n in base.a}  # of weights, the base's among them
-    mean = update.mean_over(decoder, [episode.support for episode in episodes]).base
+    mean = mean_over(update, decoder, [episode.support for episode in episodes]).base
     for name, change in changes.items():
         torch.testing.assert_close(mean.b[name] @ mean.a[name], change, atol=1e-5, rtol=1e-4)
     for number, episode in enumerate(episodes):
