@@ -1,6 +1,7 @@
 """The library's errors. Each message names the wrong value and says what to do."""
 
 import reprlib
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 
 
 class _Short(reprlib.Repr):
@@ -94,3 +95,9 @@ class RatioError(ConfigError):
 
 class DataError(CtxCompressError, ValueError):
     """Training or evaluation data is malformed, or held-out questions would reach training."""
+
+
+def conversion(error: UnicodeDecodeError) -> str:
+    """The command that converts what could not be read to UTF-8, for messages."""
+    coding = "UTF-16" if error.object[:2] in (BOM_UTF16_LE, BOM_UTF16_BE) else "LATIN1"
+    return f"iconv -f {coding} -t UTF-8"

@@ -14,11 +14,10 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ctx_compress_rag.bundle.config import explain
 from ctx_compress_rag.data.config import MixData
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.models.gguf import GgufDecoder
-from ctx_compress_rag.strict import Strict
+from ctx_compress_rag.strict import Strict, explain
 from ctx_compress_rag.training.compression_config import CompressionRecipe
 from ctx_compress_rag.training.engine.speedups import bfloat16_pays
 from ctx_compress_rag.training.recipe import parse_recipe

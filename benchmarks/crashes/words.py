@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from ctx_compress_rag.methods.base.reading import Reading
-from ctx_compress_rag.ratios import check_window
-from ctx_compress_rag.soft_context import SoftContext, pool
+from ctx_compress_rag.soft_context import SoftContext, check_window, pool
 
 
 def word_vectors(text: str, dim: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.figures import save
 from ctx_compress_rag.methods.registry import METHODS
-from ctx_compress_rag.ratios import check_window
+from ctx_compress_rag.soft_context import check_window
 
 
 def inspect(bundle: Bundle, texts: Sequence[str], folder: str | Path, ratio: int | None = None) -> list[Path]:

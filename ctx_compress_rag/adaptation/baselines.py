@@ -18,11 +18,10 @@ from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDec
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
 from ctx_compress_rag.adaptation.updates import sgd
-from ctx_compress_rag.bundle.config import explain
 from ctx_compress_rag.bundle.files import ADAPTER_FILE
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.strict import Strict
+from ctx_compress_rag.strict import Strict, explain
 
 BASE_FOLDER = "base"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle.card import model_card
-from ctx_compress_rag.bundle.config import BundleConfig, explain, whole
+from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.bundle.files import (
     ADAPTER_CONFIG_FILE,
@@ -40,8 +40,8 @@ from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, pinned
 from ctx_compress_rag.models.loading import load_decoder
-from ctx_compress_rag.ratios import check_window
-from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.soft_context import SoftContext, check_window
+from ctx_compress_rag.strict import explain, whole
 from ctx_compress_rag.text.tokenizing import text_ids
 
 logger = logging.getLogger(__name__)

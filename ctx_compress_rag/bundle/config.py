@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Literal
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from ctx_compress_rag.errors import ConfigError, shown
 from ctx_compress_rag.methods.registry import AnyMethodConfig
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES
-
-T = TypeVar("T")
-_WHOLE = TypeAdapter(int)
-_SECONDS = TypeAdapter(Annotated[float, Field(ge=0)])
 
 
 class Source(Strict):
@@ -91,57 +85,3 @@ class BundleConfig(Strict):
         if self.max_tokens % self.base_ratio:
             raise ValueError(f"max_tokens {self.max_tokens} is not a multiple of base_ratio {self.base_ratio}")
         return self
-
-
-def checked(name: str, value: object, rule: TypeAdapter[T]) -> T:
-    """Validate an argument by a pydantic rule, which reads 16, 16.0 and "16" as the same number.
-
-    Raises:
-        ConfigError: the value breaks the rule; the message begins with the name and the value.
-    """
-    try:
-        return rule.validate_python(value)
-    except ValidationError as error:
-        said = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{name}={shown(value)}: {said}") from None
-
-
-def whole(name: str, value: object) -> int:
-    """Validate an argument as a whole number.
-
-    Raises:
-        ConfigError: it is not one.
-    """
-    if isinstance(value, bool):  # pydantic takes True for 1
-        raise ConfigError(f"{name}={value!r} is not a number: give one")
-    return checked(name, value, _WHOLE)
-
-
-def seconds(name: str, value: object) -> float:
-    """Validate an argument as a time in seconds, 0 or more.
-
-    Raises:
-        ConfigError: it is not one.
-    """
-    return checked(name, value, _SECONDS)
-
-
-def explain(error: ValidationError) -> str:
-    """Describe all errors in one line: the field, the problem, and the value given."""
-    return "; ".join(_explained(fault) for fault in error.errors())
-
-
-def _explained(fault: Mapping[str, Any]) -> str:
-    where = ".".join(str(place) for place in fault["loc"])
-    match fault["type"]:
-        case "missing":
-            return f"{where} is missing: give it"
-        case "extra_forbidden":
-            return f"{where}={shown(fault['input'])} is unknown: leave it out, or correct its name"
-        case "union_tag_invalid":
-            known = fault["ctx"]
-            named = ".".join(filter(None, (where, known["discriminator"].strip("'"))))
-            return f"{named}: {known['tag']!r} is unknown: give one of {known['expected_tags']}"
-    said = f"{where or 'config'}: {fault['msg'].removeprefix('Value error, ')}"
-    # A rule about several values has all of them as its input.
-    return said if isinstance(fault["input"], dict) else f"{said} (got {shown(fault['input'])})"

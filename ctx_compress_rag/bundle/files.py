@@ -12,10 +12,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ctx_compress_rag.bundle.config import BundleConfig, explain
+from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.int8 import from_int8
 from ctx_compress_rag.models.loading import INT8_FILE
+from ctx_compress_rag.strict import explain
 
 SHIPPED = {folder.name: folder for folder in Path(__file__).parent.glob("shipped/*/")}
 # Until its users name it by its path.

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ctx_compress_rag.errors import ConfigError, DataError
-from ctx_compress_rag.text.encoding import conversion
+from ctx_compress_rag.errors import ConfigError, DataError, conversion
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle.bundle import Bundle

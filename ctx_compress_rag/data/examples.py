@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ctx_compress_rag.errors import DataError, shown
-from ctx_compress_rag.text.encoding import conversion
+from ctx_compress_rag.errors import DataError, conversion, shown
 
 T = TypeVar("T")
 

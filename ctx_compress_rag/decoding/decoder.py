@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.config import whole
 from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.decoding.answers import Answers
 from ctx_compress_rag.decoding.batches import generate, in_batches
@@ -37,6 +36,7 @@ from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_on_unreadable
 from ctx_compress_rag.store.passage import MAX_CHARACTERS
+from ctx_compress_rag.strict import whole
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from ctx_compress_rag.text.quoting import quotable
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR

@@ -19,13 +19,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ctx_compress_rag.bundle.config import checked
 from ctx_compress_rag.decoding.logprobs import Recorder, TokenLogprob
 from ctx_compress_rag.decoding.quoting import QuoteProcessor
 from ctx_compress_rag.decoding.settings import of_decoder, own_settings
 from ctx_compress_rag.decoding.structured import JsonProcessor, schema_text
 from ctx_compress_rag.errors import ConfigError, shown
 from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.strict import checked
 
 FinishReason = Literal["stop", "length"]
 

@@ -9,13 +9,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.config import explain
 from ctx_compress_rag.decoding.decoder import BATCH_SIZE, Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.generation import given_options
 from ctx_compress_rag.decoding.vllm import ServerDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import OnUnreadable, check_scope, scope
+from ctx_compress_rag.strict import explain
 from ctx_compress_rag.text.templates import messages
 
 LOADING = ("device", "dtype", "device_map", "attn_implementation", "quantization_config")

@@ -7,10 +7,10 @@ from typing import Any, NoReturn, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ctx_compress_rag.bundle.config import explain
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import Marked, Marking, MarkingOptions, OnMissing
 from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.strict import explain
 
 
 class MarkingPostprocessor(BaseModel):

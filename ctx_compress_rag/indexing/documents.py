@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.errors import DataError, conversion
 from ctx_compress_rag.extras import needs
-from ctx_compress_rag.text.encoding import conversion
 
 TEXTS = (".txt", ".md")
 DOCUMENTS = (".pdf", ".docx", ".html", ".htm")

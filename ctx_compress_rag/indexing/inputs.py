@@ -12,10 +12,9 @@ from pathlib import Path, PurePath
 from stat import S_ISREG
 from typing import Any, NamedTuple
 
-from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.errors import DataError, conversion
 from ctx_compress_rag.indexing.documents import DOCUMENTS, TEXTS, read_file, readable
 from ctx_compress_rag.store.passage import content_id
-from ctx_compress_rag.text.encoding import conversion
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.config import whole
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadError, StoreError, StoreWriteError
 from ctx_compress_rag.errors import shown as short
 from ctx_compress_rag.marking.budget import TEXT, Relevance, allot, relevance
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker, check_scope, escaped_markers
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, content_id, to_passage
+from ctx_compress_rag.strict import whole
 from ctx_compress_rag.text.tokenizing import text_ids, whole_characters
 
 logger = logging.getLogger(__name__)

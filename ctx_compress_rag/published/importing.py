@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.card import model_card
-from ctx_compress_rag.bundle.config import BundleConfig, Source, explain
+from ctx_compress_rag.bundle.config import BundleConfig, Source
 from ctx_compress_rag.bundle.files import CONFIG_FILE, DECODER_FOLDER, decoder_tensors
 from ctx_compress_rag.bundle.identity import fingerprint
 from ctx_compress_rag.errors import BundleError, ConfigError
@@ -24,6 +24,7 @@ from ctx_compress_rag.models.identity import files_digest, folder_digest
 from ctx_compress_rag.published.checkpoint import Checkpoint, nbytes, reaching
 from ctx_compress_rag.published.format import Conversion, Format, Skeleton
 from ctx_compress_rag.published.registry import recognized
+from ctx_compress_rag.strict import explain
 
 _SHAREABLE = {"apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0"}
 _LARGEST = torch.finfo(torch.float16).max

@@ -12,7 +12,6 @@ from typing import Any, Self
 import chromadb
 from tqdm.auto import tqdm
 
-from ctx_compress_rag.bundle.config import seconds, whole
 from ctx_compress_rag.errors import (
     ConfigError,
     FingerprintMismatchError,
@@ -56,6 +55,7 @@ from ctx_compress_rag.store.record import Labels, Record, full_hash, payload_of,
 from ctx_compress_rag.store.scope import owned, passage_id, plain_marker_id, readable, record_id, scoped_marker_id
 from ctx_compress_rag.store.threads import abandoned, uninterrupted
 from ctx_compress_rag.store.transient import TransientContexts
+from ctx_compress_rag.strict import seconds, whole
 
 
 class SoftContextStore(OfThisProcess):

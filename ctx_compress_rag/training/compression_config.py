@@ -11,7 +11,7 @@ from pydantic import AliasChoices, Field, model_validator
 from ctx_compress_rag.data.config import SourceConfig
 from ctx_compress_rag.methods.registry import AnyMethodConfig
 from ctx_compress_rag.models.gguf import GgufDecoder
-from ctx_compress_rag.ratios import check_window
+from ctx_compress_rag.soft_context import check_window
 from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.templates import PARAPHRASES
 from ctx_compress_rag.training.config import PackingConfig, Recipe, check_packed

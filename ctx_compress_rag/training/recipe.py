@@ -9,9 +9,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ctx_compress_rag.bundle.config import explain
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.strict import any_of
+from ctx_compress_rag.strict import any_of, explain
 from ctx_compress_rag.training.config import BaseRecipe
 from ctx_compress_rag.training.stage import STAGES
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ctx_compress_rag.errors import RatioError
-from ctx_compress_rag.ratios import merge_factor
+from ctx_compress_rag.soft_context import merge_factor
 from ctx_compress_rag.strict import Strict
 
 

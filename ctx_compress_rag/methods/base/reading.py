@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from ctx_compress_rag.ratios import merge_factor
-from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.soft_context import SoftContext, merge_factor
 
 
 @dataclass(frozen=True)
