@@ -45,7 +45,7 @@ class Tasks:
         files: the files. If two have the same name, the tasks' names include their folders.
         builder: cuts texts by the decoder's tokens.
         max_context_tokens: a question's passages are cut to this many tokens together, the longest first.
-        max_answer_tokens: answers that are shown or learnt from are cut to this many; accepted answers are not.
+        max_answer_tokens: answers that are shown or learned from are cut to this many; accepted answers are not.
         passages: how many of a question's passages are read, from the first on; None reads all.
 
     Raises:

@@ -35,7 +35,7 @@ class UpdatePredictor(nn.Module):
         code: width of its output.
     """
 
-    centre: Tensor
+    center: Tensor
     spread: Tensor
     gain: Tensor
 
@@ -45,13 +45,13 @@ class UpdatePredictor(nn.Module):
         self.rank = rank
         self.encoder = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, code))
         self.heads = nn.ModuleList(nn.Linear(code, rank * (d_in + d_out)) for d_in, d_out in self.shapes.values())
-        self.register_buffer("centre", torch.zeros(dim))
+        self.register_buffer("center", torch.zeros(dim))
         self.register_buffer("spread", torch.ones(dim))
         self.register_buffer("gain", torch.ones(len(self.shapes)))
 
     def forward(self, pooled: Tensor) -> Adapter:
         """Pooled hidden states (contexts, dim) -> U V^T, a row for each context: `b` is U and `a` is V^T."""
-        code = self.encoder((pooled.to(self.gain.dtype) - self.centre) / self.spread)
+        code = self.encoder((pooled.to(self.gain.dtype) - self.center) / self.spread)
         a, b = {}, {}
         for (name, (d_in, d_out)), head, gain in zip(self.shapes.items(), self.heads, self.gain, strict=True):
             u, v = head(code).split([self.rank * d_out, self.rank * d_in], dim=-1)
@@ -67,7 +67,7 @@ class UpdatePredictor(nn.Module):
             pooled: (contexts, dim).
             wanted: norms of gradient descent's updates for these contexts, by projection: (contexts,).
         """
-        self.centre.copy_(pooled.mean(dim=0))
+        self.center.copy_(pooled.mean(dim=0))
         spread = pooled.std(dim=0, correction=0)
         self.spread.copy_(torch.where(spread > 0, spread, 1.0))
         self.gain.fill_(1.0)

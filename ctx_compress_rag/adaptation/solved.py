@@ -1,7 +1,7 @@
 """Support contexts solved once: their hidden states and gradient descent's updates, for predictors to learn from.
 
 Solving a context takes K backward passes; learning from it takes almost no time. If a decoder is small enough for
-the updates to be kept, each context is solved once, for every wanted K up to the largest, and learnt from many times.
+the updates to be kept, each context is solved once, for every wanted K up to the largest, and learned from many times.
 """
 
 from __future__ import annotations

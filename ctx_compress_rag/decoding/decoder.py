@@ -197,7 +197,7 @@ class TransformersDecoder:
     def prepare(
         self, prompts: Sequence[PromptLike], changes: Sequence[Change] | None = None, *, extractive: bool = False
     ) -> list[Prompt]:
-        """Check and tokenise prompts, and insert their passages' slots.
+        """Check and tokenize prompts, and insert their passages' slots.
 
         Args:
             prompts: as `generate` takes them.

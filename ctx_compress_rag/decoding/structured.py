@@ -107,7 +107,7 @@ def _guide(tokenizer: Any, end_ids: tuple[int, ...]) -> Any:
     from llguidance import LLTokenizer
 
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
-    # It tokenises pieces of an answer, to which the tokenizer must not add a leading space.
+    # It tokenizes pieces of an answer, to which the tokenizer must not add a leading space.
     for part in _parts(settings.get("pre_tokenizer")):
         part |= {key: value for key, value in _NO_SPACE.items() if key in part}
     return LLTokenizer(json.dumps(settings | {"padding": None, "truncation": None}), eos_token=list(end_ids))

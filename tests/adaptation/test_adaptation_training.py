@@ -10,10 +10,7 @@ import chromadb
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
 
-from benchmarks.adaptation.run import verdict
-from benchmarks.adaptation.systems import Recipes
 from ctx_compress_rag.adaptation import (
     Adapter,
     AdaptiveDecoder,
@@ -21,7 +18,7 @@ from ctx_compress_rag.adaptation import (
     PromptTuning,
 )
 from ctx_compress_rag.adaptation.baselines import PredictorConfig
-from ctx_compress_rag.adaptation.config import RetrievalAdapterRecipe, UpdatePredictorRecipe
+from ctx_compress_rag.adaptation.config import RetrievalAdapterRecipe
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, with_slots
 from ctx_compress_rag.adaptation.objectives.retrieval_adapter import PromptTuningLoss, RetrievalAdapterLoss
 from ctx_compress_rag.adaptation.objectives.update_predictor import MatchingObjective, TaskObjective
@@ -34,7 +31,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.run import made_by, run_recipe
-from helpers.adaptation import DEMONSTRATIONS, random_adapter, small_recipes, system_score
+from helpers.adaptation import DEMONSTRATIONS, random_adapter, small_recipes
 from helpers.training import report
 
 
@@ -98,9 +95,9 @@ def test_one_step_moves_what_is_trained_and_nothing_else(decoder: AdaptiveDecode
     for objective, batch in objectives:
         trained = dict(objective.named_parameters())
         before = {n: p.detach().clone() for n, p in trained.items()}
-        optimiser = torch.optim.SGD(trained.values(), lr=1.0)
+        optimizer = torch.optim.SGD(trained.values(), lr=1.0)
         objective(**batch)["loss"].backward()
-        optimiser.step()
+        optimizer.step()
         still = [n for n, p in trained.items() if torch.equal(p, before[n])]
         assert trained and not still, type(objective)
     now = dict(bundle.backbone.model.named_parameters())
@@ -118,13 +115,13 @@ def test_training_brings_the_prediction_to_its_target(decoder: AdaptiveDecoder) 
     target = sgd(decoder, rows, base, 2, 0.1).change()
     pooled = pooled_states(decoder, rows, base)
     update.predictor.calibrate(pooled, norms(target))
-    optimiser = torch.optim.AdamW(update.predictor.parameters(), lr=5e-3)
+    optimizer = torch.optim.AdamW(update.predictor.parameters(), lr=5e-3)
     first = float(matching_loss(update.predictor(pooled), target).detach())
     for _ in range(300):
         loss = matching_loss(update.predictor(pooled), target).mean()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     assert first > 0.9 * len(base.a)  # no better than at random
     assert float(loss.detach()) < 0.25 * len(base.a)
 
@@ -163,66 +160,6 @@ def test_impossible_recipes_are_refused_by_name(tmp_path: Path, change: dict[str
     file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | change))
     with pytest.raises(ConfigError, match=named):
         load_recipe(file)
-
-
-def test_shipped_recipes_belong_together() -> None:
-    for where in ("rag_gd", "rag_gd/demo"):
-        recipes = Recipes.find(where)
-        assert len(recipes.files) == 6
-        assert len({recipe.output for recipe in (recipes.base, *recipes.others)}) == 6
-        kinds = sorted((r.stage, getattr(r, "loss", ""), getattr(r, "inner_steps", 0)) for r in recipes.others)  # type: ignore[attr-defined]
-        assert all(r.data.passages == (5 if where == "rag_gd" else None) for r in (recipes.base, *recipes.others))
-        matching = [("update_predictor", "matching", k) for k in (1, 5, 10)]
-        assert kinds == [("prompt_tuning", "", 0), *matching, ("update_predictor", "task", 5)]
-
-
-def test_recipes_for_smollm2_belong_together() -> None:
-    recipes = Recipes.find("rag_gd/smollm2")
-    [predictor] = recipes.others
-    assert isinstance(predictor, UpdatePredictorRecipe)
-    assert predictor.solved is not None and predictor.solved.steps == [predictor.inner_steps] == [1]
-
-
-def test_recipes_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    files = small_recipes(tmp_path, Path("demo"))
-    recipe = yaml.safe_load(files["k1"].read_text())
-    for change, named in (({"base": "elsewhere"}, "base is elsewhere"), ({"ratio": 8}, "ratio is 8")):
-        files["k1"].write_text(yaml.safe_dump(recipe | change))
-        with pytest.raises(ConfigError, match=named):
-            Recipes.find(tmp_path / "recipes")
-    files["base"].unlink()
-    with pytest.raises(ConfigError, match="0 retrieval_adapter"):
-        Recipes.find(tmp_path / "recipes")
-
-
-def test_predictors_are_not_reused_after_their_base_was_trained_again(
-    tmp_path: Path, bundle_folder: Path, decoder: AdaptiveDecoder
-) -> None:
-    for name, file in small_recipes(tmp_path, bundle_folder, steps=1).items():
-        if name not in ("base", "k1"):
-            file.unlink()
-    recipes = Recipes.find(tmp_path / "recipes")
-    recipes.train_missing(decoder)
-    recipes.train_missing(decoder)  # nothing is missing
-    weights = tmp_path / "out" / "base" / "adapter_model.safetensors"
-    save_file({name: value + 1 for name, value in load_file(weights).items()}, weights)
-    with pytest.raises(ConfigError, match=r"out/k1 was made before .*out/base changed: remove it"):
-        recipes.train_missing(decoder)
-
-
-def test_recipes_of_one_kind_have_rows_of_their_own(trained: Path, tmp_path: Path, decoder: AdaptiveDecoder) -> None:
-    for name in ("base", "prefix", "k1", "k2", "task"):
-        text = (trained / "recipes" / f"{name}.yaml").read_text()
-        for copy in (name, f"{name}_again") if name in ("prefix", "k2", "task") else (name,):
-            (tmp_path / f"{copy}.yaml").write_text(text)
-    names = [system.name for system in Recipes.find(tmp_path).systems(decoder)]
-    assert names[5:] == [
-        "prompt tuning (prefix)", "prompt tuning (prefix_again)", "HyperTuning (task)", "HyperTuning (task_again)",
-        "TT-SGD, K=1", "TT-SGD, K=2 (k2)", "TT-SGD, K=2 (k2_again)",
-        "RAG-GD, K=1", "RAG-GD, K=2 (k2)", "RAG-GD, K=2 (k2_again)",
-    ]  # fmt: skip
-    scores = [system_score(name, 0.5, 0.1, 1.0) for name in names]
-    assert [line.split(": ")[0] for line in verdict(scores).splitlines()] == [f"- {name}" for name in names[-3:]]
 
 
 def test_a_report_from_before_a_key_is_of_the_same_recipe(tmp_path: Path) -> None:

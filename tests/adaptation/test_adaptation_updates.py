@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional as F
 
-from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, Demonstration, PredictedUpdate, TestTimeSGD
+from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, Demonstration, PredictedUpdate
 from ctx_compress_rag.adaptation.adapter import projections
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
 from ctx_compress_rag.adaptation.saved import adapt
@@ -69,16 +69,16 @@ def _plain_sgd(bundle: Any, base: Adapter, demonstrations: Any, steps: int, rate
             module.lora_A.default.weight.data = base.a[site].double().clone()
             module.lora_B.default.weight.data = base.b[site].double().clone()
             factors[site] = (module.lora_A.default.weight, module.lora_B.default.weight)
-    optimiser = torch.optim.SGD([p for pair in factors.values() for p in pair], lr=rate)
+    optimizer = torch.optim.SGD([p for pair in factors.values() for p in pair], lr=rate)
     for _ in range(steps):
         losses = []
         for demonstration in demonstrations:
             ids, start = _row_ids(bundle, demonstration)
             logits = model(input_ids=ids[None]).logits[0]
             losses += [-logits[i - 1].log_softmax(-1)[ids[i]] for i in range(start, len(ids))]
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         (sum(losses) / len(losses)).backward()
-        optimiser.step()
+        optimizer.step()
     with torch.no_grad():
         return {
             site: base.scale * (b @ a - base.b[site].double() @ base.a[site].double())
@@ -223,13 +223,13 @@ def test_the_predictor_is_an_mlp_and_heads(bundle: Any) -> None:
     shapes = projections(bundle.backbone.model)
     predictor = UpdatePredictor(32, shapes, rank=3)
     predictor.gain.uniform_(0.5, 2.0)
-    predictor.centre.normal_()
+    predictor.center.normal_()
     predictor.spread.uniform_(0.5, 2.0)
     pooled = torch.randn(2, 32)
     update = predictor(pooled)
     first, second = predictor.encoder[0], predictor.encoder[2]
     assert (first.weight.shape, second.weight.shape) == ((256, 32), (64, 256))
-    read = (pooled - predictor.centre) / predictor.spread
+    read = (pooled - predictor.center) / predictor.spread
     code = F.gelu(read @ first.weight.T + first.bias) @ second.weight.T + second.bias
     for i, (name, (d_in, d_out)) in enumerate(shapes.items()):
         head = predictor.heads[i]
@@ -246,7 +246,7 @@ def test_calibrated_updates_start_at_their_targets_size(decoder: AdaptiveDecoder
     pooled = pooled_states(decoder, contexts, base)
     predictor = PredictedUpdate.build(base, decoder, PREDICTOR).predictor
     predictor.calibrate(pooled, norms(target))
-    read = (pooled - predictor.centre) / predictor.spread
+    read = (pooled - predictor.center) / predictor.spread
     torch.testing.assert_close(read.mean(0), torch.zeros(32), atol=1e-4, rtol=0)
     torch.testing.assert_close(read.square().mean(0), torch.ones(32), atol=1e-3, rtol=0)
     for name, size in norms(predictor(pooled)).items():
@@ -325,10 +325,3 @@ def _update_alone(both: Adapter, base_rank: int) -> Adapter:
     return Adapter(
         {n: t[base_rank:] for n, t in both.a.items()}, {n: t[:, base_rank:] for n, t in both.b.items()}, both.scale
     )
-
-
-def test_test_time_sgd_applies_the_steps(decoder: AdaptiveDecoder, base: Adapter) -> None:
-    adapted = decoder.adapt(DEMONSTRATIONS, TestTimeSGD(base, 4, 0.2)).adapted.adapter
-    expected = sgd(decoder, [decoder.rows(DEMONSTRATIONS)], base, 4, 0.2).adapted().row(0)
-    assert adapted is not None and adapted.rank == base.rank and adapted.scale == base.scale
-    assert all(torch.equal(adapted.b[n], expected.b[n]) for n in expected.b)

@@ -77,11 +77,11 @@ def test_half_a_character_is_read_as_a_replacement(decoder: TransformersDecoder)
     assert decoder.bundle.compress(["bees \udc1d fly"])[0].n_slots > 0
 
 
-def test_a_prompt_far_beyond_the_window_is_not_even_tokenised(
+def test_a_prompt_far_beyond_the_window_is_not_even_tokenized(
     decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: Any) -> Any:
-        raise AssertionError("tokenised")
+        raise AssertionError("tokenized")
 
     monkeypatch.setattr(decoder, "_tokenizer", SimpleNamespace(as_text=never, encode=never))
     question = "why? " * 4_000_000

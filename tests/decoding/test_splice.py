@@ -185,7 +185,7 @@ def test_greedy_answers_equal_transformers_own(decoder: TransformersDecoder, mod
         assert answer.text == by_transformers(model, tokenizer, expected, 12)
 
 
-def test_prompts_are_tokenised_as_transformers_does(decoder: TransformersDecoder, model: Any, name: str) -> None:
+def test_prompts_are_tokenized_as_transformers_does(decoder: TransformersDecoder, model: Any, name: str) -> None:
     """Chats and raw text without markers: the ids of apply_chat_template and of the tokenizer, one BOS."""
     tokenizer = decoder.bundle.tokenizer
     chat = [{"role": "user", "content": "Question: who built it?"}]

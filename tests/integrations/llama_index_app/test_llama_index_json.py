@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from llama_index.core.llms import ChatMessage
 from llama_index.core.output_parsers import PydanticOutputParser
@@ -13,7 +11,7 @@ from llama_index.core.question_gen import LLMQuestionGenerator
 from llama_index.core.selectors import LLMMultiSelector
 from llama_index.core.tools import QueryEngineTool
 
-from ctx_compress_rag.errors import ConfigError, MissingExtraError
+from ctx_compress_rag.errors import ConfigError
 from helpers.langchain import Tower
 from helpers.llama_index import QUESTION, App
 
@@ -71,10 +69,3 @@ async def test_a_streamed_object_is_whole_at_its_end(app: App) -> None:
     assert [part async for part in await llm.astream_structured_predict(Tower, asked)][-1] == wanted
     chat = [ChatMessage("Describe the tower.")]
     assert isinstance(list(llm.as_structured_llm(Tower).stream_chat(chat))[-1].raw, Tower)
-
-
-def test_without_the_extra_the_message_names_it(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    router = RouterQueryEngine.from_defaults(tools(app), llm=app.llm(max_tokens=300))
-    with pytest.raises(MissingExtraError, match=r"ctx-compress-rag\[serve\]"):
-        router.query(QUESTION)

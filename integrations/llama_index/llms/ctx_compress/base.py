@@ -83,7 +83,7 @@ class CompressedContextLLM(AdaptableLLM, LLM):
 
     @classmethod
     def class_name(cls) -> str:
-        """The class's name, for serialisation."""
+        """The class's name, for serialization."""
         return "CompressedContextLLM"
 
     @property
