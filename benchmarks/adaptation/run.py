@@ -26,7 +26,7 @@ from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.figures import new_figure, save
 from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.text.answers import Interval, exact_match, paired_difference, token_f1
-from ctx_compress_rag.training.engine.resuming import weights_digest
+from ctx_compress_rag.training.resuming import weights_digest
 
 _FAMILY_QUESTIONS = 64  # of which up to 8 times as many as a question's demonstrations only demonstrate
 _RATES = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the recipe's own

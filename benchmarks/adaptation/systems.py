@@ -26,8 +26,8 @@ from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.episodes import Episode
 from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.training.engine.resuming import FILES_KEY, changed_files
 from ctx_compress_rag.training.recipe import find, load_recipe
+from ctx_compress_rag.training.resuming import FILES_KEY, changed_files
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class Recipes:
             ConfigError: an output was made for another decoder, or by a recipe that has changed since, or whose data or
                 base adapter have.
         """
-        from ctx_compress_rag.training.run import made_by, run_recipe
+        from ctx_compress_rag.training.run import run_recipe
 
         for file, recipe in zip(self.files, (self.base, *self.others), strict=True):
             report = recipe.output / REPORT_FILE
@@ -127,7 +127,7 @@ class Recipes:
                 run_recipe(file)
                 continue
             made = json.loads(report.read_text(encoding="utf-8"))
-            if not made_by(recipe, made.get("recipe")):
+            if made.get("recipe") != recipe.model_dump(mode="json"):
                 raise ConfigError(f"{recipe.output} was made before {file} was changed: remove it to train it again")
             if changed := changed_files(recipe, made.get(FILES_KEY, {})):
                 raise ConfigError(

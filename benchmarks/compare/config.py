@@ -18,9 +18,9 @@ from ctx_compress_rag.data.config import MixData
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.strict import Strict, explain
-from ctx_compress_rag.training.compression_config import CompressionRecipe
 from ctx_compress_rag.training.engine.speedups import bfloat16_pays
 from ctx_compress_rag.training.recipe import parse_recipe
+from ctx_compress_rag.training.stages.compression import CompressionRecipe
 
 SHIPPED = Path(__file__).parent / "comparisons"
 

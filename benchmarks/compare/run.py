@@ -55,12 +55,12 @@ from ctx_compress_rag.models.identity import sha256
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.text.passage_vectors import load_minilm
-from ctx_compress_rag.text.templates import shares
-from ctx_compress_rag.training.compression_config import CompressionRecipe
-from ctx_compress_rag.training.engine.resuming import steps_saved
+from ctx_compress_rag.training.engine.checkpoint import steps_saved
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.objectives.reconstruction import passages_of
+from ctx_compress_rag.training.prompts import shares
 from ctx_compress_rag.training.run import run_recipe
+from ctx_compress_rag.training.stages.compression import CompressionRecipe
 
 RUN_FILE = "run.json"
 _RECIPE_FILE = "recipe.yaml"

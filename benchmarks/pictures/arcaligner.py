@@ -13,7 +13,7 @@ from ctx_compress_rag.evaluation.figures import heat_map, layer_bars, new_figure
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
 from ctx_compress_rag.methods.sentence_slots.compressor import SentenceSlotsCompressor
 from ctx_compress_rag.models.flops import counting
-from ctx_compress_rag.text.templates import PromptBuilder
+from ctx_compress_rag.training.prompts import PromptBuilder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -19,8 +19,9 @@ from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.text.templates import PARAPHRASES, PromptBuilder
+from ctx_compress_rag.text.templates import PARAPHRASES
 from ctx_compress_rag.training.objectives.reconstruction import recited
+from ctx_compress_rag.training.prompts import PromptBuilder
 
 _TEMPLATE = PARAPHRASES[0]  # its answer is the passage
 _LONGEST = 512  # tokens

@@ -18,7 +18,7 @@ from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.training.engine.packing import Packer
 from ctx_compress_rag.training.engine.speedups import bfloat16_pays, compile_layers, round_frozen
-from ctx_compress_rag.training.objectives.packed_text import PackedTextLoss
+from ctx_compress_rag.training.stages.teacher import PackedTextLoss
 
 _ANSWER = 24  # tokens to predict at a row's end
 _ROWS = 8

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.text.templates import PromptBuilder
+from ctx_compress_rag.training.prompts import PromptBuilder
 
 _NAME = "ctx_compress_pointing"
 

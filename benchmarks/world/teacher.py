@@ -14,11 +14,12 @@ from benchmarks.world.pointers import Pointers, PointingHeads, pointers_of
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.methods.base.compressor import padded
 from ctx_compress_rag.models.loading import load_decoder
-from ctx_compress_rag.text.templates import PromptBuilder, draw_template
 from ctx_compress_rag.training.config import Recipe
-from ctx_compress_rag.training.engine.loop import Job, training_device
+from ctx_compress_rag.training.engine.loop import Job
+from ctx_compress_rag.training.engine.processes import training_device
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.objectives.base import ExampleCollator
+from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
 from ctx_compress_rag.training.stage import Stage, register
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, save_decoder
 
@@ -100,7 +101,7 @@ class PointingCollator(ExampleCollator):
         return {"input_ids": ids, "attention_mask": mask, "answers": answers, "pointers": pointers}
 
 
-def start(recipe: PointingTeacherRecipe, resume: bool) -> Job:
+def start(recipe: PointingTeacherRecipe) -> Job:
     """Make the job that trains a decoder on the recipe's questions."""
     decoder, tokenizer = load_decoder(recipe.decoder, None, training_device())
     decoder.float().requires_grad_(True)

@@ -13,7 +13,7 @@ from typing import Any
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.data.examples import Example, read_jsonl
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.text.templates import PromptBuilder
+from ctx_compress_rag.training.prompts import PromptBuilder
 
 
 @dataclass(frozen=True)

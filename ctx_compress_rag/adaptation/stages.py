@@ -41,8 +41,9 @@ from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.data.examples import read_jsonl
 from ctx_compress_rag.data.held_out import HeldOut
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.text.templates import PromptBuilder
-from ctx_compress_rag.training.engine.loop import Collate, Job, training_device
+from ctx_compress_rag.training.engine.loop import Collate, Job
+from ctx_compress_rag.training.engine.processes import training_device
+from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.stage import Stage, register
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ def _job(
     return Job(objective, examples, collate, lambda report: save(bundle.decoder_name), about)
 
 
-def start_retrieval_adapter(recipe: RetrievalAdapterRecipe, resume: bool) -> Job:
+def start_retrieval_adapter(recipe: RetrievalAdapterRecipe) -> Job:
     """The job that trains the base retrieval adapter."""
     decoder = open_decoder(recipe)
     trained = RetrievalAdapterLoss(decoder, recipe.rank, recipe.alpha)
@@ -137,7 +138,7 @@ def start_retrieval_adapter(recipe: RetrievalAdapterRecipe, resume: bool) -> Job
     )
 
 
-def start_prompt_tuning(recipe: PromptTuningRecipe, resume: bool) -> Job:
+def start_prompt_tuning(recipe: PromptTuningRecipe) -> Job:
     """The job that trains a soft prefix."""
     decoder = open_decoder(recipe)
     trained = PromptTuningLoss(decoder, recipe.virtual_tokens, recipe.seed)
@@ -150,7 +151,7 @@ def start_prompt_tuning(recipe: PromptTuningRecipe, resume: bool) -> Job:
     )
 
 
-def start_update_predictor(recipe: UpdatePredictorRecipe, resume: bool) -> Job:
+def start_update_predictor(recipe: UpdatePredictorRecipe) -> Job:
     """The job that trains an update predictor."""
     decoder = open_decoder(recipe)
     episodes, batches = _episodes(recipe, decoder, recipe.demonstrations), _Batches(recipe, decoder)

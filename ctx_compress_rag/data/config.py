@@ -1,4 +1,4 @@
-"""Parts of recipes: texts, mixing of questions into prompts, probes, and data sources."""
+"""Parts of recipes: texts, mixing of questions into prompts, validation, and data sources."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ class PartData(Strict):
     seed: int = 0
 
 
-class ProbeConfig(Strict):
+class ValidationConfig(Strict):
     """Questions to answer during training, for a curve of score against training tokens; never trained on.
 
     Attributes:
         file: a JSONL file of questions.
         questions: how many to take, evenly spread over the file.
-        every: steps between two probes; there is also a probe after the last step.
+        every: steps between two validations; there is also one after the last step.
         ratios: ratios of the soft contexts, in stages that train a compressor.
     """
 

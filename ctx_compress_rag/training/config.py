@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ctx_compress_rag.data.config import MixData, PartData, ProbeConfig, TextData
+from ctx_compress_rag.data.config import MixData, PartData, TextData, ValidationConfig
 from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.templates import TEMPLATES
 
@@ -51,22 +50,26 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Strict):
-    """Optimisation; the defaults are those of Simple Context Compression, table 6.
+    """Optimization; the defaults are those of Simple Context Compression, table 6.
 
-    After the warm-up the learning rate falls from `learning_rate` to `final_learning_rate` by `schedule`.
-    If `muon_learning_rate` is given, Muon trains the matrices at that rate and AdamW the rest: decoders as
-    small as the demo's then learn to answer in a fraction of the steps.
-    `compile: true` compiles the whole model, for batches that all have one shape; `compile: layers` compiles the
-    decoder layers, which share their code, for batches of any shape.
-    `workers` is the number of processes that prepare batches; `bf16` is ignored on a CPU without bfloat16 instructions.
-    `checkpoint_layers` keeps only the input of each decoder layer, and runs the layer again in the backward pass, which
-    saves memory and costs time.
-    `average` is the decay of an exponential moving average of the weights, which is then saved and probed instead of
-    the last weights; 0.99 averages about the last 100 steps. The weights of a single step are noisier, especially with
-    small batches and high learning rates.
-    `shard` divides weights among all processes of torchrun (`training.sharding`): "frozen" divides the frozen weights
-    of decoder layers, in stages that train a bundle; "all" also divides the trained weights, with their gradients and
-    optimiser states, in every stage. `shard_frozen: true` is the old name of `shard: frozen`.
+    Attributes:
+        steps: number of steps.
+        batch_size: examples in a step, of all processes together.
+        micro_batch_size: examples that a process takes at once; it does not change gradients. None: its whole share.
+        learning_rate, final_learning_rate: after the warm-up the rate falls from one to the other by `schedule`.
+        muon_learning_rate: the rate of Muon, which then trains the matrices, and AdamW the rest: decoders as small as
+            the demo's learn to answer in a fraction of the steps.
+        warmup_ratio: share of the steps in which the rate rises from zero.
+        average: decay of an exponential moving average of the weights, which is then saved and validated instead of the
+            last weights; 0.99 averages about the last 100 steps. The weights of a single step are noisier, especially
+            with small batches and high learning rates.
+        bf16: compute in bfloat16; ignored on a CPU without bfloat16 instructions.
+        compile: compile the decoder layers, which share their code, for batches of any shape.
+        checkpoint_layers: keep only the input of each decoder layer, and run the layer again in the backward pass: this
+            saves memory and costs time.
+        shard: divide the weights of decoder layers, and all trained weights with their gradients and optimizer
+            states, among all processes of torchrun (`training.engine.sharding`).
+        workers: number of processes that prepare batches.
     """
 
     steps: int = Field(default=48_000, gt=0)
@@ -82,30 +85,19 @@ class OptimConfig(Strict):
     clip_norm: float = Field(default=1.0, gt=0)
     average: float | None = Field(default=None, gt=0, lt=1)
     bf16: bool = False
-    compile: bool | Literal["layers"] = False
+    compile: bool = False
     checkpoint_layers: bool = False
-    shard: Literal["frozen", "all"] | None = None
+    shard: bool = False
     workers: int = Field(default=0, ge=0)
     save_every: int = Field(default=500, gt=0)
     log_every: int = Field(default=20, gt=0)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _earlier_name(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or "shard_frozen" not in values:
-            return values
-        warnings.warn("optim.shard_frozen is now optim.shard: frozen", DeprecationWarning, stacklevel=2)
-        values = dict(values)
-        return {"shard": "frozen"} | values if values.pop("shard_frozen") else values
-
     @model_validator(mode="after")
     def _fits_together(self) -> OptimConfig:
-        if self.shard and self.compile is True:
-            raise ValueError("shard gathers weights layer by layer: use compile: layers, not compile: true")
-        if self.shard == "all" and self.muon_learning_rate is not None:
-            raise ValueError("shard: all is for AdamW, since Muon needs whole matrices: leave muon_learning_rate out")
-        if self.shard == "all" and self.average is not None:
-            raise ValueError("average needs whole weights, which no process has with shard: all: leave one of them out")
+        if self.shard and self.muon_learning_rate is not None:
+            raise ValueError("shard is for AdamW, since Muon needs whole matrices: leave muon_learning_rate out")
+        if self.shard and self.average is not None:
+            raise ValueError("average needs whole weights, which no process has with shard: leave one of them out")
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
@@ -122,7 +114,7 @@ class OptimConfig(Strict):
 
 
 class PackingConfig(Strict):
-    """A set of rows of one length that sequences are packed into (`training.packing`).
+    """A set of rows of one length that sequences are packed into (`training.engine.packing`).
 
     A step takes `optim.batch_size` such sets, one at a time.
 
@@ -173,7 +165,7 @@ class Recipe(BaseRecipe):
     """Whether the stage takes texts besides its questions."""
 
     data: DataConfig
-    probe: ProbeConfig | None = None
+    validation: ValidationConfig | None = None
 
     @model_validator(mode="after")
     def _texts_ask_nothing(self) -> Recipe:

@@ -13,7 +13,7 @@ from ctx_compress_rag.training.config import Recipe
 
 
 def load_examples(recipe: Recipe) -> list[Example]:
-    """The recipe's training examples, without those that its held-out files or its probe's questions share.
+    """The recipe's training examples, without those that its held-out files or its validation's questions share.
 
     Raises:
         DataError: a file cannot be read, or no example is left.
@@ -51,6 +51,6 @@ def _texts(recipe: Recipe, held_out: HeldOut) -> list[list[Example]]:
 
 
 def _held_out(recipe: Recipe) -> HeldOut:
-    """What the recipe must not train on: its held-out files and its probe's questions."""
-    files = [*recipe.data.held_out, *([recipe.probe.file] if recipe.probe else [])]
+    """What the recipe must not train on: its held-out files and its validation's questions."""
+    files = [*recipe.data.held_out, *([recipe.validation.file] if recipe.validation else [])]
     return HeldOut(example for file in files for example in read_jsonl(file, unanswerable=True))

@@ -14,24 +14,16 @@ from ctx_compress_rag.strict import any_of, explain
 from ctx_compress_rag.training.config import BaseRecipe
 from ctx_compress_rag.training.stage import STAGES
 
-SHIPPED = Path(__file__).parent / "recipes"
-
-# Every subpackage may ship recipes, in `recipes`, and have stages, which its `stages` registers.
+# The subpackages that ship recipes and register stages; the later ones are imported only for their own stages.
+_ROOMS = ("training", "adaptation")
 _PACKAGE = Path(__file__).parents[1]
-FOLDERS = sorted(_PACKAGE.glob("*/recipes"), reverse=True)
+FOLDERS = [_PACKAGE / room / "recipes" for room in _ROOMS]
+SHIPPED = FOLDERS[0]
 
 
 def find(name: str) -> Path | None:
     """A shipped recipe file or folder of recipes; None if there is none of this name."""
     return next((folder / name for folder in FOLDERS if (folder / name).exists()), None)
-
-
-def _load_stages(wanted: Any) -> None:
-    """Import the subpackages that have stages, `training` first, until the wanted stage is registered."""
-    for folder in FOLDERS:
-        if wanted in list(STAGES):
-            return
-        import_module(f"{_PACKAGE.name}.{folder.parent.name}.stages")
 
 
 def load_recipe(path: str | Path) -> BaseRecipe:
@@ -42,7 +34,7 @@ def load_recipe(path: str | Path) -> BaseRecipe:
     """
     file = Path(path) if Path(path).is_file() else find(str(path)) or find(f"{path}.yaml")
     if file is None or not file.is_file():
-        names = sorted(str(f.relative_to(room).with_suffix("")) for room in FOLDERS for f in room.rglob("*.yaml"))
+        names = sorted(str(f.relative_to(folder).with_suffix("")) for folder in FOLDERS for f in folder.rglob("*.yaml"))
         raise ConfigError(f"no recipe {str(path)!r}: give a YAML file or one of {', '.join(names)}")
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -64,7 +56,9 @@ def parse_recipe(settings: Any, where: str) -> BaseRecipe:
         ConfigError: a key or value is invalid.
     """
     stage = settings.get("stage") if isinstance(settings, dict) else None
-    _load_stages(stage)
+    for room in _ROOMS:
+        if stage not in list(STAGES):
+            import_module(f"{_PACKAGE.name}.{room}.stages")
     if stage is None:
         stages = ", ".join(sorted(STAGES))
         raise ConfigError(f"{where} has no stage, which says what to train: set stage to one of {stages}")

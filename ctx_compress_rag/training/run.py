@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from pydantic import ValidationError
 
 from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.errors import ConfigError, TimeUpError
 from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.training.config import BaseRecipe
-from ctx_compress_rag.training.engine.loop import is_main_process, train
-from ctx_compress_rag.training.engine.resuming import (
-    FILES_KEY,
-    begin,
-    changed_files,
-    file_digests,
-    inputs,
-    refuse_another,
-    writing,
-)
+from ctx_compress_rag.training.engine.checkpoint import last_checkpoint, load_weights, writing
+from ctx_compress_rag.training.engine.loop import Job, train
+from ctx_compress_rag.training.engine.processes import is_main_process, join_processes, process_count, wait_for_all
 from ctx_compress_rag.training.recipe import load_recipe
+from ctx_compress_rag.training.resuming import FILES_KEY, begin, changed_files, file_digests, inputs, refuse_another
 from ctx_compress_rag.training.stage import STAGES
 
 logger = logging.getLogger(__name__)
@@ -67,18 +58,30 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
         logger.info("%s: %d steps, seed %d, into %s", path, recipe.optim.steps, recipe.seed, recipe.output)
         # Before they are read: they may be edited during the training.
         files = file_digests(recipe) if is_main_process() else {}
-        job = STAGES[recipe.stage].start(recipe, resume)
+        job = STAGES[recipe.stage].start(recipe)
         if is_main_process():
             begin(recipe, resume, files)  # only now: an error in the recipe must not remove earlier checkpoints
         report = train(job, recipe.optim, recipe.output, recipe.seed, resume, deadline)
         if is_main_process():
             report |= {"recipe": recipe.model_dump(mode="json"), FILES_KEY: files}
+            if recipe.optim.shard and process_count() > 1:
+                del job  # makes room for a whole one
+                job = _whole_again(recipe)
             with writing(recipe.output):
                 job.save(report)
             write_json(recipe.output / REPORT_FILE, report)
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()  # the next recipe may need what the main process has written
+        wait_for_all()  # the next recipe may need what the main process has written
     return recipe.output
+
+
+def _whole_again(recipe: BaseRecipe) -> Job:
+    """The recipe's job, whose weights are not sharded, with those of the last checkpoint."""
+    torch.manual_seed(recipe.seed)
+    job = STAGES[recipe.stage].start(recipe)
+    checkpoint = last_checkpoint(recipe.output, recipe.optim.steps)
+    assert checkpoint  # of the last step
+    load_weights(checkpoint, job.model)
+    return job
 
 
 def check_inputs(recipes: Sequence[BaseRecipe]) -> None:
@@ -100,8 +103,7 @@ def check_inputs(recipes: Sequence[BaseRecipe]) -> None:
 
 def _prepare(recipe: BaseRecipe) -> None:
     """Set up this process: its GPU, the seed, and the folder it writes to."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    join_processes()
     torch.manual_seed(recipe.seed)
     # Softmax tails and Adam's moments reach subnormal numbers, on which a CPU is slow. Threads inherit
     # this setting when they start, so set it before any work.
@@ -134,12 +136,5 @@ def is_finished(recipe: BaseRecipe) -> bool:
     if not file.exists():
         return False
     report = json.loads(file.read_text(encoding="utf-8"))
-    return made_by(recipe, report.get("recipe")) and not changed_files(recipe, report.get(FILES_KEY, {}))
-
-
-def made_by(recipe: BaseRecipe, reported: Any) -> bool:
-    """Whether a report's recipe is this one. A key that is newer than the report gets its default."""
-    try:
-        return type(recipe).model_validate(reported) == recipe
-    except ValidationError:
-        return False
+    same = report.get("recipe") == recipe.model_dump(mode="json")
+    return same and not changed_files(recipe, report.get(FILES_KEY, {}))

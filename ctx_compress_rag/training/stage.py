@@ -16,11 +16,11 @@ class Stage:
 
     Attributes:
         recipe: the class of its recipes, whose literal `stage` is the stage's name.
-        start: makes the job from a recipe and whether to resume.
+        start: makes the job from a recipe.
     """
 
     recipe: type[BaseRecipe]
-    start: Callable[[Any, bool], Job]
+    start: Callable[[Any], Job]
 
 
 STAGES: dict[str, Stage] = {}

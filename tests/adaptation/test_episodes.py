@@ -13,7 +13,7 @@ from ctx_compress_rag.adaptation import Demonstration
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, Tasks, digest, with_slots
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.text.templates import PromptBuilder
+from ctx_compress_rag.training.prompts import PromptBuilder
 
 
 def test_files_are_tasks(tmp_path: Path, tiny_tokenizer: Any) -> None:

@@ -339,7 +339,7 @@ def test_an_interrupted_entry_goes_on(command: list[str], tmp_path: Path) -> Non
         return main([*command, "--output", str(folder), "--entries", "pooled", "--budget", "6"])
 
     assert run(tmp_path / "whole") == 0
-    with killed(after=1, within="/2/"):
+    with killed(after=1, training=2):
         run(tmp_path / "cut")
     first = tmp_path / "cut" / "entries" / "pooled" / "1" / "training_report.json"
     before = first.stat().st_mtime_ns

@@ -185,7 +185,7 @@ def command(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
 def finished(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a comparison that was cut off in an entry's second stage."""
     folder = tmp_path_factory.mktemp("compared")
-    with killed(after=1, within="pooled/2/"):
+    with killed(after=1, training=2):
         main([*command, "--output", str(folder)])
     assert main([*command, "--output", str(folder)]) == 0
     return folder

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ctx_compress_rag.training.engine.muon import MuonAdamW
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -15,8 +16,8 @@ from benchmarks.world.pointers import Pointers, PointingHeads, pointers_of
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
-from ctx_compress_rag.text.templates import TEMPLATES, PromptBuilder
-from ctx_compress_rag.training.engine.muon import MuonAdamW
+from ctx_compress_rag.text.templates import TEMPLATES
+from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
 
 SHAPE: dict[str, Any] = dict(

@@ -13,9 +13,9 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.methods.ram.config import RamConfig
+from ctx_compress_rag.methods.ram.training import RamCollator, RamLoss
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.text.templates import PromptBuilder
-from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
+from ctx_compress_rag.training.prompts import PromptBuilder
 from helpers.models import draw_lora, tiny_llama
 
 FROZEN = {"mode": "frozen"}

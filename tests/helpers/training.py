@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
-from transformers import Trainer
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
@@ -52,7 +56,7 @@ STAGES: dict[str, dict[str, Any]] = {
         "window": 64,
         "method": {"name": "ram", "segment_tokens": 4, "encoder": FULL, "decoder": LORA},
         "base_ratio": 4,
-        "reductions": [2, 4, 8],
+        "ratios": [2, 4, 8],
     },
     "arcaligner": {
         "stage": "answer",
@@ -72,7 +76,7 @@ def save_decoder(folder: Path, tokenizer: Any) -> Path:
     model = save_tiny_llama(tokenizer, folder, tie_word_embeddings=False)
     random_adapter(model, 2, seed=0).save_pretrained(folder / "base")
     write_jsonl(folder / "data.jsonl", UNLIKE)
-    write_jsonl(folder / "probe.jsonl", world_examples("dev", 1, 4, max_turns=1, passages=(1,)))
+    write_jsonl(folder / "validation.jsonl", world_examples("dev", 1, 4, max_turns=1, passages=(1,)))
     return folder
 
 
@@ -110,21 +114,37 @@ def report(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "training_report.json").read_text()))
 
 
+def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the last checkpoint, put together from the parts of all processes."""
+    last = max(folder.glob("checkpoints/checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    stored = HuggingFaceStorageReader(str(last)).read_metadata().state_dict_metadata
+    state = {name: torch.zeros(meta.size) for name, meta in stored.items() if "random/" not in name}
+    load(state, storage_reader=HuggingFaceStorageReader(str(last)), no_dist=True)
+    return state
+
+
 class Killed(RuntimeError):
     """What ends a training."""
 
 
 @contextmanager
-def killed(after: int, within: str = "") -> Iterator[None]:
-    """The training inside breaks off when it has made so many steps, and its output folder has `within` in its name."""
-    real = Trainer.training_step
+def killed(after: int, training: int = 1) -> Iterator[None]:
+    """The training inside, or the one of this number, breaks off when it has made so many steps."""
+    seen: list[Optimizer] = []
+    steps = 0
 
-    def step(trainer: Any, *args: Any, **settings: Any) -> Any:
-        if trainer.state.global_step == after and within in trainer.args.output_dir:
-            raise Killed
-        return real(trainer, *args, **settings)
+    def stop(optimizer: Optimizer, *_: Any) -> None:
+        nonlocal steps
+        if optimizer not in seen:
+            seen.append(optimizer)
+        if seen.index(optimizer) + 1 == training:
+            if steps == after:
+                raise Killed
+            steps += 1
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Trainer, "training_step", step)
+    hook = register_optimizer_step_pre_hook(stop)
+    try:
         with pytest.raises(Killed):
             yield
+    finally:
+        hook.remove()

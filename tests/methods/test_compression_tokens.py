@@ -18,8 +18,8 @@ from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.compression_tokens.compressor import CompressionTokensCompressor
 from ctx_compress_rag.methods.compression_tokens.config import CompressionTokensConfig
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.training.compression_config import DistillationRecipe
 from ctx_compress_rag.training.recipe import load_recipe
+from ctx_compress_rag.training.stages.distillation import DistillationRecipe
 from helpers import architectures
 from helpers.models import tiny_llama, widen
 

@@ -161,7 +161,7 @@ def test_training_goes_on_with_what_the_method_trains(name: str, tmp_path: Path)
 
 
 def test_prompts_of_training_are_those_of_use(tmp_path: Path, bundle: Bundle) -> None:
-    from ctx_compress_rag.text.templates import PromptBuilder
+    from ctx_compress_rag.training.prompts import PromptBuilder
 
     config, texts = bundle.config, TEXTS["prompts"]["several"]
     builder = PromptBuilder(bundle.tokenizer, separator=config.separator, answer_prefix=config.answer_prefix)

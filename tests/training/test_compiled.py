@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounter
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ctx_compress_rag.training.compression_config import AnswerRecipe
 from ctx_compress_rag.training.engine import speedups as compiled
 from ctx_compress_rag.training.engine.speedups import compile_layers
 from ctx_compress_rag.training.recipe import parse_recipe
+from ctx_compress_rag.training.stages.answer import AnswerRecipe
 from ctx_compress_rag.training.stages.compression import start
 from helpers.training import settings_of
 
@@ -40,7 +40,7 @@ def test_frozen_weights_are_rounded_unless_the_bundle_saves_them(
     monkeypatch.setattr(compiled, "bfloat16_pays", lambda: True)
     recipe = parse_recipe(settings_of(decoder, "answer", tmp_path, {"bf16": True}, copy_decoder=copied), "test")
     assert isinstance(recipe, AnswerRecipe)
-    job = start(recipe, resume=False)
+    job = start(recipe)
     bundle = job.model.bundle
     assert (bundle.config.decoder is None) == copied
     before = load_file(decoder / "model.safetensors")

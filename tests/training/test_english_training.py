@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,16 @@ from transformers import AutoModelForCausalLM
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_jsonl
+from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import ConfigError, DataError, RatioError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.flops import counting
 from ctx_compress_rag.models.int8 import from_int8, to_int8
-from ctx_compress_rag.text.templates import PromptBuilder, messages, shares
-from ctx_compress_rag.training.engine import loop
+from ctx_compress_rag.text.templates import messages
 from ctx_compress_rag.training.engine.throughput import Meter
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
+from ctx_compress_rag.training.prompts import PromptBuilder, shares
 from ctx_compress_rag.training.recipe import recipe_names
 from ctx_compress_rag.training.run import run_recipe
 from helpers.training import losses, report, settings_of, write_recipe
@@ -38,7 +37,7 @@ def stages(decoder: Path, folder: Path) -> list[str]:
     optim = {"steps": 4, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2}
     mix = {"shortest": 5, "passages": [1, 2], "unanswerable": 0.2}
     data = {"files": [str(folder / "train.jsonl")], "mix": mix, "max_turns": 2, "max_context_tokens": 128}
-    probe = {"file": str(folder / "dev.jsonl"), "questions": 3, "every": 3, "ratios": [8]}
+    validation = {"file": str(folder / "dev.jsonl"), "questions": 3, "every": 3, "ratios": [8]}
     slots = {
         "packing": {"rows": 2, "passage_rows": 2, "length": 384, "examples": 2},
         "window": 384,
@@ -49,7 +48,7 @@ def stages(decoder: Path, folder: Path) -> list[str]:
     }
     (folder / "recipes").mkdir()
     for number, stage, changes in ((1, "adapter", {}), (2, "packed", slots)):
-        recipe = settings_of(decoder, stage, folder / str(number), optim, data=data, probe=probe, **changes)
+        recipe = settings_of(decoder, stage, folder / str(number), optim, data=data, validation=validation, **changes)
         (folder / "recipes" / f"{number}.yaml").write_text(yaml.safe_dump(recipe))
     return recipe_names(str(folder / "recipes"))
 
@@ -62,9 +61,9 @@ def test_from_questions_to_a_bundle_in_one_command(
     for stage, names in ((1, {"full text", "no context"}), (2, {"soft context 8x"})):
         told = report(tmp_path / str(stage))
         assert told["tokens_per_second"] > 0 and told["teraflops_per_second"] > 0
-        assert [probe["step"] for probe in told["probes"]] == [3, 4]
-        assert 0 < told["probes"][0]["tokens"] < told["probes"][1]["tokens"] == told["tokens"]
-        assert all({"f1", "f1_error", "exact_match"} == p[name].keys() for p in told["probes"] for name in names)
+        assert [scores["step"] for scores in told["validations"]] == [3, 4]
+        assert 0 < told["validations"][0]["tokens"] < told["validations"][1]["tokens"] == told["tokens"]
+        assert all({"f1", "f1_error", "exact_match"} == p[name].keys() for p in told["validations"] for name in names)
     bundle = Bundle.from_pretrained(tmp_path / "2" / "bundle")
     assert bundle.compress(["Some text that it never saw before."])[0].slots.isfinite().all()
     card = (tmp_path / "2" / "bundle" / "README.md").read_text()
@@ -78,44 +77,24 @@ def test_from_questions_to_a_bundle_in_one_command(
     assert (tmp_path / "1" / "training_report.json").stat().st_mtime_ns > before
 
 
-def test_a_probe_without_answers_or_of_training_questions_is_refused_before_training(
-    decoder: Path, tmp_path: Path
-) -> None:
+def test_a_validation_without_answers_is_refused_before_training(decoder: Path, tmp_path: Path) -> None:
     first, _ = stages(decoder, tmp_path)
-    file = tmp_path / "dev.jsonl"
-    bare, trained = Example(("Pell trades in salt.",), (Turn("Who?", ()),)), read_jsonl(tmp_path / "train.jsonl")[7]
-    for probe, said in (
-        ([bare], r"no question of the probe's .*dev\.jsonl has an answer"),
-        ([*read_jsonl(file), trained], r"train\.jsonl contains a held-out passage"),
-    ):
-        write_jsonl(file, probe)
-        with pytest.raises(DataError, match=said):
-            run_recipe(first)
+    write_jsonl(tmp_path / "dev.jsonl", [Example(("Pell trades in salt.",), (Turn("Who?", ()),))])
+    with pytest.raises(DataError, match=r"dev\.jsonl"):
+        run_recipe(first)
     assert not list((tmp_path / "1" / "checkpoints").glob("*"))
-
-
-def test_a_text_to_repeat_shares_nothing_with_held_out_files(decoder: Path, tmp_path: Path) -> None:
-    held_out = read_jsonl(decoder / "probe.jsonl")[0]
-    (tmp_path / "novel.txt").write_text(held_out.passages[0])
-    data = {
-        "files": [str(decoder / "data.jsonl")],
-        "texts": [{"file": str(tmp_path / "novel.txt"), "words": 500}],
-        "held_out": [str(decoder / "probe.jsonl")],
-    }
-    with pytest.raises(DataError, match=r"novel\.txt contains a held-out passage"):
-        run_recipe(write_recipe(decoder, "packed", tmp_path / "out", {"steps": 1, "batch_size": 1}, data=data))
 
 
 @pytest.mark.parametrize(
     ("stage", "ratio", "said"), [("answer", 3, "ratio 3 does not divide"), ("ram", 8, "of 4 tokens")]
 )
-def test_a_probe_of_an_impossible_ratio_is_refused_before_training(
+def test_a_validation_of_an_impossible_ratio_is_refused_before_training(
     decoder: Path, tmp_path: Path, stage: str, ratio: int, said: str
 ) -> None:
-    """The first probe may come hours later, and before the first checkpoint."""
-    probe = {"file": str(decoder / "probe.jsonl"), "questions": 2, "every": 2, "ratios": [ratio]}
+    """The first validation may come hours later, and before the first checkpoint."""
+    validation = {"file": str(decoder / "validation.jsonl"), "questions": 2, "every": 2, "ratios": [ratio]}
     with pytest.raises(RatioError, match=said):
-        run_recipe(write_recipe(decoder, stage, tmp_path / "out", {"steps": 2, "save_every": 1}, probe=probe))
+        run_recipe(write_recipe(decoder, stage, tmp_path / "out", {"steps": 2, "save_every": 1}, validation=validation))
     assert not list((tmp_path / "out" / "checkpoints").glob("*"))
 
 
@@ -126,7 +105,7 @@ def test_a_window_beyond_the_decoders_positions_is_refused(decoder: Path, tmp_pa
 
 
 def test_a_time_limit_saves_a_checkpoint_and_the_same_command_goes_on(
-    decoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    decoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "cut").mkdir()
@@ -135,9 +114,7 @@ def test_a_time_limit_saves_a_checkpoint_and_the_same_command_goes_on(
     capsys.readouterr()
     assert main(["train", cut, "--minutes", "0"]) == 0
     assert "not started" in capsys.readouterr().out
-    with monkeypatch.context() as patched:  # the limit comes during the first step
-        patched.setattr(loop._StopAt, "__init__", lambda self, deadline: setattr(self, "deadline", time.monotonic()))
-        assert main(["train", cut, "--minutes", "9"]) == 0
+    assert main(["train", cut, "--minutes", "0.001"]) == 0  # the decoder alone takes longer to load
     assert "stopped at step 1 of 4" in capsys.readouterr().out
     assert not (tmp_path / "cut" / "1" / "training_report.json").exists()
     assert main(["train", cut]) == 0
@@ -152,14 +129,17 @@ def test_operations_are_those_of_the_matrices() -> None:
     with counting() as counter:
         layer(torch.randn(11, 7)).sum().backward()
     assert counter.get_total_flops() == 2 * (2 * 7 * 5 * 11)  # the input needs no gradient
-    meter = Meter()
-    for _ in range(3):
-        meter.see({"input_ids": torch.ones(2, 8), "attention_mask": torch.tensor([[1] * 8, [1] * 4 + [0] * 4])})
-    meter.count({"input_ids": torch.ones(1, 10)}, 5_000)
+    meter = Meter(steps=9)
+    batch = {"input_ids": torch.ones(2, 8), "attention_mask": torch.tensor([[1] * 8, [1] * 4 + [0] * 4])}
+    for step in (1, None, None):
+        with meter.counting(batch, step):
+            layer(torch.randn(11, 7)).sum().backward()
     history = [{"tokens": n * 1000, "seconds": s} for n, s in ((0, 0.0), (1, 9.0), (2, 10.0), (3, 11.0), (4, 12.0))]
     assert int(meter.tokens) == 36
     assert meter.report(history)["tokens_per_second"] == 1000  # the slow first interval is not typical
-    assert meter.report(history)["teraflops_per_second"] == pytest.approx(1000 * 500 / 1e12)
+    assert meter.report(history)["teraflops_per_second"] == pytest.approx(
+        1000 * counter.get_total_flops() / 12 / 1e12, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])

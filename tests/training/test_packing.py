@@ -16,15 +16,15 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
-from ctx_compress_rag.text.templates import TEMPLATES, PromptBuilder
-from ctx_compress_rag.training.compression_config import RepeatAndAnswerRecipe
+from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.engine.head import head_logits, weighted_loss
 from ctx_compress_rag.training.engine.packing import PADDING, Packer
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
-from ctx_compress_rag.training.objectives.packed import PackedSlotData, PackedSlotLoss
+from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.compression import start_bundle
+from ctx_compress_rag.training.stages.repeat_and_answer import PackedSlotData, PackedSlotLoss, RepeatAndAnswerRecipe
 from helpers.architectures import NAMES, model, random_ids
 from helpers.training import losses, settings_of
 
@@ -190,5 +190,5 @@ def test_impossible_recipes_are_refused(decoder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no prompt of a batch fits into `packing`"):
         run_recipe(tmp_path / "recipe.yaml")
     made = recipe(decoder, tmp_path, method={"name": "compression_tokens"})
-    with pytest.raises(ConfigError, match="is for mean_pooling, not for compression_tokens"):
+    with pytest.raises(ConfigError, match="not for compression_tokens"):
         PackedSlotLoss(start_bundle(made, EXAMPLES))

@@ -17,9 +17,8 @@ from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_json
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.methods.ram.config import RamConfig
-from ctx_compress_rag.text.templates import PromptBuilder
-from ctx_compress_rag.training.compression_config import RamRecipe
-from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
+from ctx_compress_rag.methods.ram.training import RamCollator, RamLoss, RamRecipe
+from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import load_recipe
 from helpers.ram import EXAMPLES, PLAIN, collator, objective, plain_ids, ram_bundle
 

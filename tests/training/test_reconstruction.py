@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.__main__ import main
 from benchmarks.scoring.perplexity import perplexity_table, reconstruction_perplexity
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.sentence_slots.config import SentenceSlotsConfig
-from ctx_compress_rag.text.templates import PARAPHRASES, PromptBuilder
+from ctx_compress_rag.text.templates import PARAPHRASES
 from ctx_compress_rag.training.objectives.likelihood import LikelihoodLoss
 from ctx_compress_rag.training.objectives.reconstruction import ReconstructionCollator, passages_of
+from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.models import widen

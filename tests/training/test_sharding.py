@@ -1,10 +1,10 @@
-"""Weights shared out to two processes: those of one process, each with its part, whole again when they are saved."""
+"""Weights sharded among two processes: each holds its part, and what they save is what one process saves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -13,33 +13,34 @@ from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.text.templates import TEMPLATES, PromptBuilder
+from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.engine.checkpointing import layers_of
-from ctx_compress_rag.training.engine.sharding import sharded
+from ctx_compress_rag.training.engine.sharding import shard
 from ctx_compress_rag.training.engine.speedups import compile_layers
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
+from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.processes import run_by
-from helpers.training import UNLIKE, losses, report, settings_of, write_recipe
+from helpers.training import UNLIKE, losses, report, saved_weights, settings_of, write_recipe
 
 STAGES = (
     "teacher", "adapter", "answer, full", "distillation", "ram", "arcaligner", "comprexit", "packed",
 )  # fmt: skip
 MICRO = {"packed": 1}
 """Examples of a micro-batch in one process: a packed batch is made whole."""
-PROBED = ("adapter", "answer, full")
+VALIDATED = ("adapter", "answer, full")
 
 
 def _recipe(decoder: Path, name: str, folder: Path, micro: int, **optim: Any) -> Path:
-    questions = {"file": str(decoder / "probe.jsonl"), "every": 5, "questions": 2, "ratios": [4]}
+    questions = {"file": str(decoder / "validation.jsonl"), "every": 5, "questions": 2, "ratios": [4]}
     optim = {"steps": 10, "micro_batch_size": micro, **optim}
-    return write_recipe(decoder, name, folder, optim, probe=questions if name in PROBED else None)
+    return write_recipe(decoder, name, folder, optim, validation=questions if name in VALIDATED else None)
 
 
 def _assert_same_weights(one: Path, other: Path) -> None:
     """Of two trainings' last steps; and that training moved them."""
-    a, b = (load_file(folder / "checkpoints" / "last" / "trained.safetensors") for folder in (one, other))
+    a, b = saved_weights(one), saved_weights(other)
     assert a.keys() == b.keys() != set()
     for name, weight in a.items():
         assert (b[name] - weight).abs().max() < 2e-5, name
@@ -52,10 +53,9 @@ def test_two_processes_resume_with_half_of_a_decoder_each(decoder: Path, tmp_pat
     steps = {"steps": 4, "save_every": 1}
     run_recipe(_recipe(decoder, "teacher", tmp_path / "whole", 4, **steps))
     shared, late, alone = (
-        _recipe(decoder, "teacher", tmp_path / name, 1, shard="all", **steps) for name in ("shared", "late", "alone")
+        _recipe(decoder, "teacher", tmp_path / name, 1, shard=True, **steps) for name in ("shared", "late", "alone")
     )
-    longer = _recipe(decoder, "teacher", tmp_path / "whole", 4, shard="all", steps=5)
-    tasks = [("kill", alone, 2), ("hurry", late), ("refuse", longer), ("kill", shared, 2), ("train", shared)]
+    tasks = [("kill", alone, 2), ("hurry", late), ("kill", shared, 2), ("train", shared)]
     held = run_by(2, tmp_path / "told", *tasks)
     run_recipe(alone)
     for folder in ("shared", "alone"):
@@ -68,27 +68,11 @@ def test_two_processes_resume_with_half_of_a_decoder_each(decoder: Path, tmp_pat
     assert all(each["bytes"] < 1.1 * 3 * 4 * trained / 2 for [each] in held)
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"shard": "frozen"}, "shard: all"),
-        ({"shard": "all", "muon_learning_rate": 1e-3}, "muon_learning_rate"),
-        ({"shard": "all", "compile": True}, "compile: layers"),
-    ],
-)
-def test_what_cannot_be_shared_out_is_refused_by_name(
-    decoder: Path, tmp_path: Path, change: dict[str, Any], named: str
-) -> None:
+@pytest.mark.parametrize("change", [{"muon_learning_rate": 1e-3}, {"average": 0.9}])
+def test_what_needs_whole_weights_is_refused(decoder: Path, tmp_path: Path, change: dict[str, Any]) -> None:
     recipe = settings_of(decoder, "teacher", tmp_path)
-    with pytest.raises(ConfigError, match=named):
-        parse_recipe(recipe | {"optim": change}, "test")
-
-
-def test_the_earlier_name_of_sharing_frozen_weights_is_known(decoder: Path, tmp_path: Path) -> None:
-    recipe = settings_of(decoder, "answer", tmp_path)
-    for value, shard in ((True, "frozen"), (False, None)):
-        with pytest.warns(DeprecationWarning, match="shard: frozen"):
-            assert parse_recipe(recipe | {"optim": {"shard_frozen": value}}, "test").optim.shard == shard
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        parse_recipe(recipe | {"optim": {"shard": True, **change}}, "test")
 
 
 @pytest.mark.slow
@@ -96,16 +80,16 @@ def test_the_earlier_name_of_sharing_frozen_weights_is_known(decoder: Path, tmp_
 def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_path: Path, name: str) -> None:
     """In micro-batches and with gradient checkpointing in the two; and what they save has the same files."""
     run_recipe(_recipe(decoder, name, tmp_path / "alone", MICRO.get(name, 4)))
-    shared = _recipe(decoder, name, tmp_path / "shared", 1, shard="all", checkpoint_layers=True)
+    shared = _recipe(decoder, name, tmp_path / "shared", 1, shard=True, checkpoint_layers=True)
     [[first], [second]] = run_by(2, tmp_path / "told", ("train", shared))
     _assert_same_weights(tmp_path / "alone", tmp_path / "shared")
     alone, apart = (report(tmp_path / each) for each in ("alone", "shared"))
-    assert _scores(apart) == _scores(alone) and bool(_scores(alone)) == (name in PROBED)
+    assert _scores(apart) == _scores(alone) and bool(_scores(alone)) == (name in VALIDATED)
     trained = apart["trained_parameters"]
     # A matrix of an odd number of rows, of which one process has a row more.
     assert first["trained"] + second["trained"] == trained and first["trained"] < 0.51 * trained
     assert first["states"] + second["states"] == 2 * trained and first["states"] < 0.51 * 2 * trained
-    # Nothing else holds a weight as it was before it was shared out.
+    # Nothing else holds a weight as it was before it was sharded.
     assert first["bytes"] < 1.1 * (first["bytes in modules"] + 4 * first["states"])
     one, two = _saved(tmp_path / "alone"), _saved(tmp_path / "shared")
     assert one.keys() == two.keys()
@@ -114,43 +98,29 @@ def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_shared_out_frozen_weights_resume(decoder: Path, tmp_path: Path) -> None:
-    """Killed after two of four steps, as one process that is not."""
-    name, steps = "distillation", {"steps": 4, "save_every": 1}
-    run_recipe(_recipe(decoder, name, tmp_path / "alone", 4, **steps))
-    shared = _recipe(decoder, name, tmp_path / "shared", 1, shard="frozen", **steps)
-    run_by(2, tmp_path / "told", ("kill", shared, 2), ("train", shared))
-    _assert_same_weights(tmp_path / "alone", tmp_path / "shared")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["frozen", "all"])
-def test_compiled_layers_with_shared_out_weights_give_the_same_gradients(
-    make_tiny_bundle: Callable[..., Any], traced: CompileCounter, process_group: None, what: Literal["frozen", "all"]
+def test_compiled_layers_with_sharded_weights_give_the_same_gradients(
+    make_tiny_bundle: Callable[..., Any], traced: CompileCounter, process_group: None
 ) -> None:
     """By one process."""
     gradients: list[dict[str, torch.Tensor]] = []
-    for shared in (False, True):
+    for sharded in (False, True):
         bundle = make_tiny_bundle(seed=4)
         loss = LikelihoodLoss(bundle)
         loss.ratios = [4]
         batch = AnswerCollator(PromptBuilder(bundle.tokenizer), TEMPLATES[:1], 512, seed=0)(UNLIKE[:2])
-        if not shared:
-            loss(**batch)["loss"].backward()
-            gradients.append({n: p.grad for n, p in loss.named_parameters() if p.grad is not None})
-            continue
-        compile_layers(bundle.backbone.model, dynamic=True)
-        with sharded(loss, layers_of(bundle), what, "cpu"):
-            loss(**batch)["loss"].backward()
-            found = {n: p.grad for n, p in loss.named_parameters() if p.grad is not None}
-            gradients.append({n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()})
+        if sharded:
+            compile_layers(bundle.backbone.model, dynamic=True)
+            shard(loss, layers_of(bundle), "cpu")
+        loss(**batch)["loss"].backward()
+        found = {n: p.grad for n, p in loss.named_parameters() if p.grad is not None}
+        gradients.append({n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()})
     assert traced.frame_count > 0
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
 
 
 def _scores(told: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of the probes, by step; how many tokens there were, a process of several only estimates."""
-    return [{key: value for key, value in probe.items() if key != "tokens"} for probe in told["probes"]]
+    """Of the validations, by step."""
+    return [{k: v for k, v in scores.items() if k not in ("tokens", "seconds")} for scores in told["validations"]]
 
 
 def _saved(folder: Path) -> dict[str, dict[str, torch.Tensor]]:

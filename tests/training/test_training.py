@@ -27,9 +27,10 @@ from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.evaluation.harness import evaluate
 from ctx_compress_rag.evaluation.questions import Question
-from ctx_compress_rag.text.templates import TEMPLATES, PromptBuilder
+from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss, with_repeats
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
+from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import SHIPPED, load_recipe, parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
@@ -220,7 +221,7 @@ def test_curriculum_is_the_same_at_every_call() -> None:
 
 def test_processes_that_share_weights_draw_no_ratio_for_each_example() -> None:
     recipe = yaml.safe_load((RECIPES / "demo" / "mean_pooling.yaml").read_text())
-    recipe["optim"]["shard"] = "frozen"
+    recipe["optim"] |= {"shard": True, "muon_learning_rate": None}
     parse_recipe(recipe, "test")
     recipe["curriculum"] = [{"step": 0, "ratios": [4, 8], "sample": 1, "each": "example"}]
     with pytest.raises(ConfigError, match="each: example"):
@@ -246,7 +247,6 @@ def test_processes_that_share_weights_draw_no_ratio_for_each_example() -> None:
         ("mean_pooling/teacher", {"data": {"files": ["x.jsonl"], "templates": ["no places"]}}, "no places"),
         ("mean_pooling/teacher", {"stage": "alchemy"}, "^[^:]*: stage: 'alchemy' is unknown: give one of .*'teacher'"),
         ("mean_pooling/compressor", {"ratios": []}, "ratios: List should have at least 1 item"),
-        ("ram/ram", {"reductions": []}, "reductions: List should have at least 1 item"),
         # A teacher may train for days before the compressor's recipe begins: ratios are checked before.
         ("mean_pooling/compressor", {"ratios": [4, 6]}, "ratio 6 cannot be made from slots stored at 4"),
         (
@@ -292,7 +292,7 @@ def test_a_lora_teacher_reads_full_text_in_the_bundle(decoder: Path, tmp_path: P
 
 
 def test_a_bundle_knows_how_it_was_asked(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its template and longest answer are what it is scored with; they are no part of its fingerprint."""
+    """Its template and longest answer are what it is scored with."""
     data = {"files": [str(decoder / "data.jsonl")], "max_answer_tokens": 7}
     data["templates"] = ["Refer to {context}. {question}", TEMPLATES[0]]
     bundle = Bundle.from_pretrained(
@@ -313,10 +313,6 @@ def test_a_bundle_knows_how_it_was_asked(decoder: Path, tmp_path: Path, monkeypa
     asked.clear()
     evaluate(bundle, questions, (4,), template="{context} {question}", max_new_tokens=3, progress=False)
     assert ("Orla keeps a goat. Which pet?", 3) in asked and {longest for _, longest in asked} == {3}
-    changed = bundle.config.model_copy(update={"template": None, "answer_tokens": None})
-    assert "template" not in changed.model_dump()
-    one, other = (Bundle(c, bundle.backbone, bundle.compressor, bundle.reader) for c in (bundle.config, changed))
-    assert one.fingerprint == other.fingerprint
 
 
 def test_a_lora_teacher_is_trained_on(decoder: Path, tmp_path: Path) -> None:

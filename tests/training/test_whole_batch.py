@@ -8,12 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from ctx_compress_rag.training.run import run_recipe
 from helpers.processes import run_by
-from helpers.training import write_recipe
+from helpers.training import saved_weights, write_recipe
 
 LEARNERS = ("retrieval_adapter", "prompt_tuning", "update_predictor", "update_predictor, task")
 
@@ -31,8 +29,8 @@ def test_micro_batches_change_nothing(decoder: Path, tmp_path: Path, stage: str)
     assert parts == pytest.approx(whole, rel=1e-3)
 
 
-@pytest.mark.parametrize(("stage", "shard"), [("answer", None), ("repetition", "frozen")])
-def test_processes_change_nothing(decoder: Path, tmp_path: Path, stage: str, shard: str | None) -> None:
+@pytest.mark.parametrize(("stage", "shard"), [("answer", False), ("repetition", True)])
+def test_processes_change_nothing(decoder: Path, tmp_path: Path, stage: str, shard: bool) -> None:
     """Two, told who they are as torchrun tells it; where they share weights out, one that repeats nothing waits for
     no other."""
     alone = _step(run_recipe(write_recipe(decoder, stage, tmp_path / "alone", {"steps": 1})))
@@ -42,14 +40,13 @@ def test_processes_change_nothing(decoder: Path, tmp_path: Path, stage: str, sha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", [None, "frozen"])
-def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_path: Path, shard: str | None) -> None:
-    """By torchrun, as several GPUs train, with gradient checkpointing; `shard: all` is in test_sharding.py."""
+def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_path: Path) -> None:
+    """By torchrun, as several GPUs train, with gradient checkpointing; `shard` is in test_sharding.py."""
     run_recipe(write_recipe(decoder, "answer", tmp_path / "alone", {"steps": 10}))
-    apart = {"steps": 10, "micro_batch_size": 1, "checkpoint_layers": True, "shard": shard}
+    apart = {"steps": 10, "micro_batch_size": 1, "checkpoint_layers": True}
     _by_torchrun(write_recipe(decoder, "answer", tmp_path / "shared", apart))
     start = run_recipe(write_recipe(decoder, "answer", tmp_path / "start", {"steps": 1, "learning_rate": 1e-9}))
-    alone, shared, before = (_weights(folder) for folder in (tmp_path / "alone", tmp_path / "shared", start))
+    alone, shared, before = (saved_weights(folder) for folder in (tmp_path / "alone", tmp_path / "shared", start))
     assert alone.keys() == shared.keys() == before.keys()
     moved = [name for name in alone if (alone[name] - before[name]).abs().max() > 1e-3]
     assert len(moved) > 10  # both adapters and the map
@@ -63,8 +60,3 @@ def _by_torchrun(recipe: Path) -> None:
         [sys.executable, "-m", *command, "train", str(recipe)], capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Of a checkpoint's last step, all that was trained."""
-    return load_file(folder / "checkpoints" / "last" / "trained.safetensors")

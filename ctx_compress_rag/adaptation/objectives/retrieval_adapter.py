@@ -11,10 +11,10 @@ from ctx_compress_rag.adaptation.adapter import Adapter, projections
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
 from ctx_compress_rag.adaptation.updates import answer_losses
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.training.engine.batch_mean import WholeBatchMean
+from ctx_compress_rag.training.engine.batch_mean import BatchMean
 
 
-class _AnswersMean(nn.Module, WholeBatchMean):
+class _AnswersMean(nn.Module, BatchMean):
     """Mean cross-entropy of the whole batch's answer tokens."""
 
     def __init__(self, decoder: AdaptiveDecoder) -> None:

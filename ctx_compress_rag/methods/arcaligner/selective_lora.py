@@ -75,6 +75,9 @@ class SelectiveLora(nn.Module):
     model's as long as no slot precedes it; after a slot, it has read the slot's adapted keys and values, which
     is the purpose of the update.
 
+    Attributes:
+        slots: where updates are added now; None outside `on`.
+
     Raises:
         ConfigError: the layer has no linear layers.
     """
@@ -88,12 +91,12 @@ class SelectiveLora(nn.Module):
             )
         self.updates = nn.ModuleDict({name: SlotUpdate(linear, config) for name, linear in linears.items()})
         self._linears = Borrowed(list(linears.values()))
-        self._slots: SlotPlaces | None = None
+        self.slots: SlotPlaces | None = None
 
     @contextmanager
     def on(self, slots: SlotPlaces) -> Iterator[None]:
         """Add the updates at slots within the context; a nested context uses its own slots."""
-        outer, self._slots = self._slots, slots
+        outer, self.slots = self.slots, slots
         with ExitStack() as hooks:
             if outer is None:
                 for linear, update in zip(self._linears.value, self.updates.values(), strict=True):
@@ -101,13 +104,13 @@ class SelectiveLora(nn.Module):
             try:
                 yield
             finally:
-                self._slots = outer
+                self.slots = outer
 
     def _add(self, update: nn.Module, linear: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        assert self._slots is not None  # it is `on`
+        assert self.slots is not None  # it is `on`
         # In place, at slots only: other positions stay bit-identical and cost nothing.
-        change = update(self._slots.take(args[0])).to(output.dtype)
-        output.view(-1, output.shape[-1]).index_add_(0, self._slots.index, change)
+        change = update(self.slots.take(args[0])).to(output.dtype)
+        output.view(-1, output.shape[-1]).index_add_(0, self.slots.index, change)
 
 
 def twin(model: nn.Module) -> Any:

@@ -23,6 +23,7 @@ class Method:
         paper: the title of its paper.
         pictures: shows what a bundle does with a text, or on average with several: (bundle, texts, ratio) -> a mapping
             from file names to numbers (for JSON) or a matplotlib figure (for PNG). None if there is nothing to plot.
+        training: the module that registers a training stage of the method's own, imported when a recipe is read.
     """
 
     config: type[MethodConfig]
@@ -30,6 +31,7 @@ class Method:
     reader: Callable[[Backbone, Any, Any], Reader]
     paper: str
     pictures: Callable[[Any, Sequence[str], int], Mapping[str, Any]] | None = None
+    training: str | None = None
 
 
 METHODS: dict[str, Method] = {}

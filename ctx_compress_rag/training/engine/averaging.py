@@ -7,12 +7,13 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
-from ctx_compress_rag.training.engine.parameters import load_trained_state, trained
+from ctx_compress_rag.training.engine.parameters import trained
 
 
 class WeightAverage:
-    """An exponential moving average of the trained parameters, in float32.
+    """An exponential moving average of the trained parameters.
 
     For the first 1 / (1 - decay) steps it is the plain mean of all steps' weights, so that the first do not linger.
 
@@ -22,35 +23,36 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self._decay = decay
-        self._model, self._trained = model, trained(model)
-        self._averages = {name: p.detach().float().clone() for name, p in self._trained.items()}
+        self._names = list(trained(model))
+        self._weights = nn.ParameterList(trained(model).values())
 
-    def add(self, step: int) -> None:
-        """Add the weights after a step; steps count from 1."""
-        kept = min(self._decay, (step - 1) / step)
-        weights = [p.detach().float() for p in self._trained.values()]
-        torch._foreach_lerp_(list(self._averages.values()), weights, 1 - kept)
+        def mean(average: Tensor, weight: Tensor, count: Tensor | int) -> Tensor:
+            return average.lerp(weight, 1 - min(decay, float(count / (count + 1))))
 
-    def put_in(self) -> None:
-        """Copy the averages into the model."""
-        load_trained_state(self._model, self._averages)
+        self._average = AveragedModel(self._weights, avg_fn=mean)
+
+    def update(self) -> None:
+        """Add the weights after a step."""
+        self._average.update_parameters(self._weights)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the model's weights with the averages."""
+        for weight, average in zip(self._weights, self._average.parameters(), strict=True):
+            own = weight.clone()
+            weight.copy_(average)
+            average.copy_(own)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within the context, the model has the averages."""
-        own = {name: p.detach().clone() for name, p in self._trained.items()}
-        self.put_in()
+        self.swap()
         try:
             yield
         finally:
-            load_trained_state(self._model, own)
+            self.swap()
 
     def state(self) -> dict[str, Tensor]:
-        """The averages, by the parameters' names."""
-        return {name: value.cpu().contiguous() for name, value in self._averages.items()}
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Restore what `state` returned."""
-        for name, value in self._averages.items():
-            value.copy_(state[name])
+        """The averages by the parameters' names, and their `count`; values copied into them restore it."""
+        averages = dict(zip(self._names, (p.detach() for p in self._average.parameters()), strict=True))
+        return {**averages, "count": self._average.n_averaged}

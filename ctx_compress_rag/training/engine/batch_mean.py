@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
 
-class WholeBatchMean(ABC):
+class BatchMean(ABC):
     """A loss whose `forward` divides its sums by `num_items_in_batch`; None: by the number of its own batch's items.
 
     With means over micro-batches, tokens of short answers would count more than those of long ones, especially in
@@ -17,9 +17,6 @@ class WholeBatchMean(ABC):
     Among a loss's base classes, list this one after the module: torch's `fully_shard` replaces a module's class, which
     Python allows only in this order.
     """
-
-    accepts_loss_kwargs: ClassVar[bool] = True
-    """Tells the Trainer to pass `num_items_in_batch`, and not to divide by the number of micro-batches."""
 
     @abstractmethod
     def items(self, **batch: Any) -> Tensor:

@@ -1,17 +1,18 @@
 """Gradient checkpointing: a decoder layer keeps only its input, and runs again when the backward pass reaches it.
 
-By then another adapter is active and hooks are gone: one decoder serves compressor and reader, each with its own LoRA,
-and ArcAligner hooks its updates to the layers for one prompt. So a layer's earlier state is restored to run it again.
+By then another adapter is active: one decoder serves compressor and reader, each with its own LoRA. And updates that a
+method adds at a prompt's slots are gone. So the layer runs again as it ran before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
@@ -19,18 +20,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ctx_compress_rag.bundle.bundle import Bundle
 
-# Besides its weights, these determine what a module computes: hooks, peft's active adapters, dropout.
-_STATE = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_active_adapter",
-    "_disable_adapters",
-    "_slots",  # where ArcAligner's updates are added
-    "training",
-)
+
+@runtime_checkable
+class SlotUpdates(Protocol):
+    """A module that adds updates to a decoder layer at a prompt's slots.
+
+    Attributes:
+        slots: where it adds them now; None: nowhere.
+    """
+
+    slots: Any
+
+    def on(self, slots: Any) -> AbstractContextManager[None]:
+        """Add updates at these slots within the context."""
 
 
 def layers_of(bundle: Bundle) -> list[nn.Module]:
@@ -47,42 +49,66 @@ def layers_in(models: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def checkpoint_layers(layers: Sequence[nn.Module], model: nn.Module) -> None:
-    """Checkpoint a decoder's layers from now on; `model`'s modules that hook updates to them are restored, too."""
-    hooking = [module for module in model.modules() if "_slots" in vars(module)]
+    """Checkpoint a decoder's layers from now on; `model` contains the modules that add updates to them."""
+    updates = [module for module in model.modules() if isinstance(module, SlotUpdates)]
     for layer in layers:
-        layer.forward = partial(_forward, [*layer.modules(), *hooking], layer.forward)
+        adapters = [module for module in layer.modules() if isinstance(module, BaseTunerLayer)]
+        layer.forward = partial(_forward, adapters, updates, layer.forward)
 
 
-def _forward(modules: list[nn.Module], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _forward(
+    adapters: Sequence[BaseTunerLayer],
+    updates: Sequence[SlotUpdates],
+    plain: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     cache = kwargs.get("past_key_values")
     if not torch.is_grad_enabled() or not (cache is None or isinstance(cache, Cache)):
-        return plain(*args, **kwargs)  # ArcAligner's passes over a few slots keep little, and do not run whole layers
+        return plain(*args, **kwargs)  # with another kind of cache: passes over a few positions, which keep little
     # The two runs would both append to a cache.
     kwargs = kwargs | {name: None for name in ("past_key_values", "use_cache") if name in kwargs}
-    now = _state(modules)
-    again: Any = checkpoint(
-        plain, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _as_it_was(now)), **kwargs
-    )
+    again = _as_now(adapters, updates)
+    out: Any = checkpoint(plain, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again()), **kwargs)
+    return out
+
+
+def _as_now(
+    adapters: Sequence[BaseTunerLayer], updates: Sequence[SlotUpdates]
+) -> Callable[[], AbstractContextManager[None]]:
+    """Makes contexts with the adapters and updates that are active now."""
+    active = [_active(adapter) for adapter in adapters]
+    slots = [update.slots for update in updates]
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        before = [_active(adapter) for adapter in adapters]
+        _activate(adapters, active)
+        try:
+            with ExitStack() as stack:
+                for update, own in zip(updates, slots, strict=True):
+                    if own is not None:
+                        stack.enter_context(update.on(own))
+                yield
+        finally:
+            _activate(adapters, before)
+
     return again
 
 
-def _state(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Each module's state; hooks and lists of adapters are copied, since they change in place."""
-    found = []
-    for module in modules:
-        values = {name: vars(module)[name] for name in _STATE if name in vars(module)}
-        copied = {name: value.copy() if isinstance(value, dict | list) else value for name, value in values.items()}
-        found.append((module, copied))
-    return found
+def _active(adapter: BaseTunerLayer) -> list[str] | None:
+    """The names of a layer's active adapters; None if it is off."""
+    return None if adapter.disable_adapters else list(adapter.active_adapters)
 
 
-@contextmanager
-def _as_it_was(state: list[tuple[nn.Module, dict[str, Any]]]) -> Iterator[None]:
-    now = _state(module for module, _ in state)
-    try:
-        for module, values in state:
-            vars(module).update(values)
-        yield
-    finally:
-        for module, values in now:
-            vars(module).update(values)
+def _activate(adapters: Sequence[BaseTunerLayer], names: Sequence[list[str] | None]) -> None:
+    for adapter, wanted in zip(adapters, names, strict=True):
+        if _active(adapter) == wanted:
+            continue
+        module: Any = adapter
+        trained = {p: p.requires_grad for p in module.parameters()}
+        if wanted is not None:
+            adapter.set_adapter(wanted)
+        adapter.enable_adapters(wanted is not None)
+        for parameter, flag in trained.items():  # peft freezes what is not active
+            parameter.requires_grad_(flag)

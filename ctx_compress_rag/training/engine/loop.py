@@ -1,50 +1,54 @@
-"""The training loop shared by all stages: transformers' Trainer with our data, saving and plots."""
+"""The training loop of all stages."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Sampler, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import SCHEDULER_NAME
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
 
 from ctx_compress_rag.errors import ConfigError, TimeUpError, TrainingError
 from ctx_compress_rag.evaluation.figures import new_figure, save
-from ctx_compress_rag.models.flops import counting
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.engine.averaging import WeightAverage
-from ctx_compress_rag.training.engine.batch_mean import WholeBatchMean
+from ctx_compress_rag.training.engine.batch_mean import BatchMean
+from ctx_compress_rag.training.engine.checkpoint import (
+    FOLDER,
+    last_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    step_of,
+)
 from ctx_compress_rag.training.engine.checkpointing import checkpoint_layers
-from ctx_compress_rag.training.engine.muon import MuonAdamW
-from ctx_compress_rag.training.engine.parameters import all_finite, load_trained_state, trained, trained_state
-from ctx_compress_rag.training.engine.resuming import FOLDER as CHECKPOINTS
-from ctx_compress_rag.training.engine.resuming import finish_checkpoint, last_checkpoint, progress_of, writing
-from ctx_compress_rag.training.engine.sharded_checkpoint import FOLDER, load_parts, save_parts
-from ctx_compress_rag.training.engine.sharding import at_hand, is_shared_out, sharded
+from ctx_compress_rag.training.engine.optimizers import make_optimizers, set_learning_rate
+from ctx_compress_rag.training.engine.parameters import all_finite, trained
+from ctx_compress_rag.training.engine.processes import (
+    is_main_process,
+    process_count,
+    process_rank,
+    summed,
+    training_device,
+)
+from ctx_compress_rag.training.engine.sharding import shard, unsharded
 from ctx_compress_rag.training.engine.speedups import bfloat16_pays
 from ctx_compress_rag.training.engine.throughput import Meter
 
 logger = logging.getLogger(__name__)
 
-_TRAINED_FILE = "trained.safetensors"
-_AVERAGE_FILE = "average.safetensors"
-_COUNTED_STEPS = 8
-
 StepHook = Callable[[int], None]
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
-Probe = Callable[[], dict[str, Any]]
+Validate = Callable[[], dict[str, Any]]
 """Returns scores of the model in training, by name."""
 
 
@@ -67,10 +71,10 @@ class Job:
         save: writes the result; called with the report.
         about: further entries of the report.
         on_step: called before each step with the step's number.
-        probe: called every `probe_every` steps and after the last; the report has its scores and the tokens so far.
-        probe_every: steps between two probes.
-        layers: the decoder layers that the model runs, for `checkpoint_layers` and `shard` of the optimisation.
-        micro_batch_size: the most examples that `collate` takes at once; None: as set in the optimisation.
+        validate: called every `validate_every` steps and after the last; the report has its scores.
+        validate_every: steps between two validations.
+        layers: the decoder layers that the model runs, for `checkpoint_layers` and `shard` of the optimization.
+        micro_batch_size: the most examples that `collate` takes at once; None: as set in the optimization.
     """
 
     model: nn.Module
@@ -79,204 +83,10 @@ class Job:
     save: Callable[[dict[str, Any]], None]
     about: Mapping[str, Any] = field(default_factory=dict)
     on_step: StepHook | None = None
-    probe: Probe | None = None
-    probe_every: int = 1
+    validate: Validate | None = None
+    validate_every: int = 1
     layers: Sequence[nn.Module] = ()
     micro_batch_size: int | None = None
-
-
-@dataclass(eq=False)
-class ExampleDataset(Dataset[Any]):
-    """The items of all steps: the examples, repeated so that every batch is full.
-
-    Several processes would fill up a short batch at the end of the examples; a single process would not.
-    """
-
-    examples: Examples
-    items: int
-
-    def __len__(self) -> int:
-        return self.items
-
-    def __getitem__(self, index: int) -> Any:
-        return self.examples[index % len(self.examples)]
-
-
-@dataclass
-class _StopAt(TrainerCallback):
-    """Saves a checkpoint and stops training at `deadline`, in seconds of `time.monotonic`."""
-
-    deadline: float
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        over = torch.tensor(int(time.monotonic() >= self.deadline), device=args.device)
-        if args.world_size > 1:
-            torch.distributed.broadcast(over, 0)  # a process that continued alone would wait for the others
-        if over:
-            control.should_save = control.should_log = control.should_training_stop = True
-
-
-@dataclass
-class _Hooks(TrainerCallback):
-    """Calls a job's `on_step` before each step, also after resuming, and its probe when that is due.
-
-    Updates the average of the weights after each step, before the probe.
-    """
-
-    trainer: _Trainer
-    job: Job
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self.job.on_step:
-            self.job.on_step(state.global_step)
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self.trainer.average:
-            self.trainer.average.add(state.global_step)
-        last = state.global_step == state.max_steps
-        control.should_log |= last  # the report has the loss and tokens of all steps
-        due = state.global_step % self.job.probe_every == 0 or last
-        if self.job.probe and due:
-            model = cast(nn.Module, self.trainer.model)
-            model.eval()
-            # Prompts differ in length: compiled layers would be compiled again for each.
-            eager = torch.compiler.set_stance("force_eager")
-            averaged = self.trainer.average.in_place() if self.trainer.average else nullcontext()
-            with torch.no_grad(), eager, at_hand(model), averaged, self.trainer.compute_loss_context_manager():
-                scores = self.job.probe()
-            model.train()
-            loss_is_due = control.should_log
-            self.trainer.log({"probe": scores})
-            control.should_log = loss_is_due  # logging cleared it
-
-
-class _Trainer(Trainer):
-    """Keeps the examples' order (neighbours share passages), saves only trained parameters, counts tokens and time.
-
-    Each log row has the tokens and seconds of the whole training, including those before a resume.
-    """
-
-    optim: OptimConfig
-    average: WeightAverage | None
-    meter: Meter
-    before: dict[str, Any]
-    began: float
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        loss = self._metered_step(model, inputs, num_items_in_batch)
-        if not loss.isfinite():
-            raise self._diverged(f"the loss of step {self.state.global_step + 1} is {loss.item()}")
-        return loss
-
-    def _diverged(self, what: str) -> TrainingError:
-        return TrainingError(
-            f"{self.args.output_dir}: {what}, and further steps cannot change that: lower optim.learning_rate, and "
-            "start again without that folder"
-        )
-
-    def _metered_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
-        self.meter.see(inputs)
-        sampled = self.state.global_step % max(1, self.state.max_steps // _COUNTED_STEPS) == 0
-        if not sampled or self.meter.sampled_at == self.state.global_step:
-            return super().training_step(model, inputs, num_items_in_batch)
-        self.meter.sampled_at = self.state.global_step
-        plain = getattr(model, "_orig_mod", model)  # a compiled model's operations cannot be counted
-        with torch.compiler.set_stance("force_eager"), counting() as counter:
-            loss = super().training_step(plain, inputs, num_items_in_batch)
-        self.meter.count(inputs, counter.get_total_flops())
-        return loss
-
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
-        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if isinstance(self.model, WholeBatchMean):
-            # Summed over all micro-batches and processes; the Trainer undoes DDP's mean over processes.
-            first, *rest = (self.model.items(**batch) for batch in batches)
-            items = self.accelerator.reduce(sum(rest, start=first).to(device), reduction="sum")
-        return batches, items
-
-    def progress(self) -> dict[str, Any]:
-        """Seconds since training started, and tokens, as if all processes had read as many as this one."""
-        return {
-            "tokens": self.before.get("tokens", 0) + int(self.meter.tokens) * self.args.world_size,
-            "seconds": round(self.before.get("seconds", 0.0) + time.monotonic() - self.began, 2),
-        }
-
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        super().log({**logs, **self.progress()}, start_time)
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        rate = self.optim.muon_learning_rate
-        if rate is None:
-            return super().create_optimizer(model)
-        if self.optimizer is None:
-            optim = self.optim
-            self.optimizer = MuonAdamW(
-                cast(nn.Module, self.model), rate, optim.learning_rate, optim.betas, optim.weight_decay
-            )
-        return self.optimizer
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        if not self.args.should_save:
-            return  # all processes call this, only the main one writes
-        folder = Path(output_dir or self.args.output_dir)  # type: ignore[arg-type]
-        folder.mkdir(parents=True, exist_ok=True)
-        if not is_shared_out(self.model):
-            save_file(trained_state(cast(nn.Module, self.model)), folder / _TRAINED_FILE)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        step = self.state.global_step
-        if not all_finite(model):
-            raise self._diverged(f"weights are NaN or infinite after step {step}")
-        folder = Path(self.args.output_dir) / f"checkpoint-{step}"  # type: ignore[arg-type]
-        with writing(folder):
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()  # each process writes a part
-            if self.args.should_save:
-                if self.average:
-                    save_file(self.average.state(), folder / _AVERAGE_FILE)
-                finish_checkpoint(folder, self.progress())
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not is_shared_out(self.model):
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        assert self.optimizer and self.lr_scheduler  # made before the first step
-        save_parts(cast(nn.Module, self.model), self.optimizer, Path(output_dir))
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        folder = Path(resume_from_checkpoint)
-        if (folder / FOLDER).exists():
-            return  # trained parameters are loaded with the optimiser's states
-        if is_shared_out(self.model):
-            raise ConfigError(f"{folder} was saved without `shard: all`: resume without it, or remove the checkpoint")
-        load_trained_state(cast(nn.Module, model or self.model), load_file(folder / _TRAINED_FILE))
-        if self.average:
-            self.average.load_state(load_file(folder / _AVERAGE_FILE))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not (Path(checkpoint) / FOLDER).exists():
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        assert self.optimizer and self.lr_scheduler
-        load_parts(cast(nn.Module, self.model), self.optimizer, Path(checkpoint))
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
-        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
-
-
-def training_device() -> str:
-    """The device to train on; the loop does not use Apple GPUs."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def is_main_process() -> bool:
-    """Whether this is the process of torchrun that writes the files of all."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def train(
@@ -287,7 +97,7 @@ def train(
     Checkpoints go to `output/checkpoints`; an interrupted run resumes from the last one with the same data order,
     learning rate and random state. Writes `loss.json` and `loss.png`. `deadline` is in seconds of `time.monotonic`.
 
-    Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, scores of the probes, and
+    Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, scores of the validations, and
         the job's `about`.
 
     Raises:
@@ -296,8 +106,101 @@ def train(
         TrainingError: the loss or a weight became NaN or infinite.
         OSError: a file cannot be written.
     """
-    model = job.model
-    processes = int(os.environ.get("WORLD_SIZE", "1"))  # under torchrun each process takes its share
+    began = time.monotonic()
+    micro = _micro_batch_size(job, optim)
+    device = training_device()
+    torch.manual_seed(seed)
+    model = job.model.to(device).train()
+    if optim.checkpoint_layers:
+        checkpoint_layers(job.layers, model)
+    sharded = optim.shard and process_count() > 1
+    if sharded:
+        shard(model, job.layers, device)
+    parallel = DistributedDataParallel(model) if process_count() > 1 and not sharded else model
+    parameters = list(trained(model).values())
+    optimizers = make_optimizers(model, optim)
+    average = None if optim.average is None else WeightAverage(model, optim.average)
+    # A copy trained in float32 with embeddings in bfloat16 (a decoder on a GPU) needs autocast.
+    bf16 = (optim.bf16 and bfloat16_pays()) or any(p.dtype == torch.bfloat16 for p in model.parameters())
+    autocast = torch.autocast(device, torch.bfloat16, enabled=bf16)
+
+    meter, history, validations = Meter(optim.steps), list[dict[str, Any]](), list[dict[str, Any]]()
+    losses = list[float]()
+    checkpoint = last_checkpoint(output, optim.steps) if resume else None
+    first = step_of(checkpoint) if checkpoint else 0
+    micro_batches = _micro_batches(job, optim, micro, first)  # before random states are restored, since it draws one
+    if checkpoint:
+        logger.info("resuming from %s", checkpoint)
+        progress = load_checkpoint(checkpoint, model, optimizers, average)
+        history, validations = progress["history"], progress["validations"]
+        meter.tokens, began = progress["tokens"] // process_count(), began - progress["seconds"]
+
+    step = first
+    bar = tqdm(total=optim.steps, initial=first, disable=not is_main_process(), unit="step")
+    for step in range(first + 1, optim.steps + 1):
+        if job.on_step:
+            job.on_step(step - 1)
+        rate = set_learning_rate(optimizers, optim, step - 1)
+        batches = [next(micro_batches) for _ in range(optim.batch_size // (micro * process_count()))]
+        loss = _backward(parallel, batches, autocast, meter, step)
+        late = deadline is not None and time.monotonic() >= deadline
+        # One process's NaN or deadline is that of all: a process that continued alone would wait for the others.
+        total, late_processes = summed(torch.stack((loss, loss.new_tensor(float(late))))).tolist()
+        losses.append(total / process_count())
+        if not math.isfinite(total):
+            raise _diverged(output, f"the loss of step {step} is {total}")
+        norm = nn.utils.clip_grad_norm_(parameters, optim.clip_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if average:
+            average.update()
+
+        last = step == optim.steps
+        stops = last or late_processes > 0
+        if step % optim.log_every == 0 or stops:
+            row = {"step": step, **meter.progress(began)}
+            row |= {"loss": sum(losses) / len(losses), "learning_rate": rate, "grad_norm": float(norm)}
+            history.append(row)
+            losses.clear()
+            bar.set_postfix(loss=f"{row['loss']:.4g}", refresh=False)
+        bar.update()
+        if job.validate and (step % job.validate_every == 0 or last):
+            scores = _validate(model, job.validate, average, autocast)
+            validations.append({"step": step, **meter.progress(began), **scores})
+        if step % optim.save_every == 0 or stops:
+            if summed(loss.new_tensor(float(not all_finite(model)))):
+                raise _diverged(output, f"weights are NaN or infinite after step {step}")
+            progress = {"step": step, **meter.progress(began), "history": history, "validations": validations}
+            save_checkpoint(output, model, optimizers, average, progress)
+        if stops:
+            break
+    bar.close()
+
+    if is_main_process():
+        (output / "loss.json").write_text(json.dumps(history, indent=1), encoding="utf-8")
+        plot_loss(history, output / "loss.png")
+    if step < optim.steps:
+        raise TimeUpError(f"{output}: stopped at step {step} of {optim.steps}; the same command resumes there")
+    if average:
+        average.swap()
+    report = {
+        "steps": optim.steps,
+        "seconds": meter.progress(began)["seconds"],
+        "resumed": checkpoint is not None,
+        **meter.report(history),
+        "validations": validations,
+        "final_loss": history[-1]["loss"] if history else None,
+        "trained_parameters": sum(p.numel() for p in parameters),
+        "seed": seed,
+        **job.about,
+    }
+    return report
+
+
+def _micro_batch_size(job: Job, optim: OptimConfig) -> int:
+    """How many examples a process takes at once."""
+    processes = process_count()
     wanted = job.micro_batch_size or optim.micro_batch_size or optim.batch_size
     micro = min(wanted, optim.batch_size // processes)
     if micro == 0 or optim.batch_size % (micro * processes):
@@ -305,99 +208,57 @@ def train(
             f"batch_size {optim.batch_size} cannot be divided among {processes} processes in micro-batches of {micro}: "
             "choose numbers that divide it"
         )
-    if optim.checkpoint_layers:
-        checkpoint_layers(job.layers, model)
-    arguments = TrainingArguments(
-        output_dir=str(output / CHECKPOINTS),
-        max_steps=optim.steps,
-        per_device_train_batch_size=micro,
-        gradient_accumulation_steps=optim.batch_size // (micro * processes),
-        learning_rate=optim.learning_rate,
-        **_schedule(optim),
-        warmup_steps=round(optim.warmup_ratio * optim.steps),
-        adam_beta1=optim.betas[0],
-        adam_beta2=optim.betas[1],
-        weight_decay=optim.weight_decay,
-        max_grad_norm=optim.clip_norm,
-        # A copy trained in float32 with embeddings in bfloat16 (a decoder on a GPU) needs autocast.
-        bf16=(optim.bf16 and bfloat16_pays()) or any(p.dtype == torch.bfloat16 for p in model.parameters()),
-        torch_compile=optim.compile is True,
-        dataloader_num_workers=optim.workers,
-        use_cpu=not torch.cuda.is_available(),
-        ddp_find_unused_parameters=False,
-        ddp_backend="gloo" if processes > 1 and not torch.cuda.is_available() else None,
-        optim="adamw_torch_fused",
-        save_steps=optim.save_every,
-        save_total_limit=2,
-        logging_steps=optim.log_every,
-        logging_nan_inf_filter=False,  # it would log a loss of 0 instead
-        seed=seed,
-        report_to=[],
-        disable_tqdm=False,  # commands that keep transformers quiet (`compare`) also show the bar
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        label_names=[],
-    )
-    # Several GPUs in one process would make the Trainer use DataParallel, which cannot split our batches:
-    # `torchrun` gives each GPU a process of its own.
-    arguments._n_gpu = min(arguments.n_gpu, 1)
-    if optim.compile:
-        # A machine without a compiler still trains, but more slowly.
-        torch._dynamo.config.suppress_errors = True
-    trainer = _Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=ExampleDataset(job.examples, optim.items),
-        data_collator=job.collate,
-    )
-    trainer.add_callback(_Hooks(trainer, job))
-    if deadline is not None:
-        trainer.add_callback(_StopAt(deadline))
-    checkpoint = last_checkpoint(output, optim.steps, is_main_process()) if resume else None
-    if checkpoint:
-        logger.info("resuming from %s", checkpoint)
-    trainer.optim = optim
-    trainer.average = None if optim.average is None else WeightAverage(model, optim.average)
-    trainer.meter = Meter()
-    trainer.before = progress_of(checkpoint) if checkpoint else {}
-    trainer.began = time.monotonic()
-    shard = optim.shard if processes > 1 else None
-    if shard == "all":
-        # In accelerate this means autocast without DDP, which sharded weights do not need.
-        prepare = partial(trainer.accelerator.prepare_model, evaluation_mode=True)
-        trainer.accelerator.prepare_model = prepare
-    with sharded(model, job.layers, shard, arguments.device.type) if shard else nullcontext():
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    step = trainer.state.global_step
-    rows: list[dict[str, Any]] = trainer.state.log_history
-    history = [row for row in rows if "loss" in row]
-    if is_main_process():
-        (output / "loss.json").write_text(json.dumps(history, indent=1), encoding="utf-8")
-        plot_loss(history, output / "loss.png")
-    if step < optim.steps:
-        raise TimeUpError(f"{output}: stopped at step {step} of {optim.steps}; the same command resumes there")
-    if trainer.average:
-        trainer.average.put_in()
-    trainer.save_model(str(output / CHECKPOINTS / "last"))
-    return {
-        "steps": step,
-        "seconds": max((row["seconds"] for row in rows if "seconds" in row), default=0.0),
-        "resumed": checkpoint is not None,
-        **trainer.meter.report(history),
-        "probes": [{"step": r["step"], "tokens": r["tokens"], **r["probe"]} for r in rows if "probe" in r],
-        "final_loss": history[-1]["loss"] if history else None,
-        "trained_parameters": sum(p.numel() for p in trained(model).values()),
-        "seed": seed,
-        **job.about,
-    }
+    return micro
 
 
-def _schedule(optim: OptimConfig) -> dict[str, Any]:
-    """The schedule's name and settings for transformers."""
-    if optim.schedule == "linear":  # a polynomial of power 1, which can end above zero
-        settings = {"lr_end": optim.final_learning_rate, "power": 1.0}
-        return {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": settings}
-    return {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": optim.final_learning_rate}}
+def _micro_batches(job: Job, optim: OptimConfig, size: int, first: int) -> Iterator[dict[str, Any]]:
+    """This process's micro-batches from step `first` on: in turns with the other processes, in the examples' order."""
+    starts = range(first * optim.batch_size + process_rank() * size, optim.items, size * process_count())
+    numbers = ([number % len(job.examples) for number in range(start, start + size)] for start in starts)
+    examples: Any = job.examples
+    return iter(DataLoader(examples, batch_sampler=numbers, num_workers=optim.workers, collate_fn=job.collate))
+
+
+def _backward(model: nn.Module, batches: Sequence[dict[str, Any]], autocast: Any, meter: Meter, step: int) -> Tensor:
+    """Add a step's gradients; returns its loss, whose mean over the processes is the whole batch's."""
+    whole = model.module if isinstance(model, DistributedDataParallel) else model
+    device = next(whole.parameters()).device
+    total = torch.zeros((), device=device)
+    items: dict[str, Tensor] = {}
+    batches = [{k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()} for batch in batches]
+    # Gradients are averaged over the processes, so a loss that is divided by all their items is multiplied by them.
+    scale = 1 / len(batches)
+    if isinstance(whole, BatchMean):
+        first, *others = (whole.items(**batch) for batch in batches)
+        items["num_items_in_batch"] = summed(sum(others, start=first).to(device))
+        scale = float(process_count())
+    for number, batch in enumerate(batches):
+        last = number == len(batches) - 1
+        alone = nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync()
+        with alone, meter.counting(batch, None if number else step):
+            with autocast:
+                loss = model(**batch, **items)["loss"] * scale
+            loss.backward()
+        total += loss.detach()
+    return total
+
+
+def _validate(model: nn.Module, validate: Validate, average: WeightAverage | None, autocast: Any) -> dict[str, Any]:
+    model.eval()
+    # Prompts differ in length: compiled layers would be compiled again for each.
+    eager = torch.compiler.set_stance("force_eager")
+    averaged = average.in_place() if average else nullcontext()
+    with torch.no_grad(), eager, unsharded(model), averaged, autocast:
+        scores = validate()
+    model.train()
+    return scores
+
+
+def _diverged(output: Path, what: str) -> TrainingError:
+    return TrainingError(
+        f"{output / FOLDER}: {what}, and further steps cannot change that: lower optim.learning_rate, and start again "
+        "without that folder"
+    )
 
 
 def plot_loss(history: Sequence[dict[str, Any]], path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -42,30 +43,28 @@ def merge_lora(model: nn.Module) -> None:
     for module in model.modules():
         base = getattr(module, "base_layer", None)
         if type(module) is Linear and isinstance(base, nn.Linear) and not base.weight.requires_grad:
-            # Replace the class, not the object's `forward`: layers of one class share their compiled code.
-            module.__class__ = _MergedLinear
+            # A method, not a closure: all layers then have the same code, and share it when they are compiled.
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
 
 
-class _MergedLinear(Linear):
-    """peft's LoRA over a linear layer, computed as one product."""
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        active = [name for name in self.active_adapters if name in self.lora_A]
-        simple = len(active) == 1 and not (args or kwargs or self.disable_adapters or self.merged)
-        if not simple or active[0] in self.lora_variant or not isinstance(self.lora_dropout[active[0]], nn.Identity):
-            return super().forward(x, *args, **kwargs)
-        (name,) = active
-        base: Any = self.base_layer
-        a: Any = self.lora_A[name]
-        b: Any = self.lora_B[name]
-        # Autocast does not apply inside a custom autograd function.
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else base.weight.dtype
-        with torch.autocast(device, enabled=False):
-            product: Tensor = _MergedProduct.apply(  # type: ignore[no-untyped-call]
-                x.to(dtype), base.weight.to(dtype), a.weight, b.weight, self.scaling[name]
-            )
-            for bias in (base.bias, b.bias if b.bias is None else b.bias * self.scaling[name]):
-                if bias is not None:
-                    product = product + bias.to(dtype)
-        return product
+def _forward(layer: Linear, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What peft's LoRA over a linear layer computes, as one product."""
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    simple = len(active) == 1 and not (args or kwargs or layer.disable_adapters or layer.merged)
+    if not simple or active[0] in layer.lora_variant or not isinstance(layer.lora_dropout[active[0]], nn.Identity):
+        return Linear.forward(layer, x, *args, **kwargs)
+    (name,) = active
+    base: Any = layer.base_layer
+    a: Any = layer.lora_A[name]
+    b: Any = layer.lora_B[name]
+    # Autocast does not apply inside a custom autograd function.
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else base.weight.dtype
+    with torch.autocast(device, enabled=False):
+        product: Tensor = _MergedProduct.apply(  # type: ignore[no-untyped-call]
+            x.to(dtype), base.weight.to(dtype), a.weight, b.weight, layer.scaling[name]
+        )
+        for bias in (base.bias, b.bias if b.bias is None else b.bias * layer.scaling[name]):
+            if bias is not None:
+                product = product + bias.to(dtype)
+    return product

@@ -5,7 +5,9 @@ Rows of one shape also suit compiled layers, which are compiled again for each n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,3 +144,9 @@ class Packer:
 
     def _row(self, length: int, used: list[int]) -> int | None:
         return next((row for row in range(self.rows) if used[row] + length <= self.length), None)
+
+
+def collate_packed(items: Sequence[Any]) -> dict[str, Any]:
+    """The single item as the batch: the data makes whole batches, so micro-batches hold one item."""
+    (batch,) = items
+    return {"batch": batch}

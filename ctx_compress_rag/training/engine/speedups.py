@@ -1,4 +1,9 @@
-"""Faster training of adapters on a frozen decoder: compiled layers, merged LoRA, weights in bfloat16."""
+"""Faster training of adapters on a frozen decoder: compiled layers, merged LoRA, weights in bfloat16.
+
+The only private names of torch that training uses are here: the compiler's settings, and which instructions a CPU has.
+For both, torch has public names only in its newest releases (`torch.compile(recompile_limit=...)`,
+`torch.cpu.get_capabilities`).
+"""
 
 from __future__ import annotations
 
@@ -19,13 +24,13 @@ def make_fast(model: Any, optim: OptimConfig, dynamic: bool = False, saved: bool
 
     Args:
         model: the decoder.
-        optim: the recipe's optimisation.
+        optim: the recipe's optimization.
         dynamic: whether batches differ in shape.
         saved: whether the frozen weights in memory will be saved; if so, they are not rounded.
     """
     if optim.bf16 and not saved and bfloat16_pays():
         round_frozen(model)
-    if optim.compile == "layers":
+    if optim.compile:
         compile_layers(model, dynamic)
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ctx_compress_rag.models.flops import counting
+from ctx_compress_rag.training.engine.processes import process_count
+
+_COUNTED_STEPS = 8
 
 
 def tokens_of(batch: Mapping[str, Any]) -> Tensor | int:
@@ -34,25 +41,36 @@ def _count(value: Any) -> Tensor | int:
 class Meter:
     """Counts the tokens of all micro-batches, and the operations of a few: those run uncompiled, to be counted.
 
+    Args:
+        steps: the training's number of steps.
+
     Attributes:
-        tokens: tokens so far; on the device, so that counting does not wait for it.
-        sampled_at: the last step that was sampled.
+        tokens: this process's tokens so far; on the device, so that counting does not wait for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
         self.tokens: Tensor | int = 0
-        self.sampled_at = -1
+        self._every = max(1, steps // _COUNTED_STEPS)
         self._counted_tokens: Tensor | int = 0
         self._counted_operations = 0
 
-    def see(self, batch: Mapping[str, Any]) -> None:
-        """Count a micro-batch's tokens."""
-        self.tokens = self.tokens + tokens_of(batch)
+    @contextmanager
+    def counting(self, batch: Mapping[str, Any], step: int | None) -> Iterator[None]:
+        """Count a micro-batch's tokens and, at some steps, the operations of its forward and backward pass."""
+        tokens = tokens_of(batch)
+        self.tokens = self.tokens + tokens
+        if step is None or (step - 1) % self._every:
+            yield
+            return
+        with torch.compiler.set_stance("force_eager"), counting() as counter:
+            yield
+        self._counted_tokens = self._counted_tokens + tokens
+        self._counted_operations += counter.get_total_flops()
 
-    def count(self, batch: Mapping[str, Any], operations: int) -> None:
-        """Add a micro-batch's forward and backward pass to the sample of operations per token."""
-        self._counted_tokens = self._counted_tokens + tokens_of(batch)
-        self._counted_operations += operations
+    def progress(self, began: float) -> dict[str, Any]:
+        """Tokens, as if all processes had read as many as this one, and seconds since `began`."""
+        seconds = round(time.monotonic() - began, 2)
+        return {"tokens": int(self.tokens) * process_count(), "seconds": seconds}
 
     def report(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Device, tokens, tokens per second, and operations per second; "unknown" if there are no data.

@@ -16,8 +16,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.splice import predict, splice
 from ctx_compress_rag.methods.base.compressor import PassageBatch, SlotBatch, Tokenized
 from ctx_compress_rag.prompt import HoledPrompt, Prompt
-from ctx_compress_rag.text.templates import PromptBuilder
-from ctx_compress_rag.training.objectives.teacher_targets import KeptTargets, Target, grouped
+from ctx_compress_rag.training.prompts import PromptBuilder
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,6 @@ class SlotObjective(nn.Module, ABC):
     Attributes:
         ratios: the ratios of the current step.
         sample: how many of the ratios each example draws; None: every example trains all.
-        kept: where the teacher's distributions are kept; None: the teacher reads every prompt at every step.
         seed, step: for the draws, which otherwise depend only on the example, so that micro-batches and processes
             change nothing.
     """
@@ -102,7 +100,6 @@ class SlotObjective(nn.Module, ABC):
         self.reader = bundle.reader
         self.ratios: Sequence[int] = bundle.config.ratios
         self.sample: int | None = None
-        self.kept: KeptTargets | None = None
         self.seed = self.step = 0
         self.bundle = bundle
         trained = bundle.compressor.trained_parameters() + bundle.reader.trained_parameters()
@@ -149,20 +146,10 @@ class SlotObjective(nn.Module, ABC):
         with self.reader.decoder(spliced.slot_mask) as model:
             return predict(model, spliced, prompts)
 
-    def divergence(self, logits: Tensor, targets: Sequence[Target], rows: Sequence[int]) -> Tensor:
-        """KL(teacher || decoder with slots), summed over these rows' answers; `targets` come from `self.targets`."""
-        wanted = torch.cat([targets[row].log_probs for row in rows]).to(logits.device)
-        found = F.log_softmax(logits, dim=-1)
-        tokens = [chosen for row in rows if (chosen := targets[row].tokens) is not None]
-        if tokens:
-            found = grouped(found, torch.cat(tokens).to(logits.device))
-        return F.kl_div(found, wanted, reduction="sum", log_target=True)
-
-    def targets(self, prompts: Sequence[Prompt]) -> list[Target]:
-        """The teacher's predictions for each prompt's answers: computed now, or loaded if they are kept."""
-        if self.kept is None:
-            return [Target(log_probs) for log_probs in self.teacher_log_probs(prompts)]
-        return self.kept.of(prompts, self.teacher_log_probs)
+    def divergence(self, logits: Tensor, targets: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+        """KL(teacher || decoder with slots), summed over these rows' answers; `targets` are `teacher_log_probs`."""
+        wanted = torch.cat([targets[row] for row in rows])
+        return F.kl_div(F.log_softmax(logits, dim=-1), wanted, reduction="sum", log_target=True)
 
     @torch.no_grad()
     def teacher_log_probs(self, prompts: Sequence[Prompt]) -> list[Tensor]:

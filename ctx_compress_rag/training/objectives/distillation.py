@@ -15,14 +15,14 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.methods.base.compressor import PassageBatch
 from ctx_compress_rag.prompt import HoledPrompt, Prompt
-from ctx_compress_rag.training.engine.batch_mean import WholeBatchMean
+from ctx_compress_rag.training.engine.batch_mean import BatchMean
 from ctx_compress_rag.training.objectives.base import PromptBatch, SlotObjective
 from ctx_compress_rag.training.objectives.likelihood import AnswerCollator
 
 REPEAT = "Repeat the text."
 
 
-class DistillationLoss(SlotObjective, WholeBatchMean):
+class DistillationLoss(SlotObjective, BatchMean):
     """Sum over ratios of KL(teacher || student) on the answers' tokens (eq. 5-6), mean over the batch's examples.
 
     Args:
@@ -59,7 +59,7 @@ class DistillationLoss(SlotObjective, WholeBatchMean):
         if num_items_in_batch is None:
             num_items_in_batch = self.items(text_prompts, repeats)
         examples, repeated_tokens = num_items_in_batch
-        targets = self.targets(text_prompts)
+        targets = self.teacher_log_probs(text_prompts)
         loss = torch.zeros((), device=self.bundle.backbone.device)
         drawn, repeated_at = self.drawn(prompts.prompts), self.drawn(repeats.prompts)
         for ratio, batch in self.compress(passages, drawn | repeated_at).items():

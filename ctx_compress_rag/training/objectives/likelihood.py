@@ -14,12 +14,12 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.methods.base.compressor import PassageBatch
 from ctx_compress_rag.prompt import HoledPrompt, Prompt
-from ctx_compress_rag.text.templates import draw_template
-from ctx_compress_rag.training.engine.batch_mean import WholeBatchMean
+from ctx_compress_rag.training.engine.batch_mean import BatchMean
 from ctx_compress_rag.training.objectives.base import ExampleCollator, PassageTable, PromptBatch, SlotObjective
+from ctx_compress_rag.training.prompts import draw_template
 
 
-class LikelihoodLoss(SlotObjective, WholeBatchMean):
+class LikelihoodLoss(SlotObjective, BatchMean):
     """Cross-entropy of the answers' tokens given the slots, mean over the batch's tokens, summed over its ratios.
 
     The collator decides what the answers are: answers to questions, the passages' own text
@@ -47,7 +47,7 @@ class LikelihoodLoss(SlotObjective, WholeBatchMean):
         num_items_in_batch: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """The loss of a batch: passages, prompts with holes for them, and full-text prompts for self-distillation."""
-        targets = self.targets(text_prompts) if self.self_distillation else []
+        targets = self.teacher_log_probs(text_prompts) if self.self_distillation else []
         loss = torch.zeros((), device=self.bundle.backbone.device)
         drawn = self.drawn(prompts.prompts)
         for ratio, batch in self.compress(passages, drawn).items():

@@ -1,49 +1,137 @@
-"""Stages that train a compressor and its reader: where they start, what they minimise, and what they save."""
+"""What the stages that train a compressor and its reader share: settings, where they start, and what they save."""
 
 from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import Field, model_validator
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
+from ctx_compress_rag.data.config import SourceConfig
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.registry import AnyMethodConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.loading import load_decoder
-from ctx_compress_rag.text.templates import PromptBuilder
+from ctx_compress_rag.soft_context import check_window
+from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.tokenizing import text_ids
-from ctx_compress_rag.training.compression_config import (
-    AnswerRecipe,
-    CompressionRecipe,
-    DistillationRecipe,
-    NextTokenRecipe,
-    RamRecipe,
-    ReconstructionRecipe,
-    TaughtRecipe,
-)
+from ctx_compress_rag.training.config import Recipe
 from ctx_compress_rag.training.engine.checkpointing import layers_of
-from ctx_compress_rag.training.engine.loop import Collate, Examples, Job, StepHook, training_device
+from ctx_compress_rag.training.engine.loop import Collate, Examples, Job, StepHook
+from ctx_compress_rag.training.engine.processes import training_device
 from ctx_compress_rag.training.engine.speedups import make_fast
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.objectives.base import SlotObjective
-from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss, with_repeats
-from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
-from ctx_compress_rag.training.objectives.next_token import NextTokenCollator
-from ctx_compress_rag.training.objectives.ram import RamCollator, RamLoss
-from ctx_compress_rag.training.objectives.reconstruction import ReconstructionCollator, passages_of
-from ctx_compress_rag.training.objectives.teacher_targets import FOLDER, KeptTargets, teacher_digest
-from ctx_compress_rag.training.probe import soft_probe
+from ctx_compress_rag.training.objectives.reconstruction import passages_of
+from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.validation import validate_slots
 
 logger = logging.getLogger(__name__)
+
+
+class RatioStep(Strict):
+    """From `step` on, train all of these ratios, or draw `sample` of them for each step or for each example.
+
+    One for each example is the ablation of "Simple Context Compression" (table 3).
+    """
+
+    step: int = Field(ge=0)
+    ratios: list[int] = Field(min_length=1)
+    sample: int | None = Field(default=None, gt=0)
+    each: Literal["step", "example"] = "step"
+
+
+class CompressionRecipe(Recipe):
+    """Train a compressor and its reader: the settings that all such stages share.
+
+    Starts from untrained weights for `decoder`, or from the `bundle` that an earlier stage made. A
+    `method` given with a bundle replaces the bundle's settings, and must fit its weights.
+
+    `fit_passages` first fits an untrained reader by least squares on that many of the data's passages, so that it
+    maps a slot of one token to that token's embedding. It is ours, not a paper's, for readers with a map of two layers
+    before a frozen decoder, which can only read vectors that look like its embeddings.
+
+    `copy_decoder: false` makes the bundle name the folder given as `decoder`, instead of holding a copy of it.
+    `reader_from_teacher` initializes the reader's LoRA with the teacher's, which can already read text: also ours.
+    `int8` saves the bundle's matrices in 8 bits; `sources`, `decoder_licence` and `limits` go into its model card.
+
+    Without a `curriculum` every step trains all `ratios`. A curriculum is ours: decoders as small as the demo's do not
+    learn to read slots if they start at coarse ratios.
+    """
+
+    recites: ClassVar[bool] = False
+    """Whether the stage trains on passages only, each once, and ignores the questions."""
+
+    name: str
+    reads: str = "general text"
+    bundle: Path | None = None
+    decoder: str | GgufDecoder | None = None
+    copy_decoder: bool = True
+    revision: str | None = None
+    teacher: Path | None = None
+    method: AnyMethodConfig | None = None
+    base_ratio: int = Field(default=4, gt=0)
+    ratios: list[int] = Field(default=[4, 8, 16, 32, 64, 128], min_length=1)
+    window: int = Field(default=1024, gt=0)
+    curriculum: list[RatioStep] = Field(default=[])
+    fit_passages: int = Field(default=0, ge=0)
+    reader_from_teacher: bool = False
+    int8: bool = False
+    sources: list[SourceConfig] = Field(default=[])
+    decoder_licence: str | None = None
+    limits: list[str] = Field(default=[])
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> CompressionRecipe:
+        if (self.bundle is None) == (self.decoder is None):
+            raise ValueError("give either decoder (a folder, hub id or GGUF file) or bundle (made by an earlier stage)")
+        if self.decoder and self.method is None:
+            raise ValueError("a new bundle needs a method: give one")
+        if self.bundle and self.fit_passages:
+            raise ValueError("fit_passages is for an untrained reader, but a bundle's is trained: leave it out")
+        if self.reader_from_teacher and self.teacher is None:
+            raise ValueError("reader_from_teacher needs a teacher that the reader can start from: give teacher")
+        if self.bundle and (self.revision or self.teacher):
+            raise ValueError("a bundle has its own revision and teacher: leave them out")
+        if self.method is not None:  # otherwise it is the bundle's, which may not exist until an earlier stage has run
+            self.method.check_ratios(self.base_ratio, self.ratios)
+        # Training pools each of a passage's windows separately; a store merges slots across windows.
+        for ratio in self.slot_ratios():
+            check_window(ratio, self.window)
+        if self.optim.shard and any(part.each == "example" for part in self.curriculum):
+            raise ValueError(
+                "shard needs all processes to make the same passes, but with `each: example` one of them may have no "
+                "example for a ratio: leave out shard or `each: example`"
+            )
+        return self
+
+    def slot_ratios(self) -> list[int]:
+        """Every ratio that passages are compressed at."""
+        return [self.base_ratio, *self.ratios, *(ratio for part in self.curriculum for ratio in part.ratios)]
+
+    def curriculum_at(self, step: int) -> RatioStep:
+        """The part of the curriculum that applies at an optimiser step."""
+        begun = [part for part in sorted(self.curriculum, key=lambda part: part.step) if part.step <= step]
+        return begun[-1] if begun else RatioStep(step=0, ratios=self.ratios)
+
+    def ratios_at(self, step: int) -> list[int]:
+        """The ratios to train at an optimiser step; the same at every call."""
+        current = self.curriculum_at(step)
+        if current.sample is None or current.sample >= len(current.ratios) or current.each == "example":
+            return current.ratios
+        return sorted(random.Random(f"{self.seed}:{step}").sample(current.ratios, current.sample))
+
 
 Objective = Callable[[Any, Bundle], tuple[SlotObjective, Collate]]
 """Makes the loss and the collator from a recipe and the bundle to train."""
@@ -66,7 +154,7 @@ def register_objective(recipe: type[CompressionRecipe], objective: Objective, ar
     OBJECTIVES[register(Stage(recipe, partial(start, arrange=arrange)))] = objective
 
 
-def start(recipe: CompressionRecipe, resume: bool, arrange: Arrange | None = None) -> Job:
+def start(recipe: CompressionRecipe, arrange: Arrange | None = None) -> Job:
     """Make the job that trains a bundle on the recipe's examples."""
     examples = load_examples(recipe)
     if recipe.recites:
@@ -74,8 +162,6 @@ def start(recipe: CompressionRecipe, resume: bool, arrange: Arrange | None = Non
     bundle = start_bundle(recipe, examples)
     objective, collate = OBJECTIVES[recipe.stage](recipe, bundle)
     objective.seed = recipe.seed
-    if isinstance(recipe, TaughtRecipe) and recipe.teacher_top:
-        objective.kept = KeptTargets(recipe.output / FOLDER, recipe.teacher_top, teacher_digest(bundle))
     make_fast(bundle.backbone.model, recipe.optim, dynamic=True, saved=bundle.config.decoder is None)
 
     def choose_ratios(step: int) -> None:
@@ -109,8 +195,8 @@ def bundle_job(
         save,
         about=earlier,
         on_step=on_step,
-        probe=soft_probe(bundle, recipe.probe) if recipe.probe else None,
-        probe_every=recipe.probe.every if recipe.probe else 1,
+        validate=validate_slots(bundle, recipe.validation) if recipe.validation else None,
+        validate_every=recipe.validation.every if recipe.validation else 1,
         layers=layers_of(bundle),
     )
 
@@ -184,54 +270,7 @@ def _fit_reader(bundle: Bundle, examples: list[Example], passages: int) -> None:
     bundle.reader.fit(slots, torch.stack(targets))
 
 
-def _builder(recipe: CompressionRecipe, bundle: Bundle) -> PromptBuilder:
+def builder_of(recipe: CompressionRecipe, bundle: Bundle) -> PromptBuilder:
+    """Renders the recipe's prompts."""
     config = bundle.config
     return PromptBuilder(bundle.tokenizer, recipe.data.max_answer_tokens, config.separator, config.answer_prefix)
-
-
-def _distillation(recipe: DistillationRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:
-    data, builder = recipe.data, _builder(recipe, bundle)
-    same_passes = bool(recipe.reconstruction_weight and recipe.optim.shard)
-    return (
-        DistillationLoss(bundle, recipe.reconstruction_weight),
-        DistillationCollator(builder, data.templates, data.max_context_tokens, recipe.seed, same_passes=same_passes),
-    )
-
-
-def _repeating(recipe: DistillationRecipe, examples: list[Example]) -> Examples:
-    if not recipe.reconstruction_weight:
-        return examples
-    return with_repeats(examples, recipe.optim.batch_size, recipe.repeat_per_batch, recipe.seed)
-
-
-def _next_token(recipe: NextTokenRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:
-    data = recipe.data
-    return LikelihoodLoss(bundle), NextTokenCollator(bundle.tokenizer, data.max_context_tokens, data.max_answer_tokens)
-
-
-def _reconstruction(recipe: ReconstructionRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:
-    longest = recipe.data.max_context_tokens
-    whole = PromptBuilder(bundle.tokenizer, longest + 1)  # and the end token
-    return LikelihoodLoss(bundle), ReconstructionCollator(whole, recipe.paraphrases, longest, recipe.seed)
-
-
-def _answer(recipe: AnswerRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:
-    data, distil = recipe.data, recipe.self_distillation
-    return LikelihoodLoss(bundle, distil), AnswerCollator(
-        _builder(recipe, bundle), data.templates, data.max_context_tokens, recipe.seed, with_text=distil > 0
-    )
-
-
-def _ram(recipe: RamRecipe, bundle: Bundle) -> tuple[SlotObjective, Collate]:
-    data, builder = recipe.data, _builder(recipe, bundle)
-    return (
-        RamLoss(bundle, builder, recipe.temperature, recipe.contrastive),
-        RamCollator(builder, data.templates, data.max_context_tokens, recipe.seed, bundle.config.base_ratio),
-    )
-
-
-register_objective(DistillationRecipe, _distillation, _repeating)
-register_objective(NextTokenRecipe, _next_token)
-register_objective(ReconstructionRecipe, _reconstruction)
-register_objective(AnswerRecipe, _answer)
-register_objective(RamRecipe, _ram)

@@ -2,36 +2,67 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import Dataset
 
 from ctx_compress_rag.bundle.files import ADAPTER_CONFIG_FILE
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import padded
-from ctx_compress_rag.methods.base.config import lora_config
+from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
+from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.loading import load_decoder
-from ctx_compress_rag.text.templates import PromptBuilder, draw_template
-from ctx_compress_rag.training.decoder_config import TeacherRecipe
-from ctx_compress_rag.training.engine.batch_mean import WholeBatchMean
+from ctx_compress_rag.training.config import PackingConfig, Recipe, check_packed
+from ctx_compress_rag.training.engine.batch_mean import BatchMean
 from ctx_compress_rag.training.engine.checkpointing import layers_in
-from ctx_compress_rag.training.engine.loop import Collate, Job, training_device
+from ctx_compress_rag.training.engine.head import packed_loss
+from ctx_compress_rag.training.engine.loop import Collate, Job
+from ctx_compress_rag.training.engine.packing import PackedRows, Packer, collate_packed
+from ctx_compress_rag.training.engine.processes import training_device
 from ctx_compress_rag.training.engine.speedups import make_fast
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.objectives.base import ExampleCollator
-from ctx_compress_rag.training.objectives.packed import collate_packed
-from ctx_compress_rag.training.objectives.packed_text import PackedTextData, PackedTextLoss
-from ctx_compress_rag.training.probe import text_probe
+from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
 from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.validation import validate_text
 
 
-class AnswerLoss(nn.Module, WholeBatchMean):
+class TeacherRecipe(Recipe):
+    """Fine-tune a decoder, not a bundle, on question answering with full text.
+
+    Attributes:
+        decoder: a folder, hub id or GGUF file; or the folder of a LoRA teacher that an earlier stage made, whose
+            adapter is then trained further.
+        revision: the decoder's revision on the hub.
+        packing: pack prompts into rows; prompts without room in their batch are left out. For `tune.mode: lora`.
+    """
+
+    stage: Literal["teacher"]
+    decoder: str | GgufDecoder
+    revision: str | None = None
+    tune: TuneConfig = TuneConfig()
+    context_loss_weight: float = Field(default=0.0, ge=0)
+    packing: PackingConfig | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TeacherRecipe:
+        if self.packing and (self.tune.mode != "lora" or self.context_loss_weight):
+            raise ValueError("packing needs tune.mode: lora and trains on answers only: leave out context_loss_weight")
+        if self.packing:
+            check_packed(self.optim)
+        return self
+
+
+class AnswerLoss(nn.Module, BatchMean):
     """Next-token loss on answer tokens and, with a small weight, on the rest: a weighted mean over the batch.
 
     Args:
@@ -85,12 +116,58 @@ class TextCollator(ExampleCollator):
         return {"input_ids": ids, "attention_mask": mask, "answers": answers}
 
 
+class PackedTextLoss(nn.Module):
+    """Mean cross-entropy of the answers' tokens.
+
+    Args:
+        decoder: a causal LM whose head is frozen, with an adapter to train.
+    """
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, batch: PackedRows) -> dict[str, Tensor]:
+        model = self.decoder.get_base_model()
+        batch = batch.to(model.device)
+        return {"loss": packed_loss(model, batch, input_ids=batch.input_ids)}
+
+
+@dataclass
+class PackedTextData(Dataset[PackedRows]):
+    """The batches of a training, each made on request; the same number gives the same batch.
+
+    Each batch takes the next examples, over and over, and leaves out those without room.
+    """
+
+    builder: PromptBuilder
+    examples: Sequence[Example]
+    recipe: TeacherRecipe
+
+    def __len__(self) -> int:
+        return self.recipe.optim.items
+
+    def __getitem__(self, number: int) -> PackedRows:
+        packing, data = self.recipe.packing, self.recipe.data
+        assert packing is not None
+        packer = Packer(packing.rows, packing.length)
+        first = number * packing.examples
+        numbers = list(range(first, first + packing.examples))
+        random.Random(f"{self.recipe.seed}:{number}").shuffle(numbers)
+        for place in numbers:
+            example = self.examples[place % len(self.examples)]
+            prompt = self.builder.text_prompt(example, draw_template(data.templates, example, self.recipe.seed))
+            if packer.fits(prompt.length):
+                packer.add(prompt.ids(), prompt.answers)
+        return packer.packed()
+
+
 def save_decoder(decoder: Any, tokenizer: Any, folder: Path) -> None:
-    """Save a decoder and its tokenizer as a transformers folder, in half precision."""
-    dtype = decoder.dtype
-    decoder.half().save_pretrained(folder)
+    """Save a decoder and its tokenizer as a transformers folder, in half precision, which the decoder then has."""
+    for parameter in decoder.parameters():
+        parameter.data = parameter.data.half()
+    decoder.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    decoder.to(dtype)
 
 
 def _started(recipe: TeacherRecipe) -> tuple[Any, Any]:
@@ -117,7 +194,7 @@ def _started(recipe: TeacherRecipe) -> tuple[Any, Any]:
     return decoder, tokenizer
 
 
-def start(recipe: TeacherRecipe, resume: bool) -> Job:
+def start(recipe: TeacherRecipe) -> Job:
     """Make the job that trains a decoder on the recipe's questions."""
     examples: Any = load_examples(recipe)
     decoder, tokenizer = _started(recipe)
@@ -142,18 +219,16 @@ def start(recipe: TeacherRecipe, resume: bool) -> Job:
         else:
             save_decoder(decoder, tokenizer, recipe.output)
 
-    probe = (
-        text_probe(decoder, tokenizer, recipe.probe, data.templates[0], data.max_answer_tokens)
-        if recipe.probe
-        else None
-    )
+    validation = recipe.validation
     return Job(
         model,
         examples,
         collate,
         save,
-        probe=probe,
-        probe_every=recipe.probe.every if recipe.probe else 1,
+        validate=validate_text(decoder, tokenizer, validation, data.templates[0], data.max_answer_tokens)
+        if validation
+        else None,
+        validate_every=validation.every if validation else 1,
         layers=layers_in([decoder]),
         micro_batch_size=1 if recipe.packing else None,
     )

@@ -1,4 +1,4 @@
-"""Answers and repeated passages read from slots, in packed rows: training that is feasible on two CPU cores.
+"""Stage repeat_and_answer: answers and repeated passages in packed rows, which two CPU cores can train.
 
 Not from a paper. A decoder that has never seen slots learns to read them many times faster if it also repeats
 passages from them: every token of a passage is then a target, not only the few tokens of an answer.
@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.text.templates import PromptBuilder, draw_template
+from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.tokenizing import bos_id
-from ctx_compress_rag.training.compression_config import RepeatAndAnswerRecipe
+from ctx_compress_rag.training.config import PackingConfig, check_packed
 from ctx_compress_rag.training.engine.head import packed_loss
-from ctx_compress_rag.training.engine.packing import PackedSlots, Packer
+from ctx_compress_rag.training.engine.loop import Job
+from ctx_compress_rag.training.engine.packing import PackedSlots, Packer, collate_packed
+from ctx_compress_rag.training.engine.speedups import make_fast
+from ctx_compress_rag.training.examples import load_examples, load_texts
 from ctx_compress_rag.training.objectives.base import SlotObjective
+from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
+from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.stages.compression import CompressionRecipe, bundle_job, start_bundle
 
 ANSWER, REPEAT = 0, 1
 
@@ -41,6 +47,52 @@ LONGEST = 192
 _AGAIN = 0.6  # share of repeated passages that are taken from those already encoded for a question
 
 
+class RepeatStep(Strict):
+    """From `step` on, this share of a batch's sequences repeats a passage; the others answer questions."""
+
+    step: int = Field(ge=0)
+    share: float = Field(ge=0, le=1)
+
+
+class RepeatAndAnswerRecipe(CompressionRecipe):
+    """Train on answers and repeated passages, read from slots, in packed rows; see the module.
+
+    `data.files` hold the questions; their passages and those of `data.texts` are repeated. Each sequence draws one
+    of the step's ratios; a ratio that is listed twice is drawn twice as often.
+
+    Attributes:
+        packing: the rows.
+        repeat: the share of a batch's sequences that repeat a passage, for each part of the training.
+    """
+
+    repeats_texts = True
+    stage: Literal["repeat_and_answer"]
+    window: int = Field(default=384, gt=0)
+    packing: PackingConfig = PackingConfig()
+    repeat: list[RepeatStep] = Field([RepeatStep(step=0, share=0.5)], min_length=1)
+
+    @model_validator(mode="after")
+    def _trains_what_it_serves(self) -> RepeatAndAnswerRecipe:
+        if not self.data.files:
+            raise ValueError("stage repeat_and_answer needs questions: give data.files")
+        check_packed(self.optim)
+        if self.window != self.packing.length:
+            raise ValueError(f"window {self.window} must be packing.length, {self.packing.length}")
+        return self
+
+    def repeat_share_at(self, step: int) -> float:
+        """The share of repeated passages at a step."""
+        return max((r for r in self.repeat if r.step <= step), key=lambda r: r.step, default=self.repeat[0]).share
+
+
+@runtime_checkable
+class TokenVectors(Protocol):
+    """A compressor whose slots are means of vectors that it makes of tokens, under any attention mask."""
+
+    def token_vectors(self, input_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        """The vectors to pool: (batch, length) -> (batch, length, dim)."""
+
+
 class PackedSlotLoss(SlotObjective):
     """Cross-entropy of answers and of repeated passages; the mean of each kind has half of the weight.
 
@@ -49,9 +101,10 @@ class PackedSlotLoss(SlotObjective):
 
     def __init__(self, bundle: Bundle) -> None:
         super().__init__(bundle)
-        if not isinstance(bundle.compressor, MeanPoolingCompressor):
+        if not isinstance(bundle.compressor, TokenVectors):
             raise ConfigError(
-                f"stage repeat_and_answer is for mean_pooling, not for {bundle.config.method.name}: use another stage"
+                f"stage repeat_and_answer is for methods that pool tokens, not for {bundle.config.method.name}: use "
+                "another stage"
             )
         if bos_id(bundle.tokenizer) is not None:
             raise ConfigError(
@@ -188,7 +241,25 @@ class _Filling:
         return True
 
 
-def collate_packed(items: Sequence[Any]) -> dict[str, Any]:
-    """The single item as the batch: the data makes whole batches, so micro-batches hold one item."""
-    (batch,) = items
-    return {"batch": batch}
+def start(recipe: RepeatAndAnswerRecipe) -> Job:
+    """Make the job that trains a bundle on the recipe's questions, their passages and its texts."""
+    questions = recipe.data.model_copy(update={"texts": []})
+    examples = load_examples(recipe.model_copy(update={"data": questions}))
+    texts = _texts(recipe, examples)
+    bundle = start_bundle(recipe, examples)
+    loss = PackedSlotLoss(bundle)
+    make_fast(bundle.backbone.model, recipe.optim, saved=bundle.config.decoder is None)
+    builder = PromptBuilder(bundle.tokenizer, max(recipe.data.max_answer_tokens, LONGEST + 1))
+    job = bundle_job(recipe, bundle, loss, PackedSlotData(builder, examples, texts, recipe), collate_packed)
+    return replace(job, micro_batch_size=1)
+
+
+def _texts(recipe: RepeatAndAnswerRecipe, examples: list[Example]) -> list[str]:
+    """The passages to repeat: those of the questions and the rows of the texts, checked for held-out ones."""
+    passages = list(dict.fromkeys(passage for example in examples for passage in example.passages))
+    passages += [row.passages[0] for row in load_texts(recipe)]
+    random.Random(recipe.seed).shuffle(passages)
+    return passages
+
+
+register(Stage(RepeatAndAnswerRecipe, start))

@@ -1,13 +1,14 @@
-"""RAM's objective: answers from kept and skimmed segments, and which segments to keep (Read As Human, eq. 7-9)."""
+"""Stage ram: answers from kept and skimmed segments, and which segments to keep (Read As Human, eq. 7-9)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,9 +19,36 @@ from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
 from ctx_compress_rag.methods.ram.compressor import RamCompressor, relevance, segment_means
 from ctx_compress_rag.methods.ram.segments import Segments, layout, render, slots_of_runs
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, PromptBuilder, draw_template
-from ctx_compress_rag.training.engine.batch_mean import WholeBatchMean
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
+from ctx_compress_rag.training.engine.batch_mean import BatchMean
+from ctx_compress_rag.training.engine.loop import Collate
 from ctx_compress_rag.training.objectives.base import ExampleCollator, PromptBatch, SlotObjective
+from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
+from ctx_compress_rag.training.stages.compression import CompressionRecipe, builder_of, register_objective
+
+
+class RamRecipe(CompressionRecipe):
+    """Learn to answer from kept and skimmed segments, and which segments to keep (Read As Human, eq. 7-9).
+
+    One run trains all ratios: each question draws one of the step's.
+
+    Attributes:
+        base_ratio: the method's `segment_tokens`.
+        ratios: the paper's alpha, how many times shorter a prompt's context becomes.
+        temperature: tau of eq. 8.
+        contrastive: false is the paper's ablation without the contrastive loss.
+    """
+
+    stage: Literal["ram"]
+    base_ratio: int = Field(default=50, gt=0)
+    ratios: list[int] = Field(default=[2, 4, 8, 16, 32], min_length=1)
+    window: int = Field(default=1000, gt=0)
+    temperature: float = Field(default=0.1, gt=0)
+    contrastive: bool = True
+
+    def slot_ratios(self) -> list[int]:
+        """The segments' length alone: `ratios` apply to prompts."""
+        return [self.base_ratio]
 
 
 @dataclass(frozen=True)
@@ -47,7 +75,7 @@ class RamRow:
         return len(self.question)
 
 
-class RamLoss(SlotObjective, WholeBatchMean):
+class RamLoss(SlotObjective, BatchMean):
     """L_nll + L_con (eq. 9), mean over the batch's questions.
 
     Each question draws one of the step's reductions (section 4.1). Prompts are built as
@@ -168,3 +196,15 @@ def _positives(passage: Segments, turn: Turn) -> list[bool]:
     if turn.evidence:
         return passage.quoted(turn.evidence)
     return passage.holding([answer for answer in turn.answers if answer.strip().lower() not in ("yes", "no")])
+
+
+def objective(recipe: RamRecipe, bundle: Bundle) -> tuple[RamLoss, Collate]:
+    """The loss and what feeds it."""
+    data, builder = recipe.data, builder_of(recipe, bundle)
+    return (
+        RamLoss(bundle, builder, recipe.temperature, recipe.contrastive),
+        RamCollator(builder, data.templates, data.max_context_tokens, recipe.seed, bundle.config.base_ratio),
+    )
+
+
+register_objective(RamRecipe, objective)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.data.config import ProbeConfig
+from ctx_compress_rag.data.config import ValidationConfig
 from ctx_compress_rag.data.examples import Example, read_jsonl, spread
 from ctx_compress_rag.decoding.batches import generate, in_batches
 from ctx_compress_rag.decoding.generation import Generation, Sampling
@@ -18,8 +18,9 @@ from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.text.answers import exact_match, standard_error, token_f1
-from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, PromptBuilder
-from ctx_compress_rag.training.engine.loop import Probe
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
+from ctx_compress_rag.training.engine.loop import Validate
+from ctx_compress_rag.training.prompts import PromptBuilder
 
 _AT_ONCE = 32
 
@@ -27,7 +28,9 @@ Reading = Callable[[Tensor], AbstractContextManager[Any]]
 """From where slots are (batch, length) to the decoder that reads them."""
 
 
-def text_probe(decoder: Any, tokenizer: Any, config: ProbeConfig, template: str, answer_tokens: int) -> Probe:
+def validate_text(
+    decoder: Any, tokenizer: Any, config: ValidationConfig, template: str, answer_tokens: int
+) -> Validate:
     """EM and F1 of a decoder that reads full text, and with no context; `answer_tokens` is the longest answer."""
     questions, builder = _questions(config), PromptBuilder(tokenizer)
     given = {
@@ -37,20 +40,20 @@ def text_probe(decoder: Any, tokenizer: Any, config: ProbeConfig, template: str,
         "no context": [builder.text_question(template, "", _asked(q)) for q in questions],
     }
 
-    def probe() -> dict[str, Any]:
+    def validate() -> dict[str, Any]:
         embed = decoder.get_input_embeddings()
         return {
             name: _score(_answers(prompts, embed, tokenizer, lambda _: nullcontext(decoder), answer_tokens), questions)
             for name, prompts in given.items()
         }
 
-    return probe
+    return validate
 
 
-def soft_probe(bundle: Bundle, config: ProbeConfig) -> Probe:
+def validate_slots(bundle: Bundle, config: ValidationConfig) -> Validate:
     """EM and F1 of a bundle's decoder that reads soft contexts, at each ratio."""
     for ratio in config.ratios:
-        bundle.check_ratio(ratio)  # now, not after the steps before the first probe
+        bundle.check_ratio(ratio)  # now, not after the steps before the first validation
     questions, asking = _questions(config), bundle.config
     builder = PromptBuilder(bundle.tokenizer, separator=asking.separator, answer_prefix=asking.answer_prefix)
     asked = [builder.question(bundle.config.template, builder.holes(len(q.passages)), _asked(q)) for q in questions]
@@ -61,21 +64,21 @@ def soft_probe(bundle: Bundle, config: ProbeConfig) -> Probe:
         longest = bundle.config.answer_tokens
         return _answers(prompts, bundle.backbone.embeddings, bundle.tokenizer, bundle.soft_decoder, longest)
 
-    def probe() -> dict[str, Any]:
+    def validate() -> dict[str, Any]:
         return {f"soft context {ratio}x": _score(at(ratio), questions) for ratio in config.ratios}
 
-    return probe
+    return validate
 
 
 def _asked(example: Example) -> str:
     return example.turns[0].question
 
 
-def _questions(config: ProbeConfig) -> list[Example]:
+def _questions(config: ValidationConfig) -> list[Example]:
     """Questions with an answer, evenly spread over the file."""
     examples = [e for e in read_jsonl(config.file, unanswerable=True) if e.turns[0].answers]
     if not examples:
-        raise DataError(f"no question of the probe's {config.file} has an answer: give it some that have")
+        raise DataError(f"no question of the validation's {config.file} has an answer: give it some that have")
     return spread(examples, config.questions)
 
 

@@ -1,31 +1,23 @@
-"""Resuming an interrupted training from its last complete checkpoint, but never from another recipe's."""
+"""Whether a training may continue from the checkpoints in its folder: never from those of another recipe."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
-from safetensors import SafetensorError
 
 from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.models.identity import sha256
 from ctx_compress_rag.training.config import BaseRecipe
+from ctx_compress_rag.training.engine.checkpoint import FOLDER, has_checkpoint
 
-logger = logging.getLogger(__name__)
-
-FOLDER = "checkpoints"
 FILES_KEY = "files_sha256"
 _RECIPE_FILE = "recipe.json"
-_PROGRESS_FILE = "progress.json"
 _WRITTEN = ("output", "folder")  # keys of paths that a training writes: solved contexts are kept in `folder`
 
 # These set how a step is computed and where results are kept, not the results; another number of `steps` sets
@@ -51,7 +43,7 @@ def refuse_another(recipe: BaseRecipe) -> None:
     """
     folder = recipe.output / FOLDER
     file = folder / _RECIPE_FILE
-    if not file.exists() or not _whole(recipe.output):
+    if not file.exists() or not has_checkpoint(recipe.output):
         return
     if changed := list(_changed(recipe, json.loads(file.read_text(encoding="utf-8")))):
         raise ConfigError(
@@ -108,13 +100,7 @@ def changed_files(recipe: BaseRecipe, before: Mapping[str, str]) -> list[str]:
 
 def _changed(recipe: BaseRecipe, before: Any) -> Iterator[str]:
     """The keys that differ from the checkpoint's recipe, with both values, and the files that have changed."""
-    files = before.pop(FILES_KEY, {})
-    try:
-        # A key that is newer than the checkpoint gets its default.
-        before = type(recipe).model_validate(before).model_dump(mode="json")
-    except ValidationError:
-        yield f"stage {before.get('stage')!r} there, {recipe.stage!r} in the recipe"
-        return
+    files = before.pop(FILES_KEY)
     old, new = _flat(before), _flat(recipe.model_dump(mode="json"))
     for key in sorted((old.keys() | new.keys()) - _MAY_CHANGE):
         if old.get(key) != new.get(key):
@@ -129,66 +115,3 @@ def _flat(settings: dict[str, Any], before: str = "") -> dict[str, Any]:
     for key, value in settings.items():
         flat |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
     return flat
-
-
-def last_checkpoint(output: Path, steps: int, main: bool) -> Path | None:
-    """The last complete checkpoint; the `main` process removes incomplete ones.
-
-    Raises:
-        ConfigError: its step is beyond the recipe's last.
-    """
-    whole = _whole(output)
-    for half in set(_all(output)) - set(whole) if main else ():
-        logger.warning("%s is incomplete: removing it", half)
-        shutil.rmtree(half, ignore_errors=True)
-    if not whole:
-        return None
-    if _step(whole[-1]) > steps:
-        raise ConfigError(
-            f"{whole[-1]} is beyond the recipe's {steps} steps: give it more steps, choose another output, or start "
-            "again with --no-resume"
-        )
-    return whole[-1]
-
-
-def steps_saved(output: Path) -> int:
-    """The step of the last checkpoint, complete or not; 0 if there is none."""
-    return max(map(_step, _all(output)), default=0)
-
-
-def _all(output: Path) -> list[Path]:
-    """All checkpoints, in the order of their steps."""
-    return sorted((output / FOLDER).glob("checkpoint-*"), key=_step)
-
-
-def _whole(output: Path) -> list[Path]:
-    return [folder for folder in _all(output) if (folder / _PROGRESS_FILE).exists()]
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
-
-
-@contextmanager
-def writing(what: Path) -> Iterator[None]:
-    """Name what cannot be written: on a full disk, torch and safetensors raise errors that do not say so.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    try:
-        yield
-    except (RuntimeError, SafetensorError) as error:
-        raise OSError(
-            f"cannot write {what} ({error}): check that the disk has space; the training resumes at its last checkpoint"
-        ) from error
-
-
-def finish_checkpoint(checkpoint: Path, progress: dict[str, Any]) -> None:
-    """Mark a checkpoint as complete, once all of it is written, by saving the training's tokens and seconds so far."""
-    write_json(checkpoint / _PROGRESS_FILE, progress)
-
-
-def progress_of(checkpoint: Path) -> dict[str, Any]:
-    """The progress that `finish_checkpoint` saved."""
-    return dict(json.loads((checkpoint / _PROGRESS_FILE).read_text(encoding="utf-8")))

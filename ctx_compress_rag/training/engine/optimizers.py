@@ -1,0 +1,64 @@
+"""The optimizers of a training, and the learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+
+from ctx_compress_rag.training.config import OptimConfig
+from ctx_compress_rag.training.engine.parameters import trained
+
+
+def make_optimizers(model: nn.Module, optim: OptimConfig) -> list[Optimizer]:
+    """AdamW for the trained parameters; with `muon_learning_rate`, Muon (Jordan et al. 2024) for their matrices.
+
+    As Muon's authors advise, embeddings and the output head are AdamW's. Muon's updates are scaled to the size of
+    AdamW's, so that their rates are comparable.
+    """
+    matrices = _matrices(model) if optim.muon_learning_rate is not None else {}
+    rest = [p for name, p in trained(model).items() if name not in matrices]
+    decay = optim.weight_decay
+    # Biases and norms do not decay, as is usual; beside Muon they do.
+    groups = [
+        {"params": [p for p in rest if p.ndim > 1 or matrices], "weight_decay": decay},
+        {"params": [p for p in rest if p.ndim <= 1 and not matrices], "weight_decay": 0.0},
+    ]
+    made: list[Optimizer] = []
+    if rest:
+        made.append(AdamW([g for g in groups if g["params"]], lr=optim.learning_rate, betas=optim.betas, fused=True))
+    if optim.muon_learning_rate is not None and matrices:
+        rate, weights = optim.muon_learning_rate, list(matrices.values())
+        made.append(Muon(weights, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+    for optimizer in made:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return made
+
+
+def _matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained weights of linear layers without the head, also one that is tied to the embeddings, by name."""
+    linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
+    linear -= {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    return {name: p for name, p in trained(model).items() if p in linear and not name.endswith("lm_head.weight")}
+
+
+def set_learning_rate(optimizers: list[Optimizer], optim: OptimConfig, step: int) -> float:
+    """Set the learning rates of a step, counted from 0, and return that of AdamW."""
+    share = rate_share(optim, step)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * share
+    return optim.learning_rate * share
+
+
+def rate_share(optim: OptimConfig, step: int) -> float:
+    """The learning rate of a step as a share of the highest: it rises on a line, then falls by `schedule`."""
+    warmup = round(optim.warmup_ratio * optim.steps)
+    if step < warmup:
+        return step / warmup
+    progress = (step - warmup) / max(1, optim.steps - warmup)
+    left = 1 - progress if optim.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    final = optim.final_learning_rate / optim.learning_rate
+    return final + (1 - final) * left

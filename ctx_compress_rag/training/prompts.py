@@ -1,0 +1,143 @@
+"""Examples as prompts: rendered in the chat format, tokenized, and where the answers are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ctx_compress_rag.data.examples import Example
+from ctx_compress_rag.prompt import HoledPrompt, Prompt
+from ctx_compress_rag.text.chat import PromptTokenizer, answer_ids, chat_text
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
+from ctx_compress_rag.text.tokenizing import text_ids
+
+
+def draw_template(templates: Sequence[str], example: Example, seed: int) -> str:
+    """A template for an example, always the same one: a resumed run continues with the same prompts."""
+    return random.Random(f"{seed}:{example.passages}:{example.turns[0].question}").choice(templates)
+
+
+def shares(lengths: Sequence[int], total: int) -> list[int]:
+    """How much of `total` each length gets: an even share, and a share of what shorter ones leave.
+
+    No share exceeds its length, and shares that are cut differ by at most 1.
+    """
+    kept = [0] * len(lengths)
+    left = total
+    waiting = len(lengths)
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        kept[index] = min(lengths[index], left // waiting)
+        left -= kept[index]
+        waiting -= 1
+    return kept
+
+
+class PromptBuilder:
+    """Renders examples for one tokenizer. An answer's ids are the same with text and with slots.
+
+    Args:
+        tokenizer: the decoder's.
+        max_answer_tokens: answers are cut to this many tokens.
+        separator: what stands between the slots of two passages.
+        answer_prefix: with what an answer from slots begins, as part of the prompt.
+    """
+
+    # Stands for slots until the prompt is split there. Icon fonts use private-use characters, one at a time.
+    HOLE = "\ue000slots\ue000"
+    _ANSWER = "\ue000answer\ue000"
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_answer_tokens: int = 256,
+        separator: str = PASSAGE_SEPARATOR,
+        answer_prefix: str = "",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_answer_tokens = max_answer_tokens
+        self.separator = separator
+        self.answer_prefix = answer_prefix
+        self._prompt_tokenizer = PromptTokenizer(tokenizer)
+
+    def passage_ids(self, passage: str) -> Tensor:
+        """Token ids of a passage on its own: (L,)."""
+        return torch.tensor(text_ids(self.tokenizer, passage), dtype=torch.long)
+
+    def shortened(self, passages: Sequence[str], max_tokens: int) -> list[tuple[str, Tensor]]:
+        """Passages and their token ids (L,), cut by `shares` if together they have more than `max_tokens`."""
+        tokenized = [self.passage_ids(passage) for passage in passages]
+        return [
+            (passage, ids) if len(ids) <= share else (self.tokenizer.decode(ids[:share]), ids[:share])
+            for passage, ids, share in zip(
+                passages, tokenized, shares([len(t) for t in tokenized], max_tokens), strict=True
+            )
+        ]
+
+    def _turn_texts(self, example: Example, template: str, context: str) -> list[str]:
+        """The prompt text before each answer; turns after the first are plain questions."""
+        as_text = self._prompt_tokenizer.as_text
+        first = messages(template, as_text(context), as_text(example.turns[0].question))
+        later = [self._later_turn(first, as_text(turn.question)) for turn in example.turns[1:]]
+        return [chat_text(self.tokenizer, first), *later]
+
+    def _later_turn(self, first: list[dict[str, str]], question: str) -> str:
+        """The chat format's text between an answer, including its end token, and the answer to the next question."""
+        asked = messages("{question}", "", question)
+        if getattr(self.tokenizer, "chat_template", None):
+            chat = [*first, {"role": "assistant", "content": self._ANSWER}, *asked]
+            _, found, text = chat_text(self.tokenizer, chat).rpartition(self._ANSWER)
+            if found:
+                return text.removeprefix(self.tokenizer.eos_token or "")
+        return chat_text(self.tokenizer, asked).removeprefix(self.tokenizer.bos_token or "")
+
+    def _answer_ids(self, answer: str) -> Tensor:
+        end = self.tokenizer.eos_token_id
+        ids = answer_ids(self.tokenizer, answer) + ([] if end is None else [end])
+        return torch.tensor(ids[: self.max_answer_tokens], dtype=torch.long)
+
+    def question(self, template: str, context: str, question: str) -> HoledPrompt:
+        """A prompt without answer that asks about `context`, text with a `HOLE` for each run of slots."""
+        asked = self._question(template, context, question) + self.answer_prefix
+        return HoledPrompt.without_answers(self._parts(asked))
+
+    def text_question(self, template: str, context: str, question: str) -> Prompt:
+        """A prompt without answer that asks about a text."""
+        return Prompt.of(*self._prompt_tokenizer.encode([self._question(template, context, question)]))
+
+    def _question(self, template: str, context: str, question: str) -> str:
+        as_text = self._prompt_tokenizer.as_text
+        return chat_text(self.tokenizer, messages(template, as_text(context), as_text(question)))
+
+    def text_prompt(self, example: Example, template: str, passages: Sequence[str] | None = None) -> Prompt:
+        """The example with its passages (or `passages` instead) as text."""
+        context = PASSAGE_SEPARATOR.join(example.passages if passages is None else passages)
+        first, *later = self._turn_texts(example, template, context)
+        return self._with_answers(example, self._prompt_tokenizer.encode([first]), later).filled([])
+
+    def holed_prompt(self, example: Example, template: str, context: str | None = None) -> HoledPrompt:
+        """The example with a hole for each passage, or with `context`, text with a `HOLE` for each run of slots."""
+        if context is None:
+            context = self.holes(len(example.passages))
+        first, *later = self._turn_texts(example, template, context)
+        return self._with_answers(example, self._parts(first + self.answer_prefix), later)
+
+    def holes(self, count: int) -> str:
+        """The context of a prompt with a hole for each of `count` passages."""
+        return self.separator.join([self.HOLE] * count)
+
+    def _parts(self, text: str) -> list[Tensor]:
+        return self._prompt_tokenizer.encode(text.split(self.HOLE))
+
+    def _with_answers(self, example: Example, first: Sequence[Tensor], later: Sequence[str]) -> HoledPrompt:
+        """All turns, from the tokens around the holes before the first answer and the texts before the others."""
+        *before, last = first
+        texts = [last, *(self._prompt_tokenizer.encode([text])[0] for text in later)]
+        answers = [self._answer_ids(turn.answers[0]) for turn in example.turns]
+        end = [part for pair in zip(texts, answers, strict=True) for part in pair]
+        flags = [torch.full(part.shape, bool(place % 2)) for place, part in enumerate(end)]
+        holed = HoledPrompt.without_answers(before)
+        return HoledPrompt((*holed.ids, torch.cat(end)), (*holed.answers, torch.cat(flags)))
