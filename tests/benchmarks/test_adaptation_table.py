@@ -30,7 +30,7 @@ from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.text.answers import exact_match, token_f1
-from ctx_compress_rag.text.templates import PromptBuilder
+from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.run import run_recipe
 from helpers.adaptation import DEMONSTRATIONS, random_adapter, small_recipes, system_score
 

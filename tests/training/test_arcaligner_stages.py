@@ -22,8 +22,6 @@ from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig, SelectiveLoraConfig
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.training.config import OptimConfig
-from ctx_compress_rag.training.engine import loop
 from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.arcaligner import LORA, make_reader, prompts, read
@@ -162,28 +160,6 @@ def test_recipes_have_the_papers_hyperparameters() -> None:
     assert third.method == first.method.model_copy(update={"loops": 3})
     assert second.method is None  # stage I's, without loops
     assert str(second.bundle) == f"{first.output}/bundle" and str(third.bundle) == f"{second.output}/bundle"
-
-
-@pytest.mark.parametrize("final", [0.0, 0.02])
-def test_a_linear_schedule_falls_on_a_line(final: float, tmp_path: Path) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.zeros(1))
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"loss": (1 + self.w * x).pow(2).sum()}
-
-    optim = OptimConfig(steps=10, batch_size=1, learning_rate=0.1, final_learning_rate=final, schedule="linear",
-                        warmup_ratio=0.2, log_every=1)  # fmt: skip
-    example = Example(("a",), (Turn("b", ("c",)),))
-    job = loop.Job(Model(), [example] * 10, lambda _: {"x": torch.ones(1)}, save=print)
-    loop.train(job, optim, tmp_path, seed=0)
-    rates = [row["learning_rate"] for row in json.loads((tmp_path / "loss.json").read_text())]
-    line = [0.1 * step / 2 for step in range(2)] + [0.1 + (final - 0.1) * step / 8 for step in range(8)]
-    assert rates == pytest.approx(line)
-    with pytest.raises(ValueError, match="final_learning_rate"):
-        OptimConfig(learning_rate=1e-5, final_learning_rate=1e-5, schedule="linear")
 
 
 @pytest.fixture(scope="module")
