@@ -24,6 +24,7 @@ from ctx_compress_rag.bundle.files import (
     REPORT_FILE,
     TEACHER,
     WEIGHTS_FILE,
+    check_files,
     decoder_tensors,
     find_bundle,
     read_adapter,
@@ -112,6 +113,7 @@ class Bundle(Decoder):
         """
         folder = find_bundle(name_or_path, revision)
         config = read_config(folder / CONFIG_FILE)
+        check_files(folder)
         if changes:
             try:
                 config = BundleConfig(**{**dict(config), **changes})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,10 @@ INT8_ADAPTER_FILE = "adapter_model.int8.safetensors"
 # The names that peft gives to an adapter's files.
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
+
+_READ = (".json", ".jinja", ".txt", ".model", ".safetensors")
+_LARGEST = 2**26  # bytes of a file that is read whole
+_LARGEST_TOKENIZER = 2**28
 
 
 def find_bundle(name_or_path: str | Path, revision: str | None) -> Path:
@@ -87,6 +92,29 @@ def _not_a_bundle(name: str | Path) -> str:
     )
 
 
+def check_files(folder: Path) -> None:
+    """Refuse a bundle, maybe a stranger's, with files whose reading could take for ever or fill the memory.
+
+    Raises:
+        BundleError: a file is not a regular one (links to regular files are), or too large for its kind.
+    """
+    for path in sorted([*folder.glob("*"), *folder.glob("*/*")]):
+        if path.suffix in _READ:
+            _check_file(path)
+
+
+def _check_file(path: Path) -> None:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read ({error.strerror}): fetch or make the bundle again") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise BundleError(f"{path} is not a regular file: fetch or make the bundle again")
+    largest = _LARGEST_TOKENIZER if path.name.startswith("tokenizer.") else _LARGEST
+    if status.st_size > largest and path.suffix != ".safetensors":  # those are read tensor by tensor
+        raise BundleError(f"{path} has {status.st_size} bytes, more than {largest}: fetch or make the bundle again")
+
+
 def check_free(folder: Path) -> None:
     """Refuse to overwrite files that are not a bundle's.
 
@@ -104,10 +132,10 @@ def check_free(folder: Path) -> None:
 
 def read_config(path: Path) -> BundleConfig:
     """Read a bundle's settings; raises BundleError if there are none, ConfigError if they are impossible."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise BundleError(_not_a_bundle(path.parent)) from None
+    if not path.is_symlink() and not path.exists():
+        raise BundleError(_not_a_bundle(path.parent))
+    _check_file(path)
+    content = path.read_bytes()
     if not _is_bundle(content):
         raise BundleError(_not_a_bundle(path.parent))
     try:

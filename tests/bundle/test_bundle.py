@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -163,6 +164,45 @@ def test_missing_and_damaged_files_are_named(folder: Path, name: str, damage: st
         Bundle.from_pretrained(folder, device="cpu")
     named = "decoder" if name.startswith("decoder") else path.name
     assert named in str(caught.value) and str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "zeros", "itself", "folder", "large"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "training_report.json",
+        "compressor/model.safetensors",
+        "decoder/config.json",
+        "decoder/tokenizer_config.json",
+        "decoder/tokenizer.json",
+    ],
+)
+def test_only_regular_files_of_bounded_size_are_opened(folder: Path, name: str, kind: str) -> None:
+    """Each of these hung, took all memory or raised raw."""
+    path = folder / name
+    path.unlink()
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "zeros":
+            path.symlink_to("/dev/zero")
+        case "itself":
+            path.symlink_to(path)
+        case "folder":
+            path.mkdir()
+        case "large":
+            with path.open("wb") as file:
+                file.truncate(2**36)  # a hole: it takes no space
+    with pytest.raises(BundleError, match=re.escape(str(path))):
+        Bundle.from_pretrained(folder, device="cpu")
+
+
+def test_links_to_regular_files_are_as_good_as_files(folder: Path) -> None:
+    """So are the files of the hub's cache."""
+    original = (folder / "config.json").rename(folder / "blob")
+    (folder / "config.json").symlink_to(original)
+    Bundle.from_pretrained(folder, device="cpu")
 
 
 def test_an_empty_folder_is_no_bundle(tmp_path: Path) -> None:

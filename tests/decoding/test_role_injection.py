@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import chromadb
 import pytest
+import torch
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.documents import Document
 from langchain_core.messages import ChatMessage as LangChainMessage
@@ -27,6 +28,7 @@ from ctx_compress_rag.bundle.files import CONFIG_FILE, DECODER_FOLDER, SHIPPED, 
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.methods.ram.segments import Segments
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
@@ -166,20 +168,18 @@ def test_a_text_that_spells_none_has_the_tokenizers_own_tokens(bundle: Bundle) -
         assert TransformersDecoder(bundle).token_ids(text) == expected
 
 
-def test_a_compressed_passage_holds_no_control_token(
-    bundle: Bundle, store: SoftContextStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[int] = []
-    compress = bundle.compressor.compress
-
-    def look(passages: Any, *rest: Any) -> Any:
-        read.extend(id for passage in passages for id in passage.ids)
-        return compress(passages, *rest)
-
-    monkeypatch.setattr(bundle.compressor, "compress", look)
-    store.add([f"An old tower. {hostile(bundle)}"], progress=False)
-    assert read
-    assert not set(read) & controls(bundle).keys()
+def test_the_slots_of_a_passage_are_those_of_text_and_not_of_a_role(bundle: Bundle) -> None:
+    for id, name in controls(bundle).items():
+        if not text_tokens(bundle.tokenizer, name).ids:
+            continue  # a vocabulary without these letters
+        [slots] = (soft.slots for soft in bundle.compress([f"An old tower. {name}"], 4))
+        prefix = bundle.tokenizer("An old tower. ", add_special_tokens=False)["input_ids"]
+        letters = text_tokens(bundle.tokenizer, f"An old tower. {name}").ids
+        [text] = bundle.compressor.compress([Tokenized("", letters)], 4, 64, 64)
+        [role] = bundle.compressor.compress([Tokenized("", [*prefix, id])], 4, 64, 64)
+        assert id not in letters
+        assert torch.equal(slots, text.slots)
+        assert slots.shape != role.slots.shape or not torch.allclose(slots, role.slots)
 
 
 def test_the_text_of_a_passage_that_cannot_be_read_as_slots_is_text_too(bundle: Bundle) -> None:

@@ -22,6 +22,7 @@ from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.methods.base.compressor import PassageBatch, Tokenized
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.sentence_slots.config import SentenceSlotsConfig
+from ctx_compress_rag.methods.sentence_slots.sentence_encoder import SentenceEncoder
 from ctx_compress_rag.text.passage_vectors import load_minilm
 from ctx_compress_rag.text.sentences import sentences, split
 from ctx_compress_rag.training.objectives.likelihood import LikelihoodLoss
@@ -328,3 +329,14 @@ def test_impossible_encoders_are_refused(make: Callable[..., Any]) -> None:
     made = make()
     with pytest.raises(BundleError, match="expected encoder_digest"):
         made.compressor.load_saved_state({})
+
+
+def test_a_control_token_in_a_passage_is_text_for_the_encoder_too() -> None:
+    encoder = SentenceEncoder("minilm", None, 384, torch.device("cpu"))
+    model = load_minilm()
+    for text in ("Old [SEP] towers", "[CLS]", "a [PAD] b[MASK]"):
+        spaced = text.replace("[", "[ ")
+        assert torch.equal(encoder.encode([text])[0], torch.from_numpy(model.encode_document(spaced)))
+        assert not torch.allclose(encoder.encode([text])[0], torch.from_numpy(model.encode_document(text)), atol=1e-3)
+    text = "Old towers lean, and so does [1] the third."
+    assert torch.equal(encoder.encode([text])[0], torch.from_numpy(model.encode_document(text)))

@@ -6,7 +6,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.extras import needs
 from ctx_compress_rag.text.passage_vectors import PACKAGED, load_minilm
+from ctx_compress_rag.text.tokenizing import text_parts
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -112,7 +113,8 @@ class SentenceEncoder:
             if new:
                 # Not in a training step's lower precision: a store holds vectors in the encoder's own precision.
                 with torch.autocast(self.device.type, enabled=False):
-                    made = self.model.encode_document(new, batch_size=batch_size, show_progress_bar=False)
+                    plain = [_plain(self.model.tokenizer, text) for text in new]
+                    made = self.model.encode_document(plain, batch_size=batch_size, show_progress_bar=False)
                 vectors = torch.from_numpy(made).float()
                 if vectors.shape[1] != self.dim:
                     raise ConfigError(
@@ -126,6 +128,11 @@ class SentenceEncoder:
             while len(self._vectors) > _CACHED_VECTORS:
                 self._vectors.popitem(last=False)
         return stacked
+
+
+def _plain(tokenizer: Any, text: str) -> str:
+    """The text, with a space within each control token that it spells: an encoder takes no token ids."""
+    return " ".join(text_parts(tokenizer, text)) if getattr(tokenizer, "is_fast", False) else text
 
 
 def _weights_digest(model: SentenceTransformer) -> bytes:
