@@ -141,7 +141,7 @@ def check_packed(optim: OptimConfig) -> None:
 
 
 class BaseRecipe(Strict):
-    """What every recipe has: a literal `stage`, which selects its class, an output folder, and optimisation."""
+    """What every recipe has: a literal `stage`, which selects its class, an output folder, and optimization."""
 
     stage: str
     output: Path

@@ -11,12 +11,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.world.pointers import Pointers, PointingHeads, pointers_of
+from benchmarks.world.teacher import PointingCollator, PointingLoss
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.prompts import PromptBuilder
-from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
+from ctx_compress_rag.training.stages.teacher import AnswerLoss
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=64,
@@ -117,10 +118,8 @@ def test_without_a_subject_nothing_is_pointed_to(tiny_tokenizer: Any) -> None:
 def test_training_moves_the_attention(tiny_tokenizer: Any) -> None:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "vocab_size": len(tiny_tokenizer)}))
-    loss = AnswerLoss(model, 0.05, (PointingHeads(model, (1, 2)), 1.0))
-    batch = TextCollator(PromptBuilder(tiny_tokenizer), TEMPLATES, 1024, 0, pointing=True)(
-        world_examples("train", 5, 4, 4, [1])
-    )
+    loss = PointingLoss(model, 0.05, PointingHeads(model, (1, 2)), 1.0)
+    batch = PointingCollator(PromptBuilder(tiny_tokenizer), TEMPLATES, 1024, 0)(world_examples("train", 5, 4, 4, [1]))
     plain = AnswerLoss(model, 0.05)(**{k: v for k, v in batch.items() if k != "pointers"})["loss"].item()
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
     seen = []

@@ -86,14 +86,14 @@ def test_gates_open_in_training() -> None:
     target = read(opened, batch).logits[0, -1].softmax(-1)
     reader.trained_parameters()
     gates = list(reader.gates.parameters())
-    optimiser = torch.optim.SGD(gates, lr=0.1)
+    optimizer = torch.optim.SGD(gates, lr=0.1)
     for _ in range(20):
         reader.train()
         with reader.decoder(batch.slot_mask) as model:
             loss = F.cross_entropy(model(**batch.model_inputs()).logits[0, -1:], target[None])
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     with reader.record_loops() as loops:
         read(reader, batch)
     assert (loops[0] == 1).any()

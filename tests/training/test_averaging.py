@@ -44,7 +44,7 @@ def test_the_average_is_saved_also_after_an_interruption(decoder: Path, tmp_path
         assert (averaged[name] - mean).abs().max() < 0.02 * moved, name
 
 
-def test_a_probe_sees_the_average_and_training_continues_without_it() -> None:
+def test_validation_sees_the_average_and_training_continues_without_it() -> None:
     layer = torch.nn.Linear(1, 1, bias=False)
     average = WeightAverage(layer, 0.9)
     for value in (2.0, 4.0, 9.0):

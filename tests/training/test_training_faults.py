@@ -43,7 +43,7 @@ def full_disk(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("limit", [20_000, 100_000])  # for weights, for optimiser states, which take twice as much
+@pytest.mark.parametrize("limit", [20_000, 100_000])  # for weights, for optimizer states, which take twice as much
 def test_a_full_disk_is_named_and_training_resumes(decoder: Path, tmp_path: Path, limit: int) -> None:
     recipe = write_recipe(decoder, "adapter", tmp_path / "out", {"steps": 2, "save_every": 1})
     with full_disk(limit), pytest.raises(OSError, match="cannot write .*checkpoint-1.*check that the disk has space"):

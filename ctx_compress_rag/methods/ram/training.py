@@ -79,7 +79,7 @@ class RamLoss(SlotObjective, BatchMean):
     """L_nll + L_con (eq. 9), mean over the batch's questions.
 
     Each question draws one of the step's reductions (section 4.1). Prompts are built as
-    `methods.ram.render.close_read` and the decoder build them: kept segments are text, tokenised with the prompt.
+    `methods.ram.render.close_read` and the decoder build them: kept segments are text, tokenized with the prompt.
     The choice of segments passes no gradient: L_con trains the representations, and L_nll the skimmed vectors, with
     them the encoder and the alignment matrix.
 

@@ -87,7 +87,7 @@ def with_repeats(examples: Sequence[Example], batch_size: int, repeat: int, seed
 
     Args:
         examples: the examples in training order.
-        batch_size: number of examples in an optimiser step.
+        batch_size: number of examples in a step.
         repeat: how many passages of a batch to repeat; all, if it has fewer.
         seed: for the draws.
     """

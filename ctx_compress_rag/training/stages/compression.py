@@ -121,12 +121,12 @@ class CompressionRecipe(Recipe):
         return [self.base_ratio, *self.ratios, *(ratio for part in self.curriculum for ratio in part.ratios)]
 
     def curriculum_at(self, step: int) -> RatioStep:
-        """The part of the curriculum that applies at an optimiser step."""
+        """The part of the curriculum that applies at a step."""
         begun = [part for part in sorted(self.curriculum, key=lambda part: part.step) if part.step <= step]
         return begun[-1] if begun else RatioStep(step=0, ratios=self.ratios)
 
     def ratios_at(self, step: int) -> list[int]:
-        """The ratios to train at an optimiser step; the same at every call."""
+        """The ratios to train at a step; the same at every call."""
         current = self.curriculum_at(step)
         if current.sample is None or current.sample >= len(current.ratios) or current.each == "example":
             return current.ratios
