@@ -225,7 +225,9 @@ class ServerDecoder(TransformersDecoder):
                 tokens = chunk.usage.completion_tokens if chunk.usage else tokens
         if reason not in ("stop", "length") or tokens is None:
             raise ServerError(f"{self.server} ended in the middle of an answer ({reason}): ask again")
-        while noted and sum(len(each.token) for each in noted[:-1]) >= len(text):
+        special = {str(token) for token in self.bundle.tokenizer.added_tokens_decoder.values() if token.special}
+        lengths = [0 if each.token in special else len(each.token) for each in noted]
+        while noted and sum(lengths[: len(noted) - 1]) >= len(text):
             noted.pop()  # an end token, or one of a stop string
         logprobs = tuple(noted) if sampling.logprobs else None
         yield Generation(text, prompt.length, prompt.slots, tokens, reason, logprobs)

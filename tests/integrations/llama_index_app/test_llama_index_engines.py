@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from llama_index.core import get_response_synthesizer
 from llama_index.core.base.base_selector import BaseSelector, SelectorResult, SingleSelection
-from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.instrumentation.events.llm import LLMCompletionEndEvent
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import CitationQueryEngine, RouterQueryEngine
@@ -18,9 +17,7 @@ from llama_index.core.schema import MetadataMode
 from llama_index.core.selectors import EmbeddingSingleSelector
 from llama_index.core.tools import QueryEngineTool
 
-from ctx_compress_rag.errors import ConfigError
 from helpers.llama_index import PASSAGES, QUESTION, RATIO, TOP_K, App, Events, HashedWords, check_sources
-from llama_index.llms.ctx_compress import chat_memory
 from llama_index.postprocessor.ctx_compress import expand_prompt, restore_sources
 
 MODES = ["compact", "refine", "tree_summarize", "accumulate", "compact_accumulate", "simple_summarize"]
@@ -255,29 +252,3 @@ async def test_condense_question(app: App, events: Events, way: str) -> None:
     assert restore_sources(asked.raw_output) == app.nodes()
     await chat(engine, way, "And when?")
     assert len(app.check_calls(events)) == 3
-
-
-def test_a_long_chat_in_a_small_window_needs_a_shorter_memory(app: App) -> None:
-    """LlamaIndex's own lets the history fill the window."""
-
-    def talk(llm: Any, **memory: Any) -> None:
-        engine = app.index.as_chat_engine("context", llm=llm, node_postprocessors=[app.postprocessor()], **memory)
-        for turn in range(12):
-            engine.chat(f"{turn}: {QUESTION}")
-
-    llm = app.llm()
-    with pytest.raises(ValueError, match="is not positive"):
-        talk(llm)
-    talk(llm, memory=chat_memory(llm))
-    with pytest.raises(ConfigError, match="max_tokens=600.* smaller max_tokens"):
-        chat_memory(app.llm(max_tokens=600))
-
-
-def test_a_memory_counts_markers_as_slots(app: App) -> None:
-    llm, marker = app.llm(), app.store.marker("n0", 4)
-    [slots] = app.slots(marker)
-    memory = chat_memory(llm, token_limit=10 * slots, chat_history_token_ratio=1.0)
-    for turn in range(30):
-        memory.put(ChatMessage(role="user" if turn % 2 == 0 else "assistant", content=marker))
-    history = memory.get()
-    assert 6 <= len(history) <= 10 and all(message.content == marker for message in history)

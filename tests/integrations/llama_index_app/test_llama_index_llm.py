@@ -19,7 +19,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store.marker import scope
 from helpers.langchain import while_the_decoder_is_taken
 from helpers.llama_index import MAX_TOKENS, PASSAGES, QUESTION, RATIO, App, Events
-from llama_index.llms.ctx_compress import CompressedContextLLM, marker_tokenizer
+from llama_index.llms.ctx_compress import CompressedContextLLM, chat_memory, marker_tokenizer
 
 
 @pytest.fixture
@@ -184,6 +184,32 @@ def test_a_marker_cut_by_a_chunk_too_small_is_logged(app: App, caplog: pytest.Lo
     with caplog.at_level(logging.WARNING):
         assert app.llm(max_tokens=1).complete(first).raw["slots"] == 0
     assert "1 marker(s) in the text were not made with this key for scope 'default', or were cut" in caplog.text
+
+
+def test_a_long_chat_in_a_small_window_needs_a_shorter_memory(app: App) -> None:
+    """LlamaIndex's own lets the history fill the window."""
+
+    def talk(llm: Any, **memory: Any) -> None:
+        engine = app.index.as_chat_engine("context", llm=llm, node_postprocessors=[app.postprocessor()], **memory)
+        for turn in range(12):
+            engine.chat(f"{turn}: {QUESTION}")
+
+    llm = app.llm()
+    with pytest.raises(ValueError, match="is not positive"):
+        talk(llm)
+    talk(llm, memory=chat_memory(llm))
+    with pytest.raises(ConfigError, match="max_tokens=600.* smaller max_tokens"):
+        chat_memory(app.llm(max_tokens=600))
+
+
+def test_a_memory_counts_markers_as_slots(app: App) -> None:
+    llm, marker = app.llm(), app.store.marker("n0", 4)
+    [slots] = app.slots(marker)
+    memory = chat_memory(llm, token_limit=10 * slots, chat_history_token_ratio=1.0)
+    for turn in range(30):
+        memory.put(ChatMessage(role="user" if turn % 2 == 0 else "assistant", content=marker))
+    history = memory.get()
+    assert 6 <= len(history) <= 10 and all(message.content == marker for message in history)
 
 
 def test_llama_index_counts_the_slots(app: App, events: Events) -> None:
