@@ -99,7 +99,7 @@ def test_a_reader_is_fitted_on_texts_that_spell_control_tokens(tmp_path: Path, m
     ("change", "named"),
     [({"method": {"name": "mean_pooling"}}, "map of two layers"), ({"decoder": None, "bundle": "x"}, "untrained")],
 )
-def test_nothing_else_is_fitted(make: Callable[..., Bundle], tmp_path: Path, change: Any, named: str) -> None:
+def test_other_readers_are_not_fitted(make: Callable[..., Bundle], tmp_path: Path, change: Any, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         run_recipe(fitting_recipe(tmp_path, make(), **change))
 

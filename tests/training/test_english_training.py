@@ -1,4 +1,4 @@
-"""To a bundle that reads English: stages end to end, time limits, speed, 8 bits."""
+"""To a bundle that reads English: stages end to end, time limits, speed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
@@ -20,7 +19,6 @@ from ctx_compress_rag.errors import ConfigError, DataError, RatioError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.flops import counting
-from ctx_compress_rag.models.int8 import from_int8, to_int8
 from ctx_compress_rag.text.templates import messages
 from ctx_compress_rag.training.engine.throughput import Meter
 from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss
@@ -100,7 +98,7 @@ def test_a_validation_of_an_impossible_ratio_is_refused_before_training(
 
 def test_a_window_beyond_the_decoders_positions_is_refused(decoder: Path, tmp_path: Path) -> None:
     """Some decoders would train at positions that they never learned, others raise an IndexError."""
-    with pytest.raises(ConfigError, match="window 2048 is longer than the decoder's 1024 positions"):
+    with pytest.raises(ConfigError, match="2048.*1024"):
         run_recipe(write_recipe(decoder, "answer", tmp_path / "out", window=2048))
 
 
@@ -184,56 +182,3 @@ def test_passages_share_what_others_leave(lengths: list[int], total: int) -> Non
 def test_a_question_that_names_a_place_is_left_as_it_is() -> None:
     [message] = messages("{context}\n{question}", "a {question} b", "What is {context}?")
     assert message["content"] == "a {question} b\nWhat is {context}?"
-
-
-def test_eight_bits_are_within_half_a_step() -> None:
-    generator = torch.Generator().manual_seed(0)
-    state = {
-        "matrix": torch.randn(64, 128, generator=generator) * torch.logspace(-4, 1, 64).unsqueeze(1),
-        "zeros": torch.zeros(64, 64),
-        "vector": torch.randn(64, generator=generator),
-        "small": torch.randn(3, 4, generator=generator),
-    }
-    stored = to_int8(state)
-    assert stored["matrix"].dtype == torch.int8 and stored["vector"].dtype == stored["small"].dtype == torch.float16
-    back = from_int8(stored)
-    assert back.keys() == state.keys()
-    step = state["matrix"].abs().amax(dim=1, keepdim=True) / 127
-    # Half a step, a scale rounded to 11 bits, and the result rounded so, too.
-    assert ((back["matrix"] - state["matrix"]).abs() <= step * (0.5 + 127 * 2**-10)).all()
-    assert not back["zeros"].any()
-    torch.testing.assert_close(back["vector"].float(), state["vector"], atol=1e-3, rtol=1e-3)
-
-
-def test_a_matrix_that_eight_bits_would_spoil_stays_in_half_precision() -> None:
-    """Near the identity, as a reader's map is: a step of the diagonal is more than most other entries."""
-    noise = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)) * 0.003
-    stored = to_int8({"near": torch.eye(128) + noise, "noise": noise})
-    assert {name: value.dtype for name, value in stored.items() if "scale" not in name} == {
-        "near": torch.float16,
-        "noise": torch.int8,
-    }
-    back = from_int8(stored)
-    assert torch.linalg.norm(back["near"] - torch.eye(128) - noise) < 0.05 * torch.linalg.norm(noise)
-
-
-def test_a_bundle_in_eight_bits_is_smaller_and_itself_again(make_tiny_bundle: Any, tmp_path: Path) -> None:
-    bundle = make_tiny_bundle(encoder={"mode": "full"})
-    exact = bundle.compress(["A passage of some words."])[0].slots
-    bundle.save_pretrained(tmp_path / "half")
-    bundle.save_pretrained(tmp_path / "int8", int8=True)
-    again = Bundle.from_pretrained(tmp_path / "int8")
-    assert again.fingerprint == bundle.fingerprint != Bundle.from_pretrained(tmp_path / "half").fingerprint
-    slots = again.compress(["A passage of some words."])[0].slots
-    torch.testing.assert_close(slots, bundle.compress(["A passage of some words."])[0].slots, atol=1e-3, rtol=1e-3)
-    assert torch.linalg.norm(slots - exact) < 0.05 * torch.linalg.norm(exact)
-    sizes = [(tmp_path / f / "decoder").glob("model*.safetensors") for f in ("int8", "half")]
-    eight, sixteen = (sum(file.stat().st_size for file in files) for files in sizes)
-    assert eight < 0.8 * sixteen  # some of its matrices are too small to gain
-    # Saved again without it, in the same folder, it is an ordinary transformers model.
-    again.save_pretrained(tmp_path / "int8")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "int8" / "decoder", dtype=torch.float32)
-    ids = torch.arange(5, 12).unsqueeze(0)
-    with torch.no_grad(), again.text_decoder() as decoder:
-        torch.testing.assert_close(model(ids).logits, decoder(ids).logits, atol=1e-4, rtol=1e-4)
-    assert Bundle.from_pretrained(tmp_path / "int8").fingerprint == again.fingerprint

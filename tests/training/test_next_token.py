@@ -73,7 +73,7 @@ def test_a_bos_stands_before_the_slots_and_single_tokens_are_refused() -> None:
     assert unused.bos_token_id is not None and unused("", verbose=False)["input_ids"] == []
     [row] = NextTokenCollator(unused, 8, 4)([Example((TEXT,), (Turn("", ("",)),))])["prompts"].prompts
     assert row.ids[0].tolist() == []
-    with pytest.raises(DataError, match="nothing follows the first token of 'a'"):
+    with pytest.raises(DataError, match="'a'"):
         NextTokenCollator(tokenizer, 8, 4)([Example(("a",), (Turn("", ("",)),))])
 
 

@@ -58,7 +58,7 @@ def test_the_rate_rises_on_a_line_and_falls_by_the_schedule(schedule: str, final
         assert rates == pytest.approx([wanted, 5 * wanted])
 
 
-def test_a_line_must_fall() -> None:
+def test_linear_schedule_with_constant_rate_is_refused() -> None:
     optim = {"learning_rate": 1e-5, "final_learning_rate": 1e-5, "schedule": "linear"}
     with pytest.raises(ConfigError, match="final_learning_rate"):
         parse_recipe({"stage": "teacher", "output": "x", "decoder": "x", "data": {"files": ["x"]}, "optim": optim}, "")

@@ -176,18 +176,18 @@ def test_a_step_takes_several_sets_of_rows(decoder: Path, tmp_path: Path, stage:
 
     one, other = curve(2, 1)
     assert curve(1, 2) == pytest.approx([(one + other) / 2], rel=1e-4)
-    with pytest.raises(ConfigError, match="micro_batch_size 2: each set of packed rows is already a micro-batch"):
+    with pytest.raises(ConfigError, match="micro_batch_size 2"):
         curve(1, 2, micro_batch_size=2)
 
 
 def test_impossible_recipes_are_refused(decoder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"window 128 must be packing\.length, 256"):
+    with pytest.raises(ConfigError, match=r"128.*256"):
         recipe(decoder, tmp_path, window=128)
-    with pytest.raises(ConfigError, match="repeat: List should have at least 1 item"):
+    with pytest.raises(ConfigError, match="repeat"):
         recipe(decoder, tmp_path, repeat=[])
     narrow = settings_for(decoder, tmp_path, "adapter", packing={"rows": 1, "length": 8, "examples": 1})
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(narrow))
-    with pytest.raises(ConfigError, match="no prompt of a batch fits into `packing`"):
+    with pytest.raises(ConfigError, match="packing"):
         run_recipe(tmp_path / "recipe.yaml")
     made = recipe(decoder, tmp_path, method={"name": "compression_tokens"})
     with pytest.raises(ConfigError, match="not for compression_tokens"):

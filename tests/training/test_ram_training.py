@@ -79,9 +79,9 @@ def test_a_long_context_is_cut(bundle: Bundle) -> None:
         assert objective(bundle)(**batch)["loss"].isfinite()
 
 
-def test_the_stage_and_the_method_belong_together(make_tiny_bundle: Any) -> None:
+def test_stage_ram_refuses_other_methods(make_tiny_bundle: Any) -> None:
     other = make_tiny_bundle()
-    with pytest.raises(ConfigError, match="stage ram trains method ram, not mean_pooling"):
+    with pytest.raises(ConfigError, match="mean_pooling"):
         RamLoss(other, PromptBuilder(other.tokenizer))
 
 
@@ -110,7 +110,7 @@ def test_the_shipped_recipe_has_the_papers_numbers() -> None:
     assert recipe.optim.steps == 5 * 20_000 // 32  # one pass over the paper's examples
 
 
-def test_yes_and_no_are_found_nowhere(tiny_tokenizer: Any) -> None:
+def test_yes_and_no_make_no_positives(tiny_tokenizer: Any) -> None:
     """The word 'no' stands in many a text that does not answer with it."""
     text = "There is no doubt about it. Ada said yes."
     collate = RamCollator(PromptBuilder(tiny_tokenizer), ["{context} {question}"], 512, seed=0, segment_tokens=4)

@@ -69,7 +69,7 @@ def test_two_processes_resume_with_half_of_a_decoder_each(decoder: Path, tmp_pat
 
 
 @pytest.mark.parametrize("change", [{"muon_learning_rate": 1e-3}, {"average": 0.9}])
-def test_what_needs_whole_weights_is_refused(decoder: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+def test_muon_and_averaging_are_refused_with_sharding(decoder: Path, tmp_path: Path, change: dict[str, Any]) -> None:
     recipe = settings_of(decoder, "teacher", tmp_path)
     with pytest.raises(ConfigError, match=next(iter(change))):
         parse_recipe(recipe | {"optim": {"shard": True, **change}}, "test")

@@ -219,7 +219,7 @@ def test_curriculum_is_the_same_at_every_call() -> None:
     assert any(16 in recipe.ratios_at(s) for s in range(recipe.optim.steps))
 
 
-def test_processes_that_share_weights_draw_no_ratio_for_each_example() -> None:
+def test_sharding_refuses_ratios_drawn_for_each_example() -> None:
     recipe = yaml.safe_load((RECIPES / "demo" / "mean_pooling.yaml").read_text())
     recipe["optim"] |= {"shard": True, "muon_learning_rate": None}
     parse_recipe(recipe, "test")
@@ -291,7 +291,9 @@ def test_a_lora_teacher_reads_full_text_in_the_bundle(decoder: Path, tmp_path: P
         Bundle.build(bundle.config, bundle.backbone, teacher=tmp_path)
 
 
-def test_a_bundle_knows_how_it_was_asked(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundle_stores_its_template_and_answer_length(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its template and longest answer are what it is scored with."""
     data = {"files": [str(decoder / "data.jsonl")], "max_answer_tokens": 7}
     data["templates"] = ["Refer to {context}. {question}", TEMPLATES[0]]
@@ -329,11 +331,11 @@ def test_a_lora_teacher_is_trained_on(decoder: Path, tmp_path: Path) -> None:
     assert first.keys() == same.keys() == other.keys()
     assert all(torch.allclose(same[name], first[name]) for name in first)
     assert any(bool((first[name] != 0).all()) and not torch.allclose(other[name], first[name]) for name in first)
-    with pytest.raises(ConfigError, match=r"first is a LoRA adapter: continue with `tune\.mode: lora`"):
+    with pytest.raises(ConfigError, match=r"first.*lora"):
         train("first", "full", 0.5, mode="full")
     config = tmp_path / "first" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": None}))
-    with pytest.raises(ConfigError, match=r"first/adapter_config\.json does not name the adapter's decoder"):
+    with pytest.raises(ConfigError, match=r"first/adapter_config\.json"):
         train("first", "nameless", 0.5)
 
 
@@ -360,7 +362,7 @@ def test_the_report_includes_the_steps_since_the_last_log(decoder: Path, tmp_pat
     assert rarely["final_loss"] == losses(tmp_path / "rarely")[-1]
 
 
-def test_a_bar_is_shown_although_transformers_is_quiet(
+def test_progress_bar_is_shown_although_transformers_is_quiet(
     decoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quiet_models()
@@ -369,7 +371,7 @@ def test_a_bar_is_shown_although_transformers_is_quiet(
 
 
 @pytest.mark.parametrize("other", [False, True])
-def test_a_teacher_of_another_decoder_is_warned_of(
+def test_teacher_of_another_decoder_gives_a_warning(
     decoder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, other: bool
 ) -> None:
     """It may fit in shape, and answers wrong."""

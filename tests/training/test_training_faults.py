@@ -25,7 +25,7 @@ def test_a_training_that_diverges_stops_and_saves_nothing(
     decoder: Path, tmp_path: Path, rate: float, said: str
 ) -> None:
     optim = {"steps": 4, "save_every": 1, "learning_rate": rate, "clip_norm": 1e30}
-    with pytest.raises(TrainingError, match=f"{said}.*lower optim.learning_rate"):
+    with pytest.raises(TrainingError, match=f"{said}.*optim.learning_rate"):
         run_recipe(write_recipe(decoder, "answer", tmp_path / "out", optim))
     assert not (tmp_path / "out" / "bundle").exists() and not (tmp_path / "out" / "training_report.json").exists()
     whole = [file.parent.name for file in tmp_path.rglob("progress.json")]
@@ -46,13 +46,13 @@ def full_disk(limit: int) -> Iterator[None]:
 @pytest.mark.parametrize("limit", [20_000, 100_000])  # for weights, for optimizer states, which take twice as much
 def test_a_full_disk_is_named_and_training_resumes(decoder: Path, tmp_path: Path, limit: int) -> None:
     recipe = write_recipe(decoder, "adapter", tmp_path / "out", {"steps": 2, "save_every": 1})
-    with full_disk(limit), pytest.raises(OSError, match="cannot write .*checkpoint-1.*check that the disk has space"):
+    with full_disk(limit), pytest.raises(OSError, match="checkpoint-1.*disk"):
         run_recipe(recipe)
     run_recipe(recipe)
     assert is_finished(load_recipe(recipe))
 
 
-def test_a_report_names_the_data_as_they_were_read(decoder: Path, tmp_path: Path) -> None:
+def test_report_has_the_hash_of_the_data_as_read(decoder: Path, tmp_path: Path) -> None:
     data = tmp_path / "mine.jsonl"
     write_jsonl(data, UNLIKE[:3])
     recipe = write_recipe(decoder, "adapter", tmp_path / "out", {"steps": 2}, data={"files": [str(data)]})
@@ -64,7 +64,7 @@ def test_a_report_names_the_data_as_they_were_read(decoder: Path, tmp_path: Path
     assert is_finished(load_recipe(recipe))
 
 
-def test_what_is_begun_again_and_interrupted_is_not_finished(decoder: Path, tmp_path: Path) -> None:
+def test_restarted_and_interrupted_training_is_unfinished(decoder: Path, tmp_path: Path) -> None:
     recipe = write_recipe(decoder, "adapter", tmp_path / "out", {"steps": 4, "save_every": 2})
     run_recipe(recipe)
     with killed(after=3):
@@ -74,7 +74,9 @@ def test_what_is_begun_again_and_interrupted_is_not_finished(decoder: Path, tmp_
     assert report(tmp_path / "out")["resumed"] is True
 
 
-def test_no_resume_is_not_said_to_resume(decoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_time_limit_tells_how_to_resume_after_no_resume(
+    decoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = write_recipe(decoder, "adapter", tmp_path / "out", {"steps": 2})
     for options, ending in (([], "resumes there"), (["--no-resume"], "resumes there, without --no-resume")):
         assert main(["train", str(recipe), "--minutes", "0", *options]) == 0
