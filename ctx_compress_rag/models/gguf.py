@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from ctx_compress_rag.errors import BundleError
 from ctx_compress_rag.extras import needs
 from ctx_compress_rag.models.identity import sha256
+from ctx_compress_rag.models.transformers_internals import quick_gguf
 from ctx_compress_rag.strict import Strict
 
 _MAGIC = b"GGUF"
-_loading = threading.Lock()
 
 
 class GgufDecoder(Strict):
@@ -112,7 +107,7 @@ def load_gguf(file: Path) -> tuple[Any, Any]:
     if hasattr(transformers, "GgufConfig"):
         # Newer transformers keeps weights packed if it has kernels for them; packed weights cannot be trained.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    with _without_bars(), _read_once():
+    with quick_gguf():
         tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         # In float32: other precisions unpack more slowly and would also round rotary frequencies.
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -151,48 +146,3 @@ def _from_hub(repo: str, file: str, revision: str | None) -> Path:
         return Path(hf_hub_download(repo, file, revision=revision))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise BundleError(f"cannot fetch {file!r} of {repo!r} from the hub: {error}") from error
-
-
-@contextmanager
-def _read_once() -> Iterator[None]:
-    """Parse the file once: transformers does it three times, and lists all tensors' names for every module."""
-    gguf: Any = importlib.import_module("gguf")
-
-    class Reader(gguf.GGUFReader):  # type: ignore[misc]
-        """A reader that parses three times as fast: slicing a plain array costs less than slicing a memmap."""
-
-        @property
-        def data(self) -> Any:
-            return self._data
-
-        @data.setter
-        def data(self, mapped: Any) -> None:
-            self._data = np.asarray(mapped)
-
-    kept = gguf.GGUFReader, gguf.get_tensor_name_map
-    gguf.GGUFReader, gguf.get_tensor_name_map = cache(Reader), cache(kept[1])
-    try:
-        yield
-    finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map = kept
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Load without progress bars; transformers has no switch for the one it shows while unpacking."""
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
-    from transformers.utils import logging
-
-    unpacking: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
-    with _loading:
-        shown, of_hub, bar = logging.is_progress_bar_enabled(), not are_progress_bars_disabled(), unpacking.tqdm
-        logging.disable_progress_bar()
-        unpacking.tqdm = partial(bar, disable=True)
-        try:
-            yield
-        finally:
-            unpacking.tqdm = bar
-            if shown:
-                logging.enable_progress_bar()
-                if not of_hub:
-                    disable_progress_bars()

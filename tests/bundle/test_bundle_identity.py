@@ -103,12 +103,6 @@ def test_an_edited_decoder_in_a_folder_of_its_own_is_refused(
         Bundle.from_pretrained(tmp_path / "bundle", device="cpu")
 
 
-def test_weights_settings_and_decoder_each_change_the_fingerprint(make_tiny_bundle: Callable[..., Any]) -> None:
-    bundles = [make_tiny_bundle(), make_tiny_bundle(seed=1), make_tiny_bundle(embedding_skip=True)]
-    assert len({bundle.fingerprint for bundle in bundles}) == 3
-    assert make_tiny_bundle().fingerprint == bundles[0].fingerprint
-
-
 def test_a_bundle_cannot_ask_to_run_code(folder: Path) -> None:
     """`auto_map` names code beside the weights, which transformers would run, or ask at a terminal whether to."""
     decoder = folder / "decoder"

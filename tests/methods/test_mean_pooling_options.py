@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.config import BundleConfig
-from ctx_compress_rag.bundle.files import SHIPPED
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
@@ -155,17 +152,6 @@ def test_lora_lies_in_the_first_layers_alone_and_is_a_peft_adapter(
 
 
 # The config
-
-
-def test_bundles_made_before_these_settings_keep_their_config() -> None:
-    """And with it their fingerprint."""
-    file = SHIPPED["demo"] / "config.json"
-    stored = json.loads(file.read_bytes())
-    assert BundleConfig(**stored).model_dump(mode="json") == stored
-    plain, changed = MeanPoolingConfig(), MeanPoolingConfig(**OPTIONS)
-    assert not OPTIONS.keys() - {"embedding_skip"} & plain.model_dump().keys()
-    assert changed.model_dump().items() >= OPTIONS.items()
-    assert MeanPoolingConfig.model_validate_json(changed.model_dump_json()) == changed
 
 
 @pytest.mark.parametrize(

@@ -135,24 +135,6 @@ def test_loading_shows_no_bars_and_leaves_them_as_they_were(
     assert after == before
 
 
-def test_a_file_is_parsed_once(written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    import gguf
-
-    parsed = []
-
-    class Counting(gguf.GGUFReader):
-        def __init__(self, *args: Any) -> None:
-            parsed.append(args)
-            super().__init__(*args)
-
-    monkeypatch.setattr(gguf, "GGUFReader", Counting)
-    names = gguf.get_tensor_name_map
-    load_decoder(local(written[0]), device="cpu")
-    load_decoder(local(written[0]), device="cpu")  # which parses it anew: the file may be another by now
-    assert len(parsed) == 2
-    assert gguf.GGUFReader is Counting and gguf.get_tensor_name_map is names
-
-
 @pytest.mark.slow
 def test_the_real_package_is_what_transformers_itself_loads() -> None:
     try:
