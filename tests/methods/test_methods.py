@@ -298,7 +298,7 @@ def test_sharded_weights_give_the_same_gradients(
     process_group: None,
     checkpointed: bool,
 ) -> None:
-    """By one process here; by two in tests/training/test_whole_batch.py."""
+    """By one process here; by two in tests/training/test_batch_mean.py."""
     plain, bundle = make(*case, seed=4), make(*case, seed=4)
     objective, batch = objective_of(plain)
     loss_of(objective, batch).backward()
