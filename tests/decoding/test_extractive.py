@@ -19,6 +19,7 @@ from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.quoting import QuoteProcessor
 from ctx_compress_rag.errors import ConfigError, PayloadError
 from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.scope import record_id
 from ctx_compress_rag.text.quoting import quotable
 from ctx_compress_rag.text.tokenizing import text_ids
 from helpers.decoding import PASSAGES, QUESTION
@@ -147,7 +148,7 @@ def test_a_damaged_text_is_not_quoted_and_its_slots_are_read(
     store.add(list(PASSAGES.values()), list(PASSAGES), progress=False)
     markers = store.markers(["a", "b"], ratio=4)
     [raw] = [c for c in client.list_collections() if "ctx_format" in c.metadata]
-    raw.update(ids=["a"], metadatas=[{"text": "no longer there"}])
+    raw.update(ids=[record_id("a", "default")], metadatas=[{"text": "no longer there"}])
     prompt = [{"role": "user", "content": f"{markers[0]} {markers[1]}"}]
     with pytest.raises(PayloadError, match="'a' is damaged"):
         TransformersDecoder(bundle, store).generate([prompt], EXTRACTIVE)
