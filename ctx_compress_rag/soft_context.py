@@ -45,7 +45,7 @@ class SoftContext:
         return int(self.token_counts.sum())
 
     def merge(self, factor: int) -> SoftContext:
-        """Merge each run of `factor` neighbouring slots into their mean, weighted by source tokens.
+        """Merge each run of `factor` neighboring slots into their mean, weighted by source tokens.
 
         For mean pooling this equals pooling the hidden states at `factor` times the ratio (Simple
         Context Compression, eq. 3-4), because a mean of disjoint blocks is the weighted mean of their means.

@@ -48,7 +48,7 @@ def make_tiny_bundle(tiny_tokenizer: Any) -> Callable[..., Any]:
             max_tokens=64,
         )
         bundle = Bundle.build(config, Backbone(decoder, tiny_tokenizer))
-        bundle.reader.initialise(1.0)
+        bundle.reader.initialize(1.0)
         return bundle
 
     return make

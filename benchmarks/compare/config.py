@@ -200,7 +200,7 @@ class Budget:
     """The budget of every entry.
 
     Attributes:
-        steps: optimiser steps, shared by the stages.
+        steps: optimizer steps, shared by the stages.
         passages: passages in each example's prompt.
     """
 

@@ -27,7 +27,7 @@ class Cell:
 
     Attributes:
         f1, exact_match: a score for each question, 0 to 1.
-        normalized: teacher-normalised F1 with its 95 % bootstrap interval.
+        normalized: teacher-normalized F1 with its 95 % bootstrap interval.
         context_tokens: tokens that the context adds to the prompt, a slot counting as one: mean over questions.
         real_ratio: the full text's tokens / `context_tokens`.
         stored_bytes: mean stored size of a passage; None for baselines.
@@ -254,7 +254,7 @@ def text(comparison: Comparison, found: Results) -> str:
         f"steps of {comparison.batch_size} examples, the same ones in the same order, from the same decoder{teacher}. "
         "That decoder as it is reads full text and no context.",
         "",
-        "Answer F1 ± its standard error (teacher-normalised F1, 95 % interval), exact match; in square brackets the "
+        "Answer F1 ± its standard error (teacher-normalized F1, 95 % interval), exact match; in square brackets the "
         "real ratio, where the context is a tenth or more longer or shorter than a slot for so many tokens makes it "
         "(truncation gets as many tokens as that). Time: to compress one passage alone, for the store. Bytes: as "
         "stored, one size for each ratio where a method stores each apart.",

@@ -38,7 +38,7 @@ def allocation(weights: Tensor) -> Allocation:
     """Compare the slots of one passage.
 
     Args:
-        weights: how much of each slot comes from each token: (tokens, slots). Each slot's are normalised here.
+        weights: how much of each slot comes from each token: (tokens, slots). Each slot's are normalized here.
     """
     rows = (weights / weights.sum(0)).T.double()
     values = torch.linalg.svdvals(rows)

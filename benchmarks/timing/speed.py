@@ -35,7 +35,7 @@ class IndexingSpeed:
 
     Attributes:
         passages, tokens: how much was indexed.
-        passages_per_second: through the store: tokenising, encoding, quantising and writing.
+        passages_per_second: through the store: tokenizing, encoding, quantizing and writing.
         forward_passages_per_second: through the encoder alone, from token ids.
         ratio: median over rounds of store time / forward time; 1 means that storing takes no extra time.
         disk_bytes: size of the Chroma folder.
@@ -61,7 +61,7 @@ class FirstToken:
         soft_tokens, text_tokens: prompt lengths, a slot counting as one.
         parameters: number of the decoder's parameters.
         read_seconds: median time until the soft prompt's vectors are ready: markers verified, slots fetched, unpacked
-            and mapped by the reader, text tokenised. It is part of `soft_seconds`.
+            and mapped by the reader, text tokenized. It is part of `soft_seconds`.
     """
 
     soft_seconds: float
@@ -201,7 +201,7 @@ def random_bundle(tokenizer: Any) -> Bundle:
     model.to(device, dtype)
     config = BundleConfig(name="random", method=MeanPoolingConfig(), base_ratio=4, ratios=[4, 8, 16], max_tokens=1024)
     bundle = Bundle.build(config, Backbone(model.eval(), tokenizer))
-    bundle.reader.initialise(1.0)
+    bundle.reader.initialize(1.0)
     return bundle
 
 

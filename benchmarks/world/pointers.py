@@ -69,7 +69,7 @@ def pointers_of(
     runs = _runs(prompt.answers.tolist())
     spans: list[tuple[int, int]] = []
     for passage in example.passages:
-        # A passage's first word and last token may be tokenised differently inside the prompt.
+        # A passage's first word and last token may be tokenized differently inside the prompt.
         first_word, _, rest = passage.partition(" ")
         inside = builder.passage_ids(f" {rest or first_word}").tolist()[:-1]
         begin = find(ids, inside, spans[-1][1] if spans else 0, runs[0][0])[0]

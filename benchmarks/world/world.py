@@ -1,4 +1,4 @@
-"""An invented world: passages about people, towns and organisations, and questions about them.
+"""An invented world: passages about people, towns and organizations, and questions about them.
 
 Everything here is made up, so a decoder can only answer by reading. Names are compounds, and a
 hash of the name decides its split: a name met in training never appears in a test passage.

@@ -234,7 +234,7 @@ class Bundle(Decoder):
         return cls(config, backbone, compressor, reader)
 
     def reader_from_teacher(self) -> None:
-        """Initialise the reader's adapter with the teacher's weights.
+        """Initialize the reader's adapter with the teacher's weights.
 
         Raises:
             ConfigError: one of the two has no adapter, or their shapes or scales differ.

@@ -15,10 +15,10 @@ def model_card(config: BundleConfig, report: Mapping[str, Any], fingerprint: str
     """The card's text, in the hub's format."""
     decoder = config.decoder_name or "in `decoder/`"
     recipe = report.get("recipe", {})
-    licence = recipe.get("decoder_licence")
+    license = recipe.get("decoder_license")
     facts = [
         ("Method", f"{config.method.name} ({METHODS[config.method.name].paper})"),
-        ("Decoder", f"{decoder} ({licence})" if licence else decoder),
+        ("Decoder", f"{decoder} ({license})" if license else decoder),
         *([] if config.source is None else [("Imported from", _imported(config.source))]),
         ("Reads", config.reads),
         ("Base ratio", f"{config.base_ratio} source tokens per slot"),
@@ -30,14 +30,14 @@ def model_card(config: BundleConfig, report: Mapping[str, Any], fingerprint: str
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in facts)
     sources = {
-        (each["data"], each["licence"]): each
+        (each["data"], each["license"]): each
         for stage in _stages(report)
         for each in stage.get("recipe", {}).get("sources", [])
     }.values()
     parts = []
     if sources:
-        lines = "\n".join(f"| {source['data']} | {source['licence']} |" for source in sources)
-        parts.append(f"## Trained on\n\n| data | licence |\n|---|---|\n{lines}")
+        lines = "\n".join(f"| {source['data']} | {source['license']} |" for source in sources)
+        parts.append(f"## Trained on\n\n| data | license |\n|---|---|\n{lines}")
     if scores := report.get("scores"):
         tables = "\n\n".join(_score_table(name, given) for name, given in scores.items())
         parts.append(f"## Scores\n\nAnswer F1 ± standard error, by `ctx-compress eval --card`.\n\n{tables}")

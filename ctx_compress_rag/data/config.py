@@ -85,4 +85,4 @@ class SourceConfig(Strict):
     """Data that a bundle or its decoder was trained on, for its model card."""
 
     data: str
-    licence: str
+    license: str

@@ -90,7 +90,7 @@ def _rows(path: Path, unanswerable: bool) -> Iterator[tuple[tuple[str, ...], Tur
 def _row(line: str, place: str, unanswerable: bool) -> tuple[tuple[str, ...], Turn]:
     try:
         row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()  # "\\ud83d" alone is valid JSON, but cannot be tokenised
+        json.dumps(row, ensure_ascii=False).encode()  # "\\ud83d" alone is valid JSON, but cannot be tokenized
     except UnicodeEncodeError:
         raise DataError(f"{place}: half of a surrogate pair is not a character: decode the text again") from None
     except (ValueError, RecursionError) as error:
@@ -141,7 +141,7 @@ def without_long(examples: Sequence[Example], most_words: int | None) -> list[Ex
 
 
 def spread(items: Sequence[T], limit: int) -> list[T]:
-    """At most `limit` of the items, evenly spread: neighbours in a file often come from the same article."""
+    """At most `limit` of the items, evenly spread: neighbors in a file often come from the same article."""
     return [items[i * len(items) // limit] for i in range(limit)] if len(items) > limit else list(items)
 
 

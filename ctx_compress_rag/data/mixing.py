@@ -20,7 +20,7 @@ def mix(files: Sequence[Sequence[Example]], config: MixData, seed: int, block: i
     The result consists of blocks of examples of similar length, so that a batch needs little padding.
 
     Args:
-        files: the examples of each file in the file's order, in which neighbours have similar subjects.
+        files: the examples of each file in the file's order, in which neighbors have similar subjects.
         config: how to mix them.
         seed: for all random draws.
         block: examples per block: the batch size.

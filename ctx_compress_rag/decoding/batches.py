@@ -41,9 +41,9 @@ def generate(
     sampling: Sampling,
     window: int | None,
     on_text: Callable[[str], object] | None = None,
-    cancelled: Callable[[], bool] | None = None,
+    canceled: Callable[[], bool] | None = None,
 ) -> list[Generation]:
-    """Answer a batch; returns no answers if cancelled.
+    """Answer a batch; returns no answers if canceled.
 
     Args:
         model: a transformers causal LM.
@@ -53,13 +53,13 @@ def generate(
         sampling: how tokens are chosen and when to end.
         window: positions that the model can read; None means any number.
         on_text: called with each new piece of the first prompt's answer.
-        cancelled: called at every token; True ends all answers.
+        canceled: called at every token; True ends all answers.
     """
     limits = [sampling.room(prompt.length, window) for prompt in prompts]
     stop = stop_strings(sampling, model)
     ends = end_ids(tokenizer, model.generation_config.eos_token_id, stop)
     recorder = Recorder(tokenizer, sampling.top_logprobs, len(prompts)) if sampling.logprobs else None
-    watch = TextWatch(tokenizer, stop, ends, limits, on_text, cancelled, recorder)
+    watch = TextWatch(tokenizer, stop, ends, limits, on_text, canceled, recorder)
     chain = processors(sampling, model, tokenizer, ends, prompts, limits, recorder)
     # `generate` would fill what is not given below with the model's own settings, which are among the processors.
     own, model.generation_config = model.generation_config, GenerationConfig()

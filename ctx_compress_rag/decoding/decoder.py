@@ -377,7 +377,7 @@ class TransformersDecoder:
         sampling: Sampling,
         change: Change | None = None,
         on_text: Callable[[str], object] | None = None,
-        cancelled: Callable[[], bool] = lambda: False,
+        canceled: Callable[[], bool] = lambda: False,
     ) -> list[Generation]:
         """Answer one batch, either all soft or all plain text, in unshared passes.
 
@@ -386,15 +386,15 @@ class TransformersDecoder:
             sampling: how tokens are chosen and when to end.
             change: the change to the model; None means this decoder's own change.
             on_text: called with each new piece of the first prompt's answer.
-            cancelled: called at every token; True ends all answers.
+            canceled: called at every token; True ends all answers.
 
-        Returns: an answer to each prompt; no answers if cancelled.
+        Returns: an answer to each prompt; no answers if canceled.
 
         Raises:
             DecoderMemoryError: as `generate`.
         """
         try:
-            return self._run(prompts, sampling, self.change if change is None else change, on_text, cancelled)
+            return self._run(prompts, sampling, self.change if change is None else change, on_text, canceled)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
@@ -408,13 +408,13 @@ class TransformersDecoder:
         sampling: Sampling,
         change: Change,
         on_text: Callable[[str], object] | None,
-        cancelled: Callable[[], bool],
+        canceled: Callable[[], bool],
     ) -> list[Generation]:
         batch = splice(self.bundle.backbone.embeddings, prompts)
         with torch.no_grad(), opened(self.bundle, prompts[0].soft, batch.slot_mask, change) as model:
-            if cancelled():
+            if canceled():
                 return []
-            return generate(model, batch, prompts, self.bundle.tokenizer, sampling, self._window, on_text, cancelled)
+            return generate(model, batch, prompts, self.bundle.tokenizer, sampling, self._window, on_text, canceled)
 
     def _add(self, rows: Sequence[Row]) -> None:
         sharing = Sharing.of(self.bundle.backbone)
@@ -436,7 +436,7 @@ class TransformersDecoder:
             return answers.wait()
         finally:
             for row in rows:
-                row.cancelled = True
+                row.canceled = True
 
     def begin(self, prompt: Prompt, sampling: Sampling, put: Put) -> Callable[[], None]:
         """Like `start`, for a prompt from `prepare`."""
@@ -445,7 +445,7 @@ class TransformersDecoder:
         row = Row(self.bundle, prompt, self.change, sampling, put, stream=True)
 
         def cancel() -> None:
-            row.cancelled = True
+            row.canceled = True
 
         if can_share(self.bundle.backbone.model):
             self._add([row])
@@ -453,7 +453,7 @@ class TransformersDecoder:
 
         def run() -> None:
             try:
-                for generation in self.run([prompt], sampling, None, put, lambda: row.cancelled):
+                for generation in self.run([prompt], sampling, None, put, lambda: row.canceled):
                     put(generation)
             except BaseException as error:
                 put(error)

@@ -279,7 +279,7 @@ class TextWatch(StoppingCriteria):
         end_ids: tokens that end a row.
         limits: most new tokens of each row.
         on_text: called with each new piece of row 0; never part of a stop string or of a character.
-        cancelled: called at every token; True ends all rows.
+        canceled: called at every token; True ends all rows.
         recorder: notes the log-probabilities of the tokens.
     """
 
@@ -290,7 +290,7 @@ class TextWatch(StoppingCriteria):
         end_ids: Collection[int],
         limits: Sequence[int],
         on_text: Callable[[str], object] | None = None,
-        cancelled: Callable[[], bool] | None = None,
+        canceled: Callable[[], bool] | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self._tokenizer = tokenizer
@@ -298,7 +298,7 @@ class TextWatch(StoppingCriteria):
         self._end_ids = end_ids
         self._limits = limits
         self._on_text = on_text
-        self._cancelled = cancelled
+        self._canceled = canceled
         self._recorder = recorder
         self._sent = 0
         self.done: list[tuple[str, int, FinishReason, tuple[TokenLogprob, ...] | None] | None] = [None for _ in limits]
@@ -307,7 +307,7 @@ class TextWatch(StoppingCriteria):
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         """Which rows end. `input_ids` (rows, new tokens) holds no prompt, because prompts come as embeddings."""
         generated: Tensor = input_ids
-        if self._cancelled is not None and self._cancelled():
+        if self._canceled is not None and self._canceled():
             return torch.ones(generated.shape[0], dtype=torch.bool, device=generated.device)
         for row, ids in enumerate(generated.tolist()):
             if self.done[row] is None:

@@ -53,7 +53,7 @@ class Row:
         sampling: how tokens are chosen and when to end.
         put: gets the answer.
         stream: whether `put` also gets pieces of text.
-        cancelled: whether the answer is no longer wanted.
+        canceled: whether the answer is no longer wanted.
         scope: the tenant or user of `store.marker.scope` who asked; scopes take turns.
     """
 
@@ -63,7 +63,7 @@ class Row:
     sampling: Sampling
     put: Put
     stream: bool = False
-    cancelled: bool = False
+    canceled: bool = False
     scope: str | None = field(default_factory=current_scope)
     ids: list[int] = field(default_factory=list)
     _watch: TextWatch | None = None
@@ -142,8 +142,8 @@ class Rows:
             self._take(out.logits[:, -1], len(self.rows) - len(new))
 
     def step(self, model: Any) -> None:
-        """Run one pass: a token for each row. Ended and cancelled rows leave."""
-        self._keep([not row.cancelled for row in self.rows], 0)
+        """Run one pass: a token for each row. Ended and canceled rows leave."""
+        self._keep([not row.canceled for row in self.rows], 0)
         if not self.rows:
             return
         with torch.no_grad():
@@ -171,12 +171,12 @@ class Rows:
         for row, own, likeliest in zip(self.rows[first:], scores, scores.argmax(-1).tolist(), strict=True):
             answer: Generation | Exception | None
             try:
-                answer = None if row.cancelled else row.take(own, likeliest)
+                answer = None if row.canceled else row.take(own, likeliest)
             except Exception as error:  # from this row alone: its schema, or its caller's code
                 answer = error
             if answer is not None:
                 self._ended.append((row, answer))
-            going.append(answer is None and not row.cancelled)
+            going.append(answer is None and not row.canceled)
         self._keep(going, first)
 
     def _keep(self, going: Sequence[bool], first: int) -> None:
@@ -263,8 +263,8 @@ class Sharing:
         """
         with self._changed:
             group = self._groups.setdefault(key, _Group())
-            # Drop cancelled rows: their prompts would stay in memory until their turn.
-            group.waiting = deque(each for each in group.waiting if not each[0].cancelled)
+            # Drop canceled rows: their prompts would stay in memory until their turn.
+            group.waiting = deque(each for each in group.waiting if not each[0].canceled)
             group.waiting.extend((row, most) for row in rows)
             if not self._running:
                 self._running = True
@@ -300,7 +300,7 @@ class Sharing:
         with self._changed:
             while group.waiting and len(group.rows.rows) + len(new) < group.waiting[0][1]:
                 row = _next(group, new)
-                if not row.cancelled:
+                if not row.canceled:
                     new.append(row)
         for batch in _alike(new):
             try:

@@ -41,7 +41,7 @@ from ctx_compress_rag.text.answers import (
 )
 
 KEPT = {FULL: 1.0, NONE: 0.0}
-KEPT_LABEL = "teacher-normalised F1"
+KEPT_LABEL = "teacher-normalized F1"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Score:
         ratio: source tokens per slot, None if there is none.
         exact_match, f1, contains: means over the questions that have an answer, 0 to 1.
         exact_match_error, f1_error: standard errors of `exact_match` and `f1`.
-        normalized: teacher-normalised F1 with its 95 % bootstrap interval.
+        normalized: teacher-normalized F1 with its 95 % bootstrap interval.
         prompt_tokens: mean length of the prompt, a slot counting as one.
         declined: share of the questions without an answer that were declined; None if there are none.
         declined_error: standard error of `declined`.
@@ -222,7 +222,7 @@ def table(scores: Sequence[Score]) -> str:
             "EM": report.with_error(s.exact_match, s.exact_match_error),
             "F1": report.with_error(s.f1, s.f1_error),
             "contains": f"{s.contains:.3f}",
-            "teacher-normalised F1": report.interval(s.normalized),
+            "teacher-normalized F1": report.interval(s.normalized),
             "prompt tokens": f"{s.prompt_tokens:.0f}",
         }
         if s.declined is not None:
@@ -237,7 +237,7 @@ def table(scores: Sequence[Score]) -> str:
 
 
 def save(scores: Sequence[Score], folder: str | Path, about: dict[str, Any]) -> None:
-    """Write scores.json, scores.md, scores.png and normalised.png; `about` says how they were made."""
+    """Write scores.json, scores.md, scores.png and normalized.png; `about` says how they were made."""
     folder = report.write(folder, "scores", table(scores), {**about, "scores": [asdict(s) for s in scores]})
     by_system = {system: [s for s in scores if s.system == system] for system in SHORTENED}
     curves = [
@@ -248,12 +248,12 @@ def save(scores: Sequence[Score], folder: str | Path, about: dict[str, Any]) -> 
     levels = {s.system: s.f1 for s in scores if s.ratio is None}
     title = f"{about.get('bundle', '')}: answer F1 on {about.get('data', '')}"
     plot_scores(folder / "scores.png", curves, levels, title=title)
-    if kept := normalised_curves(scores):
-        plot_scores(folder / "normalised.png", kept, KEPT, ylabel=KEPT_LABEL, title=title)
+    if kept := normalized_curves(scores):
+        plot_scores(folder / "normalized.png", kept, KEPT, ylabel=KEPT_LABEL, title=title)
 
 
-def normalised_curves(scores: Sequence[Score]) -> list[Curve]:
-    """Teacher-normalised F1 against ratio, with its intervals; no curve if full text gains nothing."""
+def normalized_curves(scores: Sequence[Score]) -> list[Curve]:
+    """Teacher-normalized F1 against ratio, with its intervals; no curve if full text gains nothing."""
     curves = []
     for system in SHORTENED:
         kept = [(s.ratio or 0, s.normalized) for s in scores if s.system == system and s.normalized is not None]

@@ -10,9 +10,9 @@ from typing import Any
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.figures import new_figure, save
 
-_COLOURS = ("#1f5fa8", "#d9722e", "#5a9e4b", "#8a5fb0", "#a8483f")
+_COLORS = ("#1f5fa8", "#d9722e", "#5a9e4b", "#8a5fb0", "#a8483f")
 _MARKERS = "osD^v"
-MOST_CURVES = len(_COLOURS)
+MOST_CURVES = len(_COLORS)
 _XLABEL = "source tokens per slot (compression ratio)"
 
 
@@ -133,7 +133,7 @@ def _draw(axes: Any, curves: Sequence[Curve], levels: Mapping[str, float], ticks
             curve.scores,
             yerr=bars,
             label=curve.label,
-            color=_COLOURS[i],
+            color=_COLORS[i],
             marker=_MARKERS[i],
             linestyle="-" if i == 0 else "--",
             linewidth=2.2 if i == 0 else 1.5,

@@ -22,7 +22,7 @@ from ctx_compress_rag.evaluation.harness import (
     KEPT_LABEL,
     Score,
     evaluate,
-    normalised_curves,
+    normalized_curves,
     save,
     table,
 )
@@ -148,7 +148,7 @@ def _add_to_card(bundle: Bundle, name: str, scores: Sequence[Score], questions: 
 def macro_table(results: Mapping[str, Sequence[Score]], in_domain: Sequence[str] = ()) -> str:
     """Means over sets, each set counting once; with `in_domain`, also over those sets and over the others.
 
-    The gap between these two is of teacher-normalised F1 (Simple Context Compression, appendix B): a gap of F1 would
+    The gap between these two is of teacher-normalized F1 (Simple Context Compression, appendix B): a gap of F1 would
     mostly be the gap that full text has.
     """
     domains = {"in domain": [name for name in results if name in in_domain]}
@@ -161,7 +161,7 @@ def macro_table(results: Mapping[str, Sequence[Score]], in_domain: Sequence[str]
             row[column] = f"{mean(getattr(score, key) for score in each.values()):.3f}"
         kept = {name: score.normalized.value for name, score in each.items() if score.normalized is not None}
         if len(kept) == len(each):
-            row["teacher-normalised F1"] = f"{mean(kept.values()):.3f}"
+            row["teacher-normalized F1"] = f"{mean(kept.values()):.3f}"
         judged = [score.judged for score in each.values() if score.judged is not None]
         if len(judged) == len(each):
             row["judged right"] = f"{mean(judged):.3f}"
@@ -171,19 +171,19 @@ def macro_table(results: Mapping[str, Sequence[Score]], in_domain: Sequence[str]
                 row[f"F1 {where}"] = f"{mean(each[name].f1 for name in names):.3f}"
             if len(kept) == len(each):
                 own, others = (mean(kept[name] for name in names) for names in domains.values())
-                row["teacher-normalised gap"] = f"{own - others:+.3f}"
+                row["teacher-normalized gap"] = f"{own - others:+.3f}"
         rows.append(row)
     return report.table(rows)
 
 
 def save_together(results: Mapping[str, Sequence[Score]], folder: str | Path, means: str, title: str) -> None:
-    """Write the tables of several sets into one scores.md, and their teacher-normalised curves into normalised.png."""
+    """Write the tables of several sets into one scores.md, and their teacher-normalized curves into normalized.png."""
     text = "\n\n".join([*(f"### {name}\n\n{table(scores)}" for name, scores in results.items()), means])
     folder = report.write(folder, "scores", text)
-    panels = {name: curves for name, scores in results.items() if (curves := normalised_curves(scores))}
+    panels = {name: curves for name, scores in results.items() if (curves := normalized_curves(scores))}
     if panels:
         ticks = sorted({int(ratio) for curves in panels.values() for curve in curves for ratio in curve.ratios})
-        plot_panels(folder / "normalised.png", panels, [], KEPT, ticks, ylabel=KEPT_LABEL, title=title)
+        plot_panels(folder / "normalized.png", panels, [], KEPT, ticks, ylabel=KEPT_LABEL, title=title)
 
 
 def fitting(

@@ -41,7 +41,7 @@ def chunk(text: str, tokenizer: Any, max_tokens: int, *, markdown: bool = False)
 
 
 def _pieces(text: str, tokenizer: Any, max_tokens: int) -> Iterator[tuple[str, int]]:
-    """Paragraphs or parts of them that fit, with their token counts; a big text is tokenised only as needed."""
+    """Paragraphs or parts of them that fit, with their token counts; a big text is tokenized only as needed."""
     pieces = (
         piece for paragraph in _split(text, _PARAGRAPH_END) for piece in _fitting(paragraph, tokenizer, max_tokens)
     )

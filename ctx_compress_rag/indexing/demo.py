@@ -68,7 +68,7 @@ class DemoReport:
         systems: full text, soft context from the finest ratio to the coarsest, no context.
         sources: for each question, where the passages in its prompt are from, the nearest first.
         shown: the ratio whose answers are shown.
-        licence: of the passages.
+        license: of the passages.
         picture: the plot of score against ratio, a PNG.
     """
 
@@ -78,7 +78,7 @@ class DemoReport:
     systems: tuple[DemoSystem, ...]
     sources: tuple[str, ...]
     shown: int
-    licence: str
+    license: str
     picture: Path
 
     def tables(self) -> str:
@@ -100,7 +100,7 @@ class DemoReport:
             ],
             [18] * 5,
         )
-        return f"{answers}\n\n{scores}\n\npassages: {self.licence}"
+        return f"{answers}\n\n{scores}\n\npassages: {self.license}"
 
 
 def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = True) -> DemoReport:
@@ -132,7 +132,7 @@ def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = Tru
         systems=tuple(systems),
         sources=tuple(", ".join(dict.fromkeys(hit.source for hit in found)) for found in hits),
         shown=corpus.shown if corpus.shown in ratios else ratios[0],
-        licence=corpus.licence,
+        license=corpus.license,
         picture=_draw(systems, corpus.about, folder.with_name(f"{folder.name}.png")),
     )
 

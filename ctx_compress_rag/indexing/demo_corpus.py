@@ -32,7 +32,7 @@ class Corpus:
         retrieved: passages per prompt.
         shown: the ratio whose answers are shown.
         about: what the passages are.
-        licence: authors and licence of the passages.
+        license: authors and license of the passages.
     """
 
     passages: tuple[Passage, ...]
@@ -40,7 +40,7 @@ class Corpus:
     retrieved: int
     shown: int
     about: str
-    licence: str
+    license: str
 
 
 def wikipedia_corpus() -> Corpus:
@@ -51,4 +51,4 @@ def wikipedia_corpus() -> Corpus:
         DemoQuestion(row["question"], tuple(row["answers"]), (str(passages[row["passage"]].id),))
         for row in data["questions"]
     )
-    return Corpus(passages, questions, retrieved=2, shown=4, about="paragraphs of Wikipedia", licence=_XQUAD)
+    return Corpus(passages, questions, retrieved=2, shown=4, about="paragraphs of Wikipedia", license=_XQUAD)

@@ -24,7 +24,7 @@ async def answer(
 ) -> AsyncGenerator[str | Generation, None]:
     """Yield a prompt's answer piece by piece, then the whole Generation.
 
-    If closed early or cancelled, generation stops after the token in progress.
+    If closed early or canceled, generation stops after the token in progress.
 
     Args:
         decoder: what answers.

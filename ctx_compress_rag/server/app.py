@@ -210,7 +210,7 @@ class _Service:
     async def compress(self, body: Compress, request: Request) -> Response:
         """Make markers for texts. A passage's id is a hash of its text: no client can change or name another's.
 
-        A part of the texts that has begun is finished; parts that wait when the client disconnects are cancelled.
+        A part of the texts that has begun is finished; parts that wait when the client disconnects are canceled.
         """
         if body.model is not None:
             self.check_model(body.model)

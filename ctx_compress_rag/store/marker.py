@@ -108,7 +108,7 @@ class Marker:
 
     @property
     def factor(self) -> int:
-        """How many neighbouring base slots are merged into one."""
+        """How many neighboring base slots are merged into one."""
         return int(self.id[_PASSAGE_LETTERS:].translate(_LETTERS_TO_HEX), 16) + 1
 
 

@@ -1,6 +1,6 @@
 """Scores of answers, and their uncertainty.
 
-An answer is compared after SQuAD's normalisation (Rajpurkar et al., 2016): lower case, without ASCII
+An answer is compared after SQuAD's normalization (Rajpurkar et al., 2016): lower case, without ASCII
 punctuation and the articles a, an, the, spaces collapsed. SQuAD has no rule for Chinese and Japanese: their
 punctuation is removed too, and each of their characters is a word, as in MLQA's mixed segmentation (Lewis et
 al., 2020) for Chinese, here extended to kana. If a question has no accepted answers, the context does not
@@ -36,7 +36,7 @@ CHARACTER = re.compile(
 
 
 def normalize_answer(text: str) -> str:
-    """Normalise an answer as SQuAD does, and remove Chinese and Japanese punctuation.
+    """Normalize an answer as SQuAD does, and remove Chinese and Japanese punctuation.
 
     >>> normalize_answer("The  Eiffel Tower, (Paris).")
     'eiffel tower paris'
@@ -67,7 +67,7 @@ def token_f1(prediction: str, answers: Sequence[str]) -> float:
 
 
 def contains_answer(prediction: str, answers: Sequence[str]) -> float:
-    """1.0 if one of the answers, normalised, is a substring of the normalised prediction, else 0.0.
+    """1.0 if one of the answers, normalized, is a substring of the normalized prediction, else 0.0.
 
     This is the substring accuracy of Simple Context Compression (section 5.1, table 10) and ArcAligner's non-strict
     match (section 4.2). A prediction that lists every candidate gets 1.0 (Simple Context Compression, footnote 5), and

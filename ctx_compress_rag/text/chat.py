@@ -1,4 +1,4 @@
-"""Render a chat, and tokenise a prompt once, with holes where soft contexts go."""
+"""Render a chat, and tokenize a prompt once, with holes where soft contexts go."""
 
 from __future__ import annotations
 
@@ -120,10 +120,10 @@ class _Refusal(Exception):
 
 
 class PromptTokenizer:
-    """Tokenises text with holes as one string.
+    """Tokenizes text with holes as one string.
 
-    Some tokenizers would add a space at the start of each part if parts were tokenised one by one. So the whole
-    prompt is tokenised at once, with a special token for each hole and for each cut that keeps a text from becoming
+    Some tokenizers would add a space at the start of each part if parts were tokenized one by one. So the whole
+    prompt is tokenized at once, with a special token for each hole and for each cut that keeps a text from becoming
     a control token. The names of these tokens are random: a user cannot type them.
 
     Attributes:

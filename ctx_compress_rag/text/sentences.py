@@ -56,7 +56,7 @@ def split(text: str, tokenizer: Any, limit: int | None, *, merge: bool, language
         text: the passage, not empty.
         tokenizer: the decoder's transformers tokenizer (a fast one: offsets are needed).
         limit: maximum tokens of a unit; None sets no limit.
-        merge: join neighbours while they stay within the limit; otherwise each sentence is a unit.
+        merge: join neighbors while they stay within the limit; otherwise each sentence is a unit.
         language: ISO 639-1 code of the passage's language.
     """
     offsets = text_tokens(tokenizer, text).offsets
@@ -126,7 +126,7 @@ def _without_blanks(text: str, starts: Sequence[_Start]) -> list[_Start]:
 
 
 def _merged(starts: Sequence[_Start], tokens: int, limit: int) -> list[_Start]:
-    """The starts left after neighbours are joined, from the first on, within `limit` tokens."""
+    """The starts left after neighbors are joined, from the first on, within `limit` tokens."""
     kept: list[_Start] = []
     for start, end in zip(starts, [*starts[1:], _Start(0, tokens)], strict=True):
         if not kept or end.token - kept[-1].token > limit:

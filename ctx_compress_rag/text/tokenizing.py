@@ -1,8 +1,8 @@
-"""Tokenise the text of users and documents without control tokens, whatever it spells.
+"""Tokenize the text of users and documents without control tokens, whatever it spells.
 
 Chat formats write roles as control tokens, such as `<|system|>` or `</s>`, and a tokenizer produces them wherever it
 finds these letters. In a question, a passage or its metadata they are only letters: such a text is cut inside each of
-them, and its parts are tokenised separately. A text without such letters is tokenised as usual.
+them, and its parts are tokenized separately. A text without such letters is tokenized as usual.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def control_ids(tokenizer: Any) -> set[int]:
 
 
 def check_characters(what: str, characters: int, window: int | None) -> None:
-    """Refuse a text that is far longer than a model's window of tokens, without tokenising it.
+    """Refuse a text that is far longer than a model's window of tokens, without tokenizing it.
 
     Raises:
         ConfigError: the text is too long; the message begins with `what`.
@@ -69,7 +69,7 @@ def bos_id(tokenizer: Any) -> int | None:
 
 def text_parts(tokenizer: Any, text: str) -> list[str]:
     """The text in parts (mostly one) in which the tokenizer finds no control token."""
-    return [part for part, _ in _tokenised(tokenizer, whole_characters(text), control_ids(tokenizer))]
+    return [part for part, _ in _tokenized(tokenizer, whole_characters(text), control_ids(tokenizer))]
 
 
 def between_controls(tokenizer: Any, text: str) -> list[tuple[str, TextTokens]]:
@@ -94,7 +94,7 @@ def text_tokens(tokenizer: Any, text: str) -> TextTokens:
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
     start = 0
-    for part, tokens in _tokenised(tokenizer, whole_characters(text), control_ids(tokenizer)):
+    for part, tokens in _tokenized(tokenizer, whole_characters(text), control_ids(tokenizer)):
         ids += tokens.ids
         offsets += [(start + a, start + b) for a, b in tokens.offsets]
         start += len(part)
@@ -106,7 +106,7 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
     return text_tokens(tokenizer, text).ids
 
 
-def _tokenised(tokenizer: Any, text: str, controls: Collection[int]) -> Iterator[tuple[str, TextTokens]]:
+def _tokenized(tokenizer: Any, text: str, controls: Collection[int]) -> Iterator[tuple[str, TextTokens]]:
     tokens = _encoded(tokenizer, text)
     spans = _control_spans(tokenizer, text, tokens, controls)
     cuts = [0, *(end - len(text[start:end].lstrip()) + 1 for start, end in spans)]
@@ -115,7 +115,7 @@ def _tokenised(tokenizer: Any, text: str, controls: Collection[int]) -> Iterator
         return
     for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True):
         if start < end:
-            yield from _tokenised(tokenizer, text[start:end], controls)
+            yield from _tokenized(tokenizer, text[start:end], controls)
 
 
 def _encoded(tokenizer: Any, text: str) -> TextTokens:
@@ -124,7 +124,7 @@ def _encoded(tokenizer: Any, text: str) -> TextTokens:
 
 
 def _control_spans(tokenizer: Any, text: str, tokens: TextTokens, controls: Collection[int]) -> list[tuple[int, int]]:
-    # Only the tokenizer knows where it reads a control token: it may normalise first, or include spaces.
+    # Only the tokenizer knows where it reads a control token: it may normalize first, or include spaces.
     return [
         (start, end)
         for id, (start, end) in zip(tokens.ids, tokens.offsets, strict=True)

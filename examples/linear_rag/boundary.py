@@ -50,9 +50,9 @@ def align(
 
     Args:
         table: the data set.
-        normalization: normalisation of the inputs.
+        normalization: normalization of the inputs.
         seed: seed of the split, W_z and M, the weights and the tasks.
-        steps: optimiser steps, with 128 tasks each.
+        steps: optimizer steps, with 128 tasks each.
         teachers: see `linear_rag.tabular.TabularTasks`.
     """
     training, held_out = split(table, normalization, seed=seed, teachers=teachers)

@@ -112,7 +112,7 @@ def learned_rates(layer: LinearAttention, inputs: int, examples: int) -> tuple[f
 def feature_rates(variances: Tensor, examples: int) -> Tensor:
     """The rates with which one gradient step from zero has the least expected loss, if each feature has its own.
 
-    Not in the paper. For independent, centred, uniform features and a standard normal teacher the expected
+    Not in the paper. For independent, centered, uniform features and a standard normal teacher the expected
     loss is a parabola in each rate; its minimum contains E[x^2] and, for a feature times itself, E[x^4].
 
     Args:
@@ -142,8 +142,8 @@ def best_rate(tasks: LinearTasks, depth: int = 1, highest: float = 3.0) -> float
         return loss(gradient_descent(rate, depth), tasks)
 
     spacing = highest / 12
-    centre = min((spacing * step for step in range(1, 13)), key=at)
-    low, high = centre - spacing, centre + spacing
+    center = min((spacing * step for step in range(1, 13)), key=at)
+    low, high = center - spacing, center + spacing
     shrink = (5**0.5 - 1) / 2
     while high - low > 0.01:
         left, right = high - shrink * (high - low), low + shrink * (high - low)

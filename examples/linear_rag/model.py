@@ -1,4 +1,4 @@
-"""The linearised RAG predictor, its loss and a gradient step on it (In-Context Optimization, section 3, appendix B).
+"""The linearized RAG predictor, its loss and a gradient step on it (In-Context Optimization, section 3, appendix B).
 
 A task is N examples of a query-side feature x1, a retrieval-derived feature x2 and a target y. Every
 function takes any number of leading batch dimensions and any floating-point type.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 Normalizer = Callable[[Tensor], Tensor]
-"""Maps rows to normalised rows, each column separately: (..., d) -> (..., d)."""
+"""Maps rows to normalized rows, each column separately: (..., d) -> (..., d)."""
 
 
 def z_score(rows: Tensor) -> Normalizer:

@@ -46,8 +46,8 @@ class Table:
 
     def skewness(self) -> float:
         """Mean absolute skewness of the features: 0 if they are symmetric, 2 for an exponential distribution."""
-        centred = self.features.double() - self.features.double().mean(dim=0)
-        cubes = centred.pow(3).mean(dim=0) / centred.square().mean(dim=0).pow(1.5)
+        centered = self.features.double() - self.features.double().mean(dim=0)
+        cubes = centered.pow(3).mean(dim=0) / centered.square().mean(dim=0).pow(1.5)
         return float(cubes.abs().mean())
 
 

@@ -39,7 +39,7 @@ def train_layer(
     Args:
         interface: draws a fresh batch of tasks for each step.
         depth: how many times the layer is applied.
-        steps: optimiser steps.
+        steps: optimizer steps.
         batch: tasks per step.
         learning_rate: initial learning rate.
         seed: seed of the weights and the tasks.
@@ -62,8 +62,8 @@ def train_layer(
         return LinearAttention(query * reads, key * reads, value, output * writes)
 
     parameters = weights if embedding is None else [*weights, *embedding.parameters()]
-    optimiser = torch.optim.Adam(parameters, lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for step in range(steps):
         if step % every == 0:
             watch(step, layer(*[w.detach().clone() for w in weights]))
@@ -72,10 +72,10 @@ def train_layer(
         if embedding is not None:
             predictor = after(embedding, predictor)
         error = F.mse_loss(predictor(tasks, tasks.x), tasks.target)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         error.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
+        optimizer.step()
         schedule.step()
     result = layer(*[w.detach().clone() for w in weights])
     watch(steps, result)

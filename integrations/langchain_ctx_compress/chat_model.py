@@ -43,7 +43,7 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
 
     Markers in the messages are read as the soft contexts they stand for; a prompt without markers is answered by
     the full-text decoder (the teacher). The decoder runs in this process, where concurrent calls share forward passes,
-    or on a vLLM server. Async calls run in a thread; a cancelled call stops after the token in progress. The model
+    or on a vLLM server. Async calls run in a thread; a canceled call stops after the token in progress. The model
     calls no tools and reads no images.
 
     `usage_metadata` counts a slot as one token; `response_metadata` has the number of `slots`.
@@ -119,7 +119,7 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        # A stream can be stopped, a call in a thread cannot: stream, so that a cancelled task frees the decoder.
+        # A stream can be stopped, a call in a thread cannot: stream, so that a canceled task frees the decoder.
         async with aclosing(self._astream(messages, stop, **kwargs)) as chunks:  # type: ignore[type-var]
             done = await agenerate_from_stream(chunks)
         return ChatResult(generations=done.generations, llm_output={"model_name": self.model_name})

@@ -33,8 +33,8 @@ def numbers(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "transmission.json").read_text(encoding="utf-8")))
 
 
-def colours(path: Path) -> int:
-    """How many colours a picture has."""
+def colors(path: Path) -> int:
+    """How many colors a picture has."""
     red, green, blue = (imread(path)[..., i] * 255 for i in range(3))
     return len(np.unique(red * 65536 + green * 256 + blue))
 
@@ -52,7 +52,7 @@ def test_the_command_writes_pictures_and_numbers(
     names = ["transmission.json", "gates.png", "plan.png", "allocation.png"]
     assert capsys.readouterr().out.splitlines() == [str(out / name) for name in names]
     assert sorted(path.name for path in out.iterdir()) == sorted(names)
-    assert all(colours(out / name) > 50 for name in names[1:])
+    assert all(colors(out / name) > 50 for name in names[1:])
     found = numbers(out)
     assert found["fingerprint"] == bundle.fingerprint and found["ratio"] == 4
     assert "".join(found["tokens"]).split() == TEXT.split()

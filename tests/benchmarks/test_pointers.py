@@ -121,12 +121,12 @@ def test_training_moves_the_attention(tiny_tokenizer: Any) -> None:
     loss = PointingLoss(model, 0.05, PointingHeads(model, (1, 2)), 1.0)
     batch = PointingCollator(PromptBuilder(tiny_tokenizer), TEMPLATES, 1024, 0)(world_examples("train", 5, 4, 4, [1]))
     plain = AnswerLoss(model, 0.05)(**{k: v for k, v in batch.items() if k != "pointers"})["loss"].item()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     seen = []
     for _ in range(12):
         value = loss(**batch)["loss"]
         value.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         seen.append(value.item())
     assert seen[0] > plain + 1 and seen[-1] < seen[0] - 1

@@ -53,7 +53,7 @@ def made(tiny_tokenizer: Any, tmp_path: Path) -> Bundle:
     )
     teacher = save_teacher(tiny_tokenizer, tmp_path / "taught")
     bundle = Bundle.build(config, Backbone(decoder(tiny_tokenizer), tiny_tokenizer), teacher)
-    bundle.reader.initialise(1.0)
+    bundle.reader.initialize(1.0)
     with torch.no_grad():
         for parameter in bundle.compressor.trained_parameters() + bundle.reader.trained_parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

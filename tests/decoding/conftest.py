@@ -22,7 +22,7 @@ def bundle(make_tiny_bundle: Callable[..., Any]) -> Any:
     widen(made.backbone.model, seed=4)
     with torch.no_grad():  # embeddings and head are tied: no text ends before its budget
         made.backbone.embeddings.weight[made.tokenizer.eos_token_id] = 0
-    made.reader.initialise(1.0)
+    made.reader.initialize(1.0)
     return made
 
 
@@ -40,7 +40,7 @@ def decoder(bundle: Any, store: SoftContextStore) -> TransformersDecoder:
 
 @pytest.fixture(scope="package")
 def prompts(store: SoftContextStore) -> list[Any]:
-    """With one passage, three, none; neighbours without text between them; raw and chat; several ratios."""
+    """With one passage, three, none; neighbors without text between them; raw and chat; several ratios."""
     a, b, c = store.markers(["a", "b", "c"], ratio=4)
     return [
         [{"role": "user", "content": f"{a}\n\nQuestion: {QUESTION}"}],

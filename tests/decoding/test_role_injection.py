@@ -259,7 +259,7 @@ def plain_tokenizer(*added: AddedToken) -> Any:
     [
         (AddedToken("<think>", special=False, normalized=False), "so <think>well"),
         (AddedToken("<\uff5cUser\uff5c>", special=False, normalized=False), "<\uff5cUser\uff5c>hi"),
-        (AddedToken("<think>", special=False, normalized=True), "\uff1cthink\uff1e"),  # the normaliser makes it one
+        (AddedToken("<think>", special=False, normalized=True), "\uff1cthink\uff1e"),  # the normalizer makes it one
         (AddedToken("<|a|>", special=True, normalized=False, lstrip=True, rstrip=True), "x  <|a|>  y"),
         (AddedToken("<|a|>", special=True, normalized=False, single_word=True), "x <|a|> y"),
     ],

@@ -139,7 +139,7 @@ def test_short_answers_do_not_wait_for_long_ones(decoder: TransformersDecoder) -
     assert ended
 
 
-def test_cancelling_one_leaves_the_others(decoder: TransformersDecoder, prompts: list[Any]) -> None:
+def test_canceling_one_leaves_the_others(decoder: TransformersDecoder, prompts: list[Any]) -> None:
     alone = [decoder.generate_apart(prompt, Sampling(60)) for prompt in prompts[:3]]
     with passes(decoder) as seen:
         streams = [decoder.stream(prompt, Sampling(60)) for prompt in prompts[:3]]
@@ -224,7 +224,7 @@ class Caller:
     def __call__(self, piece: Any) -> None: ...
 
 
-def test_a_cancelled_prompt_is_forgotten_before_its_turn(talkative: Any) -> None:
+def test_a_canceled_prompt_is_forgotten_before_its_turn(talkative: Any) -> None:
     """Prompts of a client that asks and goes, again and again, while others fill the passes."""
     narrow, alive = TransformersDecoder(talkative, batch_size=1), WeakSet[Caller]()
     long = narrow.stream("Tell all.", Sampling(900))

@@ -33,7 +33,7 @@ from helpers.decoding import by_transformers
 ROWS = [
     [(7, False), (12, True), (5, False), (9, True), (6, False)],  # two holes
     [(20, True), (3, False)],  # begins with a hole
-    [(4, False), (6, True), (5, True), (1, True)],  # neighbours, and ends with a hole
+    [(4, False), (6, True), (5, True), (1, True)],  # neighbors, and ends with a hole
     [(17, False)],  # none
 ]
 

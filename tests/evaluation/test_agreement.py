@@ -68,7 +68,7 @@ def prompt(*context: Any, question: str) -> list[Any]:
 
 
 def embedded(bundle: Any, parts: list[Any]) -> torch.Tensor:
-    """(length, dim): runs of text, tokenised as one each, with the slots between them."""
+    """(length, dim): runs of text, tokenized as one each, with the slots between them."""
     rows = []
     for is_text, run in groupby(parts, lambda part: isinstance(part, str)):
         if is_text:

@@ -163,11 +163,11 @@ def test_the_plot_shows_what_it_is_given(tmp_path: Path) -> None:
     with Image.open(both) as image:
         assert image.format == "PNG"
         assert image.size == (1080, 630)
-        # The second curve's own colour is there only when the curve is.
+        # The second curve's own color is there only when the curve is.
         orange = (217, 114, 46)
-        assert orange in {colour[:3] for _, colour in image.convert("RGB").getcolors(1 << 24)}
+        assert orange in {color[:3] for _, color in image.convert("RGB").getcolors(1 << 24)}
     with Image.open(alone) as image:
-        assert orange not in {colour[:3] for _, colour in image.convert("RGB").getcolors(1 << 24)}
+        assert orange not in {color[:3] for _, color in image.convert("RGB").getcolors(1 << 24)}
     assert len({path.read_bytes() for path in (both, alone, no_bars, no_levels)}) == 4
 
 

@@ -17,7 +17,7 @@ from ctx_compress_rag.data.examples import Example, Turn, spread, write_jsonl
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.evaluation import harness
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, Answers, Key
-from ctx_compress_rag.evaluation.harness import normalised_curves, table
+from ctx_compress_rag.evaluation.harness import normalized_curves, table
 from ctx_compress_rag.evaluation.questions import Question, questions_of
 from ctx_compress_rag.evaluation.sets import evaluate_sets, fitting, macro_table, question_sets
 from ctx_compress_rag.text.answers import NO_ANSWER, declined, exact_match, token_f1
@@ -26,7 +26,7 @@ from ctx_compress_rag.text.answers import NO_ANSWER, declined, exact_match, toke
 def test_a_card_has_the_scores_and_limits(bundle_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(bundle_folder, tmp_path / "bundle")
     bundle = Bundle.from_pretrained(tmp_path / "bundle")
-    bundle.report["recipe"] = {"limits": ["short texts"], "decoder_licence": "MIT"}
+    bundle.report["recipe"] = {"limits": ["short texts"], "decoder_license": "MIT"}
     before = bundle.fingerprint
     examples = world_examples("test", 0, 3, max_turns=1, passages=(1,))
     evaluate_sets(bundle, {"mine": questions_of(examples, 3)}, (4, 8), tmp_path / "out", card=True)
@@ -83,7 +83,7 @@ def test_means_over_sets_count_each_once_and_cases_say_what_the_context_did() ->
     assert soft == "| soft context | 4x | 0.000 | 0.250 | 0.375 | 0.000 | 0.000 | 0.000 | 0.500 |"
     helped = scores({"none": "nnnn", "full": "yyyy", "soft": "yyyn"}, 4)
     head, _, _, full, soft = macro_table({"one": helped, "two": two}, ["two"]).splitlines()
-    assert head.endswith(f"| {in_domain} | teacher-normalised F1 | teacher-normalised gap |")
+    assert head.endswith(f"| {in_domain} | teacher-normalized F1 | teacher-normalized gap |")
     # 3/4 of the gain kept in one set, none in the other; full text has no share.
     assert soft.endswith("| 0.375 | -0.750 |") and full.endswith("|  |  |")
 
@@ -175,7 +175,7 @@ def test_curves_are_of_what_is_kept_of_the_full_text() -> None:
         (SOFT, 4): Answers(["yes"] * 30 + ["no"] * 10, 9.0, None),
         (SOFT, 8): Answers(["yes"] * 10 + ["no"] * 30, 9.0, None),
     }
-    [curve] = normalised_curves(harness.scores_of(questions, answers))
+    [curve] = normalized_curves(harness.scores_of(questions, answers))
     assert (curve.label, list(curve.ratios), list(curve.scores)) == (SOFT, [4, 8], [0.75, 0.25])
 
 

@@ -1,4 +1,4 @@
-"""Normalisation, tables and an MLP (In-Context Optimization, section 4.3, appendices D, F)."""
+"""Normalization, tables and an MLP (In-Context Optimization, section 4.3, appendices D, F)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def skewed_rows(count: int, seed: int = 0) -> Tensor:
     return torch.randn(count, 3, generator=Generator().manual_seed(seed), dtype=torch.float64).exp()
 
 
-# Normalisation
+# Normalization
 
 
 @pytest.mark.parametrize("name", NORMALIZATIONS)
-def test_normalisations_are_scikit_learns_and_scipys(name: str) -> None:
+def test_normalizations_are_scikit_learns_and_scipys(name: str) -> None:
     """On the rows they were fitted on and on others, which may lie outside."""
     rows, others = skewed_rows(50), skewed_rows(20, seed=1) * 2
     rows[10:14] = rows[3]  # ties

@@ -27,7 +27,7 @@ def make_reader(
     backbone = Backbone(model.double() if double else model, architectures.tokenizer(name))
     torch.manual_seed(1)
     reader = ArcAlignerReader(backbone, 12, ArcAlignerConfig(**({"lora": LORA, "gate_width": 8} | settings)))
-    reader.initialise(1.0)
+    reader.initialize(1.0)
     if wide:
         for part, parameter in [*reader.lora.named_parameters(), *reader.gates.named_parameters()]:
             nn.init.normal_(parameter, std=0.3 if part.endswith((".a", ".b")) else 0.5)

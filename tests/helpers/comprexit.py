@@ -23,7 +23,7 @@ ABLATIONS: list[dict[str, Any]] = [
     {},
     {"layers": "last"},
     {"allocation": "window_attention"},
-    {"normalise_states": False},
+    {"normalize_states": False},
 ]
 IDS = [f"{next(iter(a.values()), 'full')}" for a in ABLATIONS]
 TEXTS = [

@@ -66,7 +66,7 @@ def _add_tensor(writer: Any, name: str, parameter: torch.Tensor, heads: int) -> 
     q8 = gguf.GGMLQuantizationType.Q8_0
     packed = gguf.quants.quantize(parameter.numpy(), q8)
     parameter.copy_(torch.from_numpy(gguf.quants.dequantize(packed, q8)))
-    if heads:  # llama.cpp pairs neighbouring dimensions for rotary positions, transformers the two halves of a head
+    if heads:  # llama.cpp pairs neighboring dimensions for rotary positions, transformers the two halves of a head
         packed = packed.reshape(heads, 2, -1, packed.shape[-1]).swapaxes(1, 2).reshape(packed.shape)
     writer.add_tensor(name, packed, raw_dtype=q8)
 

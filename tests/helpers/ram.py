@@ -48,7 +48,7 @@ def ram_bundle(tokenizer: Any, seed: int = 0, segment_tokens: int = 4, tied: boo
         max_tokens=16 * segment_tokens,
     )
     bundle = Bundle.build(config, Backbone(model, tokenizer))
-    bundle.reader.initialise(1.0)
+    bundle.reader.initialize(1.0)
     return bundle
 
 

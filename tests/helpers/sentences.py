@@ -55,5 +55,5 @@ def sentence_bundle(like: Any, method: Any, base_ratio: int = 8, max_tokens: int
     config = BundleConfig(name="tiny", method=method, base_ratio=base_ratio, ratios=[base_ratio], max_tokens=max_tokens)
     bundle = Bundle.build(config, like.backbone)
     slots = torch.cat([soft.slots for soft in bundle.compress(["Orla keeps a goat.", "Kormoor lies by the sea."])])
-    bundle.reader.initialise(float(slots.pow(2).mean().sqrt()))
+    bundle.reader.initialize(float(slots.pow(2).mean().sqrt()))
     return bundle

@@ -19,7 +19,7 @@ __all__ = ["WRITE", "WordBundle", "add", "assert_same", "passage", "word_vectors
 
 
 def assert_same(actual: SoftContext | None, expected: SoftContext, tolerance: float = 0.01) -> None:
-    """Equal token counts, and slots equal up to a quantisation error (relative to their size)."""
+    """Equal token counts, and slots equal up to a quantization error (relative to their size)."""
     assert actual is not None
     assert actual.token_counts.tolist() == expected.token_counts.tolist()
     error = torch.linalg.norm(actual.slots - expected.slots) / torch.linalg.norm(expected.slots)

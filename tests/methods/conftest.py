@@ -22,7 +22,7 @@ def encoder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="module")
 def make(make_tiny_bundle: Callable[..., Any], encoder: Path) -> Callable[[str, str], Bundle]:
-    """A bundle of a method in one of its forms, whose every weight matters: none is what it was initialised to."""
+    """A bundle of a method in one of its forms, whose every weight matters: none is what it was initialized to."""
 
     def made(name: str, form: str, seed: int = 1) -> Bundle:
         settings = MATRIX[name][form]
@@ -34,7 +34,7 @@ def make(make_tiny_bundle: Callable[..., Any], encoder: Path) -> Callable[[str, 
                 if ".layers." in weight_name and weight.ndim == 2:
                     weight.mul_(15)
             slots = torch.cat([soft.slots for soft in bundle.compress(PASSAGES)])
-            bundle.reader.initialise(float(slots.pow(2).mean().sqrt()))
+            bundle.reader.initialize(float(slots.pow(2).mean().sqrt()))
             for parameter in trained(bundle):
                 parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.ndim > 1 else 0.02))
         return bundle

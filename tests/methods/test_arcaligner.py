@@ -89,7 +89,7 @@ def test_the_reader_is_algorithm_1(train: bool) -> None:
     expected = plain.logits(batch.inputs_embeds[0], batch.slot_mask[0])
     with torch.set_grad_enabled(train), reader.record_loops() as loops, reader.decoder(batch.slot_mask) as model:
         logits = model(**batch.model_inputs()).logits[0]
-    # transformers normalises in float32
+    # transformers normalizes in float32
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     counts = {layer: torch.tensor(steps).sum(0).tolist() for layer, steps in plain.decided.items()}
     assert {layer: record[batch.slot_mask].tolist() for layer, record in loops.items()} == counts

@@ -62,7 +62,7 @@ def make(tiny_tokenizer: Any) -> Callable[..., Any]:
         )
         bundle = Bundle.build(config, Backbone(model, tiny_tokenizer))
         widen(bundle.backbone.model, std=0.3)  # LoRA, too, whose B starts at zero
-        bundle.reader.initialise(1.0)
+        bundle.reader.initialize(1.0)
         return bundle
 
     return build

@@ -37,7 +37,7 @@ def make(tiny_tokenizer: Any) -> Callable[..., Bundle]:
 def plain_slots(w: dict[str, Tensor], states: list[Tensor], config: ComprexitConfig, ratio: int) -> list[Tensor]:
     """Equations 4 to 12 as they are printed, one token, layer and slot at a time, segment by segment."""
     n_layers, n_tokens = len(states), len(states[0])
-    if config.normalise_states:
+    if config.normalize_states:
         states = [torch.stack([h / h.pow(2).mean().sqrt() for h in state]) for state in states]
     anchors = []
     for t in range(n_tokens):
@@ -119,7 +119,7 @@ def test_slots_follow_the_equations(
 def test_layers_are_the_blocks_outputs_in_every_architecture(name: str) -> None:
     compressor = ComprexitCompressor(
         Backbone(architectures.model(name), architectures.tokenizer(name)),
-        ComprexitConfig(**SMALL, normalise_states=False),
+        ComprexitConfig(**SMALL, normalize_states=False),
     )
     [ids] = architectures.random_ids(name, [3 * architectures.SLIDING_WINDOW])
     states = compressor.hidden_states(ids.unsqueeze(0))
@@ -181,7 +181,7 @@ def test_coarser_ratios_need_another_encoding(make: Callable[..., Bundle]) -> No
     bundle = make()
     [soft] = bundle.compress(TEXTS[:1], 4)
     assert torch.equal(bundle.at_ratio(soft, 4).slots, soft.slots)
-    with pytest.raises(RatioError, match="comprexit stores one ratio"):
+    with pytest.raises(RatioError, match="cannot be merged"):
         bundle.at_ratio(soft, 8)
     [coarse] = bundle.compress(TEXTS[:1], 8)
     assert (soft.merge(2).slots - coarse.slots).abs().max() > 1e-3

@@ -236,7 +236,7 @@ def test_each_distinct_sentence_is_encoded_once(make: Callable[..., Any]) -> Non
 def test_untrained_slots_have_the_size_of_token_embeddings(slot_rms: float, embedding_rms: float) -> None:
     torch.manual_seed(1)
     projector = TwoLayerMap(384, 256)
-    projector.initialise(slot_rms, embedding_rms)
+    projector.initialize(slot_rms, embedding_rms)
     with torch.no_grad():
         made = projector(torch.randn(500, 384) * slot_rms)
     assert float(made.pow(2).mean().sqrt()) == pytest.approx(embedding_rms, rel=0.1)

@@ -33,8 +33,8 @@ def test_the_plan_is_the_entropic_optimum(seed: int, rows: int, columns: int) ->
     torch.testing.assert_close(plan.sum(1), sent, atol=1e-7, rtol=1e-5)
     torch.testing.assert_close(plan.sum(0), received, atol=1e-12, rtol=1e-12)
     potentials = plan.log() + cost / 0.5
-    centred = potentials - potentials.mean(0, keepdim=True) - potentials.mean(1, keepdim=True) + potentials.mean()
-    assert centred.abs().max() < 1e-8
+    centered = potentials - potentials.mean(0, keepdim=True) - potentials.mean(1, keepdim=True) + potentials.mean()
+    assert centered.abs().max() < 1e-8
 
 
 @pytest.mark.parametrize("iterations", [1, 30])

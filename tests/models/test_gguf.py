@@ -78,7 +78,7 @@ def config_for(decoder: GgufDecoder) -> BundleConfig:
 def build(decoder: GgufDecoder) -> Bundle:
     torch.manual_seed(0)
     bundle = Bundle.build(config_for(decoder), Backbone(*load_decoder(decoder, device="cpu")))
-    bundle.reader.initialise(1.0)
+    bundle.reader.initialize(1.0)
     return bundle
 
 

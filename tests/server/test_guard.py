@@ -111,10 +111,10 @@ def test_chunks_are_read(url: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are read from /proc")
-def test_cancelled_requests_leave_nothing(url: str) -> None:
+def test_canceled_requests_leave_nothing(url: str) -> None:
     """The threads of the server's pools are started as they are needed, and stay."""
 
-    def cancelled(times: int) -> tuple[int, int]:
+    def canceled(times: int) -> tuple[int, int]:
         body = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 500}
         with httpx.Client(headers={"Authorization": f"Bearer {ANNA}"}) as http:
             for _ in range(times):
@@ -125,7 +125,7 @@ def test_cancelled_requests_leave_nothing(url: str) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: post(url, "completions", {"model": "tiny", "prompt": "x"}), range(16)))
-    before, after = cancelled(30), cancelled(100)
+    before, after = canceled(30), canceled(100)
     assert after[0] <= before[0] and after[1] <= before[1] + 2, (before, after)
 
 

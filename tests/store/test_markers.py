@@ -98,7 +98,7 @@ def test_it_survives_what_prompts_go_through() -> None:
     good = CODEC.write("abcdefghijklmnopa", 4, 16, "t")
     (expected,) = CODEC.split(good, "t")
     template = "Read {a} well"
-    for travelled in (
+    for traveled in (
         f"Context: {good}?",
         template.format(a=good),
         "".join(literal for literal, *_ in Formatter().parse(good)),
@@ -108,7 +108,7 @@ def test_it_survives_what_prompts_go_through() -> None:
         good.lower(),
         good.encode("latin-1").decode("latin-1"),
     ):
-        assert expected in CODEC.split(travelled, "t")
+        assert expected in CODEC.split(traveled, "t")
 
 
 @pytest.mark.parametrize(

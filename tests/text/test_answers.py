@@ -25,7 +25,7 @@ WORDS = st.lists(st.sampled_from(["red", "blue", "green", "art", "party", "north
 
 
 def plain_f1(prediction: str, answer: str) -> float:
-    """Word F1 from precision and recall, counting by hand; the words need no normalisation."""
+    """Word F1 from precision and recall, counting by hand; the words need no normalization."""
     left = answer.split()
     predicted, hits = prediction.split(), 0
     wanted = len(left)
@@ -116,7 +116,7 @@ def test_f1_of_chinese_and_japanese_counts_characters(
 def test_unanswerable_questions_want_an_empty_prediction(metric) -> None:
     for answers in ([], [""]):
         assert metric("", answers) == 1.0
-        assert metric("the", answers) == 1.0  # normalises to nothing
+        assert metric("the", answers) == 1.0  # normalizes to nothing
         assert metric("Paris", answers) == 0.0
     assert metric("", ["Paris"]) == 0.0
 
@@ -146,7 +146,7 @@ def test_standard_error_of_one_score_is_refused() -> None:
         standard_error([0.5])
 
 
-def test_normalised_score_is_the_papers_formula() -> None:
+def test_normalized_score_is_the_papers_formula() -> None:
     compressed, nothing, full = [0.8, 0.6, 1.0, 0.4] * 10, [0.2, 0.0, 0.1, 0.1] * 10, [1.0, 0.8, 1.0, 0.6] * 10
     share = teacher_normalized(compressed, nothing, full)
     assert share is not None

@@ -204,10 +204,10 @@ def test_stages_go_on_from_each_other(stages: Path) -> None:
 
 
 def test_a_card_names_the_data_of_all_stages_once(stages: Path) -> None:
-    first, second = {"data": "novels", "licence": "none"}, {"data": "questions", "licence": "MIT"}
+    first, second = {"data": "novels", "license": "none"}, {"data": "questions", "license": "MIT"}
     told = {"recipe": {"sources": [second, first]}, "earlier": {"recipe": {"sources": [first]}}}
     card = model_card(Bundle.from_pretrained(stages / "1" / "bundle").config, told, "f")
-    assert "| data | licence |\n|---|---|\n| novels | none |\n| questions | MIT |\n\n## Limits" in card
+    assert "| data | license |\n|---|---|\n| novels | none |\n| questions | MIT |\n\n## Limits" in card
 
 
 def test_a_report_keeps_those_of_the_stages_before(stages: Path) -> None:

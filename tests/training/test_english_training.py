@@ -41,7 +41,7 @@ def stages(decoder: Path, folder: Path) -> list[str]:
         "window": 384,
         "repeat": [{"step": 0, "share": 0.3}],
         "int8": True,
-        "sources": [{"data": "an invented world", "licence": "Apache-2.0"}],
+        "sources": [{"data": "an invented world", "license": "Apache-2.0"}],
         "teacher": str(folder / "1"),
     }
     (folder / "recipes").mkdir()
@@ -149,7 +149,7 @@ def test_small_steps_move_a_full_copy_of_a_bfloat16_decoder(make_tiny_bundle: An
     )
     config = plain.config.model_copy(update={"method": method})
     bundle = Bundle.build(config, Backbone(plain.backbone.model.to(torch.bfloat16), plain.tokenizer))
-    bundle.reader.initialise(1.0)
+    bundle.reader.initialize(1.0)
     objective = DistillationLoss(bundle)
     objective.ratios = [4]
     module: Any = bundle.compressor.encoder if side == "encoder" else bundle.reader.own  # type: ignore[attr-defined]

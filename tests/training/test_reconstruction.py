@@ -212,7 +212,7 @@ def test_the_command_prints_perplexity_beside_the_scores(run: Path, capsys: pyte
     passages = ["Orla keeps a goat. Orla is old.", "Cy keeps a goat. Cy is old."]  # evenly spread
     expected = reconstruction_perplexity(bundle, passages, [8], progress=False)
     printed = capsys.readouterr().out
-    assert perplexity_table(expected) in printed and "teacher-normalised" in printed
+    assert perplexity_table(expected) in printed and "teacher-normalized" in printed
     saved = json.loads((run / "eval" / "scores.json").read_text())["reconstruction_perplexity"]
     assert [row["value"] for row in saved] == pytest.approx([score.value for score in expected], rel=1e-4)
 

@@ -46,13 +46,13 @@ class MappedReader(Reader):
         self.to(backbone.device)
         self.requires_grad_(False)
 
-    def initialise(self, slot_rms: float) -> None:
-        """Initialise the map so that slots of this root mean square get that of the decoder's embeddings."""
+    def initialize(self, slot_rms: float) -> None:
+        """Initialize the map so that slots of this root mean square get that of the decoder's embeddings."""
         if self.projection is not None:
-            self.projection.initialise(slot_rms, self.backbone.embedding_rms())
+            self.projection.initialize(slot_rms, self.backbone.embedding_rms())
 
     def fit(self, slots: Tensor, embeddings: Tensor) -> None:
-        """Initialise the map, which must have two layers, as the least-squares map from slots to embeddings."""
+        """Initialize the map, which must have two layers, as the least-squares map from slots to embeddings."""
         if not isinstance(self.projection, TwoLayerMap):
             raise ConfigError("fit_passages is for methods whose reader has a map of two layers: leave it out")
         self.projection.fit(slots, embeddings)

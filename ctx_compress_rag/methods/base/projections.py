@@ -22,8 +22,8 @@ class LinearMap(nn.Linear):
     def __init__(self, slot_dim: int, dim: int) -> None:
         super().__init__(slot_dim, dim, bias=False)
 
-    def initialise(self, slot_rms: float, embedding_rms: float) -> None:
-        """Initialise as a multiple of the identity that gives slots the root mean square of token embeddings.
+    def initialize(self, slot_rms: float, embedding_rms: float) -> None:
+        """Initialize as a multiple of the identity that gives slots the root mean square of token embeddings.
 
         Hidden states and embeddings differ in size by up to two orders of magnitude; a decoder learns to
         ignore inputs of an unusual size.
@@ -54,7 +54,7 @@ class TwoLayerMap(nn.Module):
         self.inner = nn.Linear(slot_dim, dim)
         self.outer = nn.Linear(dim, dim)
 
-    def initialise(self, slot_rms: float, embedding_rms: float) -> None:
+    def initialize(self, slot_rms: float, embedding_rms: float) -> None:
         """Draw weights that keep slots distinct and give them the root mean square of embeddings; biases are zero."""
         with torch.no_grad():
             for layer in (self.inner, self.outer):
@@ -64,9 +64,9 @@ class TwoLayerMap(nn.Module):
             self.outer.weight.normal_(std=embedding_rms / (_GELU_POWER * self.outer.in_features) ** 0.5)
 
     def fit(self, slots: Tensor, embeddings: Tensor) -> None:
-        """Initialise as the least-squares map from slots to embeddings: first a linear map, then through GELU.
+        """Initialize as the least-squares map from slots to embeddings: first a linear map, then through GELU.
 
-        Not in the papers, which do not say how their maps are initialised. A frozen decoder can only read inputs
+        Not in the papers, which do not say how their maps are initialized. A frozen decoder can only read inputs
         that look like its embeddings, and distillation hardly gets there from a random map.
 
         Shape: (slots, slot_dim), (slots, dim)
@@ -74,11 +74,11 @@ class TwoLayerMap(nn.Module):
         with torch.no_grad():
             weight, bias = _least_squares(slots, embeddings)
             line = slots.double() @ weight.T + bias
-            centre = line.mean(0)
+            center = line.mean(0)
             scale = _NEARLY_LINEAR / line.std().clamp(min=1e-12)
             self.inner.weight.copy_(scale * weight)
-            self.inner.bias.copy_(scale * (bias - centre))
-            weight, bias = _least_squares(F.gelu(scale * (line - centre)), embeddings)
+            self.inner.bias.copy_(scale * (bias - center))
+            weight, bias = _least_squares(F.gelu(scale * (line - center)), embeddings)
             self.outer.weight.copy_(weight)
             self.outer.bias.copy_(bias)
 
@@ -98,9 +98,9 @@ class NormedTwoLayerMap(TwoLayerMap):
         super().__init__(slot_dim, dim)
         self.norm = nn.RMSNorm(slot_dim, eps=1e-6)
 
-    def initialise(self, slot_rms: float, embedding_rms: float) -> None:
+    def initialize(self, slot_rms: float, embedding_rms: float) -> None:
         """Draw weights for slots of any size: the norm gives them all a root mean square of 1."""
-        super().initialise(1.0, embedding_rms)
+        super().initialize(1.0, embedding_rms)
 
     def fit(self, slots: Tensor, embeddings: Tensor) -> None:
         with torch.no_grad():
@@ -111,15 +111,15 @@ class NormedTwoLayerMap(TwoLayerMap):
 
 
 def _least_squares(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the affine map with the least squared error, with slight ridge regularisation.
+    """Weight and bias of the affine map with the least squared error, with slight ridge regularization.
 
     Shape: (rows, in), (rows, out) -> (out, in), (out,), in float64
     """
     inputs, outputs = inputs.double(), outputs.double()
     mean_in, mean_out = inputs.mean(0), outputs.mean(0)
-    centred = inputs - mean_in
-    gram = centred.T @ centred
+    centered = inputs - mean_in
+    gram = centered.T @ centered
     ridge = _RIDGE * gram.diagonal().mean() + 1e-12
     gram.diagonal().add_(ridge)
-    weight = torch.linalg.solve(gram, centred.T @ (outputs - mean_out)).T
+    weight = torch.linalg.solve(gram, centered.T @ (outputs - mean_out)).T
     return weight, mean_out - weight @ mean_in

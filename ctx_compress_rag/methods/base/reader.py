@@ -17,12 +17,12 @@ class Reader(Part):
     side = "reader"
 
     @abstractmethod
-    def initialise(self, slot_rms: float) -> None:
-        """Initialise an untrained reader for slots of this root mean square."""
+    def initialize(self, slot_rms: float) -> None:
+        """Initialize an untrained reader for slots of this root mean square."""
 
     @abstractmethod
     def fit(self, slots: Tensor, embeddings: Tensor) -> None:
-        """Initialise an untrained reader so that it maps slots as closely as possible to these embeddings.
+        """Initialize an untrained reader so that it maps slots as closely as possible to these embeddings.
 
         Shape: (slots, dim), (slots, decoder dim)
 

@@ -23,7 +23,7 @@ class CompressionTokensCompressor(TrunkCompressor):
     all ("bidirectional"). With causal attention, a coarser ratio's slots are therefore the first of a finer
     ratio's, which the paper calls Matryoshka-style; but no slot is the mean of others: this is not nestable.
 
-    The paper does not say how the token is initialised: here at random, with the size of a token embedding.
+    The paper does not say how the token is initialized: here at random, with the size of a token embedding.
     It is trained even if the encoder is frozen.
     """
 
@@ -64,7 +64,7 @@ class CompressionTokensCompressor(TrunkCompressor):
     def attention(self, ids: Sequence[int], ratio: int) -> Tensor:
         """How a passage's compression tokens attend to its tokens, averaged over layers and heads; on the CPU.
 
-        Each compression token's weights are normalised over the passage; attention to a BOS and to other
+        Each compression token's weights are normalized over the passage; attention to a BOS and to other
         compression tokens is left out.
 
         Shape: (tokens,) -> (tokens, slots)

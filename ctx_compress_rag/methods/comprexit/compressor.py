@@ -130,7 +130,7 @@ class ComprexitCompressor(TokenCompressor):
         with self.backbone.use(None) as model:
             output = model.base_model(input_ids=input_ids, use_cache=False, output_hidden_states=True)
         states = [state[:, first:].to(self.anchor.weight.dtype) for state in output.hidden_states[1:]]
-        if self.config.normalise_states:
+        if self.config.normalize_states:
             states = [F.rms_norm(state, state.shape[-1:]) for state in states]
         return states
 

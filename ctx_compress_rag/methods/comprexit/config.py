@@ -15,7 +15,7 @@ class ComprexitConfig(MethodConfig):
     Two switches are the paper's ablations (table 3): `layers: last` leaves out layer aggregation, and
     `allocation: window_attention` leaves out coordinated allocation.
 
-    `normalise_states` first scales each hidden state to a root mean square of 1. The paper does not say
+    `normalize_states` first scales each hidden state to a root mean square of 1. The paper does not say
     whether it does so. States grow from layer to layer and differ by two orders of magnitude between decoders
     and within a decoder (the first token's); the scores of eq. 5 grow with their square.
 
@@ -28,7 +28,7 @@ class ComprexitConfig(MethodConfig):
     name: Literal["comprexit"] = "comprexit"
     layers: Literal["all", "last"] = "all"
     allocation: Literal["transport", "window_attention"] = "transport"
-    normalise_states: bool = True
+    normalize_states: bool = True
     gate_dim: int = Field(default=256, gt=0)
     slot_dim: int = Field(default=256, gt=0)
     transport_dim: int = Field(default=256, gt=0)

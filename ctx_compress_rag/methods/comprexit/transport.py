@@ -46,7 +46,7 @@ class WindowAttention(nn.Module):
     """The ablation without coordinated allocation (section 4.3): each slot attends only to its own field.
 
     The paper says only that it is a window attention that keeps locality. Here a slot's query is its
-    receiver, its keys are the anchors of its local field, and each slot's weights are normalised
+    receiver, its keys are the anchors of its local field, and each slot's weights are normalized
     separately. Arguments and result of `forward` are those of `TransportPlan`.
     """
 
@@ -78,7 +78,7 @@ def log_shares(counts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sinkhorn(cost: Tensor, log_rows: Tensor, log_columns: Tensor, epsilon: float, iterations: int) -> Tensor:
-    """Entropy-regularised optimal transport (eq. 11; Cuturi, 2013), in the log domain.
+    """Entropy-regularized optimal transport (eq. 11; Cuturi, 2013), in the log domain.
 
     Each iteration fits the rows and then the columns, so the columns' marginals are exact up to rounding, and
     the rows' up to convergence. Rows and columns of mass 0 take no part.

@@ -21,7 +21,7 @@ class MeanPoolingCompressor(TrunkCompressor):
     """Hidden states of the decoder's own trunk with full attention, averaged over r tokens (eq. 3-4).
 
     The paper's linear map comes after pooling and belongs to the reader, so stored slots stay
-    nestable: pooling at 4r is the weighted mean of four neighbours pooled at r.
+    nestable: pooling at 4r is the weighted mean of four neighbors pooled at r.
     """
 
     nestable = True

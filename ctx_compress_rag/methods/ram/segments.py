@@ -23,7 +23,7 @@ _SPACED_LETTER = rf"[^\W{_UNSPACED}]"
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring segments, `start` to `end` (exclusive), that are all `kept` as text or all skimmed."""
+    """Neighboring segments, `start` to `end` (exclusive), that are all `kept` as text or all skimmed."""
 
     kept: bool
     start: int

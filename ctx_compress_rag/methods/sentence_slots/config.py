@@ -16,7 +16,7 @@ class SentenceUnits(MethodConfig):
         encoder: a sentence-transformers model: a hub id, a folder, or "minilm" for the packaged one.
         encoder_revision: a hub revision.
         encoder_dim: the width of its vectors; given here so that reading stored slots needs no encoder.
-        unit: what a slot stands for: a "sentence"; a "passage" (xRAG); or, with "tokens", as many neighbouring
+        unit: what a slot stands for: a "sentence"; a "passage" (xRAG); or, with "tokens", as many neighboring
             sentences, or as much of one, as fit into `ratio` tokens. The ratio has no effect on the first two.
         language: ISO 639-1 code for the sentence splitter.
     """

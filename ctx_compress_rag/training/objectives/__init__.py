@@ -1,1 +1,1 @@
-"""Objectives: what the stages of training minimise, each with the collator that feeds it."""
+"""Objectives: what the stages of training minimize, each with the collator that feeds it."""

@@ -64,7 +64,7 @@ class CompressionRecipe(Recipe):
 
     `copy_decoder: false` makes the bundle name the folder given as `decoder`, instead of holding a copy of it.
     `reader_from_teacher` initializes the reader's LoRA with the teacher's, which can already read text: also ours.
-    `int8` saves the bundle's matrices in 8 bits; `sources`, `decoder_licence` and `limits` go into its model card.
+    `int8` saves the bundle's matrices in 8 bits; `sources`, `decoder_license` and `limits` go into its model card.
 
     Without a `curriculum` every step trains all `ratios`. A curriculum is ours: decoders as small as the demo's do not
     learn to read slots if they start at coarse ratios.
@@ -89,7 +89,7 @@ class CompressionRecipe(Recipe):
     reader_from_teacher: bool = False
     int8: bool = False
     sources: list[SourceConfig] = Field(default=[])
-    decoder_licence: str | None = None
+    decoder_license: str | None = None
     limits: list[str] = Field(default=[])
 
     @model_validator(mode="after")
@@ -148,7 +148,7 @@ def register_objective(recipe: type[CompressionRecipe], objective: Objective, ar
 
     Args:
         recipe: the class of its recipes.
-        objective: what it minimises.
+        objective: what it minimizes.
         arrange: prepares the examples before they are divided into micro-batches; None: not needed.
     """
     OBJECTIVES[register(Stage(recipe, partial(start, arrange=arrange)))] = objective
@@ -235,7 +235,7 @@ def start_bundle(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
         _fit_reader(bundle, examples, recipe.fit_passages)
     else:
         slots = [soft.slots for soft in bundle.compress([p for e in examples[:8] for p in e.passages])]
-        bundle.reader.initialise(float(torch.cat(slots).pow(2).mean().sqrt()))
+        bundle.reader.initialize(float(torch.cat(slots).pow(2).mean().sqrt()))
     return bundle
 
 

@@ -124,10 +124,10 @@ def test_other_errors_of_the_decoder_are_left_as_they_are(talkative: Any, app: A
 
 
 @pytest.mark.parametrize(
-    "way", ["ainvoke", "astream, cancelled", "astream", "stream", "acomplete", "astream_complete", "stream_complete"]
+    "way", ["ainvoke", "astream, canceled", "astream", "stream", "acomplete", "astream_complete", "stream_complete"]
 )
 async def test_whoever_stops_listening_gives_the_decoder_back(app: App, way: str) -> None:
-    """A cancelled task or a stream left early ends the generation within a few tokens, not at its end."""
+    """A canceled task or a stream left early ends the generation within a few tokens, not at its end."""
     steps: list[int] = []
     llm, llama = app.llm(max_tokens=400), CompressedContextLLM(store=app.store, max_tokens=400)
 
@@ -145,7 +145,7 @@ async def test_whoever_stops_listening_gives_the_decoder_back(app: App, way: str
             await anext(stream)
             await stream.aclose()
         else:
-            ask = {"ainvoke": llm.ainvoke, "astream, cancelled": read, "acomplete": llama.acomplete}[way]
+            ask = {"ainvoke": llm.ainvoke, "astream, canceled": read, "acomplete": llama.acomplete}[way]
             task = asyncio.ensure_future(ask(QUESTION))
             while not steps:
                 await asyncio.sleep(0.01)

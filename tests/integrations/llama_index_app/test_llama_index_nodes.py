@@ -158,7 +158,7 @@ def test_a_budget_is_kept_as_the_llm_counts(app: App, nodes: list[NodeWithScore]
     costs = [len(count(text)) for text in texts]
     assert sum(costs) <= budget
     in_prompt = app.answer("".join(texts)).prompt_tokens
-    assert in_prompt <= budget + 3  # the tokenizer's BOS, and spaces that two neighbours may share or not
+    assert in_prompt <= budget + 3  # the tokenizer's BOS, and spaces that two neighbors may share or not
     full = [app.tokens(node.text) for node in nodes]
     if budget >= sum(full):
         assert texts == [node.text for node in nodes]

@@ -52,7 +52,7 @@ class CompressedContextLLM(AdaptableLLM, LLM):
     If the tokenizer has a chat template, this is a chat model, and a completion prompt becomes one user message
     unless it is `formatted`. If not, `messages_to_prompt` and `completion_to_prompt` make plain prompts. Prompts
     without markers are answered by the bundle's full-text decoder. The async methods run in threads, so the event
-    loop keeps running. A cancelled task, or a stream that is closed early, stops the decoder after the token in
+    loop keeps running. A canceled task, or a stream that is closed early, stops the decoder after the token in
     progress.
 
     The options are those of `ctx_compress_rag.frameworks.llm.DecoderLLM`, which also says what is raised; those of
@@ -267,7 +267,7 @@ class CompressedContextLLM(AdaptableLLM, LLM):
 
     async def _agenerate(self, prompt: Prompt, given: dict[str, Any]) -> Generation:
         sampling = self._sampling(given)
-        # A stream can be stopped, a call in a thread cannot: stream, so that a cancelled task frees the decoder.
+        # A stream can be stopped, a call in a thread cannot: stream, so that a canceled task frees the decoder.
         async with aclosing(in_thread(await self._astream(prompt, sampling))) as pieces:
             *_, done = [piece async for piece in pieces]
         return _whole(cast(Generation, done), sampling)

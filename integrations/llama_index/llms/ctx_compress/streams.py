@@ -14,7 +14,7 @@ _END = object()
 async def in_thread(blocking: Generator[T, None, None]) -> AsyncGenerator[T, None]:
     """Iterate over a blocking generator in a thread; the event loop keeps running meanwhile.
 
-    One thread runs all of it, so that a consumer that stops early, or is cancelled while the thread waits for
+    One thread runs all of it, so that a consumer that stops early, or is canceled while the thread waits for
     the next item, can close the generator after that item.
     """
     loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, thread_name_prefix="ctx-compress-async")
