@@ -12,7 +12,7 @@ class _Short(reprlib.Repr):
             return f"{hex(x)[:20]}..."
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value as messages show it: at most about 80 characters, however long or deep it is."""
     # YAML of a few lines can hold a value whose whole text takes hours to write.
     return repr(value[:80]) if isinstance(value, str) else _Short().repr(value)[:80]

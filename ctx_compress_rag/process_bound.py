@@ -7,7 +7,7 @@ from typing import Any, NoReturn, Self
 from ctx_compress_rag.errors import ConfigError
 
 
-class OfThisProcess:
+class ProcessBound:
     """Base of objects that cannot be pickled, and that deep copies share."""
 
     def __getstate__(self) -> NoReturn:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from ctx_compress_rag.errors import ConfigError, shown
+from ctx_compress_rag.errors import ConfigError, short_repr
 
 T = TypeVar("T")
 _WHOLE = TypeAdapter(int)
@@ -39,7 +39,7 @@ def checked(name: str, value: object, rule: TypeAdapter[T]) -> T:
         return rule.validate_python(value)
     except ValidationError as error:
         said = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{name}={shown(value)}: {said}") from None
+        raise ConfigError(f"{name}={short_repr(value)}: {said}") from None
 
 
 def whole(name: str, value: object) -> int:
@@ -73,11 +73,11 @@ def _explained(fault: Mapping[str, Any]) -> str:
         case "missing":
             return f"{where} is missing: give it"
         case "extra_forbidden":
-            return f"{where}={shown(fault['input'])} is unknown: leave it out, or correct its name"
+            return f"{where}={short_repr(fault['input'])} is unknown: leave it out, or correct its name"
         case "union_tag_invalid":
             known = fault["ctx"]
             named = ".".join(filter(None, (where, known["discriminator"].strip("'"))))
             return f"{named}: {known['tag']!r} is unknown: give one of {known['expected_tags']}"
     said = f"{where or 'config'}: {fault['msg'].removeprefix('Value error, ')}"
     # A rule about several values has all of them as its input.
-    return said if isinstance(fault["input"], dict) else f"{said} (got {shown(fault['input'])})"
+    return said if isinstance(fault["input"], dict) else f"{said} (got {short_repr(fault['input'])})"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ctx_compress_rag.errors import ConfigError, shown
+from ctx_compress_rag.errors import ConfigError, short_repr
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, messages
 
@@ -31,7 +31,7 @@ class Demonstration:
     def __post_init__(self) -> None:
         if isinstance(self.passages, str):  # a string is a sequence too, of one-letter passages
             raise ConfigError(
-                f"a demonstration's passages are the string {shown(self.passages)}: give a tuple of strings"
+                f"a demonstration's passages are the string {short_repr(self.passages)}: give a tuple of strings"
             )
 
     def chat(self) -> list[dict[str, str]]:

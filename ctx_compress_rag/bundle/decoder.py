@@ -13,11 +13,11 @@ from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.identity import weights_digest
 from ctx_compress_rag.models.loading import load_decoder
-from ctx_compress_rag.process_bound import OfThisProcess
+from ctx_compress_rag.process_bound import ProcessBound
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 
 
-class Decoder(OfThisProcess):
+class Decoder(ProcessBound):
     """A causal LM and its tokenizer.
 
     Attributes:

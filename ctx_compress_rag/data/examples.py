@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ctx_compress_rag.errors import DataError, conversion, shown
+from ctx_compress_rag.errors import DataError, conversion, short_repr
 
 T = TypeVar("T")
 
@@ -96,26 +96,26 @@ def _row(line: str, place: str, unanswerable: bool) -> tuple[tuple[str, ...], Tu
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: this is not JSON ({error}): give an object, in one line") from None
     if not isinstance(row, dict):
-        raise DataError(f"{place}: {shown(row)} is not an object: give one with question, answers and context")
+        raise DataError(f"{place}: {short_repr(row)} is not an object: give one with question, answers and context")
     name = "passages" if "passages" in row else "context"
     if missing := [key for key in ("question", "answers", name) if key not in row]:
         raise DataError(f'{place}: there is no "{missing[0]}" in it: give question, answers and context')
     question, answers, context, subject = row["question"], row["answers"], row[name], row.get("subject", "")
     for key, value in (("question", question), ("subject", subject)):
         if not isinstance(value, str):
-            raise DataError(f"{place}: {key}={shown(value)}: give a string")
+            raise DataError(f"{place}: {key}={short_repr(value)}: give a string")
     if not _are_strings(answers):
-        raise DataError(f"{place}: answers={shown(answers)}: give a list of strings")
+        raise DataError(f"{place}: answers={short_repr(answers)}: give a list of strings")
     if not (answers or unanswerable):
         raise DataError(f"{place}: answers is empty: give one or more")
     if name == "passages":
         try:
             context = [f"{p['title']}\n{p['text']}" for p in context]
         except (KeyError, TypeError):
-            raise DataError(f"{place}: passages={shown(context)}: give objects with title and text") from None
+            raise DataError(f"{place}: passages={short_repr(context)}: give objects with title and text") from None
     passages = [context] if isinstance(context, str) else context
     if not _are_strings(passages):
-        raise DataError(f"{place}: context={shown(context)}: give a string or a list of strings")
+        raise DataError(f"{place}: context={short_repr(context)}: give a string or a list of strings")
     if not passages or not all(map(str.strip, passages)):
         raise DataError(f"{place}: {name} is empty, or a passage in it: give one passage or more, none blank")
     passages = tuple(passages)
@@ -128,7 +128,7 @@ def _are_strings(value: object) -> bool:
 
 def _evidence(given: Any, passages: Sequence[str], place: str) -> tuple[str, ...]:
     if not isinstance(given, list) or not all(isinstance(part, str) and part.strip() for part in given):
-        raise DataError(f"{place}: evidence must be a list of strings, none of them blank, got {shown(given)}")
+        raise DataError(f"{place}: evidence must be a list of strings, none of them blank, got {short_repr(given)}")
     for part in given:
         if not any(part in passage for passage in passages):
             raise DataError(f"{place}: no passage contains the evidence {part[:80]!r}: copy it exactly from a passage")

@@ -23,7 +23,7 @@ from ctx_compress_rag.decoding.logprobs import Recorder, TokenLogprob
 from ctx_compress_rag.decoding.quoting import QuoteProcessor
 from ctx_compress_rag.decoding.settings import of_decoder, own_settings
 from ctx_compress_rag.decoding.structured import JsonProcessor, schema_text
-from ctx_compress_rag.errors import ConfigError, shown
+from ctx_compress_rag.errors import ConfigError, short_repr
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.strict import checked
 
@@ -141,7 +141,7 @@ def _schema_of(response_format: object) -> Any:
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return schema
     raise ConfigError(
-        f"response_format={shown(response_format)}: give "
+        f"response_format={short_repr(response_format)}: give "
         '{"type": "json_schema", "json_schema": {"schema": ...}}, or use with_structured_output'
     )
 

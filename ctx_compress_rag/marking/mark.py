@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadError, StoreError, StoreWriteError
-from ctx_compress_rag.errors import shown as short
+from ctx_compress_rag.errors import (
+    ConfigError,
+    MissingPassageError,
+    PayloadError,
+    StoreError,
+    StoreWriteError,
+    short_repr,
+)
 from ctx_compress_rag.marking.budget import TEXT, Relevance, allot, relevance
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker, check_scope, escaped_markers
@@ -177,7 +183,7 @@ class Marking:
         for place, (text, id) in enumerate(zip(texts, ids, strict=True)):
             if not isinstance(text, str):
                 raise ConfigError(f"texts[{place}] is a {type(text).__name__}: give its text")
-            passage = _Passage(f"texts[{place}]" if id is None else short(id), text)
+            passage = _Passage(f"texts[{place}]" if id is None else short_repr(id), text)
             passages.append(passage)
             try:
                 parts = self._store.split(text, self._options.scope, "text")
@@ -347,7 +353,7 @@ def _one_text_per_id(passages: Sequence[_Passage]) -> list[_Passage]:
 
 def _listed(what: str, given: Iterable[T]) -> list[T]:
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise ConfigError(f"{what}={short(given)} is no list: give one")
+        raise ConfigError(f"{what}={short_repr(given)} is no list: give one")
     return list(given)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.models.fair_lock import Turns
+from ctx_compress_rag.models.fair_lock import FairLock
 from ctx_compress_rag.models.loading import weights_as
 from ctx_compress_rag.models.transformers_internals import commit
 
@@ -20,7 +20,7 @@ PEFT_PREFIX = "base_model.model."
 """What peft puts before the names of the model that it adapts."""
 
 
-def own_name(name: str) -> str:
+def name_without_peft(name: str) -> str:
     """A parameter's name without peft, which wraps a layer once, and experts twice."""
     return name.replace("base_layer.", "")
 
@@ -36,7 +36,7 @@ class Backbone:
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model = model.requires_grad_(False)
         self.tokenizer = tokenizer
-        self.lock = Turns()
+        self.lock = FairLock()
         self._adapters: set[str] = set()
         self._trained: set[str] = set()
         self._active: str | None = None
@@ -166,7 +166,7 @@ class Backbone:
         state: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():  # names a tied weight once
             if "lora_" not in name:
-                state[own_name(name)] = parameter.detach().cpu().contiguous()
+                state[name_without_peft(name)] = parameter.detach().cpu().contiguous()
         return state
 
     def load_own_state(self, state: dict[str, Tensor]) -> None:
@@ -174,7 +174,7 @@ class Backbone:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if "lora_" not in name:
-                    parameter.copy_(state[own_name(name)])
+                    parameter.copy_(state[name_without_peft(name)])
 
     def adapter_state(self, name: str) -> dict[str, Tensor]:
         """Adapter `name`'s weights by the names that peft's files use."""

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 
 
-class Turns:
+class FairLock:
     """A fair reentrant lock.
 
     A thread that repeatedly takes an ordinary lock, as a busy decoder does, gets it back before waiting threads. Here

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ctx_compress_rag.decoding.decoder import Message, Sampling
-from ctx_compress_rag.errors import shown
+from ctx_compress_rag.errors import short_repr
 from ctx_compress_rag.server.faults import RequestError
 
 _SCHEMA_CHARACTERS = 1 << 16  # reading one of this length takes half a second, in which everyone waits
@@ -258,5 +258,7 @@ def malformed(errors: Sequence[Any]) -> RequestError:
     said = _SAID.get(found["type"], "{where}={value}: {msg}")
     message = found["msg"].removeprefix("Value error, ")
     return RequestError(
-        400, said.format(where=".".join(places), value=shown(found["input"]), msg=message, **context), param=places[0]
+        400,
+        said.format(where=".".join(places), value=short_repr(found["input"]), msg=message, **context),
+        param=places[0],
     )

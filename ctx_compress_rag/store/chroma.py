@@ -13,7 +13,7 @@ import httpx
 from chromadb.api import ClientAPI
 from chromadb.errors import NotFoundError
 
-from ctx_compress_rag.errors import CtxCompressError, StoreError, StoreWriteError, shown
+from ctx_compress_rag.errors import CtxCompressError, StoreError, StoreWriteError, short_repr
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -97,7 +97,7 @@ class Records:
         """How many records there are."""
         count = self._ask("count")
         if type(count) is not int or count < 0:
-            raise self._odd(f"{shown(count)} as a count")
+            raise self._odd(f"{short_repr(count)} as a count")
         return count
 
     def ids(self) -> list[str]:
@@ -165,7 +165,7 @@ class Records:
             hits = [(id, text, self._row(row), distance) for id, text, row, distance in zip(*parts, strict=True)]
             for id, text, _, distance in hits:
                 if not (isinstance(id, str) and isinstance(text, str | None) and isinstance(distance, float)):
-                    raise self._odd(f"the search result {shown((id, text, distance))}")
+                    raise self._odd(f"the search result {short_repr((id, text, distance))}")
             found.append([(id, text or "", row, distance) for id, text, row, distance in hits])
         return found
 
@@ -189,7 +189,7 @@ class Records:
     def _ids(self, answer: Any, asked: Iterable[str] | None) -> list[str]:
         ids = answer.get("ids") if isinstance(answer, Mapping) else None
         if not isinstance(ids, list) or not all(isinstance(id, str) for id in ids):
-            raise self._odd(f"{shown(answer)} in place of records")
+            raise self._odd(f"{short_repr(answer)} in place of records")
         if len(set(ids)) < len(ids) or (asked is not None and not set(ids) <= set(asked)):
             raise self._odd("records that were not asked for")
         return ids
@@ -199,13 +199,13 @@ class Records:
 
     def _row(self, row: Any) -> Row:
         if row is not None and not isinstance(row, Mapping):
-            raise self._odd(f"{shown(row)} as metadata")
+            raise self._odd(f"{short_repr(row)} as metadata")
         return dict(row or {})
 
     def _column(self, answer: Any, name: str, length: int) -> Sequence[Any]:
         column = answer.get(name) if isinstance(answer, Mapping) else None
         if column is None or not hasattr(column, "__len__") or isinstance(column, str) or len(column) != length:
-            raise self._odd(f"{shown(column)} as {length} {name}")
+            raise self._odd(f"{short_repr(column)} as {length} {name}")
         return column  # type: ignore[no-any-return]  # a list, or an array of embeddings
 
     def _odd(self, what: str) -> StoreError:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from ctx_compress_rag.errors import FingerprintMismatchError, StoreError, shown
+from ctx_compress_rag.errors import FingerprintMismatchError, StoreError, short_repr
 from ctx_compress_rag.store.chroma import PAGE, Chroma, Records, Row, pages
 from ctx_compress_rag.store.codec import DEFAULT_CODEC, check_codec, payload_bytes
 from ctx_compress_rag.store.connect import Connection
@@ -254,7 +254,7 @@ class SoftContextCollection:
             raise StoreError(f"the collection {records.name!r} in {where} is not a store: choose another name")
         if about["ctx_format"] != FORMAT:
             raise StoreError(
-                f"the store {records.name!r} in {where} has format {shown(about['ctx_format'])}, and this version "
+                f"the store {records.name!r} in {where} has format {short_repr(about['ctx_format'])}, and this version "
                 f"reads {FORMAT}: {again}"
             )
         kinds = {"bundle": str, "fingerprint": str, "codec": str, "base_ratio": int}

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import chromadb
 import numpy as np
 
-from ctx_compress_rag.errors import ConfigError, shown
+from ctx_compress_rag.errors import ConfigError, short_repr
 from ctx_compress_rag.methods.base.reading import Reading
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store.chroma import Records, pages
@@ -140,7 +140,7 @@ def to_passage(document: object, id: str | None, place: int) -> Passage:
             "or LlamaIndex node"
         )
     name = (None if own == "" else own) if id is None else id
-    label = f"documents[{place}]" if name is None else f"passage {shown(name)}"
+    label = f"documents[{place}]" if name is None else f"passage {short_repr(name)}"
     if not isinstance(text, str):
         raise ConfigError(f"{label} has a text of type {type(text).__name__}, not str")
     if not text.strip():
@@ -154,7 +154,7 @@ def to_passage(document: object, id: str | None, place: int) -> Passage:
     if name is None:
         name = content_id(text)
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"a passage id must be a non-empty str, got {shown(name)}")
+        raise ConfigError(f"a passage id must be a non-empty str, got {short_repr(name)}")
     _utf8(name, "a passage id")
     if not isinstance(metadata, Mapping):
         raise ConfigError(f"{label} has metadata of type {type(metadata).__name__}, not a mapping")
@@ -211,8 +211,8 @@ def checked_ids(ids: Iterable[str]) -> list[str]:
     listed = _listed(ids)
     for id in listed:
         if not isinstance(id, str):
-            raise ConfigError(f"ids must be str, got the {type(id).__name__} {shown(id)}")
-        _utf8(id, f"the id {shown(id)}")
+            raise ConfigError(f"ids must be str, got the {type(id).__name__} {short_repr(id)}")
+        _utf8(id, f"the id {short_repr(id)}")
     return listed
 
 
@@ -258,7 +258,7 @@ def _utf8(text: str, label: str) -> bytes:
 
 def _listed(ids: Iterable[str]) -> list[str]:
     if isinstance(ids, str) or not isinstance(ids, Iterable):
-        raise ConfigError(f"ids must be a list, got the {type(ids).__name__} {shown(ids)}")
+        raise ConfigError(f"ids must be a list, got the {type(ids).__name__} {short_repr(ids)}")
     return list(ids)
 
 

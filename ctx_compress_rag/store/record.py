@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
-from ctx_compress_rag.errors import PayloadError, shown
+from ctx_compress_rag.errors import PayloadError, short_repr
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import codec as codecs
 from ctx_compress_rag.store.marker import MarkerCodec
@@ -109,7 +109,7 @@ class Record(Labels):
             value = row.get(field.name)
             if type(value).__name__ != field.type:  # an annotation is a string here
                 if field.name not in _LENIENT:
-                    raise damaged(id, f"{field.name} is {shown(value)}, not {field.type}")
+                    raise damaged(id, f"{field.name} is {short_repr(value)}, not {field.type}")
                 value = ""
             values[field.name] = value
         return cls(**values)

@@ -21,7 +21,7 @@ from ctx_compress_rag.errors import (
     StoreError,
 )
 from ctx_compress_rag.methods.base.reading import TransientContext
-from ctx_compress_rag.process_bound import OfThisProcess
+from ctx_compress_rag.process_bound import ProcessBound
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store.chroma import PAGE, Row, pages
 from ctx_compress_rag.store.codec import payload_codec
@@ -58,7 +58,7 @@ from ctx_compress_rag.store.transient import TransientContexts
 from ctx_compress_rag.strict import seconds, whole
 
 
-class SoftContextStore(OfThisProcess):
+class SoftContextStore(ProcessBound):
     """The soft contexts of one bundle, by passage id, in Chroma.
 
     They live in a collection `<collection>-ctx`, one record per passage, and not in the app's own, where every search

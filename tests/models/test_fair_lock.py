@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from ctx_compress_rag.models.fair_lock import Turns
+from ctx_compress_rag.models.fair_lock import FairLock
 from helpers.decoding import WAIT, wait_for
 
 
 def test_each_waits_for_those_before_it() -> None:
-    turns, order, threads = Turns(), [], []
+    turns, order, threads = FairLock(), [], []
 
     def take(number: int) -> None:
         with turns:
@@ -35,7 +35,7 @@ def test_each_waits_for_those_before_it() -> None:
 
 
 def test_only_one_has_it() -> None:
-    turns, inside, most = Turns(), 0, 0
+    turns, inside, most = FairLock(), 0, 0
 
     def work() -> None:
         nonlocal inside, most
@@ -54,7 +54,7 @@ def test_only_one_has_it() -> None:
 
 
 def test_an_error_inside_gives_it_back() -> None:
-    turns = Turns()
+    turns = FairLock()
     with pytest.raises(KeyError), turns:
         raise KeyError
     assert not turns.held

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, Node, TextNode
 
-from ctx_compress_rag.errors import shown as short
+from ctx_compress_rag.errors import short_repr
 from ctx_compress_rag.store.marker import escaped_markers
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _as_text(value: object) -> str:
     try:
         return str(value)
     except (ValueError, RecursionError):  # an int of thousands of digits, or nested too deeply
-        return short(value)
+        return short_repr(value)
 
 
 def own_text(node: BaseNode) -> str:
