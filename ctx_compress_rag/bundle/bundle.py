@@ -162,41 +162,6 @@ class Bundle(Decoder):
         logger.info("bundle %s (%s), fingerprint %s", config.name, config.method.name, bundle.fingerprint[:12])
         return bundle
 
-    @classmethod
-    def import_published(
-        cls,
-        name_or_path: str | Path,
-        folder: str | Path,
-        *,
-        subfolder: str | None = None,
-        revision: str | None = None,
-        decoder: str | None = None,
-        encoder: str | None = None,
-        copy: bool = False,
-        **options: Any,
-    ) -> Bundle:
-        """Convert another project's published compressor into a bundle in a new folder, and load it from there.
-
-        Args:
-            name_or_path: the checkpoint: a hub id or a folder. Files are downloaded into the hub's cache.
-            folder: where the bundle goes.
-            subfolder: the checkpoint's place in the repository, if that holds several.
-            revision: a hub revision; its commit is pinned.
-            decoder: the decoder it was trained for, in place of the one it names.
-            encoder: the same for an encoder with weights of its own.
-            copy: put decoder and encoder into the bundle, instead of naming their place and commit.
-            options: of `from_pretrained`, such as `dtype`.
-
-        Raises:
-            BundleError: the checkpoint cannot be fetched or imported; the message says why.
-            ConfigError: an argument does not fit it.
-        """
-        from ctx_compress_rag.published.importing import Import
-
-        found = Import.of(name_or_path, subfolder=subfolder, revision=revision, decoder=decoder, encoder=encoder)
-        found.write(folder, copy=copy)
-        return cls.from_pretrained(folder, **options)
-
     def loaded_again(self, **options: Any) -> Bundle:
         """Load the same bundle again with other `options` of `from_pretrained`.
 

@@ -182,6 +182,38 @@ class Import:
         return bundle
 
 
+def import_published(
+    name_or_path: str | Path,
+    folder: str | Path,
+    *,
+    subfolder: str | None = None,
+    revision: str | None = None,
+    decoder: str | None = None,
+    encoder: str | None = None,
+    copy: bool = False,
+    **options: Any,
+) -> Bundle:
+    """Convert another project's published compressor into a bundle in a new folder, and load it from there.
+
+    Args:
+        name_or_path: the checkpoint: a hub id or a folder. Files are downloaded into the hub's cache.
+        folder: where the bundle goes.
+        subfolder: the checkpoint's place in the repository, if that holds several.
+        revision: a hub revision; its commit is pinned.
+        decoder: the decoder it was trained for, in place of the one it names.
+        encoder: the same for an encoder with weights of its own.
+        copy: put decoder and encoder into the bundle, instead of naming their place and commit.
+        options: of `Bundle.from_pretrained`, such as `dtype`.
+
+    Raises:
+        BundleError: the checkpoint cannot be fetched or imported; the message says why.
+        ConfigError: an argument does not fit it.
+    """
+    found = Import.of(name_or_path, subfolder=subfolder, revision=revision, decoder=decoder, encoder=encoder)
+    found.write(folder, copy=copy)
+    return Bundle.from_pretrained(folder, **options)
+
+
 def _check_sizes(state: Mapping[str, Tensor], where: str) -> None:
     """Refuse what float16, in which bundles are stored, cannot hold."""
     for name, value in state.items():

@@ -17,6 +17,7 @@ from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.evaluation.answering import prompt_of
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.published.importing import import_published
 
 CHECKPOINTS = Path(__file__).parents[1] / "published" / "checkpoints"
 TEXTS: dict[str, Any] = json.loads((CHECKPOINTS / "texts.json").read_text(encoding="utf-8"))
@@ -36,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 def imported(name: str, folder: Path, **options: Any) -> Bundle:
     """The bundle of a checkpoint, in float32 on the CPU."""
     given: dict[str, Any] = CASES[name] | options
-    return Bundle.import_published(CHECKPOINTS / name, folder, **given, device="cpu", dtype="float32")
+    return import_published(CHECKPOINTS / name, folder, **given, device="cpu", dtype="float32")
 
 
 def reference(name: str) -> dict[str, Tensor]:

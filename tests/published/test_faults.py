@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from ctx_compress_rag import Bundle, BundleError, ConfigError
 from ctx_compress_rag.published import importing
-from ctx_compress_rag.published.importing import Import
+from ctx_compress_rag.published.importing import Import, import_published
 from ctx_compress_rag.published.registry import formats
 from helpers.hub import COMMIT, Hub, running
 from helpers.published import CASES, CHECKPOINTS, TEXTS, copied, imported
@@ -103,7 +103,7 @@ def test_a_checkpoint_that_cannot_be_imported(fault: str, tmp_path: Path) -> Non
     damage(folder)
     out = tmp_path / "made" / "bundle"
     with pytest.raises((BundleError, ConfigError)) as caught:
-        Bundle.import_published(folder, out, **CASES[name])
+        import_published(folder, out, **CASES[name])
     assert named in str(caught.value) and "\n" not in str(caught.value)
     assert not out.parent.exists() or not list(out.parent.iterdir())
 
@@ -116,7 +116,7 @@ def test_code_in_a_pickle_does_not_run(tmp_path: Path) -> None:
     folder = copied("pisco", tmp_path)
     torch.save({"encoder_adapter": Evil(), "decoder_adapter": {}}, folder / "adapters.pth")
     with pytest.raises(BundleError, match="adapters.pth"):
-        Bundle.import_published(folder, tmp_path / "bundle", **CASES["pisco"])
+        import_published(folder, tmp_path / "bundle", **CASES["pisco"])
     assert not (tmp_path / "ran").exists()
 
 
@@ -124,20 +124,20 @@ def test_old_shards_beside_the_adapters_are_not_read(tmp_path: Path) -> None:
     """As in pisco-llama and pisco-solar."""
     folder = copied("pisco", tmp_path)
     (folder / "model-00001-of-00002.safetensors").write_bytes(b"of December 2024")
-    made = Bundle.import_published(folder, tmp_path / "one", **CASES["pisco"], device="cpu", dtype="float32")
+    made = import_published(folder, tmp_path / "one", **CASES["pisco"], device="cpu", dtype="float32")
     expected = imported("pisco", tmp_path / "two").compress([TEXTS["short"]])[0]
     assert torch.equal(made.compress([TEXTS["short"]])[0].slots, expected.slots)
 
 
 def test_a_decoder_named_by_a_path_of_its_authors_has_to_be_given(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="/mnt/model.*--decoder"):
-        Bundle.import_published(CHECKPOINTS / "clara-instruct", tmp_path / "bundle")
+        import_published(CHECKPOINTS / "clara-instruct", tmp_path / "bundle")
 
 
 @pytest.mark.parametrize("option", ["decoder", "encoder"])
 def test_what_a_checkpoint_brings_cannot_be_replaced(option: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{option}='other'"):
-        Bundle.import_published(CHECKPOINTS / "lclm-4x", tmp_path / "bundle", **{option: "other"})
+        import_published(CHECKPOINTS / "lclm-4x", tmp_path / "bundle", **{option: "other"})
 
 
 def test_a_folder_with_files_and_a_full_disk_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_a_copied_bundle_needs_nothing_else(name: str, tmp_path: Path) -> None:
     shutil.copytree(CHECKPOINTS, tmp_path / "here")
     given = {key: value.replace(str(CHECKPOINTS), str(tmp_path / "here")) for key, value in CASES[name].items()}
     shard(tmp_path / "here" / (f"{name}/decoder" if name.startswith("lclm") else "mistral"))
-    Bundle.import_published(tmp_path / "here" / name, tmp_path / "bundle", **given, copy=True)
+    import_published(tmp_path / "here" / name, tmp_path / "bundle", **given, copy=True)
     shutil.rmtree(tmp_path / "here")
     shutil.move(tmp_path / "bundle", tmp_path / "moved")
     bundle = Bundle.from_pretrained(tmp_path / "moved", device="cpu", dtype="float32")
@@ -196,7 +196,7 @@ def shard(folder: Path) -> None:
 
 def test_a_changed_encoder_is_noticed(tmp_path: Path) -> None:
     folder = copied("lclm-4x", tmp_path)
-    bundle = Bundle.import_published(folder, tmp_path / "bundle", device="cpu")
+    bundle = import_published(folder, tmp_path / "bundle", device="cpu")
     rewrite("encoder/model.safetensors", scaled("norm.weight", 1.5))(folder)
     with pytest.raises(BundleError, match="encoder"):
         bundle.compress([TEXTS["short"]])
