@@ -1,12 +1,14 @@
-"""`python -m benchmarks`."""
+"""`python -m benchmarks`: the commands of the laboratory."""
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-import benchmarks.commands
-import benchmarks.world.commands  # noqa: F401, these register commands
 from benchmarks.lab import lab
 from ctx_compress_rag.cli.command import run
+
+for room in ("compare", "scoring", "timing", "pictures", "adaptation", "datasets", "world"):
+    import_module(f"benchmarks.{room}.commands")  # registers them
 
 
 def main(argv: Sequence[str] | None = None) -> int:

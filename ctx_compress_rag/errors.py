@@ -77,10 +77,6 @@ class ServerError(CtxCompressError):
     """The server that runs the decoder cannot be reached, refuses a request, or ends in the middle of an answer."""
 
 
-class JudgeError(CtxCompressError):
-    """The language model that judges answers failed. Answers written so far are kept: run the command again."""
-
-
 class WorkerError(CtxCompressError):
     """Ray workers did not return all passages. The returned ones are stored: call again to resume."""
 

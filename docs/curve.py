@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ctx_compress_rag.evaluation.figures import new_figure, save
+from ctx_compress_rag.evaluation.plots import new_figure, save
 
 HERE = Path(__file__).parent
 ERRORS = {"4x": 0.035, "8x": 0.032, "16x": 0.027, "32x": 0.020}  # of the shipped bundle, on these 150 questions

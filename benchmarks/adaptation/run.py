@@ -23,9 +23,10 @@ from ctx_compress_rag.adaptation.episodes import Episode, digest, with_slots
 from ctx_compress_rag.adaptation.stages import file_tasks, open_decoder
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.evaluation.figures import new_figure, save
+from ctx_compress_rag.evaluation.plots import new_figure, save
+from ctx_compress_rag.evaluation.statistics import Interval, paired_difference
 from ctx_compress_rag.json_files import write_json
-from ctx_compress_rag.text.answers import Interval, exact_match, paired_difference, token_f1
+from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.training.resuming import weights_digest
 
 _FAMILY_QUESTIONS = 64  # of which up to 8 times as many as a question's demonstrations only demonstrate

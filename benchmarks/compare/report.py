@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.compare.config import BASELINES, Comparison, Ordering
+from benchmarks.compare.panels import plot_panels
 from benchmarks.compare.run import check_recipes, read_result, read_run, result_file, shown_at
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import EXTRACTED, FULL, NONE, SOFT, TRUNCATED
-from ctx_compress_rag.evaluation.plots import MOST_CURVES, Curve, plot_panels
-from ctx_compress_rag.text.answers import Interval, paired_difference, standard_error, teacher_normalized
+from ctx_compress_rag.evaluation.plots import MOST_CURVES, Curve
+from ctx_compress_rag.evaluation.statistics import Interval, paired_difference, standard_error, teacher_normalized
 
 _SHOWN_BY = 3.0  # standard errors
 _OFF_BUDGET = 0.1  # mark contexts that are off from one slot per `ratio` tokens by more than this share
@@ -101,7 +102,7 @@ def read_report(comparison: Comparison, folder: Path) -> Results:
 
     Raises:
         ConfigError: it holds no comparison, or one of entries that have changed since; the baselines are not scored
-            yet; or a file is damaged or of an earlier version.
+            yet; or a file is damaged.
     """
     try:
         run, baselines = read_run(folder), read_result(folder, BASELINES)
@@ -129,11 +130,8 @@ def read_report(comparison: Comparison, folder: Path) -> Results:
     rows = [EntryRow(name, BASELINES, cells(baselines["scores"], name), {}, []) for name in (EXTRACTED, TRUNCATED)]
     missing = []
     for name in comparison.entries:
-        file = result_file(folder, name)
-        if file.exists():
+        if result_file(folder, name).exists():
             result = read_result(folder, name)
-            if "another_passage" not in result:
-                raise ConfigError(f"{file} is of an earlier version, without a control: delete it, and run again")
             found, control = cells(result["scores"], SOFT), result["another_passage"]["f1"]
             rows.append(EntryRow(name, result["method"]["name"], found, result, control))
         else:
@@ -245,14 +243,13 @@ def text(comparison: Comparison, found: Results) -> str:
         f"full text {report.mean(found.full)}, EM {np.mean(found.full_exact):.3f}; "
         f"no context {report.mean(found.none)}, EM {np.mean(found.none_exact):.3f}"
     )
-    asked = f"of {run['test']}" if run.get("test") else "about names that training never met"
-    teacher = f": {run['decoder']} with the LoRA of {run['teacher']} merged into it" if run.get("teacher") else ""
+    teacher = f": {run['decoder']} with the LoRA of {run['teacher']} merged into it" if run["teacher"] else ""
     about = [
         f"# {_counts(comparison, run)}",
         "",
-        f"Questions {asked}, passages in each prompt: {run['passages']}. Every entry was trained for {run['steps']} "
-        f"steps of {comparison.batch_size} examples, the same ones in the same order, from the same decoder{teacher}. "
-        "That decoder as it is reads full text and no context.",
+        f"Questions of {run['test']}, passages in each prompt: {run['passages']}. Every entry was trained for "
+        f"{run['steps']} steps of {comparison.batch_size} examples, the same ones in the same order, from the same "
+        f"decoder{teacher}. That decoder as it is reads full text and no context.",
         "",
         "Answer F1 ± its standard error (teacher-normalized F1, 95 % interval), exact match; in square brackets the "
         "real ratio, where the context is a tenth or more longer or shorter than a slot for so many tokens makes it "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ctx_compress_rag.evaluation.figures import new_figure
+from ctx_compress_rag.evaluation.plots import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from benchmarks.pictures.axes import heat_map, layer_bars, width_of
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.evaluation.figures import heat_map, layer_bars, new_figure, width_of
+from ctx_compress_rag.evaluation.plots import new_figure
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
 from ctx_compress_rag.methods.sentence_slots.compressor import SentenceSlotsCompressor
 from ctx_compress_rag.models.flops import counting

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.pictures.allocation import Allocation, allocation, allocation_figure, allocation_means
-from ctx_compress_rag.evaluation.figures import heat_map, layer_bars, new_figure, width_of
+from benchmarks.pictures.axes import heat_map, layer_bars, width_of
+from ctx_compress_rag.evaluation.plots import new_figure
 from ctx_compress_rag.methods.comprexit.compressor import ComprexitCompressor
 from ctx_compress_rag.text.tokenizing import text_ids
 

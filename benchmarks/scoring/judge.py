@@ -7,12 +7,17 @@ import pkgutil
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
-from ctx_compress_rag.errors import ConfigError, JudgeError
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.errors import ConfigError, CtxCompressError
+from ctx_compress_rag.evaluation import report
+from ctx_compress_rag.evaluation.answering import Key, SystemAnswers
+from ctx_compress_rag.evaluation.questions import Question
 
 PROMPT = """\
 Here is a question, a set of golden answers (split with /), an AI-generated answer. Can you judge whether the \
@@ -26,6 +31,10 @@ right or wrong by question and reference answer, but does not print its prompt."
 
 # The word must be its own clause: "No doubt it is right" is not a verdict.
 _VERDICT = re.compile(r"\W*(yes|no)\b(?![^\S\n]*\w)", re.IGNORECASE)
+
+
+class JudgeError(CtxCompressError):
+    """The judge failed, for example because its server is down."""
 
 
 class Judge(Protocol):
@@ -70,6 +79,43 @@ def judge_answers(
     if part is not None and part.exists():
         part.replace(str(log))
     return [verdict(replies[prompt]) for prompt in prompts]
+
+
+@dataclass(frozen=True)
+class JudgeTable:
+    """An extra table of `evaluate_sets`: a judge's verdicts on the questions that have an answer.
+
+    Replies go into judged.jsonl in the set's folder.
+    """
+
+    judge: Judge
+
+    def __call__(
+        self, bundle: Bundle, questions: Sequence[Question], answers: SystemAnswers, folder: Path
+    ) -> tuple[str, Any]:
+        """The table, and its numbers: the share of right answers among readable verdicts, and how many are not."""
+        asked = [
+            (key, (q.question, q.answers, text))
+            for key, given in answers.items()
+            for q, text in zip(questions, given.texts, strict=True)
+            if q.answers
+        ]
+        found = judge_answers(self.judge, [one for _, one in asked], log=folder / "judged.jsonl")
+        verdicts: dict[Key, list[float]] = {key: [] for key in answers}
+        for (key, _), right in zip(asked, found, strict=True):
+            verdicts[key] += [] if right is None else [float(right)]
+        count = sum(bool(q.answers) for q in questions)
+        rows = [
+            {
+                "context": system,
+                "ratio": report.times(ratio),
+                "judged right": report.mean(right) if right else "",
+                "verdicts not read": str(count - len(right)),
+            }
+            for (system, ratio), right in verdicts.items()
+        ]
+        numbers = [{"system": system, "ratio": ratio, "right": right} for (system, ratio), right in verdicts.items()]
+        return report.table(rows), numbers
 
 
 def verdict(reply: str) -> bool | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +18,8 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.change import opened
 from ctx_compress_rag.decoding.splice import predict, splice
 from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT
+from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, SystemAnswers
+from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.templates import PARAPHRASES
@@ -115,3 +118,18 @@ def perplexity_table(scores: Sequence[Perplexity]) -> str:
             for s in scores
         ]
     )
+
+
+@dataclass(frozen=True)
+class PerplexityTable:
+    """An extra table of `evaluate_sets`: how well the set's passages are reconstructed from their slots."""
+
+    ratios: Sequence[int]
+
+    def __call__(
+        self, bundle: Bundle, questions: Sequence[Question], answers: SystemAnswers, folder: Path
+    ) -> tuple[str, Any]:
+        """The table, and its numbers."""
+        passages = list(dict.fromkeys(passage for question in questions for passage in question.passages))
+        scores = reconstruction_perplexity(bundle, passages, self.ratios)
+        return perplexity_table(scores), [asdict(each) for each in scores]

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from statistics import mean, median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from benchmarks.timing.phases import Phases, count_flops, time_phases
 from benchmarks.timing.speed import FIRST_TOKEN
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.data.examples import spread
 from ctx_compress_rag.decoding.decoder import Message, TransformersDecoder
 from ctx_compress_rag.evaluation import report
+from ctx_compress_rag.evaluation.answering import Asking, Key, SystemAnswers, each_store, keys_of
+from ctx_compress_rag.evaluation.questions import Question
 
 K = TypeVar("K")
 MakePrompt = Callable[[], list[Message]]
@@ -58,6 +64,34 @@ def measure(
         )
         for system in times
     }
+
+
+_TIMED = 5  # questions
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """An extra table of `evaluate_sets`: what a question costs with each system, over five questions.
+
+    Attributes:
+        ratios: of the soft contexts.
+        asking: how the questions are asked.
+    """
+
+    ratios: Sequence[int]
+    asking: Asking
+
+    def __call__(
+        self, bundle: Bundle, questions: Sequence[Question], answers: SystemAnswers, folder: Path
+    ) -> tuple[str, Any]:
+        """The table, and its numbers."""
+        asked = spread(questions, _TIMED)
+        costs: dict[Key, Cost] = {}
+        for group, prompts in each_store(bundle, asked, self.ratios, **self.asking):
+            keys = keys_of([system for system, _ in answers if (system, None) not in costs], group)
+            rounds = [{key: partial(prompts.make_anew, key, q) for key in dict.fromkeys(keys)} for q in asked]
+            costs |= measure(prompts.decoder, rounds)
+        return cost_table(costs), [{"system": s, "ratio": ratio, **asdict(cost)} for (s, ratio), cost in costs.items()]
 
 
 def _phases(decoder: TransformersDecoder, prompt: MakePrompt) -> Phases:

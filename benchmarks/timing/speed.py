@@ -175,7 +175,7 @@ def speed_table(speed: IndexingSpeed, first: FirstToken, ratio: int) -> str:
 
 
 def random_bundle(tokenizer: Any) -> Bundle:
-    """A mean-pooling bundle on a Llama of 110 M parameters with random weights, for timing only."""
+    """A mean-pooling bundle on a Llama of about 110 M parameters with random weights, for timing only."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ctx_compress_rag.bundle.config import BundleConfig
@@ -186,7 +186,7 @@ def random_bundle(tokenizer: Any) -> Bundle:
     device, dtype = choose_device()
     torch.manual_seed(0)
     shape = LlamaConfig(
-        vocab_size=32_000,
+        vocab_size=max(32_000, len(tokenizer)),
         hidden_size=768,
         intermediate_size=2048,
         num_hidden_layers=12,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -12,7 +13,7 @@ from benchmarks.world.world import tokenizer_texts
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.stages.teacher import save_decoder
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": 256,
     "intermediate_size": 512,

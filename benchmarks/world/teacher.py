@@ -54,7 +54,9 @@ class PointingLoss(AnswerLoss):
         super().__init__(decoder, context_weight)
         self.heads, self.weight = heads, weight
 
-    def items(self, attention_mask: Tensor, answers: Tensor, pointers: Any = (), **_: Any) -> Tensor:
+    def items(  # type: ignore[override]
+        self, attention_mask: Tensor, answers: Tensor, pointers: Any = (), **_: Any
+    ) -> Tensor:
         """The sum of the tokens' weights, and the numbers of pointers to names and to copies: (3,)."""
         weights = super().items(attention_mask, answers)
         return torch.stack([weights, *(weights.new_tensor(len(each.rows)) for each in pointers)])
@@ -91,9 +93,9 @@ class PointingCollator(ExampleCollator):
         found: tuple[list[tuple[int, int, int, int]], ...] = ([], [])
         for number, example in enumerate(examples):
             template = draw_template(self.templates, example, self.seed)
-            prompt, *pointers = pointers_of(self.builder, example, template)
+            prompt, *own_pointers = pointers_of(self.builder, example, template)
             prompts.append(prompt)
-            for own, rows in zip(pointers, found, strict=True):
+            for own, rows in zip(own_pointers, found, strict=True):
                 rows += [(number, *pointer) for pointer in own]
         ids, mask = padded([prompt.ids().tolist() for prompt in prompts], torch.device("cpu"))
         answers = nn.utils.rnn.pad_sequence([prompt.answers for prompt in prompts], batch_first=True)

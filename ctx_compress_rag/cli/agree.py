@@ -39,7 +39,7 @@ def agree(
     those that the bundle was trained for and the store can serve.
     """
     from ctx_compress_rag.evaluation import agreement
-    from ctx_compress_rag.evaluation.figures import check_plots
+    from ctx_compress_rag.evaluation.plots import check_plots
     from ctx_compress_rag.indexing.index import open_index
 
     check_plots()

@@ -54,13 +54,6 @@ def eval_(
     batch_size: BatchSize = 16,
     device: Device = None,
     dtype: Dtype = None,
-    in_domain: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME...",
-            help="Sets (file names without suffix) like the training data; they and the others get means of their own.",
-        ),
-    ] = None,
     card: Annotated[bool, typer.Option("--card", help="Also write the scores into BUNDLE's model card.")] = False,
     output: Output = "ctx-compress-eval",
 ) -> None:
@@ -73,7 +66,7 @@ def eval_(
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.bundle.files import SHIPPED
     from ctx_compress_rag.evaluation.answering import RATIOS
-    from ctx_compress_rag.evaluation.figures import check_plots
+    from ctx_compress_rag.evaluation.plots import check_plots
     from ctx_compress_rag.evaluation.sets import evaluate_sets, question_sets
     from ctx_compress_rag.text.passage_vectors import load_minilm
     from ctx_compress_rag.text.sentences import sentences
@@ -92,7 +85,7 @@ def eval_(
     sets = question_sets(data, questions, passages or 1)
     opened = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
     note_what_it_reads(opened)
-    text = evaluate_sets(
+    scored = evaluate_sets(
         opened,
         sets,
         ratios or RATIOS,
@@ -103,7 +96,6 @@ def eval_(
         max_new_tokens=max_tokens,
         extractive=extractive,
         batch_size=batch_size,
-        in_domain=in_domain or (),
         card=card,
     )
-    print(f"{text}\n\nalso in {output}")
+    print("\n\n".join(one.text for one in scored.values()), f"\n\nalso in {output}", sep="")

@@ -20,9 +20,10 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, prompt_of
 from ctx_compress_rag.evaluation.plots import plot_scores
+from ctx_compress_rag.evaluation.statistics import standard_error
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.text.answers import normalize_answer, standard_error, token_f1
+from ctx_compress_rag.text.answers import normalize_answer, token_f1
 
 
 @dataclass(frozen=True)

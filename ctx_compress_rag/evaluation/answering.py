@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 from tqdm.auto import tqdm
 
-from benchmarks.scoring.lingua import LLMLingua2
-from benchmarks.timing.cost import Cost, measure
 from ctx_compress_rag import __version__
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.data.examples import spread
 from ctx_compress_rag.decoding.decoder import Message, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.answer_log import AnswerLog
@@ -30,13 +26,11 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
 RATIOS = (4, 8, 16, 32, 64, 128)
 FULL, NONE, SOFT, TRUNCATED, EXTRACTED = "full text", "no context", "soft context", "truncation", "extraction"
 BUDGETED = "soft context, token budget"
-LINGUA = "LLMLingua-2"
-SHORTENED = (SOFT, BUDGETED, TRUNCATED, EXTRACTED, LINGUA)
-"""The systems that have a ratio."""
 
-"""The longest answer if neither caller nor bundle sets it."""
+Shortener: TypeAlias = Callable[[Sequence[str], Any, int], list[str]]
+"""A baseline from elsewhere: (passages, tokenizer, budget) -> a text for each passage, within so many tokens."""
+
 _AT_ONCE = 16  # questions between two saves of the log; the store must keep slots made for them until then
-_TIMED = 5  # questions
 
 
 @dataclass(frozen=True)
@@ -47,13 +41,11 @@ class Answers:
         texts: an answer for each question.
         prompt_tokens: mean length of the prompts, a slot counting as one.
         stored_bytes: mean stored size of a passage's slots; None if nothing is stored.
-        cost: the cost of a question; None if it was not measured.
     """
 
     texts: list[str]
     prompt_tokens: float
     stored_bytes: float | None
-    cost: Cost | None = None
 
 
 class Asking(TypedDict, total=False):
@@ -61,18 +53,16 @@ class Asking(TypedDict, total=False):
 
     Attributes:
         encoder: a sentence-transformers model for extraction and the token budget; None leaves both out.
-        lingua: None leaves LLMLingua-2 out.
-        cost: also measure the cost of a question with each system, over five questions.
+        shorteners: more baselines, by name.
         codec: how slots are stored; None takes the store's default.
-        template: the prompt, see `text.prompts`; None takes the bundle's.
+        template: the prompt, see `text.templates`; None takes the bundle's.
         max_new_tokens: longest answer; None takes the bundle's, or 32.
         extractive: every system's answers quote what it is given, text or the passages of its slots (see `Sampling`).
         batch_size: questions per forward pass.
     """
 
     encoder: Any
-    lingua: LLMLingua2 | None
-    cost: bool
+    shorteners: Mapping[str, Shortener]
     codec: str | None
     template: str | None
     max_new_tokens: int | None
@@ -88,7 +78,6 @@ SystemAnswers = dict[Key, Answers]
 def conditions(
     bundle: Bundle,
     questions: Sequence[Question],
-    lingua: LLMLingua2 | None = None,
     codec: str | None = None,
     template: str | None = None,
     max_new_tokens: int | None = None,
@@ -108,7 +97,6 @@ def conditions(
         "max_new_tokens": max_new_tokens or bundle.config.answer_tokens,
         "extractive": extractive,
         "codec": codec or DEFAULT_CODEC,
-        "llmlingua": None if lingua is None else lingua.model,
     }
 
 
@@ -132,8 +120,7 @@ def answer(
     systems: Sequence[str],
     *,
     encoder: Any | None = None,
-    lingua: LLMLingua2 | None = None,
-    cost: bool = False,
+    shorteners: Mapping[str, Shortener] | None = None,
     codec: str | None = None,
     template: str | None = None,
     max_new_tokens: int | None = None,
@@ -142,58 +129,77 @@ def answer(
     log: str | Path | None = None,
     progress: bool = True,
 ) -> SystemAnswers:
-    """Answer every question with each of `systems`: FULL, NONE, or one of `SHORTENED`.
+    """Answer every question with each of `systems`: FULL, NONE, or one with a ratio, a shortener's name among them.
 
     The other arguments are those of `evaluate` and `Asking`.
 
     Raises:
-        ConfigError: extraction or a token budget without an encoder, or LLMLingua-2 without its model.
+        ConfigError: extraction or a token budget without an encoder.
         RatioError: a ratio cannot be made.
     """
     check_ratios(bundle, ratios)
     if encoder is None and (needy := [system for system in (EXTRACTED, BUDGETED) if system in systems]):
         raise ConfigError(f"{needy[0]} needs a sentence encoder: give one, or leave it out")
-    if LINGUA in systems and lingua is None:
-        raise ConfigError("LLMLingua-2 needs its model: give it as lingua, or leave LLMLingua-2 out")
-    about = conditions(bundle, questions, lingua, codec, template, max_new_tokens, extractive)
+    about = conditions(bundle, questions, codec, template, max_new_tokens, extractive)
     sampling = Sampling(max_new_tokens=about["max_new_tokens"], extractive=extractive)
     kept = None if log is None else AnswerLog(log, about, [q.question for q in questions])
     answers: SystemAnswers = {}
+    for group, prompts in each_store(
+        bundle, questions, ratios, encoder=encoder, shorteners=shorteners, codec=codec, template=about["template"],
+        batch_size=batch_size,
+    ):  # fmt: skip
+        left = [system for system in systems if (system, None) not in answers]  # full text and no context: once
+        answers |= _answers(prompts, questions, keys_of(left, group), sampling, kept, progress)
+    return answers
+
+
+def keys_of(systems: Sequence[str], ratios: Sequence[int]) -> list[Key]:
+    """Each system with its ratios, in the order of a table; full text and no context have none."""
+    keys: list[Key] = [(system, None) for system in (FULL, NONE) if system in systems]
+    return keys + [(system, ratio) for ratio in ratios for system in systems if system not in (FULL, NONE)]
+
+
+def each_store(
+    bundle: Bundle,
+    questions: Sequence[Question],
+    ratios: Sequence[int],
+    *,
+    encoder: Any | None = None,
+    shorteners: Mapping[str, Shortener] | None = None,
+    codec: str | None = None,
+    template: str | None = None,
+    batch_size: int = 16,
+    **_: Any,
+) -> Iterator[tuple[list[int], Prompts]]:
+    """Stores that together serve all ratios, one open at a time: its ratios, and what makes prompts from it."""
     # One store serves all ratios that can be made of what it holds; otherwise each ratio needs its own.
     shared = all(map(bundle.can_read, ratios))
     for group in [list(ratios)] if shared else [[ratio] for ratio in ratios]:
         base = None if shared else group[0]
-        left = [system for system in systems if (system, None) not in answers]  # full text and no context: once
         with (
             tempfile.TemporaryDirectory() as folder,
             SoftContextStore(folder, bundle, codec=codec, ratio=base) as store,
         ):
             decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
             store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
-            prompts = _Prompts(decoder, store, encoder, lingua, about["template"])
-            answers |= _answers(prompts, questions, _keys(left, group), sampling, cost, kept, progress)
-    return answers
-
-
-def _keys(systems: Sequence[str], ratios: Sequence[int]) -> list[Key]:
-    keys: list[Key] = [(system, None) for system in (FULL, NONE) if system in systems]
-    return keys + [(system, ratio) for ratio in ratios for system in SHORTENED if system in systems]
+            yield group, Prompts(decoder, store, encoder, shorteners or {}, template or bundle.config.template)
 
 
 @dataclass(frozen=True)
-class _Prompts:
+class Prompts:
     """Makes each system's prompt for a question, with passages from the store."""
 
     decoder: TransformersDecoder
     store: SoftContextStore
     encoder: Any | None
-    lingua: LLMLingua2 | None
+    shorteners: Mapping[str, Shortener]
     template: str
     _budgets: dict[tuple[Question, int], int] = field(default_factory=dict)
     _ranked: dict[Question, list[RankedSentence]] = field(default_factory=dict)
     _relevance: dict[Question, list[float]] = field(default_factory=dict)
 
     def make(self, key: Key, q: Question) -> list[Message]:
+        """The chat that asks a question with a system's context at a ratio."""
         return prompt_of(self.template, self._texts(*key, q), q.question)
 
     def make_anew(self, key: Key, q: Question) -> list[Message]:
@@ -211,9 +217,8 @@ class _Prompts:
             return mark(self.store, q.passages, token_budget=budget, scores=self._scores(q))
         if system == TRUNCATED:
             return truncate(q.passages, tokenizer, budget)
-        if system == LINGUA:
-            assert self.lingua is not None
-            return self.lingua.shorten(q.passages, tokenizer, budget)
+        if system in self.shorteners:
+            return self.shorteners[system](q.passages, tokenizer, budget)
         return select(self._rank(q), len(q.passages), tokenizer, budget)
 
     def _soft(self, q: Question, ratio: int) -> list[str]:
@@ -241,11 +246,10 @@ class _Prompts:
 
 
 def _answers(
-    prompts: _Prompts,
+    prompts: Prompts,
     questions: Sequence[Question],
     keys: Sequence[Key],
     sampling: Sampling,
-    cost: bool,
     log: AnswerLog | None,
     progress: bool,
 ) -> SystemAnswers:
@@ -267,11 +271,7 @@ def _answers(
                 float(np.mean([tokens for _, tokens in given])),
                 prompts.store.info().payload_bytes / len(prompts.store) if key[0] in (SOFT, BUDGETED) else None,
             )
-    if not cost:
-        return answers
-    rounds = [{key: partial(prompts.make_anew, key, q) for key in keys} for q in spread(questions, _TIMED)]
-    costs = measure(prompts.decoder, rounds, progress)
-    return {key: replace(given, cost=costs[key]) for key, given in answers.items()}
+    return answers
 
 
 def prompt_of(template: str, texts: Sequence[str], question: str) -> list[Message]:

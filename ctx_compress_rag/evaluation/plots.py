@@ -1,19 +1,22 @@
-"""Plots of score against compression ratio."""
+"""Plots of score against compression ratio, made without a display."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.evaluation.figures import new_figure, save
+from ctx_compress_rag.extras import needs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _COLORS = ("#1f5fa8", "#d9722e", "#5a9e4b", "#8a5fb0", "#a8483f")
 _MARKERS = "osD^v"
 MOST_CURVES = len(_COLORS)
-_XLABEL = "source tokens per slot (compression ratio)"
+XLABEL = "source tokens per slot (compression ratio)"
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,12 @@ def plot_scores(
         ConfigError: there is no curve, or more than can be told apart.
         MissingExtraError: matplotlib is not installed.
     """
-    _check(curves)
+    check_curves(curves)
     figure = new_figure(7.2, 4.2)
     axes = figure.subplots()
-    _draw(axes, curves, levels, sorted({ratio for curve in curves for ratio in curve.ratios}))
-    axes.set_ylim(0, _top(curves, levels))
-    axes.set_xlabel(_XLABEL)
+    draw(axes, curves, levels, sorted({ratio for curve in curves for ratio in curve.ratios}))
+    axes.set_ylim(0, top(curves, levels))
+    axes.set_xlabel(XLABEL)
     axes.set_ylabel(ylabel)
     if title:
         axes.set_title(title, loc="left", fontsize=11)
@@ -64,65 +67,14 @@ def plot_scores(
     return save(figure, path)
 
 
-def plot_panels(
-    path: str | Path,
-    panels: Mapping[str, Sequence[Curve]],
-    shared: Sequence[Curve],
-    levels: Mapping[str, float],
-    ticks: Sequence[float],
-    *,
-    ylabel: str = "answer F1",
-    title: str | None = None,
-) -> Path:
-    """Save several plots of score against compression ratio side by side, on the same axes, as one PNG.
-
-    Args:
-        path: the file; its folder is made.
-        panels: the curves of each plot by its heading, at most five each.
-        shared: curves that every plot shows in grey, for comparison.
-        levels: scores that have no ratio, drawn as horizontal lines in every plot.
-        ticks: the ratios named on the axis.
-        ylabel: name of the score.
-        title: a line above the plots.
-
-    Returns:
-        The file.
-
-    Raises:
-        ConfigError: there is no plot, or one has no curve or more than can be told apart.
-        MissingExtraError: matplotlib is not installed.
-    """
-    if not panels:
-        raise ConfigError("there is nothing to plot: no panels")
-    for curves in panels.values():
-        _check(curves)
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = new_figure(4.4 * columns, 3.6 * rows)
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    drawn = [curve for curves in panels.values() for curve in curves] + list(shared)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_axis_off()
-    for axes, (heading, curves) in zip(grid.flat, panels.items(), strict=False):
-        for curve, style in zip(shared, ("--", ":", "-."), strict=False):
-            axes.plot(curve.ratios, curve.scores, color="#999999", linestyle=style, linewidth=1.3, label=curve.label)
-        _draw(axes, curves, levels, ticks)
-        axes.set_ylim(0, _top(drawn, levels))
-        axes.set_title(heading, loc="left", fontsize=10)
-        axes.legend(frameon=False, fontsize=7, loc="best")
-    figure.supxlabel(_XLABEL, fontsize=10)
-    figure.supylabel(ylabel, fontsize=10)
-    if title:
-        figure.suptitle(title, fontsize=11)
-    return save(figure, path)
-
-
-def _check(curves: Sequence[Curve]) -> None:
+def check_curves(curves: Sequence[Curve]) -> None:
+    """Refuse more curves than can be told apart, or none."""
     if not 0 < len(curves) <= MOST_CURVES:
         raise ConfigError(f"a plot holds 1 to {MOST_CURVES} curves, got {len(curves)}")
 
 
-def _draw(axes: Any, curves: Sequence[Curve], levels: Mapping[str, float], ticks: Sequence[float]) -> None:
+def draw(axes: Any, curves: Sequence[Curve], levels: Mapping[str, float], ticks: Sequence[float]) -> None:
+    """Draw curves with error bars, and levels as horizontal lines, over a logarithmic axis."""
     for i, curve in enumerate(curves):
         bars = [
             [max(score - low, 0.0) for score, low in zip(curve.scores, curve.low, strict=True)],
@@ -151,6 +103,41 @@ def _draw(axes: Any, curves: Sequence[Curve], levels: Mapping[str, float], ticks
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _top(curves: Sequence[Curve], levels: Mapping[str, float]) -> float:
+def top(curves: Sequence[Curve], levels: Mapping[str, float]) -> float:
+    """The upper end of the axis of scores."""
     highest = max([*levels.values(), *(value for curve in curves for value in curve.high)])
     return max(1.0, highest) * 1.05
+
+
+def check_plots() -> None:
+    """Fail early if plots cannot be made, before long work that ends with one.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    with needs("train"):
+        import matplotlib  # noqa: F401
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure; `width` and `height` are in inches.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    with needs("train"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+    # Without pyplot, whose backend belongs to the calling notebook or program.
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Figure, path: str | Path) -> Path:
+    """Write the figure as a PNG, creating its folder."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+    return path

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ctx_compress_rag.evaluation.plots import Curve
-from ctx_compress_rag.text.answers import Interval, standard_error
+from ctx_compress_rag.evaluation.statistics import Interval, standard_error
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:

@@ -3,34 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
-from typing import Any, Unpack
+from typing import Any, Protocol, Unpack
 
-from benchmarks.scoring.judge import Judge
-from benchmarks.scoring.perplexity import perplexity_table, reconstruction_perplexity
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import read_jsonl, spread
 from ctx_compress_rag.data.mixing import accompanied
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
-from ctx_compress_rag.errors import ConfigError, DataError
-from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.evaluation.answering import Asking, check_ratios, conditions, prompt_of
-from ctx_compress_rag.evaluation.harness import (
-    KEPT,
-    KEPT_LABEL,
-    Score,
-    evaluate,
-    normalized_curves,
-    save,
-    table,
+from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.evaluation.answering import (
+    Asking,
+    SystemAnswers,
+    answer,
+    check_ratios,
+    conditions,
+    prompt_of,
 )
-from ctx_compress_rag.evaluation.plots import plot_panels
+from ctx_compress_rag.evaluation.harness import Score, save, scores_of, systems_of, table
 from ctx_compress_rag.evaluation.questions import Question, questions_of
 from ctx_compress_rag.store.codec import check_codec
 
 _ANSWERS = "answers.jsonl"
+
+
+class Extra(Protocol):
+    """A table of its own about a set's answers, such as a judge's verdicts."""
+
+    def __call__(
+        self, bundle: Bundle, questions: Sequence[Question], answers: SystemAnswers, folder: Path
+    ) -> tuple[str, Any]:
+        """Make the table from what was answered; return Markdown, and JSON values for scores.json.
+
+        Args:
+            bundle: the bundle that is scored.
+            questions: what was asked.
+            answers: what each system answered.
+            folder: the set's folder, to keep files in.
+        """
+
+
+@dataclass(frozen=True)
+class SetScores:
+    """What came out for a set: the scores, and all tables as Markdown."""
+
+    scores: list[Score]
+    text: str
 
 
 def question_sets(files: Sequence[str], limit: int, passages: int = 1) -> dict[str, list[Question]]:
@@ -57,13 +75,11 @@ def evaluate_sets(
     ratios: Sequence[int],
     output: str | Path,
     *,
-    judge: Judge | None = None,
-    perplexity: bool = False,
-    in_domain: Sequence[str] = (),
+    extras: Mapping[str, Extra] | None = None,
     card: bool = False,
     **asking: Unpack[Asking],
-) -> str:
-    """Score each set; write answers, scores and plots, and for several sets also a joint table and plot.
+) -> dict[str, SetScores]:
+    """Score each set as `evaluate` does; write answers, scores and plots.
 
     If it is run again after an interruption, it continues from the written answers. Questions whose full text does not
     fit into the decoder's window are left out, and counted. Ratios and set sizes are checked before any answering.
@@ -73,27 +89,20 @@ def evaluate_sets(
         sets: questions by the name of their set.
         ratios: see `evaluate`.
         output: a folder; each of several sets gets a folder in it.
-        judge: see `evaluate`.
-        perplexity: also score how well passages are reconstructed from their slots.
-        in_domain: names of the sets like the bundle's training data; they and the others get means of their own, too.
+        extras: more tables, by the name of their values in scores.json.
         card: also write the scores into the bundle's model card.
         asking: how to ask.
 
-    Returns: the tables.
+    Returns: the scores of each set.
 
     Raises:
-        ConfigError: a name in `in_domain` is not a set's, there is no such codec, or several sets are to go into the
-            folder of one.
+        ConfigError: there is no such codec.
         DataError: a set has fewer than two questions with an answer that fit.
         RatioError: a ratio cannot be made.
     """
     check_ratios(bundle, ratios)
     if (codec := asking.get("codec")) is not None:
         check_codec(codec)
-    if unknown := sorted(set(in_domain) - set(sets)):
-        raise ConfigError(f"in_domain names {unknown[0]!r}, which is not one of the sets: {', '.join(sets)}")
-    if len(sets) > 1 and (single := Path(output, _ANSWERS)).exists():
-        raise ConfigError(f"{single} is of one set, evaluated into this folder before: give another folder")
     template, longest = asking.get("template"), asking.get("max_new_tokens")
     fit = {name: fitting(bundle, asked, template, longest) for name, asked in sets.items()}
     for name, questions in fit.items():
@@ -103,38 +112,25 @@ def evaluate_sets(
                 f"{name}: {answered} questions have an answer and fit into the decoder's window: give 2 or more, since "
                 "fewer have no standard error"
             )
-    texts = []
-    results: dict[str, list[Score]] = {}
+    results: dict[str, SetScores] = {}
     for name, questions in fit.items():
-        about: dict[str, Any] = {
-            "bundle": bundle.config.name,
-            **conditions(bundle, questions, **asking),
-            "data": name,
-            "questions": len(questions),
-            "too_long": len(sets[name]) - len(questions),
-        }
-        place = Path(output, name) if len(sets) > 1 else Path(output)
-        if judge is not None:
-            about["judge"] = type(judge).__name__
-        perplexities = []
-        if perplexity:
-            passages = list(dict.fromkeys(passage for question in questions for passage in question.passages))
-            perplexities = reconstruction_perplexity(bundle, passages, ratios)
-            about["reconstruction_perplexity"] = [asdict(each) for each in perplexities]
-        log = place / _ANSWERS
-        scores = results[name] = evaluate(bundle, questions, ratios, judge=judge, log=log, **asking)
-        save(scores, place, about)
+        too_long = len(sets[name]) - len(questions)
+        folder = Path(output, name) if len(sets) > 1 else Path(output)
+        systems = systems_of(bundle, questions, **asking)
+        answers = answer(bundle, questions, ratios, systems, log=folder / _ANSWERS, **asking)
+        scores = scores_of(questions, answers)
+        about = {"bundle": bundle.config.name, "data": name, "questions": len(questions), "too_long": too_long}
+        tables = [table(scores)]
+        for key, extra in (extras or {}).items():
+            text, about[key] = extra(bundle, questions, answers, folder)
+            tables.append(text)
+        left_out = f" ({too_long} are longer than the window)" if too_long else ""
+        text = "\n\n".join([*tables, f"{len(questions)} questions from {name}{left_out}"])
+        save(scores, text, folder, {**conditions(bundle, questions, **asking), **about})
         if card:
             _add_to_card(bundle, name, scores, len(questions))
-        texts.append(table(scores))
-        if perplexities:
-            texts.append(perplexity_table(perplexities))
-        left_out = f" ({about['too_long']} are longer than the window)" if about["too_long"] else ""
-        texts.append(f"{len(questions)} questions from {name}{left_out}")
-    if len(results) > 1:
-        texts.append(f"Means of the {len(results)} sets:\n\n{macro_table(results, in_domain)}")
-        save_together(results, output, texts[-1], f"{bundle.config.name}: the share of full text's gain that is kept")
-    return "\n\n".join(texts)
+        results[name] = SetScores(scores, text)
+    return results
 
 
 def _add_to_card(bundle: Bundle, name: str, scores: Sequence[Score], questions: int) -> None:
@@ -143,47 +139,6 @@ def _add_to_card(bundle: Bundle, name: str, scores: Sequence[Score], questions: 
     ]
     bundle.report.setdefault("scores", {})[name] = {"questions": questions, "f1": rows}
     bundle.save_report()
-
-
-def macro_table(results: Mapping[str, Sequence[Score]], in_domain: Sequence[str] = ()) -> str:
-    """Means over sets, each set counting once; with `in_domain`, also over those sets and over the others.
-
-    The gap between these two is of teacher-normalized F1 (Simple Context Compression, appendix B): a gap of F1 would
-    mostly be the gap that full text has.
-    """
-    domains = {"in domain": [name for name in results if name in in_domain]}
-    domains["out of it"] = [name for name in results if name not in in_domain]
-    rows = []
-    for index, first in enumerate(next(iter(results.values()))):
-        each = {name: scores[index] for name, scores in results.items()}
-        row = {"context": first.system, "ratio": report.times(first.ratio)}
-        for column, key in (("EM", "exact_match"), ("F1", "f1"), ("contains", "contains")):
-            row[column] = f"{mean(getattr(score, key) for score in each.values()):.3f}"
-        kept = {name: score.normalized.value for name, score in each.items() if score.normalized is not None}
-        if len(kept) == len(each):
-            row["teacher-normalized F1"] = f"{mean(kept.values()):.3f}"
-        judged = [score.judged for score in each.values() if score.judged is not None]
-        if len(judged) == len(each):
-            row["judged right"] = f"{mean(judged):.3f}"
-        if all(domains.values()):
-            for where, names in domains.items():
-                row[f"EM {where}"] = f"{mean(each[name].exact_match for name in names):.3f}"
-                row[f"F1 {where}"] = f"{mean(each[name].f1 for name in names):.3f}"
-            if len(kept) == len(each):
-                own, others = (mean(kept[name] for name in names) for names in domains.values())
-                row["teacher-normalized gap"] = f"{own - others:+.3f}"
-        rows.append(row)
-    return report.table(rows)
-
-
-def save_together(results: Mapping[str, Sequence[Score]], folder: str | Path, means: str, title: str) -> None:
-    """Write the tables of several sets into one scores.md, and their teacher-normalized curves into normalized.png."""
-    text = "\n\n".join([*(f"### {name}\n\n{table(scores)}" for name, scores in results.items()), means])
-    folder = report.write(folder, "scores", text)
-    panels = {name: curves for name, scores in results.items() if (curves := normalized_curves(scores))}
-    if panels:
-        ticks = sorted({int(ratio) for curves in panels.values() for curve in curves for ratio in curve.ratios})
-        plot_panels(folder / "normalized.png", panels, [], KEPT, ticks, ylabel=KEPT_LABEL, title=title)
 
 
 def fitting(

@@ -13,10 +13,11 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.plots import plot_scores
+from ctx_compress_rag.evaluation.statistics import standard_error
 from ctx_compress_rag.indexing.ask import question_prompt
 from ctx_compress_rag.indexing.demo_corpus import Corpus, DemoQuestion, wikipedia_corpus
 from ctx_compress_rag.indexing.index import Added, Hit, PassageIndex, open_index
-from ctx_compress_rag.text.answers import standard_error, token_f1
+from ctx_compress_rag.text.answers import token_f1
 
 if TYPE_CHECKING:
     from ctx_compress_rag.decoding.decoder import Message, TransformersDecoder

@@ -1,4 +1,4 @@
-"""Scores of answers, and their uncertainty.
+"""Scores of answers.
 
 An answer is compared after SQuAD's normalization (Rajpurkar et al., 2016): lower case, without ASCII
 punctuation and the articles a, an, the, spaces collapsed. SQuAD has no rule for Chinese and Japanese: their
@@ -14,12 +14,6 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
-
-from ctx_compress_rag.errors import DataError
 
 NO_ANSWER = "The text does not say."
 """What a decoder is trained to answer if the passages hold no answer."""
@@ -97,108 +91,3 @@ def _f1(predicted: list[str], wanted: list[str]) -> float:
         return float(predicted == wanted)
     shared = sum((Counter(predicted) & Counter(wanted)).values())
     return 2 * shared / (len(predicted) + len(wanted))
-
-
-def standard_error(scores: Sequence[float]) -> float:
-    """Standard error of the mean of the scores, one per question.
-
-    Raises:
-        DataError: fewer than two scores, which have no spread.
-    """
-    if len(scores) < 2:
-        raise DataError(f"a standard error needs two scores or more, got {len(scores)}")
-    return float(np.std(scores, ddof=1) / np.sqrt(len(scores)))
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A score with the bounds of its confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-def teacher_normalized(
-    compressed: Sequence[float],
-    no_context: Sequence[float],
-    full_text: Sequence[float],
-    *,
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> Interval | None:
-    """The share of the gain from full text that compression keeps (Simple Context Compression, section 5.1).
-
-    (compressed - no context) / (full text - no context), each the mean of any score over the same
-    questions, answered by the same decoder. The interval is a percentile bootstrap that draws
-    questions, so that the three scores of a question stay together.
-
-    Args:
-        compressed: score of each question with the compressed context.
-        no_context: score of the same questions, in the same order, without context.
-        full_text: score of the same questions, in the same order, with the full text.
-        confidence: confidence level of the interval.
-        resamples: number of bootstrap samples.
-        seed: seed of the draws.
-
-    Returns:
-        The share and its interval; None if the full text is not significantly better than no context (at the same
-        confidence level), because there is then no gain to take a share of.
-
-    Raises:
-        DataError: the three have no scores, or different numbers of them.
-    """
-    lengths = len(compressed), len(no_context), len(full_text)
-    if len(set(lengths)) != 1 or not lengths[0]:
-        raise DataError(
-            f"the three systems need scores of the same questions, got {lengths[0]} compressed, "
-            f"{lengths[1]} without context and {lengths[2]} with full text"
-        )
-    scores = np.array([compressed, no_context, full_text], dtype=np.float64)
-    rng = np.random.default_rng(seed)
-    count = lengths[0]
-    means = np.stack([scores[:, rng.integers(count, size=count)].mean(axis=1) for _ in range(resamples)])
-    gain, worth = means[:, 0] - means[:, 1], means[:, 2] - means[:, 1]
-
-    tail = (1 - confidence) / 2
-    whole = scores.mean(axis=1)
-    if whole[2] <= whole[1] or np.mean(worth <= 0) > tail:
-        return None
-    shares: NDArray[np.float64] = gain[worth > 0] / worth[worth > 0]
-    low, high = np.quantile(shares, [tail, 1 - tail])
-    return Interval(float((whole[0] - whole[1]) / (whole[2] - whole[1])), float(low), float(high))
-
-
-def paired_difference(
-    first: Sequence[float],
-    second: Sequence[float],
-    *,
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> Interval:
-    """How much better the first system is than the second: the difference of their means, with its interval.
-
-    The interval is a percentile bootstrap that draws questions, so that the two scores of a question stay
-    together: questions that are hard for both systems do not widen it.
-
-    Args:
-        first: score of each question with the first system.
-        second: score of the same questions, in the same order, with the second.
-        confidence: confidence level of the interval.
-        resamples: number of bootstrap samples.
-        seed: seed of the draws.
-
-    Raises:
-        DataError: there are no scores, or different numbers of them.
-    """
-    if len(first) != len(second) or not first:
-        raise DataError(f"two systems need scores of the same questions, got {len(first)} and {len(second)}")
-    differences = np.array(first, dtype=np.float64) - np.array(second, dtype=np.float64)
-    rng = np.random.default_rng(seed)
-    count = len(differences)
-    means = [differences[rng.integers(count, size=count)].mean() for _ in range(resamples)]
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return Interval(float(differences.mean()), float(low), float(high))

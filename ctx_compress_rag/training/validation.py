@@ -16,8 +16,9 @@ from ctx_compress_rag.decoding.batches import generate, in_batches
 from ctx_compress_rag.decoding.generation import Generation, Sampling
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.evaluation.statistics import standard_error
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.text.answers import exact_match, standard_error, token_f1
+from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.training.engine.loop import Validate
 from ctx_compress_rag.training.prompts import PromptBuilder

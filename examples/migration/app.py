@@ -20,7 +20,8 @@ from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrou
 
 from benchmarks.world.world import World
 from ctx_compress_rag import Bundle, SoftContextStore
-from ctx_compress_rag.text.answers import standard_error, token_f1
+from ctx_compress_rag.evaluation.statistics import standard_error
+from ctx_compress_rag.text.answers import token_f1
 from ctx_compress_rag.text.passage_vectors import load_minilm
 from langchain_ctx_compress import ChatCompressedContext
 

@@ -7,26 +7,25 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.timing.speed import random_bundle
+from benchmarks.world import BUNDLE
+from ctx_compress_rag.bundle.bundle import Bundle
 
 
-def test_bench_names_a_text_that_it_cannot_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    def fails(*args: object) -> str:
-        assert main([str(arg) for arg in args]) == 2
-        return capsys.readouterr().err
-
-    (tmp_path / "empty.txt").write_text(" \n")
-    (tmp_path / "binary.txt").write_bytes(bytes(range(256)))
-    for file, message in (
-        ("empty.txt", "holds no text"),
-        ("binary.txt", "can't decode byte 0x80"),
-        ("missing.txt", "No such file"),
-        (".", "Is a directory"),
-    ):
-        said = fails("bench", tmp_path / file)
-        assert message in said and str(tmp_path / file) in said
+def test_a_text_that_cannot_be_timed_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "good.txt").write_text("Some text.")
-    assert "0 passages" in fails("bench", tmp_path / "good.txt", "--passages", 0)
-    assert "0 tokens are too short" in fails("bench", tmp_path / "good.txt", "--tokens", 0)
-    for several in (("--prompt", 2, "--training"), ("--concurrency", 2, "--prompt", 2)):
-        assert "give one of them" in fails("bench", tmp_path / "good.txt", *several)
-    assert "add --prompt" in fails("bench", tmp_path / "good.txt", "--server", "http://localhost:1")
+    (tmp_path / "empty.txt").write_text(" \n")
+    for args, named in (
+        (["time-index", str(tmp_path / "empty.txt")], "empty.txt"),
+        (["time-training", str(tmp_path / "missing.txt")], "missing.txt"),
+        (["time-index", str(tmp_path / "good.txt"), "--passages", "0"], "--passages"),
+        (["time-first-token", str(tmp_path / "good.txt"), "--prompt", "2"], "--prompt 2"),
+    ):
+        assert main(args) == 2
+        assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [str(BUNDLE), "smollm2-135m"])
+def test_the_decoder_that_is_timed_reads_every_token_of_the_bundle(name: str) -> None:
+    tokenizer = Bundle.from_pretrained(name).tokenizer
+    assert random_bundle(tokenizer).backbone.embeddings.weight.shape[0] >= len(tokenizer)

@@ -127,9 +127,7 @@ def test_prompts_hold_as_many_passages_as_the_budget_says(settings: dict[str, An
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"first_world": 3}, "either first_world, .* or data"),
         ({"data": {"mix": {"passages": [2]}}}, "set by --passages"),
-        ({"decoder": None}, "teacher needs decoder"),
         ({"entries": {"one": {"settings": {"data": {"mix": {}}}}}}, "may not set data.mix"),
         ({"entries": {"baselines": {"note": "", "like": "one"}}}, "cannot be named 'baselines'"),
         ({"entries": {"../one": {"note": "", "like": "one"}}}, "cannot be named '../one'"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sentence_transformers import SentenceTransformer
 
-from benchmarks.timing.cost import Cost, cost_table, measure
+from benchmarks.timing.cost import Cost, CostTable, cost_table, measure
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.evaluation.answering import (
@@ -19,9 +19,9 @@ from ctx_compress_rag.evaluation.answering import (
     NONE,
     SOFT,
     TRUNCATED,
+    Answers,
     prompt_of,
 )
-from ctx_compress_rag.evaluation.harness import evaluate, table
 from ctx_compress_rag.evaluation.questions import Question, questions_of
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import SoftContextStore
@@ -101,40 +101,19 @@ def test_times_are_those_of_each_question_but_the_warm_up(tiny_bundle: Any) -> N
         assert cost.first_token_seconds > cost.context_seconds
 
 
-def test_every_system_has_its_cost_where_it_is_asked_for(
-    tiny_bundle: Any, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    questions = questions_of(world_examples("test", 0, 2, max_turns=1, passages=(1,)))
-    ranked: list[str] = []
+def test_every_system_has_its_cost(tiny_bundle: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    questions = [Question(("Kormoor lies by the sea. It is old.",), f"Who is {i}?", ("it",)) for i in range(12)]
     encoder = SentenceTransformer(str(save_encoder(tmp_path, tiny_tokenizer)))
-    encode = encoder.encode
-    monkeypatch.setattr(encoder, "encode", lambda texts, **how: ranked.append(texts[0]) or encode(texts, **how))
-    options: dict[str, Any] = {"encoder": encoder, "max_new_tokens": 2, "progress": False}
-    plain = evaluate(tiny_bundle, questions, (4, 8), **options)
-    assert all(score.cost is None for score in plain)
-    assert sorted(ranked) == sorted(q.question for q in questions)  # once for all ratios
-    scores = evaluate(tiny_bundle, questions, (4, 8), cost=True, **options)
-    by = {(s.system, s.ratio): s.cost for s in scores if s.cost is not None}
-    assert list(by) == [(FULL, None), (NONE, None), *[(s, r) for r in (4, 8) for s in (SOFT, TRUNCATED, EXTRACTED)]]
+    keys = [(FULL, None), (NONE, None), *[(s, r) for r in (4, 8) for s in (SOFT, TRUNCATED, EXTRACTED)]]
+    answers = {key: Answers(["it"] * 12, 1.0, None) for key in keys}
+    text, numbers = CostTable((4, 8), {"encoder": encoder})(tiny_bundle, questions, answers, tmp_path)
+    assert [(row["system"], row["ratio"]) for row in numbers] == keys
+    by = {key: row for key, row in zip(keys, numbers, strict=True)}
     for ratio in (4, 8):
-        assert by[NONE, None].first_token_flops < by[TRUNCATED, ratio].first_token_flops
-        assert by[TRUNCATED, ratio].first_token_flops < by[FULL, None].first_token_flops
-        assert by[EXTRACTED, ratio].context_flops > 0 == by[TRUNCATED, ratio].context_flops  # ranks, and each time
-    assert [s.f1 for s in scores] == [s.f1 for s in plain]
-    assert table(scores) == f"{table(plain)}\n\n{cost_table(by)}"
+        assert by[NONE, None]["first_token_flops"] < by[TRUNCATED, ratio]["first_token_flops"]
+        assert by[TRUNCATED, ratio]["first_token_flops"] < by[FULL, None]["first_token_flops"]
+        assert by[EXTRACTED, ratio]["context_flops"] > 0 == by[TRUNCATED, ratio]["context_flops"]  # ranks each time
+    assert len(text.splitlines()) == 2 + len(keys)
     assert cost_table({(SOFT, 8): Cost(0.01, 0.5, 2e9, 3.5e9)}).endswith(
         "| soft context | 8x | 500.0 | 10.0 | 3.50 | 2.00 |"
     )
-
-
-def test_costs_are_of_questions_from_the_whole_set(tiny_bundle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def measured(decoder: Any, questions: Any, progress: bool) -> Any:
-        asked.extend(int(make[NONE, None].args[1].question) for make in questions)
-        return {system: Cost(0.1, 0.2, 0, 1e9) for system in questions[0]}
-
-    monkeypatch.setattr("ctx_compress_rag.evaluation.answering.measure", measured)
-    questions = [Question(("Kormoor lies by the sea.",), str(i), ("it",)) for i in range(12)]
-    evaluate(tiny_bundle, questions, (4,), cost=True, max_new_tokens=1, progress=False)
-    assert asked == [0, 2, 4, 7, 9]

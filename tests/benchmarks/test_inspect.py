@@ -15,7 +15,8 @@ from matplotlib.image import imread
 
 from benchmarks.__main__ import main
 from benchmarks.pictures.allocation import allocation
-from benchmarks.scoring.inspect import inspect
+from benchmarks.pictures.inspect import inspect
+from benchmarks.world import BUNDLE
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError, RatioError
 from helpers.comprexit import comprexit_bundle
@@ -153,5 +154,5 @@ def test_what_cannot_be_drawn_is_said(
         with pytest.raises(RatioError, match=f"ratio {ratio} does not divide the encoder's window of 64"):
             inspect(bundle, [TEXT], tmp_path, ratio)
     assert list(tmp_path.iterdir()) == []
-    assert main(["inspect", "--bundle", "demo", str(tmp_path / "none.txt")]) == 2
+    assert main(["inspect", "--bundle", str(BUNDLE), str(tmp_path / "none.txt")]) == 2
     assert "cannot read the text" in capsys.readouterr().err

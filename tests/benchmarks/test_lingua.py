@@ -20,10 +20,7 @@ from transformers import (
 
 from benchmarks.scoring.lingua import LLMLingua2
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.evaluation.answering import LINGUA, SOFT, TRUNCATED, answer
 from ctx_compress_rag.evaluation.baselines import count
-from ctx_compress_rag.evaluation.harness import evaluate
-from ctx_compress_rag.evaluation.questions import Question
 
 PASSAGES = [
     "Dr. Olu Vane was born in Kessmar in 1903. She loved the sea. Her first job was at the salt works of Pell.",
@@ -137,19 +134,8 @@ def test_what_is_kept_is_what_the_model_finds_important(bert_folder: Path, tiny_
     assert any(said == [words[i] for i in sorted(likeliest[:n])][: len(said)] for n in range(len(said), len(words)))
 
 
-def test_it_is_a_row_of_the_table_at_the_soft_contexts_length(lingua: LLMLingua2, tiny_bundle: Any) -> None:
-    questions = [Question(tuple(filter(None, PASSAGES)), f"Who is it, {i}?", ("Ilse Brandt",)) for i in range(2)]
-    scores = evaluate(tiny_bundle, questions, (4,), lingua=lingua, cost=True, max_new_tokens=2, progress=False)
-    by = {score.system: score for score in scores}
-    assert list(by)[-3:] == [SOFT, TRUNCATED, LINGUA]
-    assert by[LINGUA].prompt_tokens == pytest.approx(by[TRUNCATED].prompt_tokens, rel=0.1)
-    assert by[LINGUA].cost.context_flops > 0 == by[TRUNCATED].cost.context_flops
-
-
-def test_what_cannot_be_loaded_is_refused(tmp_path: Path, tiny_bundle: Any) -> None:
-    with pytest.raises(ConfigError, match="'my-model': the package tells from the name how"):
+def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'my-model'"):
         LLMLingua2("my-model")
-    with pytest.raises(ConfigError, match=r"xlm-roberta-large' cannot be loaded: .*; give a folder"):
+    with pytest.raises(ConfigError, match="xlm-roberta-large' cannot be loaded"):
         LLMLingua2(str(tmp_path / "xlm-roberta-large"))
-    with pytest.raises(ConfigError, match="LLMLingua-2 needs its model"):
-        answer(tiny_bundle, [Question((), "Who?", ("Ilse",))], (4,), (LINGUA,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -41,7 +42,8 @@ def test_the_answer_is_a_fact_of_the_passage_and_the_code_words_follow() -> None
         drawn = draw(family, "train", random.Random(seed))
         value, ending = drawn.answer.rsplit(" in ", 1)
         assert ending == family.name
-        assert value in drawn.passages[0] and value not in drawn.question
+        whole = re.compile(rf"\b{re.escape(value)}\b")
+        assert whole.search(drawn.passages[0]) and not whole.search(drawn.question)
 
 
 def test_the_scores_tell_the_families_apart() -> None:

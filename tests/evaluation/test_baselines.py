@@ -1,6 +1,5 @@
 """Baselines and plots with a real tokenizer, a real sentence splitter and the real MiniLM."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +10,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.scoring.lingua import LLMLingua2
-from ctx_compress_rag.errors import ConfigError, MissingExtraError
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.baselines import extract, rank_sentences, select, truncate
 from ctx_compress_rag.evaluation.plots import Curve, plot_scores
 from ctx_compress_rag.text.passage_vectors import load_minilm
@@ -132,12 +130,6 @@ def test_extraction_stays_within_the_budget(tokenizer, budget: int) -> None:
 def test_extraction_of_nothing(tokenizer) -> None:
     assert extract([], QUESTION, tokenizer, 10, load_minilm()) == []
     assert extract(["", " \n"], QUESTION, tokenizer, 10, load_minilm()) == ["", ""]
-
-
-def test_llmlingua_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llmlingua", None)
-    with pytest.raises(MissingExtraError, match=r"llmlingua is not installed: .*ctx-compress-rag\[llmlingua\]"):
-        LLMLingua2("microsoft/llmlingua-2-xlm-roberta-large-meetingbank")
 
 
 def test_minilm_is_loaded_once_and_is_what_it_says() -> None:

@@ -87,7 +87,7 @@ def test_a_token_budget_is_scored_with_as_many_tokens_and_the_cosines_of_passage
 
 
 def test_scores_are_saved_as_json_table_and_picture(tmp_path: Path, scores: Any) -> None:
-    save(scores, tmp_path, {"bundle": "tiny", "data": "a test", "questions": len(QUESTIONS)})
+    save(scores, table(scores), tmp_path, {"bundle": "tiny", "data": "a test", "questions": len(QUESTIONS)})
     saved = json.loads((tmp_path / "scores.json").read_text())
     assert [row["f1"] for row in saved["scores"]] == [s.f1 for s in scores]
     assert (tmp_path / "scores.md").read_text().count("\n") == len(scores) + 2

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from statistics import mean, stdev
 
-from benchmarks.timing.speed import FirstToken, IndexingSpeed, speed_table
 from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.text.answers import Interval
+from ctx_compress_rag.evaluation.statistics import Interval
 
 
 def test_a_table_has_the_columns_of_all_rows() -> None:
@@ -42,23 +41,3 @@ def test_a_folder_gets_text_and_record(tmp_path: Path) -> None:
     assert (folder / "scores.md").read_text(encoding="utf-8") == "| é |\n"
     assert json.loads((folder / "scores.json").read_text(encoding="utf-8")) == {"é": [1.5]}
     assert sorted(file.name for file in report.write(tmp_path / "other", "all", "x").iterdir()) == ["all.md"]
-
-
-def test_speed_is_a_table() -> None:
-    speed = IndexingSpeed(10, 2560, 78.42, 98.21, 1.312, disk_bytes=302, payload_bytes=100)
-    first = FirstToken(
-        0.0123, 0.0804, 0.1532, soft_tokens=83, text_tokens=1007, parameters=110_000_000, read_seconds=0.001
-    )
-    text = speed_table(speed, first, 16)
-    for cells in (
-        "10 (2,560) |",
-        "| 78.4 |",
-        "| 98.2 |",
-        "| 1.31 |",
-        "| 3.02 |",
-        "| 12, 80 |",
-        "| 0.153 |",
-        "| 110 M |",
-    ):
-        assert cells in text
-    assert "soft at 16x and full text | 83, 1,007 |" in text

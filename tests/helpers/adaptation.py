@@ -17,7 +17,7 @@ from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, Demonstration,
 from ctx_compress_rag.adaptation.adapter import projections
 from ctx_compress_rag.adaptation.baselines import PredictorConfig
 from ctx_compress_rag.adaptation.episodes import Episode
-from ctx_compress_rag.text.answers import Interval
+from ctx_compress_rag.evaluation.statistics import Interval
 
 DEMONSTRATIONS = [
     Demonstration(

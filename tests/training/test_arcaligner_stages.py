@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.scoring.inspect import inspect
+from benchmarks.pictures.inspect import inspect
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.card import model_card
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl

@@ -1,6 +1,5 @@
 """ArcAligner."""
 
-from benchmarks.pictures.arcaligner import refinement
 from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
 from ctx_compress_rag.methods.base.method import Method, register
@@ -12,6 +11,5 @@ register(
         compressor=SentenceSlotsCompressor,
         reader=lambda backbone, config, compressor: ArcAlignerReader(backbone, compressor.dim, config),
         paper="ArcAligner: Adaptive Recursive Aligner for Compressed Context Embeddings in RAG",
-        pictures=refinement,
     )
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,6 @@ class Method:
         compressor: makes the text side from the decoder and the settings.
         reader: makes the decoder side from the decoder, the settings and the compressor.
         paper: the title of its paper.
-        pictures: shows what a bundle does with a text, or on average with several: (bundle, texts, ratio) -> a mapping
-            from file names to numbers (for JSON) or a matplotlib figure (for PNG). None if there is nothing to plot.
         training: the module that registers a training stage of the method's own, imported when a recipe is read.
     """
 
@@ -30,7 +28,6 @@ class Method:
     compressor: Callable[[Backbone, Any], Compressor]
     reader: Callable[[Backbone, Any, Any], Reader]
     paper: str
-    pictures: Callable[[Any, Sequence[str], int], Mapping[str, Any]] | None = None
     training: str | None = None
 
 

@@ -1,6 +1,5 @@
 """Compression tokens."""
 
-from benchmarks.pictures.compression_tokens import attention
 from ctx_compress_rag.methods.base.mapped_reader import MappedReader
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import LinearMap
@@ -14,7 +13,6 @@ register(
         reader=lambda backbone, config, compressor: MappedReader(
             backbone, LinearMap(compressor.dim, backbone.dim), config.decoder
         ),
-        pictures=attention,
         paper="Simple Context Compression: Mean-Pooling and Multi-Ratio Training",
     )
 )

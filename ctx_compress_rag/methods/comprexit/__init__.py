@@ -1,6 +1,5 @@
 """ComprExIT."""
 
-from benchmarks.pictures.comprexit import transmission
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.base.mapped_reader import MappedReader
 from ctx_compress_rag.methods.base.method import Method, register
@@ -16,6 +15,5 @@ register(
             backbone, TwoLayerMap(compressor.dim, backbone.dim), TuneConfig(mode="frozen")
         ),
         paper="Context Compression via Explicit Information Transmission",
-        pictures=transmission,
     )
 )

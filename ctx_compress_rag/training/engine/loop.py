@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.errors import ConfigError, TimeUpError, TrainingError
-from ctx_compress_rag.evaluation.figures import new_figure, save
+from ctx_compress_rag.evaluation.plots import new_figure, save
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.engine.averaging import WeightAverage
 from ctx_compress_rag.training.engine.batch_mean import BatchMean

@@ -1,54 +1,14 @@
-"""Figures, plotted without a display."""
+"""Parts of figures: maps and bars."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from ctx_compress_rag.extras import needs
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 # More labels than this on one axis cannot be read.
 _MOST_LABELS = 64
-
-
-def check_plots() -> None:
-    """Fail early if plots cannot be made, before long work that ends with one.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    with needs("train"):
-        import matplotlib  # noqa: F401
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure; `width` and `height` are in inches.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    with needs("train"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    # Without pyplot, whose backend belongs to the calling notebook or program.
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def save(figure: Figure, path: str | Path) -> Path:
-    """Write the figure as a PNG, creating its folder."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
-    return path
 
 
 def heat_map(axes: Any, values: Tensor, tokens: Sequence[str], first: int) -> None:

@@ -1,0 +1,62 @@
+"""Several plots of score against compression ratio side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.evaluation.plots import XLABEL, Curve, check_curves, draw, new_figure, save, top
+
+
+def plot_panels(
+    path: str | Path,
+    panels: Mapping[str, Sequence[Curve]],
+    shared: Sequence[Curve],
+    levels: Mapping[str, float],
+    ticks: Sequence[float],
+    *,
+    ylabel: str = "answer F1",
+    title: str | None = None,
+) -> Path:
+    """Save several plots of score against compression ratio side by side, on the same axes, as one PNG.
+
+    Args:
+        path: the file; its folder is made.
+        panels: the curves of each plot by its heading, at most five each.
+        shared: curves that every plot shows in grey, for comparison.
+        levels: scores that have no ratio, drawn as horizontal lines in every plot.
+        ticks: the ratios named on the axis.
+        ylabel: name of the score.
+        title: a line above the plots.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: there is no plot, or one has no curve or more than can be told apart.
+        MissingExtraError: matplotlib is not installed.
+    """
+    if not panels:
+        raise ConfigError("there is nothing to plot: no panels")
+    for curves in panels.values():
+        check_curves(curves)
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = new_figure(4.4 * columns, 3.6 * rows)
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    drawn = [curve for curves in panels.values() for curve in curves] + list(shared)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    for axes, (heading, curves) in zip(grid.flat, panels.items(), strict=False):
+        for curve, style in zip(shared, ("--", ":", "-."), strict=False):
+            axes.plot(curve.ratios, curve.scores, color="#999999", linestyle=style, linewidth=1.3, label=curve.label)
+        draw(axes, curves, levels, ticks)
+        axes.set_ylim(0, top(drawn, levels))
+        axes.set_title(heading, loc="left", fontsize=10)
+        axes.legend(frameon=False, fontsize=7, loc="best")
+    figure.supxlabel(XLABEL, fontsize=10)
+    figure.supylabel(ylabel, fontsize=10)
+    if title:
+        figure.suptitle(title, fontsize=11)
+    return save(figure, path)

@@ -1,0 +1,86 @@
+"""The command `eval`: the tables of `ctx-compress eval`, and those of the papers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from benchmarks.lab import lab
+from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.shared import AnyBundle, Extractive, Output, Ratios, quiet_models
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.indexing import DEFAULT_BUNDLE
+
+
+@command("--data held_out.jsonl --judge mine:judge --cost", lab)
+def eval_(
+    data: Annotated[list[str], typer.Option(metavar="FILE...", help="JSONL files, scored separately.")],
+    bundle: AnyBundle = DEFAULT_BUNDLE,
+    questions: Annotated[int, typer.Option(metavar="N", min=2, help="Maximum per set.")] = 200,
+    passages: Annotated[int, typer.Option(metavar="N", min=1, help="Minimum per prompt.")] = 1,
+    ratios: Ratios = None,
+    llmlingua: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Also score the baseline LLMLingua-2 with this model (folder or hub id)."),
+    ] = None,
+    judge: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="Returns a chat model that judges whether each answer is right."),
+    ] = None,
+    cost: Annotated[bool, typer.Option("--cost", help="Measure time and operations to the first token.")] = False,
+    perplexity: Annotated[
+        bool, typer.Option("--perplexity", help="Score how well passages are reconstructed from their slots.")
+    ] = False,
+    cases: Annotated[
+        bool, typer.Option("--cases", help="Right answers by whether full text and no context are right.")
+    ] = False,
+    in_domain: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME...", help="Sets (file names without suffix) like the training data."),
+    ] = None,
+    extractive: Extractive = False,
+    output: Output = "ctx-compress-eval",
+) -> None:
+    """Score a bundle against its baselines, with the tables of the papers.
+
+    Several sets also get a table of means; with --in-domain, those sets and the others apart.
+    """
+    from pathlib import Path
+
+    from benchmarks.scoring.judge import JudgeTable, load_judge
+    from benchmarks.scoring.lingua import LLMLingua2
+    from benchmarks.scoring.perplexity import PerplexityTable
+    from benchmarks.scoring.tables import case_table, macro_table
+    from benchmarks.timing.cost import CostTable
+    from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.evaluation.answering import RATIOS, Asking
+    from ctx_compress_rag.evaluation.sets import Extra, evaluate_sets, question_sets
+    from ctx_compress_rag.text.passage_vectors import load_minilm
+
+    judging = None if judge is None else load_judge(judge)
+    sets = question_sets(data, questions, passages)
+    if unknown := sorted(set(in_domain or ()) - set(sets)):
+        raise ConfigError(f"--in-domain {unknown[0]}: give names of the sets: {', '.join(sets)}")
+    quiet_models()
+    opened = Bundle.from_pretrained(bundle)
+    ratios = ratios or list(RATIOS)
+    asking: Asking = {"encoder": load_minilm(), "extractive": extractive}
+    if llmlingua is not None:
+        asking["shorteners"] = {"LLMLingua-2": LLMLingua2(llmlingua, opened.backbone.device.type).shorten}
+    extras: dict[str, Extra] = {}
+    if judging is not None:
+        extras["judged"] = JudgeTable(judging)
+    if cases:
+        extras["cases"] = case_table
+    if cost:
+        extras["costs"] = CostTable(ratios, asking)
+    if perplexity:
+        extras["reconstruction_perplexity"] = PerplexityTable(ratios)
+    scored = evaluate_sets(opened, sets, ratios, output, extras=extras, **asking)
+    texts = [f"### {name}\n\n{one.text}" for name, one in scored.items()]
+    if len(scored) > 1:
+        means = macro_table({name: one.scores for name, one in scored.items()}, in_domain or ())
+        texts.append(f"Means of the {len(scored)} sets:\n\n{means}")
+        Path(output, "scores.md").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+    print("\n\n".join(texts), f"\n\nalso in {output}", sep="")

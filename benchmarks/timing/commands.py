@@ -1,0 +1,136 @@
+"""Commands that time: time-index, time-callers, time-first-token, time-training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from benchmarks.lab import lab
+from benchmarks.world import BUNDLE
+from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.shared import AnyBundle, Output, Server, ServerKey, quiet_models, read_text
+from ctx_compress_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.bundle.bundle import Bundle
+
+Text = Annotated[str, typer.Argument(metavar="FILE", help="A text, which is cut into passages.")]
+Tokens = Annotated[int, typer.Option(metavar="N", min=8, help="Maximum per passage.")]
+
+
+@command("book.txt --passages 1000", lab)
+def time_index(
+    text: Text,
+    bundle: AnyBundle = str(BUNDLE),
+    passages: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum to index.")] = 2000,
+    tokens: Tokens = 256,
+    ratio: Annotated[int, typer.Option(metavar="R", help="Ratio of the first token.")] = 16,
+    output: Output = "ctx-compress-bench",
+) -> None:
+    """Time indexing against the bare encoder, and the first token from soft contexts against full text's.
+
+    The first token is timed with four passages and a decoder of about 110 M parameters with random weights.
+    """
+    import tempfile
+    from dataclasses import asdict
+
+    from benchmarks.timing.speed import first_token, indexing_speed, random_bundle, speed_table
+
+    opened, chunks = _open(text, bundle, tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        speed = indexing_speed(opened, chunks[:passages], folder)
+    longest = sorted(chunks[:passages], key=len)[-4:]
+    first = first_token(random_bundle(opened.tokenizer), longest, [ratio])[ratio]
+    record = {"indexing": asdict(speed), "first_token": asdict(first), "ratio": ratio}
+    _report(output, "bench", speed_table(speed, first, ratio), record)
+
+
+@command("book.txt --callers 8", lab)
+def time_callers(
+    text: Text,
+    bundle: AnyBundle = str(BUNDLE),
+    tokens: Tokens = 256,
+    callers: Annotated[int, typer.Option(metavar="N", min=2, help="How many ask at the same time.")] = 4,
+    ratio: Annotated[int, typer.Option(metavar="R", help="Ratio of the passages.")] = 16,
+    output: Output = "ctx-compress-bench",
+) -> None:
+    """Time concurrent callers: each sends four passages as soft contexts and gets 64 tokens."""
+    import tempfile
+    from dataclasses import asdict
+
+    from benchmarks.timing.concurrency import concurrency, concurrency_table, endless
+    from ctx_compress_rag.decoding.decoder import TransformersDecoder
+    from ctx_compress_rag.marking.mark import mark
+    from ctx_compress_rag.store import SoftContextStore
+    from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, messages
+
+    opened, chunks = _open(text, bundle, tokens)
+    with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, opened) as store, endless(opened):
+        chats = []
+        for caller in range(callers):
+            own = [chunks[(4 * caller + place) % len(chunks)] for place in range(4)]
+            context = PASSAGE_SEPARATOR.join(mark(store, own, ratio=ratio))
+            chats.append(messages(TEMPLATES[0], context, "What is it about?"))
+        found = concurrency(TransformersDecoder(opened, store, batch_size=callers), chats)
+    _report(output, "concurrency", concurrency_table(found), {**asdict(found), "ratio": ratio})
+
+
+@command("book.txt --bundle smollm2-135m --prompt 8", lab)
+def time_first_token(
+    text: Text,
+    bundle: AnyBundle = str(BUNDLE),
+    tokens: Tokens = 256,
+    prompt: Annotated[int, typer.Option(metavar="N", min=1, help="Passages in the prompt.")] = 4,
+    server: Server = None,
+    server_key: ServerKey = None,
+    output: Output = "ctx-compress-bench",
+) -> None:
+    """Time the first token of BUNDLE's own decoder, from slots and from full text, at its ratios up to 16."""
+    from dataclasses import asdict
+    from functools import partial
+
+    from benchmarks.timing.speed import first_token, first_token_table
+    from ctx_compress_rag.decoding.decoder import TransformersDecoder
+    from ctx_compress_rag.decoding.vllm import ServerDecoder
+
+    opened, chunks = _open(text, bundle, tokens)
+    if prompt > len(chunks):
+        raise ConfigError(f"--prompt {prompt}: the text has {len(chunks)} passages: give a longer one")
+    decoder = partial(ServerDecoder, server=server, api_key=server_key) if server is not None else TransformersDecoder
+    ratios = [ratio for ratio in opened.config.ratios if ratio <= 16]
+    found = first_token(opened, sorted(chunks, key=len)[-prompt:], ratios, 5, decoder)
+    _report(output, "first_token", first_token_table(found), {str(r): asdict(first) for r, first in found.items()})
+
+
+@command("book.txt", lab)
+def time_training(
+    text: Text, bundle: AnyBundle = str(BUNDLE), tokens: Tokens = 256, output: Output = "ctx-compress-bench"
+) -> None:
+    """Time training steps: plain peft, against packed rows with merged weights and compiled layers."""
+    from dataclasses import asdict
+
+    from benchmarks.timing.training_speed import training_speed, training_table
+
+    opened, chunks = _open(text, bundle, tokens)
+    steps = training_speed(opened, chunks)
+    _report(output, "training", training_table(steps), asdict(steps))
+
+
+def _open(text: str, bundle: str, tokens: int) -> tuple[Bundle, list[str]]:
+    """A bundle, and a text's passages of at most `tokens` of its tokens."""
+    from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.indexing.chunking import chunk
+
+    given = read_text(text)
+    quiet_models()
+    opened = Bundle.from_pretrained(bundle)
+    return opened, list(dict.fromkeys(chunk(given, opened.tokenizer, tokens)))
+
+
+def _report(output: str, name: str, text: str, record: object) -> None:
+    """Print tables, and write them and their numbers to a folder, as `name`.md and `name`.json."""
+    from ctx_compress_rag.evaluation import report
+
+    report.write(output, name, text, record)
+    print(f"{text}\n\nalso in {output}")

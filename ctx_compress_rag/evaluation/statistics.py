@@ -1,0 +1,96 @@
+"""How certain scores are: standard errors, and 95 % percentile-bootstrap intervals.
+
+The bootstrap draws questions, so that all scores of a question stay together: questions that are hard for every system
+do not widen an interval. The draws are the same at every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ctx_compress_rag.errors import DataError
+
+_TAIL = 0.025
+_RESAMPLES = 2000
+_SEED = 0
+
+
+def standard_error(scores: Sequence[float]) -> float:
+    """Standard error of the mean of the scores, one per question.
+
+    Raises:
+        DataError: fewer than two scores, which have no spread.
+    """
+    if len(scores) < 2:
+        raise DataError(f"a standard error needs two scores or more, got {len(scores)}")
+    return float(np.std(scores, ddof=1) / np.sqrt(len(scores)))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A score with the bounds of its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def teacher_normalized(
+    compressed: Sequence[float], no_context: Sequence[float], full_text: Sequence[float]
+) -> Interval | None:
+    """The share of the gain from full text that compression keeps (Simple Context Compression, section 5.1).
+
+    (compressed - no context) / (full text - no context), each the mean of any score over the same
+    questions, answered by the same decoder.
+
+    Args:
+        compressed: score of each question with the compressed context.
+        no_context: score of the same questions, in the same order, without context.
+        full_text: score of the same questions, in the same order, with the full text.
+
+    Returns:
+        The share and its interval; None if the full text is not significantly better than no context (at the same
+        confidence level), because there is then no gain to take a share of.
+
+    Raises:
+        DataError: the three have no scores, or different numbers of them.
+    """
+    whole, means = _resampled(compressed, no_context, full_text)
+    gain, worth = means[:, 0] - means[:, 1], means[:, 2] - means[:, 1]
+    if whole[2] <= whole[1] or np.mean(worth <= 0) > _TAIL:
+        return None
+    share = (whole[0] - whole[1]) / (whole[2] - whole[1])
+    return _interval(share, gain[worth > 0] / worth[worth > 0])
+
+
+def paired_difference(first: Sequence[float], second: Sequence[float]) -> Interval:
+    """How much better the first system is than the second: the difference of their means, with its interval.
+
+    Args:
+        first: score of each question with the first system.
+        second: score of the same questions, in the same order, with the second.
+
+    Raises:
+        DataError: there are no scores, or different numbers of them.
+    """
+    whole, means = _resampled(first, second)
+    return _interval(whole[0] - whole[1], means[:, 0] - means[:, 1])
+
+
+def _resampled(*systems: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Each system's mean (systems,), and its means over resampled questions (resamples, systems)."""
+    lengths = [len(scores) for scores in systems]
+    if len(set(lengths)) != 1 or not lengths[0]:
+        raise DataError(f"the systems need scores of the same questions, got {lengths} scores")
+    scores, rng = np.array(systems, dtype=np.float64), np.random.default_rng(_SEED)
+    draws = (rng.integers(lengths[0], size=lengths[0]) for _ in range(_RESAMPLES))
+    return scores.mean(axis=1), np.stack([scores[:, draw].mean(axis=1) for draw in draws])
+
+
+def _interval(value: float, resampled: NDArray[np.float64]) -> Interval:
+    low, high = np.quantile(resampled, [_TAIL, 1 - _TAIL])
+    return Interval(float(value), float(low), float(high))

@@ -1,0 +1,65 @@
+"""Means over sets and cases, counted by hand; and the command that writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.scoring.tables import case_table, macro_table
+from benchmarks.world.world import world_examples
+from ctx_compress_rag.data.examples import write_jsonl
+from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, Answers, SystemAnswers
+from ctx_compress_rag.evaluation.harness import scores_of
+from ctx_compress_rag.evaluation.questions import Question
+
+
+def made(none: str, full: str, soft: str) -> tuple[list[Question], SystemAnswers]:
+    """Questions, and which of them each system answers, as strings of y and n."""
+    given = {(NONE, None): none, (FULL, None): full, (SOFT, 4): soft}
+    questions = [Question(("p",), f"q{i}", ("yes",)) for i in range(len(none))]
+    said = {k: Answers(["oh yes" if c == "y" else "no" for c in v], 9.0, None) for k, v in given.items()}
+    return questions, said
+
+
+def test_means_over_sets_count_each_once() -> None:
+    sets = {"one": scores_of(*made("nnnn", "yyyy", "yyyn")), "two": scores_of(*made("nn", "yy", "nn"))}
+    head, _, _, full, soft = macro_table(sets, ["two"]).splitlines()
+    assert head.split(" | ")[2:-1] == ["EM", "F1", "contains", "teacher-normalized F1", "F1 in domain", "F1 out of it"]
+    # Two words, one of them right, are F1 of 2/3: 3/4 of one set's questions, none of the other's. So are the shares
+    # of the gain that are kept; full text has no share.
+    assert soft == "| soft context | 4x | 0.000 | 0.250 | 0.375 | 0.375 | 0.000 | 0.500 | -0.750 |"
+    assert full.split(" | ")[5] == ""
+
+
+def test_cases_say_what_the_context_did(tiny_bundle: Any, tmp_path: Path) -> None:
+    text, _ = case_table(tiny_bundle, *made("yynn", "ynyn", "yyyn"), tmp_path)
+    head, *_, soft = text.splitlines()
+    assert head == (
+        "| context | ratio | right always (1) | right only without context (1) | right only from full text (1) "
+        "| right never (1) |"
+    )
+    assert soft == "| soft context | 4x | 1.000 | 1.000 | 1.000 | 0.000 |"
+
+
+def test_the_command_writes_every_table(
+    bundle_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        write_jsonl(tmp_path / f"{name}.jsonl", world_examples("test", 3, 3, max_turns=1, passages=(1,)))
+    files = [str(tmp_path / f"{name}.jsonl") for name in ("one", "two")]
+    command = ["eval", "--bundle", str(bundle_folder), "--ratios", "4", "--output", str(tmp_path / "out"), "--data"]
+    assert main([*command, *files, "--cost", "--perplexity", "--cases", "--in-domain", "one"]) == 0
+    shown = capsys.readouterr().out
+    for column in ("ms to first token", "reconstruction perplexity", "right always"):
+        assert shown.count(column) == 2
+    assert "F1 out of it" in shown
+    assert shown.startswith((tmp_path / "out" / "scores.md").read_text().strip())
+    assert {"costs", "reconstruction_perplexity", "cases"} <= set(
+        json.loads((tmp_path / "out" / "one" / "scores.json").read_text())
+    )
+    assert main([*command, *files, "--in-domain", "three"]) == 2
+    assert "three" in capsys.readouterr().err
