@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.scoring.tables import case_table, macro_table
+from benchmarks.scoring.tables import case_table
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, Answers, SystemAnswers
-from ctx_compress_rag.evaluation.harness import scores_of
 from ctx_compress_rag.evaluation.questions import Question
 
 
@@ -23,16 +22,6 @@ def made(none: str, full: str, soft: str) -> tuple[list[Question], SystemAnswers
     questions = [Question(("p",), f"q{i}", ("yes",)) for i in range(len(none))]
     said = {k: Answers(["oh yes" if c == "y" else "no" for c in v], 9.0, None) for k, v in given.items()}
     return questions, said
-
-
-def test_means_over_sets_count_each_once() -> None:
-    sets = {"one": scores_of(*made("nnnn", "yyyy", "yyyn")), "two": scores_of(*made("nn", "yy", "nn"))}
-    head, _, _, full, soft = macro_table(sets, ["two"]).splitlines()
-    assert head.split(" | ")[2:-1] == ["EM", "F1", "contains", "teacher-normalized F1", "F1 in domain", "F1 out of it"]
-    # Two words, one of them right, are F1 of 2/3: 3/4 of one set's questions, none of the other's. So are the shares
-    # of the gain that are kept; full text has no share.
-    assert soft == "| soft context | 4x | 0.000 | 0.250 | 0.375 | 0.375 | 0.000 | 0.500 | -0.750 |"
-    assert full.split(" | ")[5] == ""
 
 
 def test_cases_say_what_the_context_did(tiny_bundle: Any, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_standard_error_of_one_score_is_refused() -> None:
         standard_error([0.5])
 
 
-def test_normalised_score_is_the_papers_formula() -> None:
+def test_normalized_score_is_the_papers_formula() -> None:
     compressed, nothing, full = [0.8, 0.6, 1.0, 0.4] * 10, [0.2, 0.0, 0.1, 0.1] * 10, [1.0, 0.8, 1.0, 0.6] * 10
     share = teacher_normalized(compressed, nothing, full)
     assert share is not None
