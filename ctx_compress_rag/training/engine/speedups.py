@@ -1,9 +1,4 @@
-"""Faster training of adapters on a frozen decoder: compiled layers, merged LoRA, weights in bfloat16.
-
-The only private names of torch that training uses are here: the compiler's settings, and which instructions a CPU has.
-For both, torch has public names only in its newest releases (`torch.compile(recompile_limit=...)`,
-`torch.cpu.get_capabilities`).
-"""
+"""Faster training of adapters on a frozen decoder: compiled layers, merged LoRA, weights in bfloat16."""
 
 from __future__ import annotations
 
@@ -15,6 +10,7 @@ import torch
 from ctx_compress_rag.models.backbone import decoder_layers
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.engine.merged_lora import merge_lora
+from ctx_compress_rag.training.engine.torch_internals import compile_for_all, cpu_has_bfloat16
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +36,7 @@ def compile_layers(model: Any, dynamic: bool = False) -> None:
     On a CPU attention is eager, so that it is fused with the operations around it: for rows of a few hundred tokens
     the backward pass of transformers' fused attention is slower there.
     """
-    # A machine without a compiler still trains, but more slowly.
-    torch._dynamo.config.suppress_errors = True
-    # The same code is compiled for each adapter, with and without gradients, and for each kind of mask.
-    torch._dynamo.config.recompile_limit = 64
+    compile_for_all()
     merge_lora(model)
     if model.device.type == "cpu":
         model.set_attn_implementation("eager")
@@ -65,7 +58,7 @@ def bfloat16_pays() -> bool:
     """
     if torch.cuda.is_available():
         return True
-    pays = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    pays = cpu_has_bfloat16()
     if not pays:
         logger.warning("bf16: this CPU has no bfloat16 instructions; training in float32, which is faster on it")
     return pays

@@ -1,0 +1,21 @@
+"""The private names of torch that this library needs; `torch<3` bounds them.
+
+For both, torch has public names only in its newest releases: `torch.compile(recompile_limit=...)` and
+`torch.cpu.get_capabilities`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def compile_for_all() -> None:
+    """Let one layer's code be compiled often, and train without a compiler, more slowly, where there is none."""
+    torch._dynamo.config.suppress_errors = True
+    # The same code is compiled for each adapter, with and without gradients, and for each kind of mask.
+    torch._dynamo.config.recompile_limit = 64
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether the CPU has instructions for products in bfloat16."""
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
