@@ -13,6 +13,7 @@ from ctx_compress_rag.cli.shared import (
     Output,
     OwnBundle,
     Ratios,
+    Retrieved,
     Store,
     note_what_it_reads,
     quiet_models,
@@ -29,7 +30,7 @@ def agree(
     store: Store = STORE,
     bundle: OwnBundle = None,
     ratios: Ratios = None,
-    k: Annotated[int, typer.Option("--k", metavar="N", help="Passages to retrieve.")] = 4,
+    k: Retrieved = 4,
     worst: Annotated[int, typer.Option(metavar="N", min=0, help="Differing answers to show.")] = 5,
     output: Output = "ctx-compress-agree",
 ) -> None:

@@ -15,10 +15,12 @@ from ctx_compress_rag.cli.shared import (
     Dtype,
     Extractive,
     OwnBundle,
+    Retrieved,
     Server,
     ServerKey,
     Store,
     Template,
+    check_apart,
     check_template,
     note_what_it_reads,
     printable,
@@ -36,6 +38,7 @@ def ask(
         int | None,
         typer.Option(
             metavar="R",
+            min=1,
             help="Source tokens per slot, a multiple of the store's; for a ram bundle, how many times shorter the "
             "passages become.  [default: the smallest]",
         ),
@@ -44,10 +47,11 @@ def ask(
         int | None,
         typer.Option(
             metavar="N",
+            min=1,
             help="In place of a ratio: maximum tokens of all passages; the nearest get the finest ratios.",
         ),
     ] = None,
-    k: Annotated[int, typer.Option("--k", metavar="N", help="Passages to retrieve.")] = 4,
+    k: Retrieved = 4,
     text: Annotated[bool, typer.Option("--text", help="Give the decoder the passages' text, for comparison.")] = False,
     template: Template = None,
     max_tokens: AnswerTokens = None,
@@ -66,6 +70,8 @@ def ask(
 
     if not question.strip():
         raise ConfigError("the question is empty: ask something")
+    check_apart(ratio=ratio, token_budget=token_budget, text=text)
+    check_apart(extractive=extractive, server=server)
     check_template(template)
     quiet_models()
     with open_index(store, bundle, device=device, dtype=dtype) as opened:

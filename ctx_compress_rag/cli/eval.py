@@ -32,11 +32,14 @@ def eval_(
         typer.Option(metavar="FILE...", help="JSONL files, scored separately.", show_default=False),
     ],
     bundle: AnyBundle = DEFAULT_BUNDLE,
-    questions: Annotated[int, typer.Option(metavar="N", help="Maximum per set.")] = 200,
+    questions: Annotated[
+        int, typer.Option(metavar="N", min=2, help="Maximum per set; one has no standard error.")
+    ] = 200,
     passages: Annotated[
         int | None,
         typer.Option(
             metavar="N",
+            min=1,
             help="Passages per prompt; missing ones are drawn from the file's other questions.  [default: the "
             "question's own]",
         ),
@@ -68,19 +71,18 @@ def eval_(
     from ctx_compress_rag.evaluation.answering import RATIOS
     from ctx_compress_rag.evaluation.plots import check_plots
     from ctx_compress_rag.evaluation.sets import evaluate_sets, question_sets
+    from ctx_compress_rag.store.codec import check_codec
     from ctx_compress_rag.text.passage_vectors import load_minilm
     from ctx_compress_rag.text.sentences import sentences
 
     check_plots()
     if not no_extraction:
         sentences("")  # report a missing package before the work starts
-    if questions < 2:
-        raise ConfigError(f"{questions} questions have no standard error: give 2 or more")
-    if passages is not None and passages < 1:
-        raise ConfigError(f"{passages} passages in a prompt: give 1 or more")
     if card and bundle in SHIPPED:
         raise ConfigError(f"--card cannot write into the shipped bundle {bundle!r}: give the folder of a copy")
     check_template(template)
+    if codec is not None:
+        check_codec(codec)
     quiet_models()
     sets = question_sets(data, questions, passages or 1)
     opened = Bundle.from_pretrained(bundle, device=device, dtype=dtype)

@@ -11,15 +11,15 @@ from ctx_compress_rag.cli.shared import (
     STORE,
     Device,
     Dtype,
-    Embedder,
     OwnBundle,
     Store,
+    check_apart,
     note_what_it_reads,
     printable,
     quiet_models,
 )
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.indexing import DEFAULT_BUNDLE
+from ctx_compress_rag.indexing import DEFAULT_BUNDLE, MIN_CHUNK_TOKENS
 
 
 @command("./my_docs")
@@ -45,14 +45,21 @@ def index(
     chunk_tokens: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Maximum decoder tokens per passage.  [default: 256, or the bundle's window if less]"
+            metavar="N",
+            min=MIN_CHUNK_TOKENS,
+            help="Maximum decoder tokens per passage.  [default: 256, or the bundle's window if less]",
         ),
     ] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove the passages of files deleted from PATH.")] = False,
     codec: Annotated[
         str | None, typer.Option(metavar="CODEC", help="How a new store keeps slots: int8, fp16 or int4.")
     ] = None,
-    embedder: Embedder = None,
+    embedder: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="A sentence-transformers model for retrieval.  [default: the index's own, else MiniLM]"
+        ),
+    ] = None,
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
@@ -65,15 +72,16 @@ def index(
     from ctx_compress_rag.indexing.build import compress_collection, update_index
     from ctx_compress_rag.indexing.index import open_index
     from ctx_compress_rag.indexing.inputs import open_input
+    from ctx_compress_rag.store.codec import check_codec
 
     if (path is None) == (collection is None):
         raise ConfigError("give either a folder or file to index, or --collection NAME")
+    if codec is not None:
+        check_codec(codec)
     if collection is not None:
-        not_for_it = {"--embedder": embedder, "--prune": prune or None, "--chunk-tokens": chunk_tokens}
-        if refused := [name for name, value in not_for_it.items() if value is not None]:
-            raise ConfigError(
-                f"--collection takes no {', '.join(refused)}: your app's collection keeps its own passages and vectors"
-            )
+        # Your app's collection keeps its own passages and vectors.
+        for name, value in {"embedder": embedder, "prune": prune, "chunk_tokens": chunk_tokens}.items():
+            check_apart(collection=collection, **{name: value})
         quiet_models()
         bundle = bundle or DEFAULT_BUNDLE
         done = compress_collection(store, collection, bundle, codec, device=device, dtype=dtype)

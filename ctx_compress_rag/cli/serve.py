@@ -9,16 +9,17 @@ import typer
 from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import (
     STORE,
-    BatchSize,
     Device,
     Dtype,
     OwnBundle,
     Server,
     ServerKey,
     Store,
+    check_apart,
     note_what_it_reads,
     quiet_models,
 )
+from ctx_compress_rag.errors import ConfigError
 
 
 @command("--store ./chroma --port 8000")
@@ -28,7 +29,7 @@ def serve(
     server: Server = None,
     server_key: ServerKey = None,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="N", help="0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_keys: Annotated[
         str | None,
         typer.Option(
@@ -43,7 +44,16 @@ def serve(
             help="Serve the soft contexts of your app's collection in place of an index (needs --bundle).",
         ),
     ] = None,
-    batch_size: BatchSize = 8,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME...",
+            help="Without API keys, names besides localhost that requests may be sent to, such as a proxy's.",
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Maximum prompts per forward pass.  [default: 8]")
+    ] = None,
     device: Device = None,
     dtype: Dtype = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer if a request gives no limit.")] = 512,
@@ -52,11 +62,13 @@ def serve(
         typer.Option(metavar="N", help="Longest answer in tokens, whatever a request says.  [default: no limit]"),
     ] = None,
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Longest prompt.  [default: the decoder's window]")
+        int | None, typer.Option(metavar="N", min=1, help="Longest prompt.  [default: the decoder's window]")
     ] = None,
     max_body: Annotated[int, typer.Option(metavar="BYTES", help="Longest request.")] = 4 << 20,
     max_requests: Annotated[int, typer.Option(metavar="N", help="Maximum requests at a time.")] = 256,
-    grace: Annotated[int, typer.Option(metavar="S", help="Seconds for running answers to finish after SIGTERM.")] = 30,
+    grace: Annotated[
+        int, typer.Option(metavar="S", min=0, help="Seconds for running answers to finish after SIGTERM.")
+    ] = 30,
 ) -> None:
     """Serve an index to OpenAI clients.
 
@@ -70,24 +82,26 @@ def serve(
     from ctx_compress_rag.server.api_keys import find_keys
     from ctx_compress_rag.server.app import create_app
     from ctx_compress_rag.server.guard import Limits
-    from ctx_compress_rag.server.open import open_store
 
+    check_apart(server=server, batch_size=batch_size)
     keys = find_keys(api_keys)
-    run.check_exposure(host, keys is not None)
+    if keys is not None and allowed_host:
+        raise ConfigError(f"--allowed-host {allowed_host[0]}: with API keys, every name is served: leave it out")
     limits = Limits(max_body, max_requests, max_tokens, longest_answer)
     quiet_models()
-    with open_store(store, bundle, collection, device=device, dtype=dtype) as (served, opened):
+    with (
+        run.listen(host, port, keys is not None) as listener,
+        run.open_store(store, bundle, collection, device=device, dtype=dtype) as (served, opened),
+    ):
         note_what_it_reads(served)
+        name = served.config.name
         decoder: TransformersDecoder
         if server is not None:
             decoder = ServerDecoder(served, opened, server=server, api_key=server_key)
             decoder.max_prompt_tokens = max_prompt_tokens
         else:
-            decoder = TransformersDecoder(served, opened, batch_size=batch_size, max_prompt_tokens=max_prompt_tokens)
-        run.serve(
-            create_app(decoder, keys, limits),
-            host,
-            port,
-            grace=grace,
-            started=lambda url: print(f"serving {served.config.name!r} at {url}", flush=True),
-        )
+            decoder = TransformersDecoder(
+                served, opened, batch_size=batch_size or 8, max_prompt_tokens=max_prompt_tokens
+            )
+        app = create_app(decoder, keys, limits, allowed_host or ())
+        run.serve(app, listener, grace=grace, started=lambda url: print(f"serving {name!r} at {url}", flush=True))

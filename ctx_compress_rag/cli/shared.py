@@ -29,12 +29,6 @@ OwnBundle = Annotated[
         help="A bundle's folder, hub id or shipped name.  [default: the index's own, else smollm2-135m]",
     ),
 ]
-Embedder = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME", help="A sentence-transformers model for retrieval.  [default: the store's own, else MiniLM]"
-    ),
-]
 Template = Annotated[
     str | None,
     typer.Option(
@@ -68,10 +62,11 @@ Server = Annotated[
 ServerKey = Annotated[
     str | None, typer.Option(metavar="KEY", envvar="CTX_COMPRESS_SERVER_KEY", help="The server's API key.")
 ]
+Retrieved = Annotated[int, typer.Option("--k", metavar="N", min=1, help="Passages to retrieve.")]
 Output = Annotated[str, typer.Option(metavar="DIR", help="Folder for tables and plots.")]
 Ratios = Annotated[
     list[int] | None,
-    typer.Option(metavar="R...", help="Source tokens per slot; for a ram bundle, how many times shorter."),
+    typer.Option(metavar="R...", min=1, help="Source tokens per slot; for a ram bundle, how many times shorter."),
 ]
 
 
@@ -98,6 +93,20 @@ def read_text(file: str, what: str = "text") -> str:
 def printable(text: str) -> str:
     """Text from others, safe to print: what a terminal would obey or cannot show becomes U+FFFD."""
     return _OBEYED.sub("\ufffd", text.replace("\r\n", "\n"))
+
+
+def check_apart(**options: object) -> None:
+    """Refuse options that cannot be given together, before any work.
+
+    Args:
+        options: the value of each, None or False if it was not given; `max_tokens` is said as `--max-tokens`.
+
+    Raises:
+        ConfigError: more than one is given.
+    """
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in (None, False)]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other: give one of them")
 
 
 def check_template(template: str | None) -> None:

@@ -2,3 +2,5 @@
 
 DEFAULT_BUNDLE = "smollm2-135m"
 """The shipped bundle that reads English."""
+DEFAULT_CHUNK_TOKENS = 256
+MIN_CHUNK_TOKENS = 16

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError, DataError, StoreError
+from ctx_compress_rag.indexing import DEFAULT_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 from ctx_compress_rag.indexing.chunking import chunk
 from ctx_compress_rag.indexing.index import PassageIndex, check_there, make_passage
 from ctx_compress_rag.indexing.inputs import Input, as_text
@@ -20,9 +21,6 @@ from ctx_compress_rag.store import AddReport, Passage, SoftContextStore
 from ctx_compress_rag.store.passage import passages_in
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_CHUNK_TOKENS = 256
-_MIN_CHUNK_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -105,9 +103,9 @@ def update_index(
     """
     if chunk_tokens is None:
         chunk_tokens = min(DEFAULT_CHUNK_TOKENS, index.bundle.config.max_tokens)
-    if chunk_tokens < _MIN_CHUNK_TOKENS:
-        raise ConfigError(f"passages of {chunk_tokens} tokens are too short: give {_MIN_CHUNK_TOKENS} or more")
-    repaired = index.store.discard_damaged(other_keys=False)
+    if chunk_tokens < MIN_CHUNK_TOKENS:
+        raise ConfigError(f"passages of {chunk_tokens} tokens are too short: give {MIN_CHUNK_TOKENS} or more")
+    repaired = index.store.discard_damaged(unsealed=False)
     if repaired:
         logger.warning("compressing %d damaged records again, %s first", len(repaired), repaired[0])
     cut = _Cut(given, index, chunk_tokens)

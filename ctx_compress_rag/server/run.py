@@ -1,13 +1,19 @@
-"""Run the app on uvicorn until a signal stops it."""
+"""Open what is served, take an address, and run the app on uvicorn until a signal stops it."""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.extras import needs
+from ctx_compress_rag.indexing.index import open_index
+from ctx_compress_rag.store import SoftContextStore
 
 with needs("serve"):
     import uvicorn
@@ -17,39 +23,81 @@ with needs("serve"):
 _KEEP_ALIVE = 75
 """Seconds that an idle connection stays open. A client that reuses a connection may send a request just as it closes,
 and loses the request: the shorter this time, the more often."""
+_BACKLOG = 2048
 
 
-def serve(app: Any, host: str, port: int, *, grace: int = 30, started: Callable[[str], object] = print) -> None:
+@contextmanager
+def open_store(
+    folder: str | Path,
+    bundle: str | None,
+    collection: str | None = None,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> Iterator[tuple[Bundle, SoftContextStore]]:
+    """The bundle and the store to serve.
+
+    Args:
+        folder: a Chroma folder.
+        bundle: a bundle's folder, shipped name or hub id; None takes the index's own.
+        collection: the app's own collection, whose soft contexts are served; None for an index.
+        device: see `Bundle.from_pretrained`.
+        dtype: see `Bundle.from_pretrained`.
+
+    Raises:
+        ConfigError: a collection is given without a bundle.
+        StoreError: there is no store, or it cannot be opened.
+        BundleError, FingerprintMismatchError: see `Bundle.from_pretrained` and `SoftContextStore`.
+    """
+    if collection is None:
+        with open_index(folder, bundle, device=device, dtype=dtype) as index:
+            yield index.bundle, index.store
+        return
+    if bundle is None:
+        raise ConfigError(f"--collection {collection} needs the bundle of its soft contexts: give --bundle")
+    loaded = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
+    with SoftContextStore(folder, loaded, collection=collection) as store:
+        yield loaded, store
+
+
+def listen(host: str, port: int, guarded: bool) -> socket.socket:
+    """A socket that listens on an address; clients that connect before `serve` runs wait for it.
+
+    Args:
+        host: the address.
+        port: the port; 0 takes a free one.
+        guarded: whether clients need an API key.
+
+    Raises:
+        ConfigError: the address cannot be used, or is not this machine's own and there are no API keys.
+    """
+    if not guarded and not is_local(host):
+        raise ConfigError(f"--host {host} serves other machines, but there are no API keys: give --api-keys FILE")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen on {host}:{port} ({error}): choose another --port or --host") from error
+
+
+def serve(app: Any, listener: socket.socket, *, grace: int = 30, started: Callable[[str], object] = print) -> None:
     """Serve until SIGINT or SIGTERM; then accept no new requests, and give running ones `grace` seconds.
 
     Args:
         app: the ASGI app.
-        host: the address to listen on.
-        port: the port; 0 takes a free one.
+        listener: from `listen`.
         grace: seconds after which running answers are cut.
         started: called with the server's address.
-
-    Raises:
-        ConfigError: the address cannot be used.
     """
-    config = configuration(app, host, port, grace)
-    try:
-        socket = config.bind_socket()
-    except (OSError, OverflowError, SystemExit) as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: choose another --port or --host") from error
-    with socket:
-        socket.listen(config.backlog)  # clients that read the address may connect at once; uvicorn answers later
-        shown = f"[{host}]" if ":" in host else host
-        started(f"http://{shown}:{socket.getsockname()[1]}/v1")
-        uvicorn.Server(config).run(sockets=[socket])
+    host, port, *_ = listener.getsockname()
+    started(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+    uvicorn.Server(configuration(app, grace)).run(sockets=[listener])
 
 
-def configuration(app: Any, host: str, port: int, grace: int = 30) -> uvicorn.Config:
+def configuration(app: Any, grace: int = 30) -> uvicorn.Config:
     """How the app is run; see `serve`."""
     return uvicorn.Config(
         app,
-        host=host,
-        port=port,
         http=LimitedProtocol,
         ws="none",
         log_level="warning",
@@ -60,15 +108,9 @@ def configuration(app: Any, host: str, port: int, grace: int = 30) -> uvicorn.Co
     )
 
 
-def check_exposure(host: str, guarded: bool) -> None:
-    """Refuse to serve a network without API keys.
-
-    Raises:
-        ConfigError: the address is not this machine's own, and there are no API keys.
-    """
+def is_local(host: str) -> bool:
+    """Whether a host name or address is this machine's own, which others cannot reach."""
     try:
-        local = ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        local = host == "localhost"
-    if not local and not guarded:
-        raise ConfigError(f"--host {host} serves other machines, but there are no API keys: give --api-keys FILE")
+        return False

@@ -55,11 +55,3 @@ def test_names_that_are_not_utf_8_are_told(run: Any, command: list[object], docs
     for there in ([*command[:at], tmp_path / name], ["index", docs, "--store", tmp_path / f"new {name}"]):
         assert "caf\\udce9', whose name is not UTF-8: rename it" in run.fails(*there)
     assert not (tmp_path / f"new {name}").exists()
-
-
-@pytest.mark.parametrize("option", [("--embedder", "minilm"), ("--prune",), ("--chunk-tokens", "64")])
-def test_what_is_of_no_use_to_a_collection_is_refused(
-    run: Any, command: list[object], option: tuple[str, ...], tmp_path: Path
-) -> None:
-    assert f"--collection takes no {option[0]}: " in run.fails(*command, *option)
-    assert [each.name for each in chromadb.PersistentClient(str(tmp_path / "chroma")).list_collections()] == ["docs"]

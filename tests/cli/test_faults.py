@@ -151,9 +151,28 @@ def test_agree_finds_out_before_the_answers_that_its_output_is_no_folder(run: An
     )
 
 
-def test_numbers_that_make_no_sense_are_refused(run: Any) -> None:
-    assert run("agree", "q.txt", "--worst", -1) == 2
-    assert "'--worst': Input should be greater than or equal to 0" in run.err
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["ask", "x", "--ratio", 8, "--token-budget", 12], "--ratio and --token-budget"),
+        (["ask", "x", "--ratio", 8, "--text"], "--ratio and --text"),
+        (["ask", "x", "--extractive", "--server", "http://localhost:1"], "--extractive and --server"),
+        (["ask", "x", "--template", "{question}"], "--template"),
+        (["index", "--collection", "docs", "--embedder", "minilm"], "--collection and --embedder"),
+        (["index", "--collection", "docs", "--prune"], "--collection and --prune"),
+        (["index", "--collection", "docs", "--chunk-tokens", 64], "--collection and --chunk-tokens"),
+        (["index", "docs", "--collection", "docs"], "--collection NAME"),
+        (["index"], "--collection NAME"),
+        (["index", "docs", "--codec", "int3"], "int3"),
+        (["eval", "--data", "nowhere.jsonl", "--codec", "int3"], "int3"),
+    ],
+)
+def test_options_that_cannot_be_given_together_are_refused_before_a_store_is_opened(
+    run: Any, args: list[object], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where there is no store, nor what else they name
+    assert named in run.fails(*args)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("no_answers")
@@ -164,10 +183,7 @@ def test_eval_refuses_before_it_answers(run: Any, bundle_folder: Path, tmp_path:
     write_jsonl(two, world_examples("test", 0, 2, max_turns=1, passages=(1,)))
     evaluate = ["eval", "--bundle", bundle_folder, "--no-extraction", "--output", tmp_path / "out", "--data", two]
     for given, message in (
-        (["--questions", 0], "0 questions have no standard error: give 2 or more"),
-        (["--questions", 1], "1 questions have no standard error"),
         (["--card", "--bundle", "demo"], "--card cannot write into the shipped bundle 'demo': give"),
-        (["--passages", 0], "0 passages in a prompt: give 1 or more"),
         (["--data", one], "one: 1 questions have an answer"),
         (["--ratios", 4, 5], "ratio 5 cannot be made from slots stored at 4"),
         (["--data", tmp_path / "missing.jsonl"], "missing.jsonl"),

@@ -16,7 +16,7 @@ import openai
 import uvicorn
 
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
-from ctx_compress_rag.server.run import configuration
+from ctx_compress_rag.server.run import configuration, listen
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.key import KEY_VARIABLE
 from ctx_compress_rag.store.marker import scope as in_scope
@@ -31,20 +31,20 @@ ANNA, BERT = "anna-" + "x" * 20, "bert-" + "y" * 20
 @contextmanager
 def listening(app: Any) -> Iterator[str]:
     """The address of a server that ends with the context."""
-    server = uvicorn.Server(configuration(app, "127.0.0.1", 0))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        until = time.monotonic() + WAIT
-        while not server.started:
-            assert thread.is_alive() and time.monotonic() < until, "the server did not start"
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join(WAIT)
-        assert not thread.is_alive()
+    server = uvicorn.Server(configuration(app))
+    with listen("127.0.0.1", 0, guarded=True) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            until = time.monotonic() + WAIT
+            while not server.started:  # or it would not see that it should end
+                assert thread.is_alive() and time.monotonic() < until, "the server did not start"
+                time.sleep(0.01)
+            server.should_exit = True
+            thread.join(WAIT)
+            assert not thread.is_alive()
 
 
 @contextmanager

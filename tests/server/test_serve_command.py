@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.server.run import serve
+from ctx_compress_rag.server.run import listen, serve
 from helpers.load import load
 from helpers.serving import ANNA, WAIT, serving
 
@@ -32,8 +32,8 @@ def test_the_address_is_said_when_it_can_be_asked() -> None:
         with socket.create_connection(("127.0.0.1", int(url.split(":")[2].removesuffix("/v1"))), WAIT):
             raise KeyboardInterrupt  # or it would serve on
 
-    with pytest.raises(KeyboardInterrupt):
-        serve(None, "127.0.0.1", 0, started=asked)
+    with pytest.raises(KeyboardInterrupt), listen("127.0.0.1", 0, guarded=False) as listener:
+        serve(None, listener, started=asked)
 
 
 def check_it_serves(url: str) -> None:
@@ -55,14 +55,23 @@ def check_it_serves(url: str) -> None:
         (["--api-keys", "nowhere"], "cannot read the API keys 'nowhere'"),
         (["--max-body", "0"], "body_bytes=0"),
         (["--collection", "docs"], "give --bundle"),
-        (["--port", "99999"], "127.0.0.1:99999: choose another --port"),
+        (["--port", "99999"], "--port"),
+        (["--server", "http://localhost:1", "--batch-size", "4"], "--server and --batch-size"),
+        (["--host", "192.0.2.1", "--api-keys", "keys"], "192.0.2.1:8000"),
+        (["--allowed-host", "box.lan", "--api-keys", "keys"], "--allowed-host box.lan"),
     ],
 )
-def test_what_cannot_be_served_is_said(
-    index: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_served_is_said_before_a_store_is_opened(
+    tmp_path: Path,
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CTX_COMPRESS_API_KEYS", raising=False)
-    assert main(["serve", "--store", str(index), *options]) == 2
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keys").write_text(f"{ANNA} anna\n")
+    assert main(["serve", "--store", "nowhere", *options]) == 2
     assert message in capsys.readouterr().err
 
 
