@@ -105,7 +105,7 @@ def update_index(
         chunk_tokens = min(DEFAULT_CHUNK_TOKENS, index.bundle.config.max_tokens)
     if chunk_tokens < MIN_CHUNK_TOKENS:
         raise ConfigError(f"passages of {chunk_tokens} tokens are too short: give {MIN_CHUNK_TOKENS} or more")
-    repaired = index.store.discard_damaged(unsealed=False)
+    repaired = index.store.discard_damaged(other_keys=False)
     if repaired:
         logger.warning("compressing %d damaged records again, %s first", len(repaired), repaired[0])
     cut = _Cut(given, index, chunk_tokens)

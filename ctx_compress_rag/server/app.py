@@ -187,7 +187,7 @@ class _Service:
                         if isinstance(piece, str):
                             yield replies.chunk(kind, head, piece)
                     assert isinstance(done, Generation)
-                    yield replies.chunk(kind, head, "", done.finish_reason)
+                    yield replies.chunk(kind, head, "", ended=done)
                     if count:
                         yield replies.last_chunk(kind, head, done)
                     yield replies.DONE

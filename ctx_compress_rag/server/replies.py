@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from ctx_compress_rag.decoding.decoder import Generation
+from ctx_compress_rag.decoding.logprobs import as_openai
 
 Kind = Literal["chat", "text"]
 
@@ -30,18 +31,25 @@ def usage(answers: Sequence[Generation]) -> dict[str, int]:
 def whole(kind: Kind, head: dict[str, Any], answers: Sequence[Generation]) -> dict[str, Any]:
     """A reply with all of the answers; `head` has id, model and time."""
     choices = [
-        {"index": index, **_text(kind, answer.text, "message"), "finish_reason": answer.finish_reason, "logprobs": None}
+        {
+            "index": index,
+            **_text(kind, answer.text, "message"),
+            "finish_reason": answer.finish_reason,
+            "logprobs": None if answer.logprobs is None else as_openai(answer.logprobs),
+        }
         for index, answer in enumerate(answers)
     ]
     return {**head, "object": _WHOLE[kind], "choices": choices, "usage": usage(answers)}
 
 
-def chunk(kind: Kind, head: dict[str, Any], text: str, finish_reason: str | None = None, first: bool = False) -> str:
-    """A server-sent event with a piece of the answer, or with the reason why it ended."""
-    shown = {"delta": {}} if kind == "chat" and finish_reason else _text(kind, text, "delta")
+def chunk(kind: Kind, head: dict[str, Any], text: str, first: bool = False, ended: Generation | None = None) -> str:
+    """A server-sent event with a piece of the answer; or, once it ended, with the reason and all log-probabilities."""
+    shown = {"delta": {}} if kind == "chat" and ended else _text(kind, text, "delta")
     if kind == "chat" and not first:
         shown["delta"].pop("role", None)
-    choice = {"index": 0, **shown, "finish_reason": finish_reason, "logprobs": None}
+    reason = None if ended is None else ended.finish_reason
+    logprobs = None if ended is None or ended.logprobs is None else as_openai(ended.logprobs)
+    choice = {"index": 0, **shown, "finish_reason": reason, "logprobs": logprobs}
     return event({**head, "object": _CHUNK[kind], "choices": [choice]})
 
 

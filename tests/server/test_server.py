@@ -124,6 +124,18 @@ def test_an_answer_goes_back_as_the_client_has_it(
             assert reply.json()["choices"][0]["message"]["content"] == expected
 
 
+def test_logprobs_are_those_of_the_decoder(url: str, store: SoftContextStore, decoder: TransformersDecoder) -> None:
+    expected = directly(decoder, chat(store), logprobs=True, top_logprobs=2).logprobs
+    asked: dict[str, Any] = {"model": "tiny", "messages": chat(store), "logprobs": True, "top_logprobs": 2}
+    whole = client(url).chat.completions.create(**asked).choices[0].logprobs
+    *_, last = client(url).chat.completions.create(**asked, stream=True)
+    for found in (whole, last.choices[0].logprobs):
+        assert found is not None and found.content is not None
+        assert [each.token for each in found.content] == [each.token for each in expected]
+        assert [each.logprob for each in found.content] == pytest.approx([e.logprob for e in expected], abs=1e-4)
+        assert {len(each.top_logprobs) for each in found.content} == {2}
+
+
 def test_completions_take_raw_prompts_one_or_several(
     url: str, store: SoftContextStore, decoder: TransformersDecoder
 ) -> None:
