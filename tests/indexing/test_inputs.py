@@ -33,7 +33,7 @@ def write(file: Path, rows: list[dict[str, Any]]) -> Path:
 def test_rows_are_what_files_are_in_a_folder(index: PassageIndex, tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", ROWS)
     first = update_index(index, open_input(file), progress=False)
-    assert (first.files, first.unchanged) == AddReport(len(ROWS), 0, 0) and first.added >= len(ROWS)
+    assert (first.files, first.unchanged) == (len(ROWS), 0) and first.added >= len(ROWS)
     joined = {row["id"]: "".join(row["text"].split()) for row in ROWS}
     held: dict[str, str] = {}
     for text, metadata, *_ in contents(tmp_path / "chroma").values():
