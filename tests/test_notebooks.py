@@ -172,7 +172,7 @@ def test_chroma(execute: Any) -> None:
     every, nothing = ("6", "0", "0"), ("0", "0", "6")
     assert reports == [every, nothing, ("0", "1", "0"), ("0", "1", "0"), every, nothing]
     assert "the same slots as in the folder: True" in printed
-    assert re.search(r"were made by bundle 'smollm2-135m'.* and 'demo'.* cannot read them", printed)
+    assert re.search(r"were made by bundle 'smollm2-135m'.* and 'other'.* cannot read them", printed)
     said = r"^{}: (.*?)\n +(\d+ tokens, \d+ of them slots)$"
     folder, server = (re.findall(said.format(each), printed, re.DOTALL | re.MULTILINE) for each in ("folder", "server"))
     assert folder == server and len(folder) == 1

@@ -91,7 +91,7 @@ class Bundle(Decoder):
         attn_implementation: str | None = None,
         quantization_config: Any = None,
     ) -> Bundle:
-        """Load a bundle from a folder, by shipped name (`smollm2-135m` or `demo`), or from the hub.
+        """Load a bundle from a folder, by shipped name (`smollm2-135m`), or from the hub.
 
         Args:
             name_or_path: a folder, a shipped name, or a hub id such as `someone/bundle`.

@@ -20,8 +20,6 @@ from ctx_compress_rag.models.loading import INT8_FILE
 from ctx_compress_rag.strict import explain
 
 SHIPPED = {folder.name: folder for folder in Path(__file__).parent.glob("shipped/*/")}
-# Until its users name it by its path.
-SHIPPED["demo"] = Path(__file__).parents[2] / "benchmarks/world/bundle"
 
 CONFIG_FILE = "config.json"
 REPORT_FILE = "training_report.json"

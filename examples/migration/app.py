@@ -18,6 +18,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
 
+from benchmarks.world import BUNDLE
 from benchmarks.world.world import World
 from ctx_compress_rag import Bundle, SoftContextStore
 from ctx_compress_rag.evaluation.statistics import standard_error
@@ -91,7 +92,7 @@ def make_app(worlds: int = WORLDS) -> App:
     client = chromadb.EphemeralClient()
     vectors = Chroma("migration", MiniLM(), client=client)
     vectors.add_documents(documents)
-    bundle = Bundle.from_pretrained("demo")
+    bundle = Bundle.from_pretrained(BUNDLE)
     store = SoftContextStore(client, bundle, collection="migration", key=b"an example's key")
     store.add(documents, progress=False)
     questions = {turn.question: turn.answers for turn in turns}

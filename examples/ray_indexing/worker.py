@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class CompressPassages:
     """Compresses batches of passages, in Ray Data's `map_batches` or when called.
 
-    `dataset.map_batches(CompressPassages, fn_constructor_kwargs={"bundle": "demo"}, batch_size=64, concurrency=2)`
+    `dataset.map_batches(CompressPassages, fn_constructor_kwargs={"bundle": folder}, batch_size=64, concurrency=2)`
     loads the bundle once in each worker, on its device, and adds columns to the dataset. The workers need no key and
     write nothing: one process seals and stores their results (`store_dataset`).
 

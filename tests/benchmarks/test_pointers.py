@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.world import BUNDLE as DEMO
 from benchmarks.world.pointers import Pointers, PointingHeads, pointers_of
 from benchmarks.world.teacher import PointingCollator, PointingLoss
 from benchmarks.world.world import world_examples
@@ -76,7 +77,7 @@ def test_tokens_point_to_the_name_and_the_fact_of_the_question(
     tokens inside a prompt.
     """
     if spaced:
-        tiny_tokenizer = Bundle.from_pretrained("demo").backbone.tokenizer
+        tiny_tokenizer = Bundle.from_pretrained(DEMO).backbone.tokenizer
     builder = PromptBuilder(tiny_tokenizer)
     named = 0
     for example in world_examples("train", 77, 24, 12, [1, 2, 4]):

@@ -298,14 +298,14 @@ def test_a_report_that_is_no_object_is_named(folder: Path, content: str) -> None
 
 @pytest.mark.parametrize("name", ["no-such-bundle", "./nowhere", "/no/where", "a/b/c", "~/bundle"])
 def test_unknown_names_are_refused(name: str) -> None:
-    with pytest.raises(BundleError, match=r"give a folder, one of \['demo', 'smollm2-135m'\], or a hub id") as caught:
+    with pytest.raises(BundleError, match=r"give a folder, one of \['smollm2-135m'\], or a hub id") as caught:
         Bundle.from_pretrained(name)
     assert repr(name) in str(caught.value)
 
 
 def test_a_revision_is_the_hubs(folder: Path) -> None:
     """It used to be ignored for what is not on the hub."""
-    for name, what in (("demo", "comes with this package"), (str(folder), "is a folder")):
+    for name, what in (("smollm2-135m", "comes with this package"), (str(folder), "is a folder")):
         with pytest.raises(ConfigError, match=rf"revision='v1': the bundle .* {what} and has none: leave revision out"):
             Bundle.from_pretrained(name, revision="v1")
 

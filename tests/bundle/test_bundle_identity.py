@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from benchmarks.world import BUNDLE as DEMO
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.files import SHIPPED
 from ctx_compress_rag.errors import BundleError
 
 
 @pytest.fixture(scope="module")
 def demo() -> Bundle:
-    return Bundle.from_pretrained("demo", device="cpu")
+    return Bundle.from_pretrained(DEMO, device="cpu")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(SHIPPED["demo"], tmp_path / "bundle"))
+    return Path(shutil.copytree(DEMO, tmp_path / "bundle"))
 
 
 def permute_ids(decoder: Path) -> None:

@@ -183,7 +183,7 @@ def test_eval_refuses_before_it_answers(run: Any, bundle_folder: Path, tmp_path:
     write_jsonl(two, world_examples("test", 0, 2, max_turns=1, passages=(1,)))
     evaluate = ["eval", "--bundle", bundle_folder, "--no-extraction", "--output", tmp_path / "out", "--data", two]
     for given, message in (
-        (["--card", "--bundle", "demo"], "--card cannot write into the shipped bundle 'demo': give"),
+        (["--card", "--bundle", "smollm2-135m"], "--card cannot write into the shipped bundle 'smollm2-135m': give"),
         (["--data", one], "one: 1 questions have an answer"),
         (["--ratios", 4, 5], "ratio 5 cannot be made from slots stored at 4"),
         (["--data", tmp_path / "missing.jsonl"], "missing.jsonl"),

@@ -14,6 +14,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.world import BUNDLE as DEMO
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.quoting import QuoteProcessor
@@ -43,7 +44,7 @@ def tokenizer(request: pytest.FixtureRequest, tiny_tokenizer: Any) -> Any:
         case "tiny":
             return tiny_tokenizer
         case "demo":
-            return Bundle.from_pretrained("demo").tokenizer
+            return Bundle.from_pretrained(DEMO).tokenizer
         case "Qwen":
             return mark_and_word_tokenizer()
     return space_first_tokenizer(byte_fallback=request.param == "Llama 2")

@@ -45,7 +45,7 @@ def test_faults_of_workers_are_told(bundle_folder: Path, tmp_path: Path, cluster
     with SoftContextStore(tmp_path / "chroma", bundle) as store:
         rows = ray.data.from_items([{"id": "a", "text": "The river runs south."}])
         with pytest.raises(FingerprintMismatchError, match="give the workers the store's bundle"):
-            store_dataset(rows, store, "demo", 1)
+            store_dataset(rows, store, "smollm2-135m", 1)
         with pytest.raises(WorkerError, match="no-such-bundle"):
             store_dataset(rows, store, str(tmp_path / "no-such-bundle"), 1)
         assert len(store) == 0

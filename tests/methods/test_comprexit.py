@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.world import BUNDLE as DEMO
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import RatioError
@@ -204,7 +205,7 @@ def test_the_plan_is_in_full_precision_under_autocast(make: Callable[..., Bundle
 
 def test_an_untrained_plan_keeps_to_its_fields_and_has_converged() -> None:
     """On a real decoder's states at 4x: about half of a slot is of its own four tokens, the rest of 124 others."""
-    demo = Bundle.from_pretrained("demo")
+    demo = Bundle.from_pretrained(DEMO)
     texts = ["\n".join(example.passages) for example in world_examples("dev", 1, 4)]
     ids = torch.tensor([demo.tokenizer(text, add_special_tokens=False)["input_ids"][:128] for text in texts])
     torch.manual_seed(0)

@@ -33,7 +33,7 @@ def test_an_installed_package_of_methods_is_found(tmp_path: Path) -> None:
 def test_a_package_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     """Every command fails then, whichever method it uses."""
     done = _run(
-        tmp_path, "import no_such_module", "-m", "ctx_compress_rag.cli", "export", "demo", str(tmp_path / "out")
+        tmp_path, "import no_such_module", "-m", "ctx_compress_rag.cli", "export", "smollm2-135m", str(tmp_path / "out")
     )
     assert done.returncode == 2
     assert "'toy' of the package toy-methods cannot be loaded (ModuleNotFoundError: No module named" in done.stderr
