@@ -14,6 +14,8 @@ from typing import Any
 import nbformat
 import pytest
 
+from benchmarks.world import BUNDLE
+
 FOLDER = Path(__file__).parents[1] / "notebooks"
 FIGURES = {
     "langchain_rag": 1,
@@ -23,7 +25,7 @@ FIGURES = {
     "what_does_a_ratio_cost": 2,
     "in_context_gradient_descent": 6,
 }
-SMALL = {"smollm2-135m": "demo"}
+SMALL = {"smollm2-135m": str(BUNDLE)}
 FOUND = "import json\nprint(json.dumps({}))"
 NOT_FOR_A_PAGE = {
     "a path of somebody's machine": r"(?<![\w.])/(home|root|tmp|usr|var|work|opt|mnt|Users|private)/|[A-Z]:\\",

@@ -133,7 +133,7 @@ class SoftContextStore(ProcessBound):
 
         On an empty store, the same call stores the same bits if machine and number of threads are the same. Passages
         added one by one, in other groups or after an interruption are encoded in other batches, so floating-point
-        sums differ slightly: with the invented world's bundle, a quarter to two thirds of records differ, by at most 1.2 int8
+        sums differ slightly: of one small bundle, a quarter to two thirds of records differ, by at most 1.2 int8
         steps, or 1/4000 of a passage's norm.
 
         Args:
