@@ -13,6 +13,7 @@ from chromadb.api.shared_system_client import SharedSystemClient
 from ctx_compress_rag.errors import StoreError
 
 _DATABASE = "chroma.sqlite3"
+_opened = False
 _forked = False
 
 
@@ -23,7 +24,9 @@ def has_database(folder: Path) -> bool:
 
 def open_engine(path: str, tenant: str, database: str) -> ClientAPI:
     """An engine on a folder; raises whatever Chroma raises, and StoreError in a forked child."""
+    global _opened
     check_not_forked()
+    _opened = True
     try:
         return chromadb.PersistentClient(path, tenant=tenant, database=database)
     except BaseException:
@@ -38,21 +41,22 @@ def client_of(collection: chromadb.Collection) -> ClientAPI:
 
 
 def check_not_forked() -> None:
-    """Raise StoreError in the child of a process that had an embedded Chroma open when it forked.
+    """Raise StoreError in the child of a process that had opened an embedded Chroma before it forked.
 
-    Chroma's threads are not in the child, but what they had locked stays locked: an engine may hang there.
+    Chroma's threads are not in the child, but what they had locked stays locked: a new engine hangs there, even if the
+    parent's was closed.
     """
     if _forked:
         raise StoreError(
-            "this process was forked from one with an open Chroma folder, and Chroma would hang in it: start "
+            "this process was forked from one that had opened a Chroma folder, and Chroma would hang in it: start "
             "processes with 'spawn' or 'forkserver', or fork before the first store or Chroma client is opened"
         )
 
 
 def _note_fork() -> None:
     global _forked
-    systems = SharedSystemClient._identifier_to_system.values()
-    _forked = _forked or any(not system.settings.chroma_server_host for system in systems)
+    systems = SharedSystemClient._identifier_to_system.values()  # the app's engines, too
+    _forked = _forked or _opened or any(not system.settings.chroma_server_host for system in systems)
 
 
 if hasattr(os, "register_at_fork"):

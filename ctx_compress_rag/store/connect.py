@@ -165,12 +165,13 @@ def _of_client(client: ClientAPI, collection: str) -> Connection:
     if settings.is_persistent and not host:
         return _of_folder(Path(settings.persist_directory), client.tenant, client.database, collection)
     if not host:
-        check_not_forked()
+        check_not_forked()  # an engine in memory
     where = f"the Chroma server {host}:{settings.chroma_server_http_port}" if host else "memory"
     return Connection(Chroma(client, where), None, f"{collection}-ctx", where, remote=bool(host))
 
 
 def _of_folder(path: Path, tenant: str, database: str, collection: str) -> Connection:
+    check_not_forked()  # before any lock of this process, which a thread may have held at the fork
     if not has_database(path):
         above = next(str(folder) for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder))
         if not os.access(above, os.W_OK):

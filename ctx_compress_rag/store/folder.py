@@ -22,6 +22,7 @@ from ctx_compress_rag.store.chroma import Chroma, disk_fault
 from ctx_compress_rag.store.chroma_internals import has_database, open_engine
 
 _GENERATION_FILE = "ctx-compress.generation"
+_ROOM = 1 << 20  # bytes that must be free before a write
 _NOT_COPIED = (lock.LOCK_FILE, lock.TURN_FILE, lock.ACCESS_FILE)
 
 
@@ -108,13 +109,20 @@ class Folder:
         except OSError as error:
             raise StoreWriteError(f"cannot make the folder {self.path} ({error.strerror}): give another") from error
         with self._lock.writing(timeout), self._mutex:
+            if (free := shutil.disk_usage(self.path).free) < _ROOM:
+                # On a full disk no engine can be opened: the one that is open can still read.
+                raise StoreWriteError(f"cannot write to {self.path}: its disk has {free:,} bytes left: make room")
             # Before the first write, so that readers reopen their engines even if this process is killed.
             generation = secrets.token_bytes(8)
             self._close()
             self._write_generation(generation)
             self._reopen(generation)
             assert self._engine is not None
-            yield self._engine
+            try:
+                yield self._engine
+            except BaseException:
+                self._close()  # an engine whose write failed, on a full disk, may fail at reads, too
+                raise
 
     def back_up(self, target: Path, timeout: float = lock.DEFAULT_TIMEOUT) -> None:
         """Copy the folder, including its key, while no store writes to it. The copy is a normal store folder.

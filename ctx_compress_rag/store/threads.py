@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import _thread  # threading.Thread.start takes a lock in the caller, which an interrupt could leave behind
 import atexit
+import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +22,7 @@ T = TypeVar("T")
 
 _EXIT_SECONDS = 30.0
 """How long the interpreter waits at its end for work whose caller has gone."""
+_LOOK_SECONDS = 0.5  # how often a caller sees a Ctrl-C that did not wake it, as on Windows
 _mine = threading.local()
 _running: set[_Work[object]] = set()
 
@@ -42,13 +45,17 @@ class _Work(Generic[T]):
         self._outcome.put(outcome)
 
     def result(self, seconds: float | None) -> T:
-        try:
-            result, error = self._outcome.get(timeout=seconds)
-        except Empty:
-            raise TimeoutError from None
-        if error is not None:
-            raise error
-        return cast(T, result)
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        while True:
+            try:
+                result, error = self._outcome.get(timeout=max(0, min(_LOOK_SECONDS, end - time.monotonic())))
+            except Empty:
+                if time.monotonic() < end:
+                    continue
+                raise TimeoutError from None
+            if error is not None:
+                raise error
+            return cast(T, result)
 
 
 def uninterrupted(work: Callable[[], T], seconds: float | None = None) -> T:
@@ -85,3 +92,5 @@ def _finish() -> None:
 
 
 atexit.register(_finish)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_running.clear)  # the child has none of these threads

@@ -1,0 +1,259 @@
+"""Interrupts, forks, removed folders, full disks: nothing is left locked, lost or unsaid."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import filelock
+import pytest
+
+from ctx_compress_rag.errors import StoreError, StoreLockedError, StoreWriteError
+from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.key import KEY_FILE
+from ctx_compress_rag.store.lock import ACCESS_FILE, LOCK_FILE, TURN_FILE
+from helpers.forked import run_python
+from helpers.store import WRITE, WordBundle, add, assert_same, passage
+
+# Ctrl-C
+
+
+def interrupted(work: Callable[[], object], at: int) -> int:
+    """Raise KeyboardInterrupt before the `at`-th instruction of this thread's work; how many instructions it ran."""
+    ran = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal ran
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            ran += 1
+            if ran == at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        assert at
+    finally:
+        sys.settrace(None)
+    return ran
+
+
+@pytest.mark.parametrize("call", ["add", "get", "ensure", "delete"])
+def test_an_interrupt_at_any_instruction_leaves_nothing_locked(tmp_path: Path, bundle: WordBundle, call: str) -> None:
+    with SoftContextStore(tmp_path, bundle, lock_timeout=20) as store:
+        add(store, 3)
+        work: dict[str, Callable[[int], object]] = {
+            "add": lambda n: store.add([passage(n)], [f"p{n}"], progress=False),
+            "get": lambda n: store.get(["p1"]),
+            "ensure": lambda n: store.ensure([passage(n)], [f"p{n}"]),
+            "delete": lambda n: store.delete([f"p{n - 1}"]),
+        }
+        length = interrupted(lambda: work[call](9), 0)
+        for n, at in enumerate(sorted(random.Random(call).sample(range(1, length + 1), min(25, length))), start=10):
+            interrupted(lambda n=n: work[call](n), at)  # type: ignore[misc]
+            others = threading.Thread(target=lambda: add(store, 1), daemon=True)
+            others.start()
+            others.join(30)
+            assert not others.is_alive(), f"another thread hangs after instruction {at} of {length}"
+            assert_same(store.get(["p0"])[0], bundle.at(passage(0), 4))
+            for name in (LOCK_FILE, TURN_FILE, ACCESS_FILE):
+                with filelock.FileLock(tmp_path / name, timeout=10):
+                    pass
+        assert store.damaged() == []
+
+
+def test_an_interrupted_add_stops_after_the_batch_and_is_resumed(tmp_path: Path) -> None:
+    class Slow(WordBundle):
+        def compress(self, texts: Any, ratio: int | None = None) -> Any:
+            time.sleep(0.05)
+            return super().compress(texts, ratio)
+
+    texts = [passage(n, 700) for n in range(120)]
+    with SoftContextStore(tmp_path, Slow()) as store:
+        interrupter = threading.Timer(0.3, lambda: __import__("_thread").interrupt_main())
+        interrupter.start()
+        with pytest.raises(KeyboardInterrupt):
+            store.add(texts, progress=False)
+        report = store.add(texts, progress=False)  # waits for the batch that was begun
+        assert report.unchanged > 0 and report.added > 0 and len(store) == 120
+
+
+def test_a_lock_that_this_process_holds_is_said_to_be_its_own(tmp_path: Path, bundle: WordBundle) -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    with SoftContextStore(tmp_path, bundle, lock_timeout=0.2, read_timeout=0.2) as store:
+        add(store, 1)
+
+        def hold() -> None:
+            def write(client: Any) -> None:
+                begun.set()
+                end.wait(20)
+
+            store._collection.connection.write(write)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        begun.wait(20)
+        with pytest.raises(StoreLockedError, match="this very process"):
+            add(store, 2)
+        end.set()
+        holder.join()
+        assert add(store, 2).added == 1
+
+
+# Forks
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+def test_a_child_of_busy_threads_is_told_at_once_that_it_cannot_open_a_store(tmp_path: Path) -> None:
+    code = f"""{WRITE}
+import os, threading, time
+from pathlib import Path
+from ctx_compress_rag.errors import StoreError
+folder = Path(sys.argv[1])
+stop = threading.Event()
+def busy(n):
+    with SoftContextStore(folder / str(n), WordBundle()) as store:
+        while not stop.is_set():
+            store.add([passage(1)], ["p"], progress=False); store.get(["p"]); store.delete(["p"])
+threads = [threading.Thread(target=busy, args=(n,)) for n in range(3)]
+[thread.start() for thread in threads]
+time.sleep(0.5)
+for turn in range(8):
+    if not (child := os.fork()):
+        import signal
+        signal.alarm(10)  # what hangs is killed
+        try:
+            SoftContextStore(folder / "own", WordBundle())
+            code = 1
+        except StoreError as error:
+            code = 0 if "fork" in str(error) else 2
+        os._exit(code)
+    print(os.waitpid(child, 0)[1], flush=True)
+    time.sleep(0.05)
+stop.set()
+"""
+    done = run_python(code, tmp_path)
+    assert done.stdout.split() == ["0"] * 8, done
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+@pytest.mark.parametrize("opened_before", [True, False])
+def test_a_child_opens_a_store_only_if_its_parent_never_did(tmp_path: Path, opened_before: bool) -> None:
+    """A store that was used and closed is enough for Chroma to hang in a child."""
+    code = f"""{WRITE}
+import os, signal
+from ctx_compress_rag.errors import StoreError
+def use(id):
+    with SoftContextStore(sys.argv[1], WordBundle()) as store:
+        return store.add([passage(1)], [id], progress=False).added
+if {opened_before}:
+    use("of the parent")
+if not (child := os.fork()):
+    signal.alarm(20)
+    try:
+        code = use("of the child")
+    except StoreError as error:
+        code = 2 if "fork" in str(error) else 3
+    os._exit(code)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert run_python(code, tmp_path).stdout == ("2\n" if opened_before else "1\n")
+
+
+# What is removed under an open store
+
+
+@pytest.mark.parametrize("gone", ["folder", "key"])
+def test_what_is_written_after_a_removal_can_be_read_by_the_next_process(
+    tmp_path: Path, bundle: WordBundle, gone: str
+) -> None:
+    folder = tmp_path / "chroma"
+    with SoftContextStore(folder, bundle) as store:
+        add(store, 2)
+        [before] = store.markers(["p1"], 4)
+        shutil.rmtree(folder) if gone == "folder" else (folder / KEY_FILE).unlink()
+        assert store.get(["p0"])[0] is None or gone == "key"
+        add(store, 4)
+        [after] = store.markers(["p1"], 4)
+        assert after == before
+    code = f"""{WRITE}
+store = SoftContextStore(sys.argv[1], WordBundle())
+print(sum(soft is not None for soft in store.get([f"p{{n}}" for n in range(4)])), store.damaged())
+"""
+    assert run_python(code, folder).stdout == "4 []\n"
+
+
+def test_another_key_file_under_an_open_store_is_noticed_at_the_next_write(tmp_path: Path, bundle: WordBundle) -> None:
+    with SoftContextStore(tmp_path, bundle) as store:
+        add(store, 1)
+        (tmp_path / KEY_FILE).write_text("ab" * 32)
+        for refused in (lambda: add(store, 2), lambda: store.ensure([passage(7)])):
+            with pytest.raises(StoreError, match=f"{KEY_FILE}.*open the store again"):
+                refused()
+
+
+# Full disks
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True
+    )
+    if not mounted or mounted.returncode:
+        pytest.skip("this user cannot mount a small disk")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_on_a_full_disk_what_is_stored_is_read_and_the_rest_stays_text(
+    small_disk: Path, bundle: WordBundle, caplog: pytest.LogCaptureFixture
+) -> None:
+    with SoftContextStore(small_disk / "chroma", bundle) as store:
+        add(store, 20)
+        with (small_disk / "fill").open("wb", buffering=0) as fill, pytest.raises(OSError, match="space"):
+            while True:
+                fill.write(bytes(4096))
+        for refused in (lambda: add(store, 21), lambda: store.delete(["p1"])):
+            with pytest.raises(StoreWriteError, match="make room"):
+                refused()
+        assert_same(store.get(["p1"])[0], bundle.at(passage(1), 4))
+        texts = mark(store, [passage(1), passage(77)], ["p1", "new"])
+        assert texts == [store.marker("p1", 4), passage(77)] and "new" in caplog.text
+        (small_disk / "fill").unlink()
+        assert add(store, 21).added == 1
+
+
+def test_a_disk_that_fills_during_a_write_is_named_whatever_chroma_says(tmp_path: Path) -> None:
+    """No file may grow further: to Chroma a disk error, of which its message need say nothing."""
+    code = f"""{WRITE}
+import resource, time
+from ctx_compress_rag.errors import StoreWriteError
+with SoftContextStore(sys.argv[1], WordBundle(), read_timeout=5) as store:
+    store.add([passage(n) for n in range(30)], progress=False)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    for work in (lambda: store.add([passage(n) for n in range(400)], progress=False), lambda: len(store)):
+        began = time.monotonic()
+        try:
+            work()
+        except StoreWriteError as error:
+            print("File too large" in str(error), time.monotonic() - began < 12)
+"""
+    assert run_python(code, tmp_path).stdout == "True True\n" * 2
