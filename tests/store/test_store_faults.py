@@ -20,6 +20,7 @@ import pytest
 from ctx_compress_rag.errors import StoreError, StoreLockedError, StoreWriteError
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.connect import connect
 from ctx_compress_rag.store.key import KEY_FILE
 from ctx_compress_rag.store.lock import ACCESS_FILE, LOCK_FILE, TURN_FILE
 from helpers.forked import run_python
@@ -84,7 +85,7 @@ def test_an_interrupted_add_stops_after_the_batch_and_is_resumed(tmp_path: Path)
 
     texts = [passage(n, 700) for n in range(120)]
     with SoftContextStore(tmp_path, Slow()) as store:
-        interrupter = threading.Timer(0.3, lambda: __import__("_thread").interrupt_main())
+        interrupter = threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
         interrupter.start()
         with pytest.raises(KeyboardInterrupt):
             store.add(texts, progress=False)
@@ -103,7 +104,7 @@ def test_a_lock_that_this_process_holds_is_said_to_be_its_own(tmp_path: Path, bu
                 begun.set()
                 end.wait(20)
 
-            store._collection.connection.write(write)
+            connect(tmp_path, "passages").write(write)
 
         holder = threading.Thread(target=hold)
         holder.start()
