@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import chromadb
+import numpy as np
 import pytest
+from langchain_core.documents import Document
 
 from ctx_compress_rag.errors import ConfigError, RatioError, StoreError, StoreWriteError
 from ctx_compress_rag.marking.mark import mark
@@ -200,3 +202,55 @@ def test_a_store_cannot_be_pickled_and_deep_copies_share_it(store: SoftContextSt
     with pytest.raises(ConfigError, match="SoftContextStore cannot be pickled: open it"):
         pickle.dumps([store])
     assert copy.deepcopy({"store": store})["store"] is store
+
+
+HUGE: Any = 10**5000
+DEEP: Any = []
+for _ in range(10_000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize("value", [HUGE, DEEP, float("nan"), {"a": DEEP}, "half \ud83d"], ids=lambda _: "")
+def test_metadata_that_json_cannot_hold_stay_in_the_app(store: SoftContextStore, value: Any) -> None:
+    store.add([Passage(passage(0), "a", {"odd": value, "page": 3, HUGE: 1})], progress=False)
+    assert store.get_passages(["a"])[0].metadata == {"page": 3}
+
+
+def test_numbers_of_numpy_are_stored_as_pythons(store: SoftContextStore) -> None:
+    given = {"i": np.int64(3), "f": np.float32(0.5), "b": np.bool_(True), "s": np.str_("x"), "u": np.uint8(7)}
+    store.add([Passage(passage(0), "a", given)], progress=False)
+    kept = store.get_passages(["a"])[0].metadata
+    assert kept == {"i": 3, "f": 0.5, "b": True, "s": "x", "u": 7}
+    assert {key: type(value) for key, value in kept.items()} == {"i": int, "f": float, "b": bool, "s": str, "u": int}
+
+
+def test_a_document_with_an_empty_id_has_none(store: SoftContextStore) -> None:
+    store.add([Document(page_content=passage(0), id="")], progress=False)
+    assert store.has([passage(0)]) == [True]
+
+
+@pytest.mark.parametrize("ids", ["p0", 5, None, ["half \ud83d"], [HUGE], [DEEP], [b"p0"]], ids=lambda _: "")
+def test_ids_that_are_none_are_refused_everywhere(store: SoftContextStore, ids: Any) -> None:
+    add(store, 1)
+    calls: list[Callable[[], object]] = [
+        lambda: store.get(ids),
+        lambda: store.get_passages(ids),
+        lambda: store.delete(ids),
+        lambda: store.markers(ids, 4),
+    ]
+    if ids is not None:
+        calls += [lambda: store.has([passage(0)], ids), lambda: store.ensure([passage(0)], ids)]
+    for call in calls:
+        with pytest.raises(ConfigError):
+            call()
+    assert len(store) == 1
+
+
+def test_ids_may_come_from_an_iterator(store: SoftContextStore) -> None:
+    add(store, 2)
+    names = ["p1", "p0"]
+    assert [soft is not None for soft in store.get(iter(names))] == [True, True]  # type: ignore[arg-type]
+    assert [each.id for each in store.get_passages(iter(names)) if each] == names  # type: ignore[arg-type]
+    assert len(store.markers(iter(names), 4)) == 2  # type: ignore[arg-type]
+    assert store.has([passage(1), passage(0)], iter(names)) == [True, True]  # type: ignore[arg-type]
+    assert store.delete(iter(names)) == 2  # type: ignore[arg-type]
