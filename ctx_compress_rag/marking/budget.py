@@ -48,8 +48,8 @@ def allot(
 
     Scores decide only the order, since retrievers' scales differ. Ideally, each passage gets a ratio four times
     that of the passage before it, as MiniLM finds the answer about a quarter as often at each further rank
-    (benchmarks/results/scores.md); all ratios are as fine as the budget allows, and a ratio of 1 is the text. Ratios come in
-    steps (a large one from the text to the base ratio). If that leaves more than a tenth of the budget unused,
+    (benchmarks/results/scores.md); all ratios are as fine as the budget allows, and a ratio of 1 is the text. Ratios
+    come in steps (a large one from the text to the base ratio). If that leaves more than a tenth of the budget unused,
     the nearest ratios that leave less are chosen; if there are none, the ratios that use the most.
 
     - The tokens never exceed the budget.
