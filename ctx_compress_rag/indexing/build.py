@@ -83,7 +83,8 @@ def update_index(
     """Bring an index up to date with a folder or file; only new and changed passages are compressed.
 
     Texts are cut, embedded, compressed and written batch by batch, so memory holds at most one file's text and some
-    hundred passages, besides the ids. After an interruption, the same call resumes with what is missing.
+    hundred passages, besides the ids. After an interruption, the same call resumes with what is missing. Passages that
+    Chroma's index lost in a kill are put back, with a warning.
 
     The old passages of a changed file are always removed, after the new ones are stored. The passages of a deleted file
     are removed only with `prune`, and only if they came from this folder; those of a file that exists but cannot be
@@ -122,6 +123,9 @@ def update_index(
     stale = [id for id, source in cut.stored.items() if id not in cut.ids and source in cut.sources]
     gone = [id for id, source in cut.stored.items() if source not in cut.sources and not given.cannot_read(source)]
     index.remove(stale + gone if prune else stale)
+    restored = index.restore_vectors()
+    if restored:
+        logger.warning("put back %d passages that search could not find, %s first", len(restored), restored[0])
     return IndexReport(
         files=cut.files,
         added=added,

@@ -118,6 +118,30 @@ class PassageIndex:
         found = set(self._read(partial(Records.existing, ids=ids), none))
         return [p for p, id, done in zip(passages, ids, compressed, strict=True) if not (done and id in found)]
 
+    def restore_vectors(self) -> list[str]:
+        """Put back the vectors of passages that are stored but in no search result; return their ids.
+
+        Chroma's index may have lost them if a process was killed while it wrote.
+        """
+        none: list[str] = []
+        restored: list[str] = []
+        vector = self._read(Records.some_vector, None)
+        for ids in pages(self._read(Records.ids, none)):
+            if vector is None:
+                lost: Sequence[str] = ids
+            else:
+                lost = self._read(partial(Records.unsearchable, ids=ids, vector=vector), none)
+            if not lost:
+                continue
+            nothing: dict[str, tuple[str | None, Row]] = {}
+            found = {id: each for id, each in self._read(partial(Records.texts, ids=lost), nothing).items() if each[0]}
+            texts = [str(text) for text, _ in found.values()]
+            vectors: Any = passage_vectors(texts, self.embedder)
+            rows = [row for _, row in found.values()]
+            self._write(partial(Records.upsert, ids=list(found), embeddings=vectors, rows=rows, texts=texts))
+            restored += found
+        return restored
+
     def remove(self, ids: Sequence[str]) -> None:
         """Remove passages from both collections."""
         if not ids:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,14 +169,32 @@ class Records:
             found.append([(id, text or "", row, distance) for id, text, row, distance in hits])
         return found
 
-    def unsearchable(self, ids: Sequence[str]) -> list[str]:
-        """Those of the ids, at most `PAGE`, that are stored but in no search result, not even of themselves.
+    def some_vector(self) -> Any:
+        """The vector of a record; None if none can be read."""
+        for id in self.ids():
+            with suppress(StoreError):  # of a record that the index has lost
+                return self._column(self._ask("get", ids=[id], include=["embeddings"]), "embeddings", 1)[0]
+        return None
+
+    def unsearchable(self, ids: Sequence[str], vector: Any) -> list[str]:
+        """Those of the ids, at most `PAGE`, whose records are stored but can be in no search result.
 
         A process that is killed while Chroma writes its index can leave such records.
+
+        Args:
+            ids: ids of records.
+            vector: any vector of the collection's width, to search with.
         """
-        vectors = self._column(self._ask("get", ids=list(ids)[:1], include=["embeddings"]), "embeddings", 1)
-        found = {hit[0] for hit in self.query([vectors[0]], len(ids), ids)[0]}
-        return [id for id in ids if id not in found]
+        try:
+            answer = self._ask("query", query_embeddings=[vector], n_results=len(ids), ids=list(ids), include=[])
+            [found] = self._column(answer, "ids", 1)
+        except StoreError:  # Chroma raises for a record that its index has lost
+            self._ask("query", query_embeddings=[vector], n_results=1, include=[])  # but not for this
+            found = []
+        if set(found) >= set(ids):
+            return []
+        half = len(ids) // 2
+        return [*self.unsearchable(ids[:half], vector), *self.unsearchable(ids[half:], vector)] if half else list(ids)
 
     def _ask(self, method: str, **arguments: Any) -> Any:
         with explained(self.where, self._folder):

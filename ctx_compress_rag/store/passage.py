@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from ctx_compress_rag.errors import ConfigError, short_repr
 from ctx_compress_rag.methods.base.reading import Reading
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store.chroma import Records, pages
+
+logger = logging.getLogger(__name__)
 
 _BATCH_CHARACTERS = 65_536
 """Maximum characters compressed between two writes: about two forward passes, the most that killing the process loses.
@@ -219,6 +222,8 @@ def checked_ids(ids: Iterable[str]) -> list[str]:
 def passages_in(collection: chromadb.Collection) -> Iterator[Passage]:
     """The passages of a collection, read page by page; records without a text, or with a blank one, are skipped.
 
+    Records that the app's search cannot find are passages, too: a warning names them.
+
     Raises:
         ConfigError: it is not a collection, or holds soft contexts itself.
         StoreError: Chroma cannot read it.
@@ -229,10 +234,20 @@ def passages_in(collection: chromadb.Collection) -> Iterator[Passage]:
     if "ctx_format" in (collection.metadata or {}):
         raise ConfigError(f"{collection.name!r} holds soft contexts itself: give the app's own collection")
     records = Records(collection, f"the collection {collection.name!r}")
+    vector, lost = records.some_vector(), []
     for ids in pages(records.ids()):
+        lost += [] if vector is None else records.unsearchable(ids, vector)
         for id, (text, metadata) in records.texts(ids).items():
             if text and text.strip():
                 yield Passage(text, id, metadata)
+    if lost:
+        logger.warning(
+            "%d records of the collection %r are in no search result (first: %r): Chroma's index lost them, as it may "
+            "when a process is killed; add them again with the app that made them",
+            len(lost),
+            collection.name,
+            lost[0],
+        )
 
 
 def passage_batches(passages: Mapping[str, Passage], most: int) -> Iterator[dict[str, Passage]]:

@@ -1,0 +1,83 @@
+"""Passages that Chroma stores but cannot find, since its index lost them when a process was killed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import numpy as np
+import pytest
+
+from ctx_compress_rag.indexing.index import COLLECTION, PassageIndex, make_passage
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.text.passage_vectors import PACKAGED, passage_vectors
+from helpers.store import WordBundle, passage
+
+QUICK: Any = {"hnsw": {"space": "cosine", "sync_threshold": 100, "batch_size": 100}}
+"""An index that reaches the disk after a hundred records."""
+
+
+def lose(folder: Path, add: Callable[[int, int], None]) -> None:
+    """Add 100 records, then 100 more of which the index on disk knows nothing, as after a kill."""
+    add(0, 100)
+    [index] = [path for path in folder.iterdir() if path.is_dir()]
+    before = Path(shutil.copytree(index, folder.parent / "before"))
+    add(100, 200)
+    shutil.rmtree(index)
+    shutil.copytree(before, index)
+
+
+def collection(folder: Path, name: str, metadata: Any = None) -> tuple[Any, chromadb.Collection]:
+    client = chromadb.PersistentClient(str(folder))
+    found = client.get_or_create_collection(name, configuration=QUICK, metadata=metadata, embedding_function=None)
+    return client, found
+
+
+def test_an_index_puts_them_back(tmp_path: Path) -> None:
+    folder = tmp_path / "chroma"
+    passages = [make_passage(passage(n, 6), f"file{n}.txt", "/docs") for n in range(200)]
+
+    def add(start: int, end: int) -> None:
+        client, raw = collection(folder, COLLECTION, {"ctx_bundle": "words", "ctx_embedder": PACKAGED})
+        some = passages[start:end]
+        texts = [each.text for each in some]
+        raw.upsert([str(p.id) for p in some], passage_vectors(texts), [dict(p.metadata) for p in some], texts)
+        raw.query(query_embeddings=passage_vectors(texts[:1]), n_results=1)
+        client.close()
+
+    lose(folder, add)
+    bundle: Any = WordBundle()
+    with PassageIndex(str(folder), bundle, "words", None, PACKAGED) as index:
+        lost = index.restore_vectors()
+        assert sorted(lost) == sorted(str(each.id) for each in passages[100:])
+        for [hit], each in zip(index.search([each.text for each in passages], 1), passages, strict=True):
+            assert (hit.id, hit.source) == (each.id, each.metadata["source"])
+        assert index.restore_vectors() == []
+
+
+def test_of_an_apps_own_collection_they_are_reported_and_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "chroma"
+    vectors = np.random.default_rng(0).normal(size=(200, 8)).astype("float32")
+
+    def add(start: int, end: int) -> None:
+        client, raw = collection(folder, "docs")
+        ids = [f"p{n}" for n in range(start, end)]
+        raw.upsert(ids, vectors[start:end], documents=[passage(n) for n in range(start, end)])
+        raw.query(query_embeddings=vectors[:1], n_results=1)
+        client.close()
+
+    lose(folder, add)
+    _, raw = collection(folder, "docs")
+    with SoftContextStore(raw, WordBundle(), key=b"k" * 16) as store:
+        assert store.sync(raw, progress=False).added == 200
+        assert "100 records of the collection 'docs' are in no search result (first: 'p100')" in caplog.text
+        caplog.clear()
+        assert store.sync(raw, progress=False).unchanged == 200
+        assert "in no search result" in caplog.text  # they were not touched
+        raw.upsert([f"p{n}" for n in range(100, 200)], vectors[100:])
+        caplog.clear()
+        store.sync(raw, progress=False)
+        assert not caplog.records
