@@ -14,8 +14,6 @@ from typing import Any
 import nbformat
 import pytest
 
-from benchmarks.world import BUNDLE
-
 FOLDER = Path(__file__).parents[1] / "notebooks"
 FIGURES = {
     "langchain_rag": 1,
@@ -25,7 +23,6 @@ FIGURES = {
     "what_does_a_ratio_cost": 2,
     "in_context_gradient_descent": 6,
 }
-SMALL = {"smollm2-135m": str(BUNDLE)}
 FOUND = "import json\nprint(json.dumps({}))"
 NOT_FOR_A_PAGE = {
     "a path of somebody's machine": r"(?<![\w.])/(home|root|tmp|usr|var|work|opt|mnt|Users|private)/|[A-Z]:\\",
@@ -61,19 +58,6 @@ def texts(notebook: Any) -> list[str]:
 @pytest.fixture(scope="module")
 def execute() -> Any:
     return run_path(str(FOLDER / "execute.py"))["execute"]
-
-
-@pytest.fixture(params=["small", pytest.param("whole", marks=pytest.mark.slow)])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """The notebooks as they stand, or with the small bundle and what it reads: seconds in place of a minute each."""
-    if request.param == "whole":
-        return FOLDER
-    for file in FOLDER.glob("*.ipynb"):
-        text = file.read_text(encoding="utf-8")
-        for large, small in SMALL.items():
-            text = text.replace(large, small)
-        (tmp_path / file.name).write_text(text, encoding="utf-8")
-    return tmp_path
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -153,18 +137,19 @@ def check_rag(execute: Any, file: Path, restored: str, retrieved: str) -> None:
 
 
 @pytest.mark.slow
-def test_langchain(execute: Any, folder: Path) -> None:
+def test_langchain(execute: Any) -> None:
     sources = "[d.page_content for d in {}]"
     restored = sources.format("restore_sources(result['context'], store)")
     retrieved = sources.format("retriever.invoke(result['input'])")
-    check_rag(execute, folder / "langchain_rag.ipynb", restored, retrieved)
+    check_rag(execute, FOLDER / "langchain_rag.ipynb", restored, retrieved)
 
 
-def test_llama_index(execute: Any, folder: Path) -> None:
+@pytest.mark.slow
+def test_llama_index(execute: Any) -> None:
     sources = "[n.node.get_content() for n in {}]"
     restored = sources.format("response.source_nodes")
     retrieved = sources.format("index.as_retriever(similarity_top_k=1).retrieve(questions[3])")
-    check_rag(execute, folder / "llama_index_rag.ipynb", restored, retrieved)
+    check_rag(execute, FOLDER / "llama_index_rag.ipynb", restored, retrieved)
 
 
 @pytest.mark.slow
@@ -182,9 +167,9 @@ def test_chroma(execute: Any) -> None:
 
 
 @pytest.mark.slow
-def test_cost_of_a_ratio(execute: Any, folder: Path) -> None:
+def test_cost_of_a_ratio(execute: Any) -> None:
     columns = "{str(r): [column(name, r).tolist() for name in ('f1', 'kl', 'prompt_tokens')] for r in [*ratios, None]}"
-    found, printed = run(execute, folder / "what_does_a_ratio_cost.ipynb", columns)
+    found, printed = run(execute, FOLDER / "what_does_a_ratio_cost.ipynb", columns)
     assert [*found] == ["4", "8", "16", "None"]
     assert all(len(values) == 8 for kinds in found.values() for values in kinds)
     _, kl, tokens = zip(*[[sum(values) / 8 for values in kinds] for kinds in found.values()], strict=True)

@@ -80,12 +80,12 @@ def test_an_interrupt_at_any_instruction_leaves_nothing_locked(tmp_path: Path, b
 def test_an_interrupted_add_stops_after_the_batch_and_is_resumed(tmp_path: Path) -> None:
     class Slow(WordBundle):
         def compress(self, texts: Any, ratio: int | None = None) -> Any:
-            time.sleep(0.05)
+            time.sleep(1)
             return super().compress(texts, ratio)
 
     texts = [passage(n, 700) for n in range(120)]
     with SoftContextStore(tmp_path, Slow()) as store:
-        interrupter = threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+        interrupter = threading.Timer(0.5, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
         interrupter.start()
         with pytest.raises(KeyboardInterrupt):
             store.add(texts, progress=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.__main__ import main
 from benchmarks.scoring.perplexity import perplexity_table, reconstruction_perplexity
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
@@ -202,19 +200,6 @@ def test_two_stages_train_the_same_projector(run: Path) -> None:
     assert one.fingerprint != two.fingerprint
     moved = (one.embed(soft[0]) - two.embed(soft[0])).abs().mean() / one.embed(soft[0]).abs().mean()
     assert 1e-3 < float(moved) < 1.3  # it went on from stage I: new weights would be 1.4 away
-
-
-def test_the_command_prints_perplexity_beside_the_scores(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--data", run / "data.jsonl", "--questions", 2, "--ratios", 8, "--no-extraction"]
-    command = ["eval", "--bundle", run / "answer" / "bundle", *options, "--perplexity", "--output", run / "eval"]
-    assert main([str(word) for word in command]) == 0
-    bundle = Bundle.from_pretrained(run / "answer" / "bundle")
-    passages = ["Orla keeps a goat. Orla is old.", "Cy keeps a goat. Cy is old."]  # evenly spread
-    expected = reconstruction_perplexity(bundle, passages, [8], progress=False)
-    printed = capsys.readouterr().out
-    assert perplexity_table(expected) in printed and "teacher-normalized" in printed
-    saved = json.loads((run / "eval" / "scores.json").read_text())["reconstruction_perplexity"]
-    assert [row["value"] for row in saved] == pytest.approx([score.value for score in expected], rel=1e-4)
 
 
 @pytest.mark.parametrize("paraphrases", [["No place."], ["{context} twice {context}"], []])
