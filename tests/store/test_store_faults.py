@@ -77,7 +77,15 @@ def test_an_interrupt_at_any_instruction_leaves_nothing_locked(tmp_path: Path, b
         assert store.damaged() == []
 
 
-def test_an_interrupted_add_stops_after_the_batch_and_is_resumed(tmp_path: Path) -> None:
+@pytest.fixture
+def sigint() -> Iterator[None]:
+    """Ctrl-C raises, even where the tests run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_add_stops_after_the_batch_and_is_resumed(tmp_path: Path, sigint: None) -> None:
     class Slow(WordBundle):
         def compress(self, texts: Any, ratio: int | None = None) -> Any:
             time.sleep(1)
