@@ -131,11 +131,11 @@ class SoftContextCollection:
         return found
 
     def matching(self, field: str, values: Mapping[str, str]) -> set[str]:
-        """The ids whose record has the value given for the id in `field`; reads no payload."""
+        """The ids whose record has the value given for the id, which no other may have; reads no payload."""
         found: set[str] = set()
         for part in pages(list(values)):
-            where = {field: {"$in": [values[id] for id in part]}}
-            found.update(self._read(partial(Records.existing, ids=part, where=where), []))
+            some = {id: values[id] for id in part}
+            found.update(self._read(partial(Records.matching, field=field, values=some), []))
         return found
 
     def remember(self, records: Iterable[tuple[str, Record]]) -> None:
