@@ -1,4 +1,4 @@
-"""Score ways to follow demonstrations, with the cost of each, for `ctx-compress adapt-eval`."""
+"""Score ways to follow demonstrations, with the cost of each, for `python -m benchmarks adapt-eval`."""
 
 from __future__ import annotations
 

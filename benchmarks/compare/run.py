@@ -17,7 +17,7 @@ from functools import partial
 from itertools import cycle, islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -29,11 +29,12 @@ from benchmarks.compare.decoder import decoder_sha256, merge_teacher, teacher_sh
 from benchmarks.timing.speed import seconds_of
 from ctx_compress_rag import __version__
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.config import BundleConfig
+from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.data.config import MixData
 from ctx_compress_rag.data.examples import read_jsonl, without_long
 from ctx_compress_rag.data.mixing import mix
+from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, TrainingError
 from ctx_compress_rag.evaluation.answering import (
     EXTRACTED,
@@ -41,20 +42,23 @@ from ctx_compress_rag.evaluation.answering import (
     NONE,
     SOFT,
     TRUNCATED,
+    Answers,
+    Key,
     SystemAnswers,
     answer,
+    prompt_of,
 )
+from ctx_compress_rag.evaluation.baselines import count, rank_sentences, select, truncate
 from ctx_compress_rag.evaluation.harness import each
 from ctx_compress_rag.evaluation.questions import Question, digest, questions_of, with_other_passages
 from ctx_compress_rag.json_files import read_json, write_json
-from ctx_compress_rag.methods.base.config import TuneConfig
-from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.identity import sha256
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.text.passage_vectors import load_minilm
+from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.engine.checkpoint import steps_saved
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.objectives.reconstruction import passages_of
@@ -67,6 +71,7 @@ _RECIPE_FILE = "recipe.yaml"
 
 _SHOWN_AT = 4
 _TIMED_PASSAGES = 50
+_ANSWER_TOKENS = 32
 _POLL_SECONDS = 2.0
 _DELETE = "delete it, and run the comparison again"
 
@@ -364,7 +369,7 @@ def _entry_result(
 ) -> dict[str, Any]:
     compress_seconds = _compress_seconds(bundle, questions)  # before the store is filled: encoders may cache
     ratios = job.recipes[-1].ratios
-    answers = answer(bundle, questions, ratios, (SOFT,), max_new_tokens=32)
+    answers = answer(bundle, questions, ratios, (SOFT,), max_new_tokens=_ANSWER_TOKENS)
     return {
         "name": job.name,
         "method": bundle.config.method.model_dump(mode="json"),
@@ -398,20 +403,30 @@ def _another_passage(bundle: Bundle, questions: Sequence[Question], ratio: int) 
     A decoder that declines without context, but guesses with any slots, scores higher with slots although it reads
     nothing from them.
     """
-    answers = answer(bundle, with_other_passages(questions), [ratio], (SOFT,), max_new_tokens=32)
+    answers = answer(bundle, with_other_passages(questions), [ratio], (SOFT,), max_new_tokens=_ANSWER_TOKENS)
     return {"ratio": ratio, "f1": each(token_f1, answers[SOFT, ratio].texts, questions)}
 
 
 def _baselines(plan: Plan, questions: Sequence[Question]) -> dict[str, Any]:
     """The decoder with full text, without context, and with passages shortened to ceil(tokens / ratio) tokens."""
-    model, tokenizer = load_decoder(plan.start, dtype=plan.dtype)
-    frozen = TuneConfig(mode="frozen")
-    method = MeanPoolingConfig(encoder=frozen, decoder=frozen)
-    base = min(plan.ratios)
-    # Untrained: it only says how many slots a passage has.
-    config = BundleConfig(name="budget", method=method, base_ratio=base, ratios=plan.ratios, max_tokens=1024 * base)
-    bundle = Bundle.build(config, Backbone(model, tokenizer))
-    answers = answer(bundle, questions, plan.ratios, (FULL, NONE, TRUNCATED, EXTRACTED), encoder=load_minilm())
+    decoder = TransformersDecoder(Decoder(Backbone(*load_decoder(plan.start, dtype=plan.dtype))), batch_size=16)
+    tokenizer, encoder = decoder.bundle.tokenizer, load_minilm()
+    ranked = [rank_sentences(q.passages, q.question, encoder) for q in questions]
+    texts: dict[Key, list[Sequence[str]]] = {
+        (FULL, None): [q.passages for q in questions],
+        (NONE, None): [() for _ in questions],
+    }
+    for ratio in plan.ratios:
+        budgets = [sum(-(-count(passage, tokenizer) // ratio) for passage in q.passages) for q in questions]
+        texts[TRUNCATED, ratio] = [truncate(q.passages, tokenizer, b) for q, b in zip(questions, budgets, strict=True)]
+        texts[EXTRACTED, ratio] = [
+            select(own, len(q.passages), tokenizer, b) for own, q, b in zip(ranked, questions, budgets, strict=True)
+        ]
+    answers: SystemAnswers = {}
+    for key, given in tqdm(texts.items(), desc="answering", unit="system"):
+        chats = [prompt_of(TEMPLATES[0], own, q.question) for own, q in zip(given, questions, strict=True)]
+        made = decoder.generate(chats, Sampling(max_new_tokens=_ANSWER_TOKENS))
+        answers[key] = Answers([one.text.strip() for one in made], mean(one.prompt_tokens for one in made), None)
     return {"name": BASELINES, "decoder": str(plan.decoder), "scores": _scores(answers, questions)}
 
 

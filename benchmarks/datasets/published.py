@@ -150,7 +150,7 @@ def _from_hub(name: str, published: Published, split: str) -> Iterable[Row]:
     except (RuntimeError, ValueError, OSError) as error:
         raise DataError(
             f"cannot get the split {split!r} of {hub} from the hub ({error}): download its published file and run "
-            f"ctx-compress data {name} FILE"
+            f"python -m benchmarks data {name} FILE"
         ) from None
     return rows
 

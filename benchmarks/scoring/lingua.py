@@ -21,7 +21,7 @@ class LLMLingua2:
         device: "cpu", "cuda" or "mps".
 
     Raises:
-        MissingExtraError: the extra `llmlingua` is not installed.
+        MissingExtraError: the extra `dev` is not installed.
         ConfigError: the name does not tell the kind of model, or the model cannot be loaded.
     """
 

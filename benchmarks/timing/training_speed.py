@@ -47,7 +47,7 @@ def training_speed(bundle: Bundle, passages: Sequence[str], pairs: int = 3, prog
     """Time training a new LoRA adapter of rank 32 for `bundle`'s decoder on the last tokens of passages, in two ways.
 
     The plain way is peft's layers in transformers' code, with padded rows and the logits of all positions. The other is
-    what stages do with `packing` and `compile: layers`. Both use bfloat16 if it is faster. The first step of each,
+    what stages do with `packing` and `compile: true`. Both use bfloat16 if it is faster. The first step of each,
     which compiles, is not timed.
     """
     rows = [torch.tensor(bundle.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in passages]

@@ -36,6 +36,7 @@ def test_shipped_recipes_belong_together() -> None:
     for where in ("rag_gd", "rag_gd/demo"):
         recipes = Recipes.find(where)
         assert len(recipes.files) == 6
+        assert sorted(recipes.files) == list(recipes.files)  # `ctx-compress train` takes the base first
         assert len({recipe.output for recipe in (recipes.base, *recipes.others)}) == 6
         kinds = sorted((r.stage, getattr(r, "loss", ""), getattr(r, "inner_steps", 0)) for r in recipes.others)  # type: ignore[attr-defined]
         assert all(r.data.passages == (5 if where == "rag_gd" else None) for r in (recipes.base, *recipes.others))
@@ -46,6 +47,7 @@ def test_shipped_recipes_belong_together() -> None:
 def test_recipes_for_smollm2_belong_together() -> None:
     recipes = Recipes.find("rag_gd/smollm2")
     [predictor] = recipes.others
+    assert sorted(recipes.files) == list(recipes.files)
     assert isinstance(predictor, UpdatePredictorRecipe)
     assert predictor.solved is not None and predictor.solved.steps == [predictor.inner_steps] == [1]
 

@@ -240,7 +240,7 @@ def test_a_set_that_the_hub_does_not_give_is_said(name: str, tmp_path: Path, mon
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=refuse))
     monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
-    with pytest.raises(DataError, match=rf"the split 'dev' of .*offline.* ctx-compress data {name} FILE"):
+    with pytest.raises(DataError, match=rf"the split 'dev' of .*offline.* python -m benchmarks data {name} FILE"):
         convert(name, None, tmp_path / "out.jsonl", split="dev")
 
 
