@@ -16,14 +16,11 @@ from torch import Tensor
 
 from ctx_compress_rag.adaptation.adapter import Adapter, applied
 from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
-from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.files import TEACHER
 from ctx_compress_rag.decoding.batches import in_batches
 from ctx_compress_rag.decoding.change import UNCHANGED, Change
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Generation, Sampling
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.models.identity import weights_digest
 from ctx_compress_rag.prompt import Prompt, PromptLike
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.text.chat import answer_ids
@@ -103,8 +100,6 @@ class AdaptiveDecoder(TransformersDecoder):
     >>> adapted.generate(prompts)                               # doctest: +SKIP
     """
 
-    change: Change = UNCHANGED
-
     @property
     def adapted(self) -> Adapted:
         """The changes of this decoder."""
@@ -142,9 +137,7 @@ class AdaptiveDecoder(TransformersDecoder):
         Fine-tuning the decoder changes it, and so does a bundle that holds a copy of it in half precision, or a
         teacher, which reads its text.
         """
-        if ratio is not None and isinstance(self.bundle, Bundle):
-            return self.bundle.fingerprint
-        return weights_digest(self.bundle.backbone.model, TEACHER)
+        return self.bundle.weights_digest if ratio is None else self.bundle.fingerprint
 
     def rows(self, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
         """The demonstrations as this decoder reads them, with nothing adapted.

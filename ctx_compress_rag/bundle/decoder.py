@@ -65,9 +65,14 @@ class Decoder(ProcessBound):
         return slots
 
     @property
-    def fingerprint(self) -> str:
-        """64 hex digits that identify the decoder's weights, by a sample of each."""
+    def weights_digest(self) -> str:
+        """64 hex digits that identify the weights that read text, by a sample of each."""
         return weights_digest(self.backbone.model, TEACHER)
+
+    @property
+    def fingerprint(self) -> str:
+        """64 hex digits that identify the decoder."""
+        return self.weights_digest
 
     def text_decoder(self) -> AbstractContextManager[Any]:
         """A context manager that locks the decoder for this thread, set up to read plain text (the teacher)."""
