@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,6 +25,8 @@ Found = tuple[str, str, Row, float]
 
 PAGE = 250
 """Records in one call: Chroma fails with tens of thousands of ids, and writes fastest with 100 to 250."""
+_ROOM = 32 << 20
+"""Bytes that must be free before a write: twice what Chroma was measured to need for the largest of this library."""
 _PROBE_BYTES = 1 << 20
 
 
@@ -272,9 +275,17 @@ def explained(where: str, folder: Path | None = None, *, writing: bool = False) 
         raise kind(f"Chroma failed on {where} ({said}): try again; if it fails again, {remedy}") from error
 
 
+def lacks_room(folder: Path) -> str | None:
+    """That the folder's disk has too little room for a write; None if it has enough."""
+    free = shutil.disk_usage(folder).free
+    return f"its disk has {free:,} bytes left" if free < _ROOM else None
+
+
 def disk_fault(folder: Path) -> str | None:
     """Why nothing can be written to the folder; None if it can."""
     try:
+        if fault := lacks_room(folder):
+            return fault
         if closed := [path.name for path in folder.iterdir() if not os.access(path, os.W_OK)]:
             return f"this user may not write to {closed[0]} in it"
         with tempfile.TemporaryFile(dir=folder) as file:

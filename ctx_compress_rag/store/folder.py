@@ -18,11 +18,10 @@ from pathlib import Path
 
 from ctx_compress_rag.errors import StoreError, StoreWriteError
 from ctx_compress_rag.store import lock
-from ctx_compress_rag.store.chroma import Chroma, disk_fault
+from ctx_compress_rag.store.chroma import Chroma, disk_fault, lacks_room
 from ctx_compress_rag.store.chroma_internals import has_database, open_engine
 
 _GENERATION_FILE = "ctx-compress.generation"
-_ROOM = 1 << 20  # bytes that must be free before a write
 _NOT_COPIED = (lock.LOCK_FILE, lock.TURN_FILE, lock.ACCESS_FILE)
 
 
@@ -93,7 +92,13 @@ class Folder:
                 if self._engine is None or generation != self._generation:
                     self._reopen(generation)
                 engine = self._engine
-            yield engine
+            try:
+                yield engine
+            except StoreWriteError:
+                with self._mutex:
+                    if self._engine is engine:
+                        self._close()  # after a read that failed on a full disk, it hangs at the next, even with room
+                raise
 
     @contextmanager
     def writing(self, timeout: float) -> Iterator[Chroma]:
@@ -109,9 +114,9 @@ class Folder:
         except OSError as error:
             raise StoreWriteError(f"cannot make the folder {self.path} ({error.strerror}): give another") from error
         with self._lock.writing(timeout), self._mutex:
-            if (free := shutil.disk_usage(self.path).free) < _ROOM:
-                # On a full disk no engine can be opened: the one that is open can still read.
-                raise StoreWriteError(f"cannot write to {self.path}: its disk has {free:,} bytes left: make room")
+            if fault := lacks_room(self.path):
+                # Not only after Chroma has failed: what it then cannot apply, it tries to apply before each read.
+                raise StoreWriteError(f"cannot write to {self.path} ({fault}): make room")
             # Before the first write, so that readers reopen their engines even if this process is killed.
             generation = secrets.token_bytes(8)
             self._close()

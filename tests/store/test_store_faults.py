@@ -224,7 +224,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "disk"
     place.mkdir()
     mounted = shutil.which("mount") and subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(place)], capture_output=True
     )
     if not mounted or mounted.returncode:
         pytest.skip("this user cannot mount a small disk")
@@ -248,6 +248,36 @@ def test_on_a_full_disk_what_is_stored_is_read_and_the_rest_stays_text(
         assert texts == [store.marker("p1", 4), passage(77)] and "new" in caplog.text
         (small_disk / "fill").unlink()
         assert add(store, 21).added == 1
+
+
+def test_when_others_fill_the_disk_during_a_write_reads_say_so_and_go_on_once_there_is_room(small_disk: Path) -> None:
+    """Chroma has logged the records then, but has no room to apply its log, which it does before each read."""
+    wide = WordBundle(base_ratio=1, dim=512)
+    with SoftContextStore(small_disk / "chroma", wide, read_timeout=5) as store:
+        add(store, 60)
+        fill = small_disk / "fill"
+
+        def write(client: Any) -> None:
+            fill.write_bytes(bytes(shutil.disk_usage(small_disk).free - (6 << 20)))
+            rows = [{"payload": "x" * 20_000}] * 250
+            client.find("passages-ctx").upsert([f"p{n}" for n in range(250)], [[0.0]] * 250, rows)
+
+        with pytest.raises(StoreWriteError, match="make room"):
+            connect(small_disk / "chroma", "passages").write(write)
+        for _ in range(3):
+            with pytest.raises(StoreWriteError, match="make room"):
+                len(store)
+        fill.unlink()
+        assert len(store) == 310 and add(store, 61).added == 1
+
+
+def test_a_store_fills_a_disk_without_being_broken_off(small_disk: Path) -> None:
+    wide = WordBundle(base_ratio=1, dim=2048)
+    with SoftContextStore(small_disk / "chroma", wide, read_timeout=5) as store, pytest.raises(StoreWriteError):
+        for n in range(0, 2000, 100):
+            add(store, 100, start=n)
+    with SoftContextStore(small_disk / "chroma", wide, read_timeout=5) as store:
+        assert len(store) > 100 and store.damaged() == []
 
 
 def test_a_disk_that_fills_during_a_write_is_named_whatever_chroma_says(tmp_path: Path) -> None:
