@@ -14,7 +14,36 @@ from ctx_compress_rag.strict import explain
 
 
 class MarkingPostprocessor(BaseModel):
-    """The base of a framework's postprocessor; comes before the framework's own base, which documents the fields."""
+    """The base and the options of a framework's postprocessor; it comes before the framework's own base class.
+
+    A passage is looked up in the store by its id, then by its text: the retriever and the store need not use the same
+    ids. With a RAM bundle a passage keeps the segments that the question needs as text, and markers stand for the rest;
+    the LLM must then have the same store object.
+
+    Args:
+        store: where the soft contexts are.
+        ratio: source tokens per slot, a multiple of the store's ratio; None takes the store's. With a RAM bundle, how
+            many times shorter all passages together become, 2 or more; None takes the smallest it was trained for.
+        token_budget: in place of a ratio, the maximum number of tokens for all passages of a question together, slots
+            and text alike, as the LLM counts them. More relevant passages get finer ratios, and the best stay text if
+            there is room; at least 90% of the budget is used if the passages allow it (see
+            `ctx_compress_rag.marking.budget.allot`). Passages without a score come last; if none has one, they count
+            as sorted, best first. Metadata, template, question and separators are not counted.
+        on_missing: what to do with a passage that the store cannot stand in for, each alone: "compress" and store it,
+            or keep its text, with a warning, if that is impossible; raise an "error"; or keep its "text". See
+            `ctx_compress_rag.marking.mark.OnMissing`.
+        scope: tenant or user that the markers belong to; None takes that of `ctx_compress_rag.store.marker.scope`, or
+            the store's.
+
+    Raises:
+        ConfigError: an argument is unknown or has an impossible value, or both a ratio and a budget are given; at a
+            call, a RAM bundle gets no question.
+        RatioError: the ratio cannot be made from what is stored; at a call, the passages do not fit into the budget
+            at any ratio.
+        ConfigError, MissingPassageError, PayloadError: at a call, `on_missing` is "error", and the store cannot stand
+            in for a passage.
+        StoreError: at a call, the store cannot be reached.
+    """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
-from langchain_core.language_models.chat_models import agenerate_from_stream
+from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import UsageMetadata
-from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import (
     Runnable,
@@ -103,14 +103,7 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        sampling = self._sampling(stop, kwargs)
-        with self._in_scope():
-            (done,) = self.decoder.generate([to_chat(messages)], sampling)
-        message = AIMessage(
-            content=done.text, usage_metadata=_usage(done), response_metadata=self._response_metadata(done)
-        )
-        generation = ChatGeneration(message=message, generation_info={"finish_reason": done.finish_reason})
-        return ChatResult(generations=[generation], llm_output={"model_name": self.model_name})
+        return self._result(generate_from_stream(self._stream(messages, stop, **kwargs)))
 
     async def _agenerate(
         self,
@@ -121,7 +114,9 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
     ) -> ChatResult:
         # A stream can be stopped, a call in a thread cannot: stream, so that a canceled task frees the decoder.
         async with aclosing(self._astream(messages, stop, **kwargs)) as chunks:  # type: ignore[type-var]
-            done = await agenerate_from_stream(chunks)
+            return self._result(await agenerate_from_stream(chunks))
+
+    def _result(self, done: ChatResult) -> ChatResult:
         return ChatResult(generations=done.generations, llm_output={"model_name": self.model_name})
 
     def _stream(
@@ -131,18 +126,20 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
+        sampling = Sampling.of(self, kwargs if stop is None else {**kwargs, "stop": stop})
         with self._in_scope():  # the prompt is read here, not during iteration
-            pieces = self.decoder.stream(to_chat(messages), self._sampling(stop, kwargs))
+            pieces = self.decoder.stream(to_chat(messages), sampling)
         for piece in pieces:
             if isinstance(piece, str):
                 yield ChatGenerationChunk(message=AIMessageChunk(content=piece))
                 continue
-            last = AIMessageChunk(
-                content="",
-                usage_metadata=_usage(piece),
-                response_metadata=self._response_metadata(piece),
-                chunk_position="last",
+            usage = UsageMetadata(
+                input_tokens=piece.prompt_tokens,
+                output_tokens=piece.completion_tokens,
+                total_tokens=piece.prompt_tokens + piece.completion_tokens,
             )
+            metadata = self._response_metadata(piece)
+            last = AIMessageChunk(content="", usage_metadata=usage, response_metadata=metadata, chunk_position="last")
             yield ChatGenerationChunk(message=last, generation_info={"finish_reason": piece.finish_reason})
 
     def get_token_ids(self, text: str) -> list[int]:
@@ -224,9 +221,6 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
             "another model and this one's chain as a tool"
         )
 
-    def _sampling(self, stop: list[str] | None, overrides: Mapping[str, Any]) -> Sampling:
-        return Sampling.of(self, overrides if stop is None else {**overrides, "stop": stop})
-
     def _response_metadata(self, done: Generation) -> dict[str, Any]:
         found: dict[str, Any] = {
             "model_name": self.model_name,
@@ -242,11 +236,3 @@ def _json_schema(schema: dict[str, Any] | type) -> dict[str, Any]:
     # LangChain's conversion keeps nothing but the title of a schema without `properties`, so only tools go through it.
     is_tool = isinstance(schema, dict) and schema.keys() & {"name", "function", "toolSpec"}
     return convert_to_json_schema(schema) if is_tool or not isinstance(schema, dict) else schema
-
-
-def _usage(done: Generation) -> UsageMetadata:
-    return UsageMetadata(
-        input_tokens=done.prompt_tokens,
-        output_tokens=done.completion_tokens,
-        total_tokens=done.prompt_tokens + done.completion_tokens,
-    )

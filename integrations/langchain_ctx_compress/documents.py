@@ -35,10 +35,6 @@ class CompressedDocument(Document):
         """The plain document's name: what a saved document is loaded as."""
         return Document.lc_id()
 
-    def __eq__(self, other: object) -> bool:
-        """Whether the other is a document with the same marker, id and metadata."""
-        return isinstance(other, Document) and self.__dict__ == other.__dict__
-
     def __getattribute__(self, name: str) -> Any:
         if name == "page_content" and _read_by_a_compressor():
             return self._text

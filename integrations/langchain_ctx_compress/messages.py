@@ -54,15 +54,7 @@ def _role(message: BaseMessage) -> str:
 
 
 def _text(message: BaseMessage) -> str:
-    content = message.content
-    if isinstance(content, str):
-        return content
-    texts = []
-    for block in content:
-        if isinstance(block, str):
-            texts.append(block)
-        elif block.get("type") == "text" and isinstance(block.get("text"), str):
-            texts.append(block["text"])
-        else:
+    for block in message.content:
+        if not isinstance(block, str) and block.get("type") != "text":
             raise ConfigError(f"cannot read a content block of type {block.get('type')!r}: the decoder reads only text")
-    return "".join(texts)
+    return str(message.text)

@@ -12,7 +12,7 @@ from pydantic import ConfigDict
 
 from ctx_compress_rag.frameworks.postprocessor import MarkingPostprocessor
 from langchain_ctx_compress.documents import CompressedDocument, with_text
-from langchain_ctx_compress.sources import checked, restore_sources
+from langchain_ctx_compress.sources import checked
 
 
 class CompressedContextPostprocessor(
@@ -25,33 +25,13 @@ class CompressedContextPostprocessor(
     a document compressor, the documents show their texts, but not to a function. The given documents are not changed;
     their copies keep ids, metadata and order. If a document's text is already a marker, it gets a new one.
 
-    A document is looked up in the store by its id, then by its text, so the vector store and the soft context
-    store need not use the same ids.
-
-    With a RAM bundle a document keeps the segments that the question needs as text, and markers stand for the rest.
-    The question is the `query` of `compress_documents`, which a `ContextualCompressionRetriever` passes; a plain LCEL
-    step has none. The LLM must have the same store object.
+    The options are those of `ctx_compress_rag.frameworks.postprocessor.MarkingPostprocessor`, which also says what is
+    raised. The question that a RAM bundle needs is the `query` of `compress_documents`, which a
+    `ContextualCompressionRetriever` passes; a plain LCEL step has none. The sum of
+    `llm.get_num_tokens(document.page_content)` over the returned documents never exceeds a `token_budget`.
 
     Args:
-        store: where the soft contexts are.
-        ratio: source tokens per slot, a multiple of the store's ratio; None takes the store's. With a RAM bundle, how
-            many times shorter all documents together become, 2 or more; None takes the smallest it was trained for.
-        token_budget: in place of a ratio, the maximum number of tokens for all documents of one call together: the
-            sum of `llm.get_num_tokens(document.page_content)` over the returned documents never exceeds it; slots
-            and text count alike. More relevant documents get finer ratios, and the best stay text if there is
-            room; at least 90% of the budget is used if the documents allow it (see
-            `ctx_compress_rag.marking.budget.allot`). Template, question and separators are not counted.
-        score_key: with a budget, the metadata key of a document's relevance (rerankers write "relevance_score"):
-            higher is more relevant, and documents without a number come last. If no document has one, they
-            count as sorted, best first, as retrievers return them.
-        on_missing: what to do with a document that the store cannot stand in for, each alone: "compress" and store
-            it, or keep its text, with a warning, if that is impossible; raise an "error"; or keep its "text". See
-            `ctx_compress_rag.marking.mark.OnMissing`.
-        scope: tenant or user that the markers belong to; None takes that of `store.marker.scope`, or the store's.
-
-    Raises:
-        ConfigError: an argument is unknown or has an impossible value.
-        RatioError: the ratio cannot be made from what is stored.
+        score_key: with a budget, the metadata key of a document's relevance, a number, higher for the more relevant.
     """
 
     model_config = ConfigDict(extra="forbid")  # LangChain's bases ignore unknown fields
@@ -61,19 +41,7 @@ class CompressedContextPostprocessor(
     def compress_documents(
         self, documents: Sequence[Document], query: str = "", callbacks: Callbacks | None = None
     ) -> list[Document]:
-        """Put markers in place of the documents' texts or, with a RAM bundle, of parts of them.
-
-        Args:
-            documents: the documents.
-            query: the question; used only by a RAM bundle.
-            callbacks: LangChain's own.
-
-        Raises:
-            ConfigError: a RAM bundle gets no query.
-            ConfigError, MissingPassageError, PayloadError: `on_missing` is "error", and the store cannot stand in for
-                a document.
-            RatioError: the documents do not fit into `token_budget` at any ratio.
-        """
+        """Put markers in place of the documents' texts or, with a RAM bundle, of what the `query` does not need."""
         texts = [document.page_content for document in checked(documents)]
         scores = [document.metadata.get(self.score_key) for document in documents]
         marked = self._mark(texts, [document.id for document in documents], scores, query)
@@ -82,10 +50,6 @@ class CompressedContextPostprocessor(
     def invoke(self, input: Sequence[Document], config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
         """Run `compress_documents` as a step of a chain; `ainvoke` does so in a thread."""
         return self._call_with_config(self.compress_documents, input, config)
-
-    def restore_sources(self, documents: Sequence[Document]) -> list[Document]:
-        """Call `restore_sources` with the postprocessor's store and scope; raises the same errors."""
-        return restore_sources(documents, self.store, self.scope)
 
 
 def _shown(document: Document, text: str, shown: str) -> Document:

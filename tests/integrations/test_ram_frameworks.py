@@ -15,6 +15,7 @@ from ctx_compress_rag.store import SoftContextStore
 from helpers.ram import plain_ids
 from helpers.ram_store import PASSAGES, QUESTION, ask, close_bundle, close_store
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
+from langchain_ctx_compress import restore_sources as restore_documents
 from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor as LlamaPostprocessor
 from llama_index.postprocessor.ctx_compress import restore_sources
 
@@ -37,7 +38,7 @@ async def test_langchain_reads_closely(bundle: Bundle, store: SoftContextStore) 
     marked = postprocessor.compress_documents(DOCUMENTS, QUESTION)
     assert [document.page_content for document in marked] == ask(store, ratio=4)
     assert await postprocessor.acompress_documents(DOCUMENTS, QUESTION) == marked
-    assert postprocessor.restore_sources(marked) == DOCUMENTS
+    assert restore_documents(marked, store) == DOCUMENTS
     counted = ChatCompressedContext(store=store).get_num_tokens(marked[0].page_content)
     assert counted < len(plain_ids(bundle, PASSAGES[0]))
 

@@ -18,6 +18,7 @@ from ctx_compress_rag.store.scope import record_id
 from helpers.langchain import QUESTION, SOURCES, TEXTS, App, open_app
 from helpers.server import chroma_server
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
+from langchain_ctx_compress import restore_sources as restore_documents
 from llama_index.llms.ctx_compress import CompressedContextLLM
 from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor as LlamaPostprocessor
 from llama_index.postprocessor.ctx_compress import CompressSoftContext, restore_sources
@@ -31,7 +32,7 @@ def test_passage_deleted_before_the_answer(talkative: Any, tmp_path: Path) -> No
         with pytest.raises(MissingPassageError, match="retrieve again"):
             ask(marked.page_content)
     with pytest.raises(MissingPassageError):
-        app.postprocessor().restore_sources([marked])
+        restore_documents([marked], app.store)
 
 
 def test_damaged_record_gives_way_to_text(talkative: Any, tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_a_store_that_cannot_be_reached(talkative: Any, tmp_path: Path) -> None:
         assert restore_sources(replaced, store) == nodes
     calls = [
         lambda: postprocessor.invoke(SOURCES[:1]),
-        lambda: postprocessor.restore_sources([marked]),
+        lambda: restore_documents([marked], store),
         lambda: llm.invoke(marked.page_content),
         lambda: list(llm.stream(marked.page_content)),
         lambda: asyncio.run(llm.ainvoke(marked.page_content)),

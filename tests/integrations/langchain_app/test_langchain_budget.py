@@ -17,6 +17,7 @@ from ctx_compress_rag import RatioError
 from ctx_compress_rag.store.marker import Marker
 from helpers.budget import usages
 from helpers.langchain import CHAT, QUESTION, SOURCES, TEXTS, App, direct, joined, open_app
+from langchain_ctx_compress import restore_sources
 
 NAMES = list(TEXTS)
 scores = st.none() | st.floats(-5, 5) | st.sampled_from([0.25, 0.5])
@@ -87,7 +88,7 @@ def test_the_best_by_score_stays_text(app: App) -> None:
         documents = scored([0.9 if i == best else 0.1 * i for i in range(4)], key)
         marked = app.postprocessor(token_budget=budget, score_key=key).invoke(documents)
         assert [i for i, document in enumerate(marked) if document == documents[i]] == [best]
-        assert app.postprocessor().restore_sources(marked) == documents
+        assert restore_sources(marked, app.store) == documents
     # Without scores the first is the best, as a retriever's list begins with it.
     rearranged = [SOURCES[best], *(SOURCES[i] for i in range(4) if i != best)]
     marked = app.postprocessor(token_budget=budget).invoke(rearranged)

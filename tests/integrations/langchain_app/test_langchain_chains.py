@@ -21,6 +21,7 @@ from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from helpers.decoding import prefills
 from helpers.langchain import CHAT, QUESTION, App, contains, direct, joined, open_app, rag, rows_of
+from langchain_ctx_compress import restore_sources
 
 
 async def test_compressor_pipeline(talkative: Any, tmp_path: Path) -> None:
@@ -30,7 +31,7 @@ async def test_compressor_pipeline(talkative: Any, tmp_path: Path) -> None:
     retriever = ContextualCompressionRetriever(base_compressor=pipeline, base_retriever=app.retriever())
     marked = retriever.invoke(QUESTION)
     assert len(marked) == len(app.store) >= 4
-    assert app.postprocessor().restore_sources(marked) == splitter.transform_documents(app.retriever().invoke(QUESTION))
+    assert restore_sources(marked, app.store) == splitter.transform_documents(app.retriever().invoke(QUESTION))
     assert await retriever.ainvoke(QUESTION) == marked
 
 

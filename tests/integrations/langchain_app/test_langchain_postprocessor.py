@@ -40,7 +40,7 @@ def test_documents_keep_all_but_their_text(app: App) -> None:
 def test_what_is_no_list_of_documents_is_refused(app: App, given: Any) -> None:
     """A step before the retriever, a chain's whole state, one document alone."""
     postprocessor = app.postprocessor()
-    for call in (postprocessor.invoke, postprocessor.compress_documents, postprocessor.restore_sources):
+    for call in (postprocessor.invoke, postprocessor.compress_documents, partial(restore_sources, store=app.store)):
         with pytest.raises(
             ConfigError, match=r"list of Documents is needed, got (str|Document|dict): .*after a retriever"
         ):
@@ -64,7 +64,7 @@ def test_found_by_text_where_ids_differ(app: App) -> None:
     store.add(list(TEXTS.values()), progress=False)
     marked = CompressedContextPostprocessor(store=store, on_missing="error").invoke(strangers)
     assert [document.id for document in marked] == [None, "uuid-2"]
-    assert CompressedContextPostprocessor(store=store).restore_sources(marked) == strangers
+    assert restore_sources(marked, store) == strangers
 
 
 def test_twice_is_the_last(app: App) -> None:
@@ -110,7 +110,7 @@ def test_sources_of_an_answer_keep_texts_metadata_scores_and_ids(app: App) -> No
         assert result["answer"] and result["context"] != found(QUESTION)
         sources = restore_sources(result["context"], app.store)
         assert sources == found(QUESTION) == restore_sources(sources, app.store)
-        assert app.postprocessor().restore_sources(result["context"]) == sources
+        assert restore_sources(result["context"], app.store) == sources
     assert restore_sources([], app.store) == app.postprocessor().invoke([]) == []
 
 

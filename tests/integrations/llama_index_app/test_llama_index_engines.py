@@ -17,8 +17,9 @@ from llama_index.core.schema import MetadataMode
 from llama_index.core.selectors import EmbeddingSingleSelector
 from llama_index.core.tools import QueryEngineTool
 
+from ctx_compress_rag.marking.mark import expand
 from helpers.llama_index import PASSAGES, QUESTION, RATIO, TOP_K, App, Events, HashedWords, check_sources
-from llama_index.postprocessor.ctx_compress import expand_prompt, restore_sources
+from llama_index.postprocessor.ctx_compress import restore_sources
 
 MODES = ["compact", "refine", "tree_summarize", "accumulate", "compact_accumulate", "simple_summarize"]
 WAYS = ["query", "aquery", "streamed query", "streamed aquery"]
@@ -68,7 +69,7 @@ async def test_every_response_mode_in_every_way(app: App, events: Events, mode: 
 async def test_context_only_is_expanded_for_whoever_reads_it(app: App, way: str) -> None:
     text, response = await ask(app.engine("context_only"), way)
     assert len(app.slots(text)) == TOP_K and not any(passage in text for passage in PASSAGES)
-    expanded = expand_prompt(text, app.store)
+    expanded = expand(app.store, text)
     assert expanded == "\n\n".join(node.node.get_content(MetadataMode.LLM) for node in app.nodes())
     assert restore_sources(response) == app.nodes()
 
@@ -109,7 +110,7 @@ def test_the_answer_depends_on_the_slots(app: App) -> None:
     changed = prompt.replace(app.store.marker("n0", RATIO), app.store.marker("n1", RATIO))
     assert changed != prompt
     assert llm.complete(changed).text != answer.text
-    assert llm.complete(expand_prompt(prompt, app.store)).text != answer.text
+    assert llm.complete(expand(app.store, prompt)).text != answer.text
     assert llm.complete(prompt).text == answer.text
 
 

@@ -20,11 +20,12 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 from llama_index.core.tools import FunctionTool
 
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, UnreadableMarkerError
+from ctx_compress_rag.marking.mark import expand
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker
 from helpers.llama_index import MAX_TOKENS, PASSAGES, QUESTION, RATIO, App, Events, HashedWords, watched
 from llama_index.llms.ctx_compress import CompressedContextLLM
-from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor, expand_prompt, restore_sources
+from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor, restore_sources
 
 KEY = b"k" * 32
 
@@ -91,7 +92,7 @@ def test_no_hostile_text_resolves_or_breaks_an_engine(
             markers = [part for part in app.store.split(prompt) if isinstance(part, Marker)]
             assert set(app.store.text_of(markers)) == {node.text}
             assert event.response.raw["slots"] == len(markers) * -(-app.tokens(node.text) // RATIO)
-            assert expand_prompt(prompt, app.store).count(node.text) == len(markers)
+            assert expand(app.store, prompt).count(node.text) == len(markers)
         for each in (response, answered):
             [source] = restore_sources(each, app.store)
             assert (source.text, source.metadata) == (node.text, node.metadata)

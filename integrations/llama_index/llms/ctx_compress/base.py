@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -33,7 +34,6 @@ from ctx_compress_rag.decoding.change import UNCHANGED
 from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling
 from ctx_compress_rag.decoding.logprobs import TokenLogprob
 from ctx_compress_rag.errors import ConfigError
-from llama_index.llms.ctx_compress.streams import in_thread
 from llama_index.llms.ctx_compress.structured import schema_of
 
 _ROLES = {
@@ -44,6 +44,9 @@ _ROLES = {
 
 Prompt = str | list[Message]
 Pieces = Generator[str | Generation, None, None]
+T = TypeVar("T")
+_Options = dict[str, Any] | None
+_END = object()
 
 
 class CompressedContextLLM(AdaptableLLM, LLM):
@@ -133,20 +136,16 @@ class CompressedContextLLM(AdaptableLLM, LLM):
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """`stream_complete` in a thread."""
         sampling = self._sampling(kwargs)
-        return in_thread(_completions(await self._astream(self._from_text(prompt, formatted), sampling), sampling))
+        return _in_thread(_completions(await self._astream(self._from_text(prompt, formatted), sampling), sampling))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """`stream_chat` in a thread."""
         sampling = self._sampling(kwargs)
-        return in_thread(_chats(await self._astream(self._from_messages(messages), sampling), sampling))
+        return _in_thread(_chats(await self._astream(self._from_messages(messages), sampling), sampling))
 
     def structured_predict(
-        self,
-        output_cls: type[Model],
-        prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
+        self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: _Options = None, **prompt_args: Any
     ) -> Model:
         """An object of `output_cls`: tokens that would break its JSON are never chosen.
 
@@ -158,22 +157,14 @@ class CompressedContextLLM(AdaptableLLM, LLM):
         return cast(Model, super().structured_predict(output_cls, prompt, wanted, **prompt_args))
 
     async def astructured_predict(
-        self,
-        output_cls: type[Model],
-        prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
+        self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: _Options = None, **prompt_args: Any
     ) -> Model:
         """`structured_predict` in a thread."""
         wanted = _constrained(output_cls, llm_kwargs)
         return cast(Model, await super().astructured_predict(output_cls, prompt, wanted, **prompt_args))
 
     def stream_structured_predict(
-        self,
-        output_cls: type[Model],
-        prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
+        self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: _Options = None, **prompt_args: Any
     ) -> Generator[Any, None, None]:
         """`structured_predict` piece by piece: the object so far, with None for missing fields; the last is whole."""
         wanted = _constrained(output_cls, llm_kwargs)
@@ -182,11 +173,7 @@ class CompressedContextLLM(AdaptableLLM, LLM):
         )
 
     async def astream_structured_predict(
-        self,
-        output_cls: type[Model],
-        prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
+        self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: _Options = None, **prompt_args: Any
     ) -> AsyncGenerator[Any, None]:
         """`stream_structured_predict` in a thread."""
         wanted = _constrained(output_cls, llm_kwargs)
@@ -268,9 +255,27 @@ class CompressedContextLLM(AdaptableLLM, LLM):
     async def _agenerate(self, prompt: Prompt, given: dict[str, Any]) -> Generation:
         sampling = self._sampling(given)
         # A stream can be stopped, a call in a thread cannot: stream, so that a canceled task frees the decoder.
-        async with aclosing(in_thread(await self._astream(prompt, sampling))) as pieces:
+        async with aclosing(_in_thread(await self._astream(prompt, sampling))) as pieces:
             *_, done = [piece async for piece in pieces]
         return _whole(cast(Generation, done), sampling)
+
+
+async def _in_thread(blocking: Generator[T, None, None]) -> AsyncGenerator[T, None]:
+    """Iterate over a blocking generator in a thread; the event loop keeps running meanwhile.
+
+    One thread runs all of it, so that a consumer that stops early, or is canceled while the thread waits for
+    the next item, can close the generator after that item.
+    """
+    loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, thread_name_prefix="ctx-compress-async")
+    try:
+        while True:
+            item: Any = await loop.run_in_executor(thread, next, blocking, _END)
+            if item is _END:
+                return
+            yield item
+    finally:
+        thread.submit(blocking.close)
+        thread.shutdown(wait=False)
 
 
 def _whole(answer: Generation, sampling: Sampling) -> Generation:
@@ -282,7 +287,7 @@ def _whole(answer: Generation, sampling: Sampling) -> Generation:
     return answer
 
 
-def _constrained(output_cls: type[Model], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+def _constrained(output_cls: type[Model], llm_kwargs: _Options) -> dict[str, Any]:
     return {**(llm_kwargs or {}), **_response_format(output_cls.model_json_schema())}
 
 
@@ -301,8 +306,7 @@ def _completions(pieces: Pieces, sampling: Sampling) -> CompletionResponseGen:
 
 
 def _chats(pieces: Pieces, sampling: Sampling) -> ChatResponseGen:
-    for response in _completions(pieces, sampling):
-        yield _chat(response)
+    return (_chat(response) for response in _completions(pieces, sampling))
 
 
 def _completion(generation: Generation, delta: str | None = None) -> CompletionResponse:

@@ -6,12 +6,11 @@ with needs("llama-index"):
     from llama_index.postprocessor.ctx_compress.base import CompressedContextPostprocessor
     from llama_index.postprocessor.ctx_compress.ingestion import CompressSoftContext
     from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode
-    from llama_index.postprocessor.ctx_compress.sources import expand_prompt, restore_sources
+    from llama_index.postprocessor.ctx_compress.sources import restore_sources
 
 __all__ = [
     "CompressSoftContext",
     "CompressedContextPostprocessor",
     "CompressedTextNode",
-    "expand_prompt",
     "restore_sources",
 ]

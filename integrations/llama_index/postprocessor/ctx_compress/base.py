@@ -13,42 +13,16 @@ from llama_index.postprocessor.ctx_compress.sources import restored
 class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor):
     """Replaces retrieved texts by the markers of their stored soft contexts, for `CompressedContextLLM`.
 
-    Goes after the retriever, last among the postprocessors. A passage is looked up in the store by its node's
-    id, then by its text. The given nodes are never changed; the new ones keep ids, scores, metadata and
-    relationships, and by default show the marker only to the LLM (see `CompressedTextNode`). Nodes with images,
-    sound or video, and blank ones, are returned unchanged. Works in threads and in an event loop.
+    Goes after the retriever, last among the postprocessors. The given nodes are never changed; the new ones keep ids,
+    scores, metadata and relationships, and by default show the marker only to the LLM (see `CompressedTextNode`). Nodes
+    with images, sound or video, and blank ones, are returned unchanged. Works in threads and in an event loop.
 
-    A `CitationQueryEngine` makes its sources from plain text, unless it is given `metadata_mode=MetadataMode.LLM`; or
-    give this postprocessor `replace_text=True`.
-
-    With a RAM bundle a node keeps the segments that the question needs as text, and markers stand for the rest. The LLM
-    must have the same store object.
+    The options are those of `ctx_compress_rag.frameworks.postprocessor.MarkingPostprocessor`, which also says what is
+    raised. A `token_budget` counts as `marker_tokenizer` does.
 
     Args:
-        store: where the soft contexts are.
-        ratio: source tokens per slot, a multiple of the store's ratio, which is the default. With a RAM bundle, how
-            many times shorter all passages together become, 2 or more; by default the smallest it was trained for.
-        token_budget: in place of a ratio, the maximum number of tokens for all passages of a question together;
-            slots and text count alike, as in `marker_tokenizer`. Nodes with a higher score get finer ratios, and
-            the best stay text if there is room; at least 90% of the budget is used if the passages allow it (see
-            `ctx_compress_rag.marking.budget.allot`). Nodes without a score come last; if no node has one, they
-            count as sorted, best first. Metadata, template and question are not counted.
-        on_missing: what to do with a passage that the store cannot stand in for, each alone: "compress" and store it,
-            or send its text, with a warning, if that is impossible; raise an "error"; or send its "text". See
-            `ctx_compress_rag.marking.mark.OnMissing`.
-        scope: tenant or user that the markers belong to; by default that of
-            `ctx_compress_rag.store.marker.scope`, or the store's.
-        replace_text: make the marker the node's text, for readers that do not ask for `MetadataMode.LLM`.
-            `restore_sources` then needs the store.
-        callback_manager: LlamaIndex's own.
-
-    Raises:
-        ConfigError: an argument has an impossible value, or both a ratio and a budget are given; or, with nodes, a RAM
-            bundle gets no query.
-        RatioError: the ratio cannot be made from the store's base ratio; or, with nodes, the passages do not fit
-            into the budget at any ratio.
-        MissingPassageError: with nodes and on_missing="error", a passage is not stored with this text.
-        StoreError: with nodes, the store cannot be reached.
+        replace_text: make the marker the node's text, for readers that do not ask for `MetadataMode.LLM`, such as a
+            `CitationQueryEngine`. `restore_sources` then needs the store.
     """
 
     replace_text: bool = False

@@ -1,4 +1,4 @@
-"""From markers back to text: for citations, and for an LLM that knows no markers."""
+"""From markers back to text, for citations."""
 
 from __future__ import annotations
 
@@ -59,19 +59,3 @@ def restored(nodes: Sequence[NodeWithScore]) -> list[NodeWithScore]:
         NodeWithScore(node=each.node.original, score=each.score) if isinstance(each.node, CompressedTextNode) else each
         for each in nodes
     ]
-
-
-def expand_prompt(text: str, store: SoftContextStore, scope: str | None = None) -> str:
-    """A prompt with each marker replaced by its passage's text, for an LLM that knows no markers.
-
-    Markers of another key or scope stay as they are.
-
-    Args:
-        text: a prompt, perhaps with markers.
-        store: where the passages are.
-        scope: tenant or user; by default that of `ctx_compress_rag.store.marker.scope`, or the store's.
-
-    Raises:
-        MissingPassageError: a passage was deleted from the store, or its text changed.
-    """
-    return expand(store, text, scope)
