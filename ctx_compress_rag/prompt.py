@@ -48,14 +48,12 @@ class Prompt:
         pieces: token ids and slots, in order.
         answers: True on the answers' tokens: bool (length,).
         soft: whether the reader's decoder reads it: True if it has passages, even ones without slots.
-        prefix: how many vectors at the start are not slots.
         quotable: what an extractive answer may quote; None if the answer is not extractive.
     """
 
     pieces: tuple[Piece, ...]
     answers: Tensor
     soft: bool = False
-    prefix: int = 0
     quotable: Quotable | None = None
 
     @classmethod
@@ -72,12 +70,12 @@ class Prompt:
     @property
     def token_count(self) -> int:
         """How many of the positions are tokens."""
-        return self.length - self.prefix - self.slots
+        return self.length - self.slots
 
     @property
     def slots(self) -> int:
         """How many of the positions are slots."""
-        return sum(len(piece) for piece in self.pieces if piece.is_floating_point()) - self.prefix
+        return sum(len(piece) for piece in self.pieces if piece.is_floating_point())
 
     def ids(self) -> Tensor:
         """The token ids, 0 at vectors: int64 (length,)."""
@@ -91,16 +89,6 @@ class Prompt:
         """The same prompt with an answer's token ids (L,) appended."""
         flags = torch.ones(len(answer), dtype=torch.bool)
         return replace(self, pieces=(*self.pieces, answer), answers=torch.cat((self.answers, flags)))
-
-    def behind(self, prefix: Tensor) -> Prompt:
-        """The same prompt after vectors (P, D) that are not slots."""
-        flags = torch.zeros(len(prefix), dtype=torch.bool)
-        return replace(
-            self,
-            pieces=(prefix, *self.pieces),
-            answers=torch.cat((flags, self.answers)),
-            prefix=self.prefix + len(prefix),
-        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -76,6 +76,15 @@ def bundle_folder(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest
     return save_bundle(make_tiny_bundle(), tmp_path_factory.mktemp("bundle"))
 
 
+@pytest.fixture(scope="module")
+def adaptive(bundle_folder: Path) -> Any:
+    """The saved bundle's decoder, which can adapt."""
+    from ctx_compress_rag.adaptation import AdaptiveDecoder
+    from ctx_compress_rag.bundle.bundle import Bundle
+
+    return AdaptiveDecoder(Bundle.from_pretrained(bundle_folder, device="cpu"))
+
+
 @pytest.fixture
 def compressed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts that bundles compress, in order; compression itself is as ever."""

@@ -55,9 +55,9 @@ def measure(
 
 def phases(decoder: AdaptiveDecoder, system: System, episode: Episode, sampling: Sampling) -> Phases:
     """Adapting to an episode's demonstrations, and answering its question."""
-    chat = episode.query.chat()
+    chat = system.chat(episode)
     return Phases(
-        lambda: decoder.adapt(episode.support, system.adaptation),
+        lambda: system.adapt(decoder, episode),
         lambda adapted: adapted.generate([chat], sampling),
         lambda adapted: adapted.generate_apart(chat, sampling),
     )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
+from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import zip_longest
 
 from ctx_compress_rag.adaptation.episodes import Episode, Tasks
@@ -48,3 +52,14 @@ def _spread(tasks: Tasks, count: int, demonstrations: int, seed: int, of_pool: b
         )
     in_turn = [episode for row in zip_longest(*each) for episode in row if episode is not None]
     return in_turn[:count]
+
+
+def digest(episodes: Iterable[Episode]) -> str:
+    """64 hex digits that identify the episodes' contents: they change if a file has other questions under its old name.
+
+    Take it before `with_slots`, whose markers are new in every run.
+    """
+    hashed = hashlib.sha256()
+    for episode in episodes:
+        hashed.update(json.dumps(asdict(episode)).encode())
+    return hashed.hexdigest()

@@ -13,13 +13,13 @@ from typing import Any, Literal
 from tqdm.auto import tqdm
 
 from benchmarks.adaptation.cost import AdaptationCost, measure
-from benchmarks.adaptation.episodes import drawn_apart
+from benchmarks.adaptation.episodes import digest, drawn_apart
 from benchmarks.adaptation.systems import AT_TEST_TIME, BASE, PREDICTED, Recipes, System, controls, copy_rule
 from benchmarks.world.task_families import write_families
 from ctx_compress_rag.adaptation.baselines import TestTimeSGD
 from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, generate_together
-from ctx_compress_rag.adaptation.episodes import Episode, digest, with_slots
+from ctx_compress_rag.adaptation.episodes import Episode, with_slots
 from ctx_compress_rag.adaptation.stages import file_tasks, open_decoder
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.evaluation import report
@@ -174,8 +174,8 @@ def _answers(decoder: AdaptiveDecoder, system: System, episodes: Sequence[Episod
     given = system.given(episodes)
     for start in range(0, len(given), decoder.batch_size):
         part = given[start : start + decoder.batch_size]
-        adapted = [decoder.adapt(episode.support, system.adaptation) for episode in part]
-        made = generate_together(adapted, [episode.query.chat() for episode in part], sampling)
+        adapted = [system.adapt(decoder, episode) for episode in part]
+        made = generate_together(adapted, [system.chat(episode) for episode in part], sampling)
         done += [system.finish(one.text.strip(), episode) for one, episode in zip(made, part, strict=True)]
     return done
 

@@ -12,15 +12,11 @@ from pathlib import Path
 import torch
 import yaml
 
+from benchmarks.adaptation.prompt_tuning import PrefixedDecoder, PromptTuningRecipe
 from benchmarks.world import RECIPES
 from ctx_compress_rag.adaptation.adapter import Adapter
-from ctx_compress_rag.adaptation.baselines import BaseAdapter, FewShot, PredictedUpdate, PromptTuning, TestTimeSGD
-from ctx_compress_rag.adaptation.config import (
-    AdaptationRecipe,
-    PromptTuningRecipe,
-    RetrievalAdapterRecipe,
-    UpdatePredictorRecipe,
-)
+from ctx_compress_rag.adaptation.baselines import BaseAdapter, PredictedUpdate, TestTimeSGD
+from ctx_compress_rag.adaptation.config import AdaptationRecipe, RetrievalAdapterRecipe, UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.decoder import Adaptation, AdaptiveDecoder
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.episodes import Episode
@@ -44,13 +40,22 @@ class System:
         name: its name.
         adaptation: how it uses the demonstrations.
         given: makes the episodes that it gets from the comparison's, one from each.
+        chat: makes the messages that ask an episode's question.
         finish: makes the final answer from the decoder's.
+        prefix: the folder of a soft prefix that is read first; None reads none.
     """
 
     name: str
     adaptation: Adaptation
     given: Callable[[Sequence[Episode]], Sequence[Episode]] = tuple
+    chat: Callable[[Episode], list[dict[str, str]]] = lambda episode: episode.query.chat()
     finish: Callable[[str, Episode], str] = lambda answer, episode: answer
+    prefix: Path | None = None
+
+    def adapt(self, decoder: AdaptiveDecoder, episode: Episode) -> AdaptiveDecoder:
+        """The decoder, adapted to an episode's demonstrations."""
+        reading = decoder if self.prefix is None else PrefixedDecoder.with_prefix(decoder, self.prefix)
+        return reading.adapt(episode.support, self.adaptation)
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,11 @@ class Recipes:
         Raises:
             ConfigError: it does not have exactly one retrieval adapter, or its recipes do not belong together.
         """
-        places = (Path(where), RECIPES / where, find(str(where)) or Path(where))
-        folder = next((place for place in places if any(place.glob("*.yaml"))), Path(where))
-        loaded = {file: load_recipe(file) for file in sorted(folder.glob("*.yaml"))}
+        named = [place for place in (RECIPES / where, find(str(where))) if place is not None]
+        files = [
+            file for folder in ([Path(where)] if Path(where).is_dir() else named) for file in folder.glob("*.yaml")
+        ]
+        loaded = {file: load_recipe(file) for file in sorted(files, key=lambda file: file.name)}
         found = {file: recipe for file, recipe in loaded.items() if isinstance(recipe, AdaptationRecipe)}
         bases = {file: recipe for file, recipe in found.items() if isinstance(recipe, RetrievalAdapterRecipe)}
         if len(bases) != 1:
@@ -104,9 +111,8 @@ class Recipes:
             settings["optim"] = settings.get("optim", {}) | {"steps": shorter}
             if isinstance(recipe, UpdatePredictorRecipe):
                 settings["base"] = base
-                if recipe.solved is not None:
-                    few = min(recipe.solved.contexts, shorter * recipe.optim.batch_size)
-                    settings["solved"] |= {"folder": str(folder / "trained" / "solved"), "contexts": few}
+                if recipe.contexts is not None:
+                    settings["contexts"] = min(recipe.contexts, shorter * recipe.optim.batch_size)
             text = yaml.safe_dump(settings, sort_keys=False)
             (folder / "recipes" / file.name).write_text(text, encoding="utf-8")
         return self.find(folder / "recipes")
@@ -145,16 +151,16 @@ class Recipes:
         systems = [
             System("query only", BaseAdapter(None), given=_without_passages),
             System(ALONE, BaseAdapter(None)),
-            System(f"{ALONE}, few-shot", FewShot(None)),
+            System(f"{ALONE}, few-shot", BaseAdapter(None), chat=_with_shots),
             System(BASE, BaseAdapter(base)),
-            System(f"{BASE}, few-shot", FewShot(base)),
+            System(f"{BASE}, few-shot", BaseAdapter(base), chat=_with_shots),
         ]
         kinds = [_kind(recipe) for recipe in self.others]
         predicted: list[tuple[str, PredictedUpdate]] = []
         for kind, file, recipe in zip(kinds, self.files[1:], self.others, strict=True):
             name = kind if kinds.count(kind) == 1 else f"{kind} ({file.stem})"
             if isinstance(recipe, PromptTuningRecipe):
-                systems.append(System(name, PromptTuning.from_pretrained(recipe.output, decoder)))
+                systems.append(System(name, BaseAdapter(None), prefix=recipe.output))
             else:
                 predicted.append((name, PredictedUpdate.from_pretrained(recipe.output, decoder)))
         systems += [System(name, each) for name, each in predicted if each.config.loss == "task"]
@@ -211,6 +217,14 @@ def _with_ending(answer: str, episode: Episode) -> str:
     reversed_words = [demonstration.answer.split()[::-1] for demonstration in episode.support]
     shared = [words[0] for words in takewhile(lambda words: len(set(words)) == 1, zip(*reversed_words, strict=False))]
     return " ".join([answer, *shared[::-1]])
+
+
+def _with_shots(episode: Episode) -> list[dict[str, str]]:
+    """The demonstrations as earlier turns of the chat, questions with answers."""
+    chat = []
+    for shown in episode.support:
+        chat += [*shown.chat(), {"role": "assistant", "content": shown.answer}]
+    return [*chat, *episode.query.chat()]
 
 
 def _without_passages(episodes: Sequence[Episode]) -> list[Episode]:

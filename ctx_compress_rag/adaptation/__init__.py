@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctx_compress_rag.adaptation.adapter import Adapter
-    from ctx_compress_rag.adaptation.baselines import BaseAdapter, FewShot, PredictedUpdate, PromptTuning, TestTimeSGD
+    from ctx_compress_rag.adaptation.baselines import BaseAdapter, PredictedUpdate, TestTimeSGD
     from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDecoder, generate_together
     from ctx_compress_rag.adaptation.demonstrations import Demonstration
 
@@ -21,16 +21,14 @@ __all__ = [
     "AdaptiveDecoder",
     "BaseAdapter",
     "Demonstration",
-    "FewShot",
     "PredictedUpdate",
-    "PromptTuning",
     "TestTimeSGD",
     "generate_together",
 ]
 
 _MODULES = {
     "adapter": ("Adapter",),
-    "baselines": ("BaseAdapter", "FewShot", "PredictedUpdate", "PromptTuning", "TestTimeSGD"),
+    "baselines": ("BaseAdapter", "PredictedUpdate", "TestTimeSGD"),
     "decoder": ("Adaptation", "Adapted", "AdaptiveDecoder", "generate_together"),
     "demonstrations": ("Demonstration",),
 }

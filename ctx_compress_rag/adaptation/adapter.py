@@ -81,10 +81,6 @@ class Adapter:
         """Input and output width, by projection."""
         return {name: (a.shape[-1], self.b[name].shape[-2]) for name, a in self.a.items()}
 
-    def to(self, device: torch.device) -> Adapter:
-        """The same adapter on a device."""
-        return self._each(lambda factor: factor.to(device))
-
     def plus(self, update: Adapter) -> Adapter:
         """This change and `update` together, exactly: [scale b, update's b] @ [a; update's a].
 

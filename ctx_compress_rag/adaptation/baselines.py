@@ -1,4 +1,4 @@
-"""Ways to follow demonstrations, under one interface: RAG-GD and its baselines (section 5.3)."""
+"""Ways to follow demonstrations, under one interface: RAG-GD, HyperTuning and TT-SGD (section 5.3)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDecoder
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
-from ctx_compress_rag.adaptation.updates import sgd
-from ctx_compress_rag.bundle.files import ADAPTER_FILE
+from ctx_compress_rag.adaptation.updates import GradientUpdate, sgd
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.strict import Strict, explain
@@ -27,7 +26,6 @@ BASE_FOLDER = "base"
 
 _CONFIG_FILE = "config.json"
 _WEIGHTS_FILE = "model.safetensors"
-_PREFIX_KEY = "prompt_embeddings"
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,16 +36,6 @@ class BaseAdapter(Adaptation):
 
     def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
         return Adapted(self.base)
-
-
-@dataclass(frozen=True, eq=False)
-class FewShot(Adaptation):
-    """The demonstrations in the prompt, read by the base adapter, or with None by the decoder alone."""
-
-    base: Adapter | None
-
-    def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
-        return Adapted(self.base, shots=tuple(demonstrations))
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,45 +51,6 @@ class TestTimeSGD(Adaptation):
     def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
         update = sgd(decoder, [decoder.rows(demonstrations)], self.base, self.steps, self.learning_rate)
         return Adapted(update.adapted().row(0))
-
-
-@dataclass(frozen=True, eq=False)
-class PromptTuning(Adaptation):
-    """A learned soft prefix, whatever the demonstrations: (tokens, dim)."""
-
-    prefix: Tensor
-
-    def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
-        return Adapted(prefix=self.prefix)
-
-    def save_pretrained(self, folder: str | Path, decoder: str | None = None) -> None:
-        """Write an ordinary peft prompt-tuning adapter; `decoder` is the decoder's hub id or path."""
-        from peft import PromptTuningConfig
-
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        PromptTuningConfig(
-            num_virtual_tokens=len(self.prefix),
-            token_dim=self.prefix.shape[1],
-            base_model_name_or_path=decoder,
-            task_type="CAUSAL_LM",
-            inference_mode=True,
-        ).save_pretrained(str(folder))
-        save_file({_PREFIX_KEY: self.prefix.detach().float().cpu().contiguous()}, folder / ADAPTER_FILE)
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path, decoder: AdaptiveDecoder) -> PromptTuning:
-        """Read a peft prompt-tuning adapter for `decoder`.
-
-        Raises:
-            BundleError: it is missing, or its width is not that of the decoder's embeddings.
-        """
-        prefix = _read(Path(folder) / ADAPTER_FILE).get(_PREFIX_KEY)
-        if prefix is None or prefix.ndim != 2 or prefix.shape[1] != decoder.bundle.backbone.dim:
-            what = "no prompt" if prefix is None else f"a prompt of shape {tuple(prefix.shape)}"
-            raise BundleError(f"{folder} has {what}: this decoder needs vectors of width {decoder.bundle.backbone.dim}")
-        weight = decoder.bundle.backbone.embeddings.weight
-        return cls(prefix.to(weight.device, weight.dtype))
 
 
 class PredictorConfig(Strict):
@@ -156,12 +105,16 @@ class PredictedUpdate(Adaptation):
 
     def predict(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]]) -> Adapter:
         """The updates for support contexts, given as rows; an adapter with a row for each context."""
-        update: Adapter = self.predictor(pooled_states(decoder, contexts, self.base, self.config.layer))
+        update: Adapter = self.predictor(self.pooled(decoder, contexts))
         return update
 
-    def target(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]]) -> Adapter:
+    def pooled(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]]) -> Tensor:
+        """What the predictor reads of support contexts: (contexts, dim)."""
+        return pooled_states(decoder, contexts, self.base, self.config.layer)
+
+    def target(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]]) -> GradientUpdate:
         """What `predict` is trained to give: the update that gradient descent makes of each context (eq. 8)."""
-        return sgd(decoder, contexts, self.base, self.config.inner_steps, self.config.inner_learning_rate).change()
+        return sgd(decoder, contexts, self.base, self.config.inner_steps, self.config.inner_learning_rate)
 
     def rows(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
         """The demonstrations as the decoder reads them.

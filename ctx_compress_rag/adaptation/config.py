@@ -68,30 +68,6 @@ class RetrievalAdapterRecipe(AdaptationRecipe):
     alpha: int = Field(default=32, gt=0)
 
 
-class PromptTuningRecipe(AdaptationRecipe):
-    """Prompt tuning on the same examples: a baseline. The paper does not say how long its prefix is."""
-
-    stage: Literal["prompt_tuning"]
-    virtual_tokens: int = Field(default=20, gt=0)
-
-
-class SolvedConfig(Strict):
-    """Support contexts that gradient descent solves once and a predictor learns from many times.
-
-    The paper draws and solves a new one each time. This is for decoders small enough to keep the updates: contexts x
-    number of K's x rank x input and output widths of Q/K/V, in bfloat16.
-
-    Attributes:
-        folder: where they are kept; recipes on one base adapter may share it.
-        contexts: number of contexts.
-        steps: each K that is kept.
-    """
-
-    folder: Path
-    contexts: int = Field(gt=0)
-    steps: list[int] = Field(min_length=1)
-
-
 class UpdatePredictorRecipe(AdaptationRecipe):
     """The update predictor, trained on gradient descent's updates (eq. 9; RAG-GD) or on answers (HyperTuning).
 
@@ -104,7 +80,9 @@ class UpdatePredictorRecipe(AdaptationRecipe):
         demonstrations: N, the number in each support context.
         hidden, code: widths of the encoder's layers.
         layer: the decoder's layer after which the demonstrations' hidden states are read; None is the last.
-        solved: contexts to keep and reuse; None draws a new one each time.
+        contexts: number of support contexts to solve by gradient descent before training, which then learns from each
+            many times; None draws and solves a new one each time, as the paper does. Their updates stay in memory:
+            contexts x rank x input and output widths of Q/K/V, in bfloat16.
     """
 
     stage: Literal["update_predictor"]
@@ -117,12 +95,10 @@ class UpdatePredictorRecipe(AdaptationRecipe):
     hidden: int = Field(default=256, gt=0)
     code: int = Field(default=64, gt=0)
     layer: int | None = Field(default=None, gt=0)
-    solved: SolvedConfig | None = None
+    contexts: int | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
-    def _solved_for_this(self) -> UpdatePredictorRecipe:
-        if self.solved and self.loss != "matching":
-            raise ValueError("solved is for loss matching: leave it out with loss task")
-        if self.solved and self.inner_steps not in self.solved.steps:
-            raise ValueError(f"inner_steps {self.inner_steps} is not in solved.steps {self.solved.steps}: add it")
+    def _contexts_for_matching(self) -> UpdatePredictorRecipe:
+        if self.contexts and self.loss != "matching":
+            raise ValueError("contexts is for loss matching: leave it out with loss task")
         return self

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.adaptation.adapter import Adapter, applied
-from ctx_compress_rag.adaptation.demonstrations import Demonstration, shots
+from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.decoding.batches import in_batches
 from ctx_compress_rag.decoding.change import UNCHANGED, Change
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
@@ -30,58 +29,27 @@ _GREEDY = Sampling()
 
 @dataclass(frozen=True, eq=False)
 class Adapted(Change):
-    """What an adaptation changes: the decoder's Q/K/V projections, or its prompts.
-
-    Attributes:
-        adapter: what is added to the projections; None adds nothing.
-        shots: demonstrations put before the question.
-        prefix: (tokens, dim), vectors put before the prompt, in the decoder's embedding space.
-    """
+    """A change of the decoder's Q/K/V projections; None changes nothing."""
 
     adapter: Adapter | None = None
-    shots: tuple[Demonstration, ...] = ()
-    prefix: Tensor | None = None
 
     @property
     def of_model(self) -> object:
         return None if self.adapter is None else id(self.adapter)
 
-    def asked(self, prompt: PromptLike) -> PromptLike:
-        """The prompt after the demonstrations.
-
-        Raises:
-            ConfigError: there are demonstrations, and the prompt is not a chat.
-        """
-        if not self.shots:
-            return prompt
-        if isinstance(prompt, str):
-            raise ConfigError("demonstrations can precede only a chat, but a prompt is a plain string: give chats")
-        return [*shots(self.shots), *prompt]
-
-    def read(self, prompt: Prompt) -> Prompt:
-        return prompt if self.prefix is None else prompt.behind(self.prefix)
-
     def applied(self, model: Any) -> AbstractContextManager[None]:
         return applied(model, self.adapter)
 
-    @property
-    def extra_tokens(self) -> int:
-        return 0 if self.prefix is None else len(self.prefix)
-
     @cached_property
     def digest(self) -> str | None:
-        """16 hex digits that identify the changes; None if nothing is changed."""
-        if self.adapter is None and self.prefix is None and not self.shots:
+        """16 hex digits that identify the change; None if nothing is changed."""
+        if self.adapter is None:
             return None
-        found = hashlib.sha256(json.dumps([[d.question, d.passages, d.answer] for d in self.shots]).encode())
-        tensors = {} if self.prefix is None else {"prefix": self.prefix}
-        if self.adapter is not None:
-            found.update(str(self.adapter.scale).encode())
-            for side, factors in (("a", self.adapter.a), ("b", self.adapter.b)):
-                tensors |= {f"{side} {name}": factor for name, factor in factors.items()}
-        for name in sorted(tensors):
-            found.update(f"{name} {tuple(tensors[name].shape)}".encode())
-            found.update(tensors[name].detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+        found = hashlib.sha256(str(self.adapter.scale).encode())
+        for factors in (self.adapter.a, self.adapter.b):
+            for name, factor in sorted(factors.items()):
+                found.update(f"{name} {tuple(factor.shape)}".encode())
+                found.update(factor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
         return found.hexdigest()[:16]
 
 
@@ -148,8 +116,7 @@ class AdaptiveDecoder(TransformersDecoder):
         """
         rows = []
         chats = [demonstration.chat() for demonstration in demonstrations]
-        prepared = self.prepare(chats, [UNCHANGED] * len(chats))
-        for number, (prompt, demonstration) in enumerate(zip(prepared, demonstrations, strict=True)):
+        for number, (prompt, demonstration) in enumerate(zip(self.prepare(chats), demonstrations, strict=True)):
             row = prompt.then(self._answer_ids(demonstration.answer))
             window = self.bundle.backbone.window
             if window is not None and row.length > window:
@@ -199,15 +166,14 @@ def generate_together(
         raise ConfigError(f"{len(prompts)} prompts need as many decoders, got {len(decoders)}")
     if not decoders:
         return []
-    adaptive = [AdaptiveDecoder.of(decoder) for decoder in decoders]
-    first = adaptive[0]
-    if any(decoder.bundle is not first.bundle or decoder.store is not first.store for decoder in decoders):
+    first, *others = [AdaptiveDecoder.of(decoder) for decoder in decoders]
+    if any(other.bundle is not first.bundle or other.store is not first.store for other in others):
         raise ConfigError("decoders that answer together must be adapted from one decoder")
-    changes = [decoder.adapted for decoder in adaptive]
-    prepared = first.prepare(prompts, changes, extractive=sampling.extractive)
+    adapters = [decoder.adapted.adapter for decoder in (first, *others)]
+    prepared = first.prepare(prompts, extractive=sampling.extractive)
 
     def run(batch: Sequence[int]) -> list[Generation]:
-        adapter = Adapter.stack([changes[i].adapter for i in batch])
+        adapter = Adapter.stack([adapters[i] for i in batch])
         return first.run([prepared[i] for i in batch], sampling, Adapted(adapter))
 
     return in_batches(prepared, first.batch_size, run)

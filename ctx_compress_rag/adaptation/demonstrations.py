@@ -1,8 +1,7 @@
-"""Demonstrations: a question with its passages and its answer, and the chats made from them."""
+"""Demonstrations: a question with its passages and its answer, and the chat made from it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -51,11 +50,3 @@ class Demonstration:
         for passage in self.passages:
             store.split(passage, None, "error")
         return replace(self, passages=tuple(mark(store, self.passages, ratio=ratio)))
-
-
-def shots(demonstrations: Sequence[Demonstration]) -> list[dict[str, str]]:
-    """The demonstrations as earlier turns of a chat, questions with answers (few-shot prompting)."""
-    chat = []
-    for demonstration in demonstrations:
-        chat += [*demonstration.chat(), {"role": "assistant", "content": demonstration.answer}]
-    return chat

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,17 +129,6 @@ class Episodes(Sequence[Any]):
         if not 0 <= index < self.length:
             raise IndexError(index)
         return self.tasks.draw(random.Random(f"{self.seed}:{index}"), self.demonstrations)
-
-
-def digest(episodes: Iterable[Episode]) -> str:
-    """64 hex digits that identify the episodes' contents: they change if a file has other questions under its old name.
-
-    Take it before `with_slots`, whose markers are new in every run.
-    """
-    hashed = hashlib.sha256()
-    for episode in episodes:
-        hashed.update(json.dumps(asdict(episode)).encode())
-    return hashed.hexdigest()
 
 
 def with_slots(episode: Episode, store: Any, ratio: int | None) -> Episode:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from ctx_compress_rag.adaptation.adapter import Adapter
-from ctx_compress_rag.adaptation.baselines import BaseAdapter, PredictedUpdate, PromptTuning, as_read
-from ctx_compress_rag.adaptation.decoder import Adaptation, AdaptiveDecoder
+from ctx_compress_rag.adaptation.baselines import BaseAdapter, PredictedUpdate, as_read
+from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDecoder
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.bundle.files import ADAPTER_CONFIG_FILE
-from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.errors import ConfigError
 
 _LOADED: WeakKeyDictionary[Decoder, dict[Path, tuple[list[tuple[Path, int]], Adaptation]]] = WeakKeyDictionary()
 
@@ -57,11 +56,11 @@ def with_adapter(decoder: AdaptiveDecoder, folder: str | Path) -> AdaptiveDecode
     Raises:
         BundleError: the folder holds no peft adapter for this decoder.
     """
-    return decoder.with_change(_saved_adapter(Path(folder), decoder).adapt(decoder, ()))
+    return decoder.with_change(Adapted(Adapter.from_pretrained(folder, decoder.bundle.backbone.model)))
 
 
 def load_adaptation(folder: str | Path, decoder: AdaptiveDecoder) -> Adaptation:
-    """Load an adaptation from its folder: an update predictor, or a LoRA adapter or soft prefix in peft's format.
+    """Load an adaptation from its folder: an update predictor, or a LoRA adapter in peft's format.
 
     It is read once for each bundle, and again if a file in the folder has changed.
 
@@ -72,33 +71,22 @@ def load_adaptation(folder: str | Path, decoder: AdaptiveDecoder) -> Adaptation:
     stamp = [(file, file.stat().st_mtime_ns) for file in sorted(folder.rglob("*"))]
     kept = _LOADED.setdefault(decoder.bundle, {})
     if folder not in kept or kept[folder][0] != stamp:
-        saved = (folder / ADAPTER_CONFIG_FILE).exists()
-        found = _saved_adapter(folder, decoder) if saved else PredictedUpdate.from_pretrained(folder, decoder)
+        found: Adaptation
+        if (folder / ADAPTER_CONFIG_FILE).exists():
+            found = BaseAdapter(Adapter.from_pretrained(folder, decoder.bundle.backbone.model))
+        else:
+            found = PredictedUpdate.from_pretrained(folder, decoder)
         kept[folder] = (stamp, found)
     return kept[folder][1]
-
-
-def _saved_adapter(folder: Path, decoder: AdaptiveDecoder) -> BaseAdapter | PromptTuning:
-    try:
-        kind = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8")).get("peft_type")
-    except (OSError, ValueError) as error:
-        raise BundleError(f"{str(folder)!r} is not a peft adapter folder ({error})") from error
-    if kind == "PROMPT_TUNING":
-        return PromptTuning.from_pretrained(folder, decoder)
-    return BaseAdapter(Adapter.from_pretrained(folder, decoder.bundle.backbone.model))
 
 
 def save_adapter(decoder: AdaptiveDecoder, folder: str | Path) -> None:
     """Write an adapted decoder's change as an ordinary peft adapter.
 
     Raises:
-        ConfigError: it is not adapted, or is adapted by demonstrations in its prompt, which no adapter can hold.
+        ConfigError: it is not adapted.
     """
-    adapted, name = decoder.adapted, decoder.bundle.decoder_name
-    if adapted.shots or (adapted.adapter is None and adapted.prefix is None):
-        what = "demonstrations in its prompt" if adapted.shots else "nothing"
-        raise ConfigError(f"this decoder is adapted by {what}: there is no adapter to save")
-    if adapted.adapter is not None:
-        adapted.adapter.save_pretrained(folder, name)
-    if adapted.prefix is not None:
-        PromptTuning(adapted.prefix).save_pretrained(folder, name)
+    adapter = decoder.adapted.adapter
+    if adapter is None:
+        raise ConfigError("this decoder is not adapted: there is no adapter to save")
+    adapter.save_pretrained(folder, decoder.bundle.decoder_name)

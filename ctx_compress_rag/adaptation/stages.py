@@ -1,4 +1,4 @@
-"""Stages that train the base retrieval adapter, a soft prefix or an update predictor; the decoder stays frozen."""
+"""Stages that train the base retrieval adapter or an update predictor; the decoder stays frozen."""
 
 from __future__ import annotations
 
@@ -14,27 +14,25 @@ from typing import Any
 import chromadb
 import torch
 from torch import nn
+from tqdm.auto import tqdm
 
 from ctx_compress_rag.adaptation.adapter import Adapter
-from ctx_compress_rag.adaptation.baselines import PredictedUpdate, PredictorConfig, PromptTuning
+from ctx_compress_rag.adaptation.baselines import PredictedUpdate, PredictorConfig
 from ctx_compress_rag.adaptation.config import (
     AdaptationRecipe,
-    PromptTuningRecipe,
     RetrievalAdapterRecipe,
-    SolvedConfig,
     TaskData,
     UpdatePredictorRecipe,
 )
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
-from ctx_compress_rag.adaptation.episodes import Episode, Episodes, Tasks, digest, with_slots
-from ctx_compress_rag.adaptation.objectives.retrieval_adapter import PromptTuningLoss, RetrievalAdapterLoss
+from ctx_compress_rag.adaptation.episodes import Episode, Episodes, Tasks, with_slots
+from ctx_compress_rag.adaptation.objectives.retrieval_adapter import RetrievalAdapterLoss
 from ctx_compress_rag.adaptation.objectives.update_predictor import (
     MatchingObjective,
+    SolvedContexts,
     SolvedMatchingObjective,
     TaskObjective,
 )
-from ctx_compress_rag.adaptation.predictor import pooled_states
-from ctx_compress_rag.adaptation.solved import SolvedContexts, load_solved, solve
 from ctx_compress_rag.adaptation.updates import norms
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.decoder import Decoder
@@ -50,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 # Contexts to measure a predictor's scales on: kept ones, which cost nothing, or else ones solved for this.
 _KEPT, _SOLVED_NOW = 64, 16
+_AT_ONCE = 16  # contexts to solve
 
 
 def open_decoder(recipe: AdaptationRecipe, device: str | torch.device | None = None) -> AdaptiveDecoder:
@@ -85,7 +84,7 @@ def file_tasks(files: Sequence[Path], data: TaskData, decoder: AdaptiveDecoder) 
 
 
 @dataclass
-class _Batches:
+class Batches:
     """Makes the objectives' batches: episodes as rows that the decoder reads."""
 
     recipe: AdaptationRecipe
@@ -108,11 +107,12 @@ class _Batches:
         }
 
 
-def _episodes(recipe: AdaptationRecipe, decoder: AdaptiveDecoder, demonstrations: int = 0) -> Episodes:
+def episodes_of(recipe: AdaptationRecipe, decoder: AdaptiveDecoder, demonstrations: int = 0) -> Episodes:
+    """The episodes that a recipe's training reads."""
     return Episodes(load_tasks(recipe, decoder), recipe.optim.items, demonstrations, recipe.seed)
 
 
-def _job(
+def job(
     decoder: AdaptiveDecoder,
     objective: nn.Module,
     examples: Sequence[Any],
@@ -129,69 +129,46 @@ def start_retrieval_adapter(recipe: RetrievalAdapterRecipe) -> Job:
     """The job that trains the base retrieval adapter."""
     decoder = open_decoder(recipe)
     trained = RetrievalAdapterLoss(decoder, recipe.rank, recipe.alpha)
-    return _job(
+    return job(
         decoder,
         trained,
-        _episodes(recipe, decoder),
-        _Batches(recipe, decoder).queries,
+        episodes_of(recipe, decoder),
+        Batches(recipe, decoder).queries,
         lambda name: trained.adapter().save_pretrained(recipe.output, name),
-    )
-
-
-def start_prompt_tuning(recipe: PromptTuningRecipe) -> Job:
-    """The job that trains a soft prefix."""
-    decoder = open_decoder(recipe)
-    trained = PromptTuningLoss(decoder, recipe.virtual_tokens, recipe.seed)
-    return _job(
-        decoder,
-        trained,
-        _episodes(recipe, decoder),
-        _Batches(recipe, decoder).queries,
-        lambda name: PromptTuning(trained.prefix).save_pretrained(recipe.output, name),
     )
 
 
 def start_update_predictor(recipe: UpdatePredictorRecipe) -> Job:
     """The job that trains an update predictor."""
     decoder = open_decoder(recipe)
-    episodes, batches = _episodes(recipe, decoder, recipe.demonstrations), _Batches(recipe, decoder)
+    episodes, batches = episodes_of(recipe, decoder, recipe.demonstrations), Batches(recipe, decoder)
     base = Adapter.from_pretrained(recipe.base, decoder.bundle.backbone.model)
     # The settings that a predictor keeps have the same names in its recipe.
     settings = recipe.model_dump(include=set(PredictorConfig.model_fields))
     torch.manual_seed(recipe.seed)
     update = PredictedUpdate.build(base, decoder, PredictorConfig(**settings))
-    objective: nn.Module
-    if recipe.solved is not None:
-        solved = _solved(recipe, recipe.solved, decoder, base, batches)
-        pooled, change = solved.rows(torch.arange(min(len(solved), _KEPT)))
+    save = partial(update.save_pretrained, recipe.output)
+    if recipe.contexts is not None:
+        drawn = Episodes(episodes.tasks, recipe.contexts, recipe.demonstrations, recipe.seed)
+        starts = tqdm(range(0, len(drawn), _AT_ONCE), desc="solving contexts", unit="batch", disable=None)
+        parts = (batches.contexts(drawn[start : start + _AT_ONCE])["contexts"] for start in starts)
+        solved = SolvedContexts.of(decoder, update, parts)
+        pooled, change = solved.rows(torch.arange(min(recipe.contexts, _KEPT)))
         update.predictor.calibrate(pooled, norms(change))
-        objective = SolvedMatchingObjective(update, solved, recipe.magnitude_weight)
-        numbers = passes(len(solved), len(episodes), recipe.seed)
-        return _job(decoder, objective, numbers, _collate_numbers, partial(update.save_pretrained, recipe.output))
+        numbers = passes(recipe.contexts, len(episodes), recipe.seed)
+        return job(
+            decoder, SolvedMatchingObjective(update, solved, recipe.magnitude_weight), numbers, _collate_numbers, save
+        )
     first = [batches.contexts([episode])["contexts"] for episode in episodes[:_SOLVED_NOW]]
-    pooled = torch.cat([pooled_states(decoder, contexts, base, recipe.layer) for contexts in first])
-    each = [norms(update.target(decoder, contexts)) for contexts in first]
+    pooled = torch.cat([update.pooled(decoder, contexts) for contexts in first])
+    each = [norms(update.target(decoder, contexts).change()) for contexts in first]
     update.predictor.calibrate(pooled, {name: torch.cat([sizes[name] for sizes in each]) for name in each[0]})
+    objective: nn.Module
     if recipe.loss == "matching":
         objective = MatchingObjective(decoder, update, recipe.magnitude_weight)
     else:
         objective = TaskObjective(decoder, update)
-    return _job(decoder, objective, episodes, batches.contexts, partial(update.save_pretrained, recipe.output))
-
-
-def _solved(
-    recipe: UpdatePredictorRecipe,
-    config: SolvedConfig,
-    decoder: AdaptiveDecoder,
-    base: Adapter,
-    batches: _Batches,
-) -> SolvedContexts:
-    """The recipe's contexts with their updates; those that are not solved yet are solved now."""
-    episodes = Episodes(load_tasks(recipe, decoder), config.contexts, recipe.demonstrations, recipe.seed)
-    about = {"episodes": digest(episodes), "ratio": recipe.ratio}
-    rate, steps = recipe.inner_learning_rate, config.steps
-    solve(decoder, base, batches.slots(episodes), steps, rate, config.folder, about, recipe.layer)
-    return load_solved(config.folder, base, config.contexts, recipe.inner_steps)
+    return job(decoder, objective, episodes, batches.contexts, save)
 
 
 def passes(size: int, count: int, seed: int) -> list[int]:
@@ -207,5 +184,4 @@ def _collate_numbers(batch: Sequence[Any]) -> dict[str, Any]:
 
 
 register(Stage(RetrievalAdapterRecipe, start_retrieval_adapter))
-register(Stage(PromptTuningRecipe, start_prompt_tuning))
 register(Stage(UpdatePredictorRecipe, start_update_predictor))

@@ -53,24 +53,16 @@ class GradientUpdate:
         )
 
 
-def answer_losses(
-    decoder: AdaptiveDecoder,
-    contexts: Sequence[Sequence[Prompt]],
-    adapter: Adapter | None,
-    prefix: Tensor | None = None,
-) -> Tensor:
+def answer_losses(decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]], adapter: Adapter | None) -> Tensor:
     """Mean cross-entropy of each context's answer tokens given questions and passages: (contexts,).
 
     Args:
         decoder: reads the rows.
         contexts: groups of rows.
         adapter: is applied to the decoder; if it has rows, one for each context.
-        prefix: (tokens, dim), vectors put before each row.
     """
     rows = [row for context in contexts for row in context]
     owners = torch.tensor([number for number, context in enumerate(contexts) for _ in context])
-    if prefix is not None:
-        rows = [row.behind(prefix) for row in rows]
     batch = splice(decoder.bundle.backbone.embeddings, rows)
     change = Adapted(None if adapter is None else adapter.rows(owners))
     with opened(decoder.bundle, any(row.soft for row in rows), batch.slot_mask, change) as model:
@@ -92,23 +84,11 @@ def sgd(
 
     Returns: the change of the factors, detached, a row for each context.
     """
-    return sgd_path(decoder, contexts, base, [steps], learning_rate)[steps]
-
-
-def sgd_path(
-    decoder: AdaptiveDecoder,
-    contexts: Sequence[Sequence[Prompt]],
-    base: Adapter,
-    steps: Sequence[int],
-    learning_rate: float,
-) -> dict[int, GradientUpdate]:
-    """`sgd` for several K at the cost of the largest, which passes through the smaller ones."""
     count = len(contexts)
     a = {n: torch.zeros(count, *t.shape, device=t.device) for n, t in base.a.items()}
     b = {n: torch.zeros(count, *t.shape, device=t.device) for n, t in base.b.items()}
     moved = [*a.values(), *b.values()]
-    path = {}
-    for step in range(1, max(steps) + 1):
+    for _ in range(steps):
         with torch.enable_grad():
             for change in moved:
                 change.requires_grad_(True)
@@ -118,11 +98,7 @@ def sgd_path(
         with torch.no_grad():
             for change, gradient in zip(moved, gradients, strict=True):
                 change.requires_grad_(False).sub_(gradient, alpha=learning_rate)
-        if step in steps:
-            path[step] = GradientUpdate(
-                base, {n: t.clone() for n, t in a.items()}, {n: t.clone() for n, t in b.items()}
-            )
-    return path
+    return GradientUpdate(base, a, b)
 
 
 def inner_products(one: Adapter, other: Adapter) -> dict[str, Tensor]:

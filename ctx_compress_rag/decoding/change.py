@@ -1,4 +1,4 @@
-"""Temporary changes to a decoder: to its prompts, or to its model."""
+"""Temporary changes to a decoder's model."""
 
 from __future__ import annotations
 
@@ -10,34 +10,20 @@ from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.decoder import Decoder
-from ctx_compress_rag.prompt import Prompt, PromptLike
 
 
 class Change:
-    """A temporary change to a decoder; this base class changes nothing."""
+    """A temporary change to a decoder's model; this base class changes nothing."""
 
     @property
     def of_model(self) -> object:
-        """Identifies a change to the model, None if there is none: prompts with different changes share no pass."""
+        """Identifies the change, None if there is none: prompts with different changes share no pass."""
         return None
 
     @property
     def digest(self) -> str | None:
         """Identifies the change across processes, for caches of answers; None if nothing is changed."""
         return None
-
-    @property
-    def extra_tokens(self) -> int:
-        """Positions that `read` adds to a prompt."""
-        return 0
-
-    def asked(self, prompt: PromptLike) -> PromptLike:
-        """The prompt to ask instead of this one."""
-        return prompt
-
-    def read(self, prompt: Prompt) -> Prompt:
-        """The prompt that the model reads instead of this one."""
-        return prompt
 
     def applied(self, model: Any) -> AbstractContextManager[None]:
         """Change a transformers model within the context; the caller holds its lock."""

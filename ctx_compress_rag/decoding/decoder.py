@@ -184,32 +184,25 @@ class TransformersDecoder:
         return ids
 
     def count_chat_tokens(self, chat: Sequence[Message]) -> int:
-        """Number of positions of a chat: the chat template's tokens, its text, its slots, and what a change adds."""
-        asked = self.change.asked(chat)
-        assert not isinstance(asked, str)
-        around = [self._around_markers(self._split(message["content"])) for message in asked]
-        ids = self._chat_ids(asked, [texts for texts, _ in around])
+        """Number of positions of a chat: the chat template's tokens, its text and its slots."""
+        around = [self._around_markers(self._split(message["content"])) for message in chat]
+        ids = self._chat_ids(chat, [texts for texts, _ in around])
         slots = sum(self.bundle.positions(marker.slots) for _, markers in around for marker in markers)
-        return sum(map(len, ids)) + slots + self.change.extra_tokens
+        return sum(map(len, ids)) + slots
 
     # From text to what the model reads
 
-    def prepare(
-        self, prompts: Sequence[PromptLike], changes: Sequence[Change] | None = None, *, extractive: bool = False
-    ) -> list[Prompt]:
+    def prepare(self, prompts: Sequence[PromptLike], *, extractive: bool = False) -> list[Prompt]:
         """Check and tokenize prompts, and insert their passages' slots.
 
         Args:
             prompts: as `generate` takes them.
-            changes: the change for each prompt; None means this decoder's own change.
             extractive: whether answers are extractive (`Sampling`), which also needs the passages' texts.
 
         Raises: as `generate`.
         """
         if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
             raise ConfigError(f"prompts is one {type(prompts).__name__}: give a list of prompts")
-        changes = [self.change] * len(prompts) if changes is None else changes
-        prompts = [change.asked(prompt) for prompt, change in zip(prompts, changes, strict=True)]
         contents = [self._contents(index, prompt) for index, prompt in enumerate(prompts)]
         split = [[self._split(text, self.on_unreadable) for text in texts] for texts in contents]
         named = (p for texts in split for parts in texts for p in parts if isinstance(p, Marker))
@@ -220,7 +213,7 @@ class TransformersDecoder:
         in_raw = {m: self._tokenizer.apart(c) for m, c in texts_of.items()}
         said = texts_of | self._texts(list(embedded)) if extractive else {}
         prepared = []
-        for index, (prompt, messages, change) in enumerate(zip(prompts, split, changes, strict=True)):
+        for index, (prompt, messages) in enumerate(zip(prompts, split, strict=True)):
             shown = in_raw if isinstance(prompt, str) else texts_of
             # Before joining: a prompt may contain the marker of a long passage thousands of times.
             written = sum(len(shown[p]) for parts in messages for p in parts if isinstance(p, Marker) and p in shown)
@@ -229,7 +222,7 @@ class TransformersDecoder:
             texts = [texts for texts, _ in around]
             ids = self._raw_ids(texts[0]) if isinstance(prompt, str) else self._chat_ids(prompt, texts)
             slots = [embedded[marker] for _, markers in around for marker in markers]
-            made = change.read(HoledPrompt.without_answers(ids).filled(slots))
+            made = HoledPrompt.without_answers(ids).filled(slots)
             self._check_length(index, made)
             if extractive:
                 made = replace(made, quotable=self._quotable(index, messages, said))

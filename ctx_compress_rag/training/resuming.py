@@ -18,7 +18,6 @@ from ctx_compress_rag.training.engine.checkpoint import FOLDER, has_checkpoint
 
 FILES_KEY = "files_sha256"
 _RECIPE_FILE = "recipe.json"
-_WRITTEN = ("output", "folder")  # keys of paths that a training writes: solved contexts are kept in `folder`
 
 # These set how a step is computed and where results are kept, not the results; another number of `steps` sets
 # when a training ends.
@@ -76,7 +75,7 @@ def _paths(settings: Any) -> Iterator[Path]:
         yield settings
     elif isinstance(settings, dict | list):
         for key, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
-            if key not in _WRITTEN:
+            if key != "output":
                 yield from _paths(value)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ctx_compress_rag.adaptation import (
@@ -19,28 +20,23 @@ from ctx_compress_rag.adaptation import (
     AdaptiveDecoder,
     BaseAdapter,
     Demonstration,
-    FewShot,
-    PromptTuning,
     TestTimeSGD,
     generate_together,
 )
 from ctx_compress_rag.adaptation.adapter import applied, projections
-from ctx_compress_rag.adaptation.demonstrations import shots
+from ctx_compress_rag.adaptation.updates import answer_losses
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.decoding.change import opened
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.marking.mark import mark
-from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.chat import answer_ids, chat_text
 from ctx_compress_rag.text.tokenizing import bos_id, text_ids
 from helpers import architectures
-from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, plain_copy, random_adapter
+from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, random_adapter
 from helpers.decoding import by_transformers
 from helpers.models import draw_lora
 
@@ -112,17 +108,6 @@ def test_rows_of_a_batch_equal_one_at_a_time() -> None:
     same = adapters[0]
     assert Adapter.stack([same, same]) is same
     assert Adapter.stack([None, None]) is None
-
-
-def test_rows_can_be_picked_and_added_to() -> None:
-    model = architectures.model("Llama")
-    base, updates = random_adapter(model, 2, seed=5), random_adapter(model, 3, seed=6, rows=4)
-    summed = base.plus(updates).rows([2, 0, 2])
-    ids = torch.stack(architectures.random_ids("Llama", [7, 7, 7]))
-    together = _logits(model, ids, summed)
-    for row, number in enumerate([2, 0, 2]):
-        alone = _logits(merged_copy(model, base.plus(updates.row(number))), ids[row, None])[0]
-        torch.testing.assert_close(together[row], alone, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Phi3"])
@@ -258,7 +243,11 @@ def test_soft_contexts_are_read_with_the_update(bundle: Any, tmp_path: Path) -> 
         plain = merged_copy(bundle.backbone.model, adapter)
         for name, change in lora.items():
             plain.get_submodule(name).weight += change
-        torch.testing.assert_close(ours, plain(inputs_embeds=embedded[None]).logits, atol=1e-4, rtol=1e-4)
+        logits = plain(inputs_embeds=embedded[None]).logits
+        torch.testing.assert_close(ours, logits, atol=1e-4, rtol=1e-4)
+        [places] = rows[1].answers.nonzero().T
+        expected = F.cross_entropy(logits[0, places - 1], rows[1].ids()[places])
+        assert float(answer_losses(decoder, [rows[1:2]], adapter)) == pytest.approx(float(expected), rel=1e-4)
 
         adapted = decoder.adapt(marked, TestTimeSGD(adapter, 1, 0.5))
         assert all(generation.slots > 0 for generation in adapted.generate(_chats(marked), SHORT))
@@ -277,24 +266,14 @@ def test_a_row_is_the_prompt_then_the_answer(decoder: AdaptiveDecoder, bundle: A
         assert ids[-1] == bundle.tokenizer.eos_token_id
 
 
-def test_few_shot_puts_demonstrations_before_the_question(decoder: AdaptiveDecoder, bundle: Any) -> None:
-    adapted = decoder.adapt(DEMONSTRATIONS, FewShot(None))
-    earlier = []
-    for d in DEMONSTRATIONS:
-        earlier += [*d.chat(), {"role": "assistant", "content": d.answer}]
-    chat = QUESTIONS[0].chat()
-    assert adapted.generate([chat], SHORT) == TransformersDecoder(bundle).generate([[*earlier, *chat]], SHORT)
-    with pytest.raises(ConfigError, match="plain string"):
-        adapted.generate(["What?"])
-
-
 def test_shown_answers_stand_as_the_one_that_is_asked_for(tiny_tokenizer: Any) -> None:
     """Without a chat template: after the cue, as `answer_ids` has it."""
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.chat_template = None
     shown, asked = DEMONSTRATIONS[1], QUESTIONS[0]
     bos = "" if bos_id(tokenizer) is None else tokenizer.bos_token
-    text = chat_text(tokenizer, [*shots([shown]), *asked.chat()])
+    answered = {"role": "assistant", "content": shown.answer}
+    text = chat_text(tokenizer, [*shown.chat(), answered, *asked.chat()])
     assert text == (
         f"{bos}Kormoor lies on the river Halen.\n\nQuestion: Which river flows through Kormoor?\n"
         "Answer: the river Halen\n\n"
@@ -329,41 +308,3 @@ def test_impossible_demonstrations_are_refused_by_name(decoder: AdaptiveDecoder)
         decoder.adapt([DEMONSTRATIONS[0], long], sgd)
     with pytest.raises(ConfigError, match="passages are the string 'Orla keeps a goat.': give a tuple of strings"):
         Demonstration("Which pet does Orla keep?", "Orla keeps a goat.", "a goat")  # type: ignore[arg-type]
-
-
-def test_a_soft_prefix_reads_as_pefts(tmp_path: Path) -> None:
-    """Saved as peft's prompt tuning, and read by peft to the same logits."""
-    model = architectures.model("Llama")
-    prefix = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
-    PromptTuning(prefix).save_pretrained(tmp_path, "someone/decoder")
-    [ids] = architectures.random_ids("Llama", [9])
-    ours = model(**splice(model.get_input_embeddings(), [Prompt.of(ids).behind(prefix)]).model_inputs()).logits
-    theirs = PeftModel.from_pretrained(architectures.model("Llama"), tmp_path)
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(ids[None]).logits, ours, atol=1e-5, rtol=1e-5)
-
-
-def test_a_soft_prefix_stands_before_the_prompt(decoder: AdaptiveDecoder, bundle: Any, tmp_path: Path) -> None:
-    prefix = bundle.backbone.embeddings.weight[[7, 8, 9]].clone() * 30
-    PromptTuning(prefix).save_pretrained(tmp_path)
-    adapted = decoder.adapt(DEMONSTRATIONS, PromptTuning.from_pretrained(tmp_path, decoder))
-    [generation] = adapted.generate(_chats()[:1], SHORT)
-    ids = bundle.tokenizer.apply_chat_template(_chats()[0], add_generation_prompt=True)["input_ids"]
-    assert (generation.prompt_tokens, generation.slots) == (3 + len(ids), 0)
-    with bundle.text_decoder() as model:
-        embeds = torch.cat([prefix, bundle.backbone.embeddings(torch.tensor(ids))])[None]
-        out = model.generate(inputs_embeds=embeds, max_new_tokens=8, do_sample=False)
-    assert generation.text == bundle.tokenizer.decode(out[0], skip_special_tokens=True)
-    with pytest.raises(BundleError, match="no prompt"):
-        random_adapter(bundle.backbone.model, 2, 0).save_pretrained(tmp_path / "lora")
-        PromptTuning.from_pretrained(tmp_path / "lora", decoder)
-
-
-def test_a_decoder_alone_is_a_bundle_for_text(tmp_path: Path, bundle: Any, tiny_tokenizer: Any) -> None:
-    plain_copy(bundle.backbone.model).save_pretrained(tmp_path)
-    tiny_tokenizer.save_pretrained(tmp_path)
-    made = Decoder.load(tmp_path, device="cpu")
-    assert isinstance(made.backbone, Backbone) and not made.backbone.adapters
-    assert _texts(AdaptiveDecoder(made).generate(_chats(), SHORT)) == _texts(
-        TransformersDecoder(bundle).generate(_chats(), SHORT)
-    )

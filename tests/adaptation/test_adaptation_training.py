@@ -11,63 +11,53 @@ import pytest
 import torch
 import yaml
 
-from ctx_compress_rag.adaptation import (
-    Adapter,
-    AdaptiveDecoder,
-    PredictedUpdate,
-    PromptTuning,
-)
+from benchmarks.adaptation.prompt_tuning import PrefixedDecoder, PromptTuningLoss
+from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, PredictedUpdate
 from ctx_compress_rag.adaptation.baselines import PredictorConfig
 from ctx_compress_rag.adaptation.config import RetrievalAdapterRecipe
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, with_slots
-from ctx_compress_rag.adaptation.objectives.retrieval_adapter import PromptTuningLoss, RetrievalAdapterLoss
-from ctx_compress_rag.adaptation.objectives.update_predictor import MatchingObjective, TaskObjective
+from ctx_compress_rag.adaptation.objectives.retrieval_adapter import RetrievalAdapterLoss
+from ctx_compress_rag.adaptation.objectives.update_predictor import (
+    MatchingObjective,
+    SolvedContexts,
+    SolvedMatchingObjective,
+    TaskObjective,
+)
 from ctx_compress_rag.adaptation.predictor import pooled_states
-from ctx_compress_rag.adaptation.stages import load_tasks, open_decoder
+from ctx_compress_rag.adaptation.stages import load_tasks, open_decoder, passes
 from ctx_compress_rag.adaptation.updates import matching_loss, norms, sgd
-from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.training.recipe import load_recipe
-from ctx_compress_rag.training.run import run_recipe
-from helpers.adaptation import DEMONSTRATIONS, random_adapter, small_recipes
+from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, random_adapter, small_recipes, train_all
 from helpers.training import report
 
 
 @pytest.fixture(scope="module")
-def decoder(bundle_folder: Path) -> AdaptiveDecoder:
-    return AdaptiveDecoder(Bundle.from_pretrained(bundle_folder, device="cpu"))
-
-
-@pytest.fixture(scope="module")
 def trained(bundle_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which every stage has been run."""
-    folder = tmp_path_factory.mktemp("trained")
-    for file in small_recipes(folder, bundle_folder).values():
-        run_recipe(file)
-    return folder
+    return train_all(tmp_path_factory.mktemp("trained"), bundle_folder)
 
 
-def test_each_stage_leaves_what_can_be_loaded(trained: Path, decoder: AdaptiveDecoder) -> None:
-    model = decoder.bundle.backbone.model
+def test_each_stage_leaves_what_can_be_loaded(trained: Path, adaptive: AdaptiveDecoder) -> None:
+    model = adaptive.bundle.backbone.model
     base = Adapter.from_pretrained(trained / "out" / "base", model)
     assert (base.rank, base.scale) == (2, 2.0)
     assert all(b.abs().sum() > 0 for b in base.b.values())
-    assert PromptTuning.from_pretrained(trained / "out" / "prefix", decoder).prefix.shape == (3, 32)
+    assert PrefixedDecoder.with_prefix(adaptive, trained / "out" / "prefix").prefix.shape == (3, 32)
     for name, loss, steps in (("k1", "matching", 1), ("k2", "matching", 2), ("task", "task", 1)):
-        update = PredictedUpdate.from_pretrained(trained / "out" / name, decoder)
+        update = PredictedUpdate.from_pretrained(trained / "out" / name, adaptive)
         assert (update.config.loss, update.config.inner_steps, update.config.demonstrations) == (loss, steps, 2)
         assert all(torch.equal(update.base.b[n], base.b[n]) for n in base.b)
         told = report(trained / "out" / name)
-        assert told["steps"] == 2 and told["fingerprint"] == decoder.bundle.fingerprint
+        assert told["steps"] == 2 and told["fingerprint"] == adaptive.bundle.fingerprint
         assert told["tokens"] > 0 or loss == "matching"  # which reads stored states, no tokens
 
 
 @pytest.mark.parametrize("ratio", [None, 8])
-def test_one_step_moves_what_is_trained_and_nothing_else(decoder: AdaptiveDecoder, ratio: int | None) -> None:
+def test_one_step_moves_what_is_trained_and_nothing_else(adaptive: AdaptiveDecoder, ratio: int | None) -> None:
     """Every objective, with passages as text and as slots: the decoder's parameters keep every bit."""
-    reading, bundle = decoder, decoder.bundle
+    reading, bundle = adaptive, adaptive.bundle
     drawn = Episode("task", tuple(DEMONSTRATIONS[:2]), DEMONSTRATIONS[2])
     if ratio is not None:
         name = f"test-{ratio}-{random.random()}"
@@ -105,15 +95,36 @@ def test_one_step_moves_what_is_trained_and_nothing_else(decoder: AdaptiveDecode
     assert all(torch.equal(now[n], value) and now[n].grad is None for n, value in frozen.items())
 
 
-def test_training_brings_the_prediction_to_its_target(decoder: AdaptiveDecoder) -> None:
+def test_contexts_solved_before_give_the_loss_of_those_solved_now(adaptive: AdaptiveDecoder) -> None:
+    """To bfloat16's rounding."""
+    base = random_adapter(adaptive.bundle.backbone.model, 2, seed=1)
+    config = PredictorConfig(inner_steps=3, inner_learning_rate=0.1, demonstrations=1, hidden=8, code=4)
+    update = PredictedUpdate.build(base, adaptive, config)
+    contexts = [adaptive.rows([each]) for each in (*DEMONSTRATIONS, *QUESTIONS)]
+    solved = SolvedContexts.of(adaptive, update, [contexts[:4], contexts[4:]])
+    kept = SolvedMatchingObjective(update, solved, 0.1)(torch.tensor([5, 2]))["loss"]
+    now = MatchingObjective(adaptive, update, 0.1)([contexts[5], contexts[2]], [])["loss"]
+    assert float(kept.detach()) == pytest.approx(float(now.detach()), rel=1e-3)
+    kept.backward()
+    assert all(p.grad is not None for p in update.predictor.parameters())
+
+
+def test_every_context_is_met_equally_often() -> None:
+    numbers = passes(5, 13, seed=0)
+    assert [sorted(numbers[i : i + 5]) for i in (0, 5)] == [list(range(5))] * 2
+    assert numbers[:5] != numbers[5:10] and len(set(numbers[10:])) == 3
+    assert passes(5, 13, seed=0) == numbers != passes(5, 13, seed=1)
+
+
+def test_training_brings_the_prediction_to_its_target(adaptive: AdaptiveDecoder) -> None:
     """On one context, again and again, the loss of eq. 9 falls far, and the direction is nearly the gradient's."""
-    base = random_adapter(decoder.bundle.backbone.model, 4, seed=2, size=0.1)
+    base = random_adapter(adaptive.bundle.backbone.model, 4, seed=2, size=0.1)
     config = PredictorConfig(inner_steps=2, inner_learning_rate=0.1, demonstrations=2, hidden=16, code=8)
     torch.manual_seed(0)
-    update = PredictedUpdate.build(base, decoder, config)
-    rows = [decoder.rows(DEMONSTRATIONS)]
-    target = sgd(decoder, rows, base, 2, 0.1).change()
-    pooled = pooled_states(decoder, rows, base)
+    update = PredictedUpdate.build(base, adaptive, config)
+    rows = [adaptive.rows(DEMONSTRATIONS)]
+    target = sgd(adaptive, rows, base, 2, 0.1).change()
+    pooled = pooled_states(adaptive, rows, base)
     update.predictor.calibrate(pooled, norms(target))
     optimizer = torch.optim.AdamW(update.predictor.parameters(), lr=5e-3)
     first = float(matching_loss(update.predictor(pooled), target).detach())

@@ -17,7 +17,7 @@ from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, Demonstration,
 from ctx_compress_rag.adaptation.adapter import projections
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
 from ctx_compress_rag.adaptation.saved import adapt
-from ctx_compress_rag.adaptation.updates import answer_losses, inner_products, matching_loss, norms, sgd, sgd_path
+from ctx_compress_rag.adaptation.updates import inner_products, matching_loss, norms, sgd
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import BundleError, ConfigError, UnreadableMarkerError
 from ctx_compress_rag.models.backbone import Backbone
@@ -103,62 +103,7 @@ def test_the_target_is_a_plain_sgd_loops(decoder: AdaptiveDecoder, bundle: Any, 
                 (after.scale * after.b[name] @ after.a[name]).double(), moved, atol=1e-5, rtol=1e-4
             )
     assert not any(t.requires_grad for t in (*change.a.values(), *change.b.values()))
-
-
-def test_the_path_meets_every_smaller_number_of_steps(decoder: AdaptiveDecoder, base: Adapter) -> None:
-    contexts = [decoder.rows(DEMONSTRATIONS), decoder.rows(QUESTIONS[:1])]
-    path = sgd_path(decoder, contexts, base, [3, 1], 0.5)
-    assert sorted(path) == [1, 3]
-    for steps, update in path.items():
-        alone = sgd(decoder, contexts, base, steps, 0.5)
-        assert all(torch.equal(update.a[n], alone.a[n]) and torch.equal(update.b[n], alone.b[n]) for n in base.a)
-
-
-def test_sgd_lowers_the_loss_and_changes_nothing_else(decoder: AdaptiveDecoder, bundle: Any, base: Adapter) -> None:
-    state = {n: p.detach().clone() for n, p in bundle.backbone.model.named_parameters()}
-    kept = {n: t.clone() for n, t in (*base.a.items(), *((f"{n} b", t) for n, t in base.b.items()))}
-    rows = [decoder.rows(DEMONSTRATIONS)]
-    with torch.no_grad():  # as a caller may have it
-        update = sgd(decoder, rows, base, steps=5, learning_rate=0.3)
-        before, after = (float(answer_losses(decoder, rows, x)) for x in (base, update.adapted()))
-    assert after < before - 0.01
-    assert all(torch.equal(p, state[n]) and p.grad is None for n, p in bundle.backbone.model.named_parameters())
-    assert all(torch.equal(base.a[n], kept[n]) and torch.equal(base.b[n], kept[f"{n} b"]) for n in base.a)
-
-
-def test_answer_losses_are_means_over_answer_tokens(decoder: AdaptiveDecoder, bundle: Any, base: Adapter) -> None:
-    merged = merged_copy(bundle.backbone.model, base)
-    losses = answer_losses(decoder, [decoder.rows(DEMONSTRATIONS[:2]), decoder.rows(QUESTIONS)], base)
-    for loss, context in zip(losses, (DEMONSTRATIONS[:2], QUESTIONS), strict=True):
-        each = []
-        for demonstration in context:
-            ids, start = _row_ids(bundle, demonstration)
-            logits = merged(ids[None]).logits[0].double()
-            each += [F.cross_entropy(logits[i - 1], ids[i]) for i in range(start, len(ids))]
-        assert float(loss) == pytest.approx(float(sum(each) / len(each)), rel=1e-4)
-
-
-def test_slots_are_demonstrations_too(bundle: Any, base: Adapter, tmp_path: Any) -> None:
-    """With passages from the store: the gradient step is that of the reader's decoder, finite differences agree."""
-    with SoftContextStore(tmp_path, bundle, key=b"k" * 32) as store:
-        decoder = AdaptiveDecoder(bundle, store)
-        rows = [decoder.rows([d.marked(store, 4) for d in DEMONSTRATIONS])]
-        step = sgd(decoder, rows, base, steps=1, learning_rate=1.0)
-        text = sgd(decoder, [decoder.rows(DEMONSTRATIONS)], base, steps=1, learning_rate=1.0)
-        name = next(iter(base.a))
-        gradient = -step.b[name][0]
-        assert not torch.allclose(gradient, -text.b[name][0], rtol=0.1)
-        nudge = 1e-2 * gradient / gradient.norm()
-        with torch.no_grad():
-            up, down = (
-                float(
-                    answer_losses(
-                        decoder, rows, Adapter(base.a, base.b | {name: base.b[name] + sign * nudge}, base.scale)
-                    )
-                )
-                for sign in (1, -1)
-            )
-        assert (up - down) / 2e-2 == pytest.approx(float(gradient.norm()), rel=0.05)
+    assert all(torch.equal(base.b[n], t) for n, t in random_adapter(bundle.backbone.model, 4, 21, 0.1).b.items())
 
 
 @given(st.data())
@@ -200,21 +145,8 @@ def test_hidden_states_are_the_end_tokens_means(
             all_layers = merged(ids[None], output_hidden_states=True).hidden_states  # embeddings first
             states.append(all_layers[-1 if layer is None else layer][0, -1])
         torch.testing.assert_close(row, torch.stack(states).mean(0), atol=1e-4, rtol=1e-4)
-
-
-def test_layers_above_the_one_that_is_read_do_not_run(decoder: AdaptiveDecoder, base: Adapter) -> None:
-    layers = decoder.bundle.backbone.model.base_model.layers
-    ran: list[int] = []
-    handles = [layer.register_forward_hook(lambda *_, i=i: ran.append(i)) for i, layer in enumerate(layers)]
-    rows = [decoder.rows(DEMONSTRATIONS)]
-    pooled_states(decoder, rows, base, 1)
-    assert ran == [0]
-    pooled_states(decoder, rows, base)
-    assert ran == [0, *range(len(layers))]
-    for handle in handles:
-        handle.remove()
-    with pytest.raises(ConfigError, match=f"layer is 9, and the decoder has {len(layers)} layers"):
-        pooled_states(decoder, rows, base, 9)
+    with pytest.raises(ConfigError, match="layer is 9, and the decoder has 2 layers"):
+        pooled_states(decoder, [decoder.rows(QUESTIONS)], base, 9)
 
 
 def test_the_predictor_is_an_mlp_and_heads(bundle: Any) -> None:

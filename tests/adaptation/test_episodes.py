@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ctx_compress_rag.adaptation import Demonstration
-from ctx_compress_rag.adaptation.episodes import Episode, Episodes, Tasks, digest, with_slots
+from ctx_compress_rag.adaptation.episodes import Episode, Episodes, Tasks, with_slots
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.training.prompts import PromptBuilder
@@ -66,17 +65,6 @@ def test_files_of_one_name_are_tasks_of_their_own(tmp_path: Path, tiny_tokenizer
     assert all(d.passages[1:] == ("Two.",) for e in Episodes(tasks, 5, 2, seed=0) for d in (*e.support, e.query))
     with pytest.raises(DataError, match=r"two of the files are .*nq.train, endings aside"):
         Tasks([*files, files[0]], PromptBuilder(tiny_tokenizer), 40, 6)
-
-
-def test_the_digest_is_of_all_that_an_episode_holds() -> None:
-    first = Demonstration("Who?", ("A text.",), "me")
-    whole = Episode("task", (first, first), first, ("me", "I"))
-    others = [replace(first, question="What?"), replace(first, passages=("A", "text.")), replace(first, answer="I")]
-    changed = [replace(whole, query=other) for other in others]
-    changed += [replace(whole, support=(first, other)) for other in others] + [replace(whole, answers=("me",))]
-    digests = [digest([each, whole]) for each in (whole, *changed)] + [digest([whole])]
-    assert len(set(digests)) == len(digests)
-    assert digest([replace(whole), whole]) == digests[0]
 
 
 def test_soft_contexts_need_passages() -> None:

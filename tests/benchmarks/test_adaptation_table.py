@@ -1,4 +1,4 @@
-"""What adapt-eval counts, scores and keeps."""
+"""What adapt-eval trains, counts, scores and keeps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from benchmarks.__main__ import main
-from benchmarks.adaptation import run as evaluation
 from benchmarks.adaptation.cost import phases
 from benchmarks.adaptation.episodes import drawn_apart
-from benchmarks.adaptation.run import evaluate, table, verdict
+from benchmarks.adaptation.run import evaluate, verdict
 from benchmarks.adaptation.systems import Recipes, System, mean_over
 from benchmarks.timing.phases import count_flops
 from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, BaseAdapter, PredictedUpdate, TestTimeSGD
@@ -25,48 +24,115 @@ from ctx_compress_rag.adaptation.baselines import PredictorConfig
 from ctx_compress_rag.adaptation.config import TaskData, UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.episodes import Episode, Tasks
 from ctx_compress_rag.adaptation.stages import file_tasks
-from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.training.prompts import PromptBuilder
-from ctx_compress_rag.training.run import run_recipe
-from helpers.adaptation import DEMONSTRATIONS, random_adapter, small_recipes, system_score
+from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, random_adapter, small_recipes, system_score, train_all
 
 
 @pytest.fixture(scope="module")
-def decoder(bundle_folder: Path) -> AdaptiveDecoder:
-    return AdaptiveDecoder(Bundle.from_pretrained(bundle_folder, device="cpu"))
+def trained(bundle_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_all(tmp_path_factory.mktemp("trained"), bundle_folder)
+
+
+# Recipes and systems
+
+
+def test_shipped_recipes_belong_together() -> None:
+    for where in ("rag_gd", "rag_gd/demo"):
+        recipes = Recipes.find(where)
+        assert len(recipes.files) == 6
+        assert sorted(recipes.files, key=lambda file: file.name) == list(
+            recipes.files
+        )  # `ctx-compress train` takes the base first
+        assert len({recipe.output for recipe in (recipes.base, *recipes.others)}) == 6
+        kinds = sorted((r.stage, getattr(r, "loss", ""), getattr(r, "inner_steps", 0)) for r in recipes.others)  # type: ignore[attr-defined]
+        assert all(r.data.passages == (5 if where == "rag_gd" else None) for r in (recipes.base, *recipes.others))
+        matching = [("update_predictor", "matching", k) for k in (1, 5, 10)]
+        assert kinds == [("prompt_tuning", "", 0), *matching, ("update_predictor", "task", 5)]
+
+
+def test_recipes_for_smollm2_belong_together() -> None:
+    recipes = Recipes.find("rag_gd/smollm2")
+    [predictor] = recipes.others
+    assert sorted(recipes.files, key=lambda file: file.name) == list(recipes.files)
+    assert isinstance(predictor, UpdatePredictorRecipe)
+    assert predictor.inner_steps == 1
+
+
+def test_recipes_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    files = small_recipes(tmp_path, Path("demo"))
+    recipe = yaml.safe_load(files["k1"].read_text())
+    for change, named in (({"base": "elsewhere"}, "base is elsewhere"), ({"ratio": 8}, "ratio is 8")):
+        files["k1"].write_text(yaml.safe_dump(recipe | change))
+        with pytest.raises(ConfigError, match=named):
+            Recipes.find(tmp_path / "recipes")
+    files["base"].unlink()
+    with pytest.raises(ConfigError, match="0 retrieval_adapter"):
+        Recipes.find(tmp_path / "recipes")
+
+
+def test_recipes_of_one_kind_have_rows_of_their_own(trained: Path, tmp_path: Path, adaptive: AdaptiveDecoder) -> None:
+    for name in ("base", "prefix", "k1", "k2", "task"):
+        text = (trained / "recipes" / f"{name}.yaml").read_text()
+        for copy in (name, f"{name}_again") if name in ("prefix", "k2", "task") else (name,):
+            (tmp_path / f"{copy}.yaml").write_text(text)
+    names = [system.name for system in Recipes.find(tmp_path).systems(adaptive)]
+    assert names[5:] == [
+        "prompt tuning (prefix)", "prompt tuning (prefix_again)", "HyperTuning (task)", "HyperTuning (task_again)",
+        "TT-SGD, K=1", "TT-SGD, K=2 (k2)", "TT-SGD, K=2 (k2_again)",
+        "RAG-GD, K=1", "RAG-GD, K=2 (k2)", "RAG-GD, K=2 (k2_again)",
+    ]  # fmt: skip
+    scores = [system_score(name, 0.5, 0.1, 1.0) for name in names]
+    assert [line.split(": ")[0] for line in verdict(scores).splitlines()] == [f"- {name}" for name in names[-3:]]
+
+
+def test_baselines_read_what_the_paper_says(trained: Path, adaptive: AdaptiveDecoder) -> None:
+    """Few-shot: the demonstrations as earlier turns. Prompt tuning: the trained vectors before the prompt."""
+    systems = {system.name: system for system in Recipes.find(trained / "recipes").systems(adaptive)}
+    episode = Episode("task", tuple(DEMONSTRATIONS), QUESTIONS[0])
+    turns = [m for d in DEMONSTRATIONS for m in (*d.chat(), {"role": "assistant", "content": d.answer})]
+    assert systems["base adapter, few-shot"].chat(episode) == [*turns, *QUESTIONS[0].chat()]
+    tuned, chat = systems["prompt tuning"], QUESTIONS[0].chat()
+    [prefix] = load_file(trained / "out" / "prefix" / "prefix.safetensors").values()
+    answer = tuned.adapt(adaptive, episode).generate([tuned.chat(episode)], Sampling(max_new_tokens=8))[0].text
+    ids = adaptive.bundle.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    with adaptive.bundle.text_decoder() as model:
+        embeds = torch.cat([prefix, model.get_input_embeddings()(torch.tensor(ids))])[None]
+        out = model.generate(inputs_embeds=embeds, max_new_tokens=8, do_sample=False)
+    assert prefix.shape == (3, 32)
+    assert answer == adaptive.bundle.tokenizer.decode(out[0], skip_special_tokens=True)
 
 
 # Costs
 
 
-def scored(folder: Path, decoder: AdaptiveDecoder, questions: int, demonstrations: int) -> list[Episode]:
+def scored(folder: Path, adaptive: AdaptiveDecoder, questions: int, demonstrations: int) -> list[Episode]:
     """The episodes that a command has drawn from the families it wrote."""
     data = TaskData(files=[folder / "families"])
-    return drawn_apart(file_tasks(data.files, data, decoder), questions, 0, demonstrations, seed=0)[0]
+    return drawn_apart(file_tasks(data.files, data, adaptive), questions, 0, demonstrations, seed=0)[0]
 
 
-def test_flops_are_those_of_the_matrix_products(decoder: AdaptiveDecoder) -> None:
+def test_flops_are_those_of_the_matrix_products(adaptive: AdaptiveDecoder) -> None:
     """Counted by hand for one demonstration: weights twice per token, attention, factors, the predictor."""
-    model = decoder.bundle.backbone.model
+    model = adaptive.bundle.backbone.model
     base = random_adapter(model, 4, seed=3)
     episode = Episode("task", (DEMONSTRATIONS[1],), DEMONSTRATIONS[2])
     one = Sampling(max_new_tokens=1)
 
     def flops(adaptation: Any) -> tuple[int, int]:
-        return count_flops(phases(decoder, System("it", adaptation), episode, one))
+        return count_flops(phases(adaptive, System("it", adaptation), episode, one))
 
-    [row] = decoder.rows(episode.support)
+    [row] = adaptive.rows(episode.support)
     tokens, width, layers = len(row.answers), 32, 2
     linear = sum(m.weight.numel() for n, m in model.model.named_modules() if n.endswith("_proj"))
     attention = layers * 2 * 2 * tokens * tokens * width
     factors = 2 * tokens * sum(t.numel() for t in (*base.a.values(), *base.b.values()))
     forward = 2 * tokens * linear + attention + factors
     config = PredictorConfig(inner_steps=1, inner_learning_rate=0.1, demonstrations=1, hidden=8, code=4)
-    update = PredictedUpdate.build(base, decoder, config)
+    update = PredictedUpdate.build(base, adaptive, config)
     predictor = 2 * sum(p.numel() for p in update.predictor.parameters() if p.ndim == 2)
     assert flops(BaseAdapter(base))[0] == 0
     assert flops(update)[0] == pytest.approx(forward + predictor, rel=0.02)
@@ -74,7 +140,7 @@ def test_flops_are_those_of_the_matrix_products(decoder: AdaptiveDecoder) -> Non
     assert steps[2] == 2 * steps[1] and steps[5] == 5 * steps[1]
     assert 1.8 * forward < steps[1] < 3.5 * forward
     answered, plain = flops(BaseAdapter(base))[1], flops(BaseAdapter(None))[1]
-    prompt = len(decoder.rows([episode.query])[0].answers) - int(decoder.rows([episode.query])[0].answers.sum())
+    prompt = len(adaptive.rows([episode.query])[0].answers) - int(adaptive.rows([episode.query])[0].answers.sum())
     assert answered - plain == factors // tokens * prompt
 
 
@@ -98,7 +164,7 @@ def test_each_question_that_demonstrates_nothing_is_scored_once(tmp_path: Path, 
         drawn_apart(tasks, 4, 4, 12, seed=0)
 
 
-def test_answers_of_other_weights_are_not_kept(tmp_path: Path, bundle_folder: Path, decoder: AdaptiveDecoder) -> None:
+def test_answers_of_other_weights_are_not_kept(tmp_path: Path, bundle_folder: Path, adaptive: AdaptiveDecoder) -> None:
     """As when an output is removed and trained again on edited files, by the same recipe."""
     for name, file in small_recipes(tmp_path, bundle_folder, steps=1).items():
         if name != "base":
@@ -110,16 +176,16 @@ def test_answers_of_other_weights_are_not_kept(tmp_path: Path, bundle_folder: Pa
     torch.manual_seed(0)
     save_file({name: torch.randn_like(value) for name, value in load_file(weights).items()}, weights)
     assert main(command) == 0
-    adapter = BaseAdapter(Adapter.from_pretrained(weights.parent, decoder.bundle.backbone.model))
+    adapter = BaseAdapter(Adapter.from_pretrained(weights.parent, adaptive.bundle.backbone.model))
     answers = json.loads((tmp_path / "scores" / "answers" / "base_adapter.json").read_text())["answers"]
-    for answer, episode in zip(answers, scored(tmp_path / "scores", decoder, 3, 3), strict=True):
-        adapted = decoder.adapt(episode.support, adapter)
+    for answer, episode in zip(answers, scored(tmp_path / "scores", adaptive, 3, 3), strict=True):
+        adapted = adaptive.adapt(episode.support, adapter)
         assert answer == adapted.generate([episode.query.chat()], Sampling(max_new_tokens=4))[0].text.strip()
 
 
 @pytest.mark.slow
 def test_the_command_trains_scores_and_goes_on(
-    tmp_path: Path, bundle_folder: Path, decoder: AdaptiveDecoder, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, bundle_folder: Path, adaptive: AdaptiveDecoder, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setitem(evaluate.__kwdefaults__, "tuning", 2)
@@ -136,15 +202,13 @@ def test_the_command_trains_scores_and_goes_on(
         "TT-SGD, K=1, tuned", "TT-SGD, K=2, tuned", "mean of the predicted updates, K=2",
         "predicted from another task, K=2", "copied ending",
     ]  # fmt: skip
-    lines = [line for line in out.splitlines() if line.startswith("| ")]
-    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[1:]] == systems
     assert (tmp_path / "scores" / "scores.md").read_text().strip() in out
     assert (tmp_path / "scores" / "scores.png").read_bytes().startswith(b"\x89PNG")
 
     # Each answer again by the plainest way, and the scores from the answers.
-    episodes = scored(tmp_path / "scores", decoder, 6, 2)
-    base = Adapter.from_pretrained(tmp_path / "out" / "base", decoder.bundle.backbone.model)
-    update = PredictedUpdate.from_pretrained(tmp_path / "out" / "k2", decoder)
+    episodes = scored(tmp_path / "scores", adaptive, 6, 2)
+    base = Adapter.from_pretrained(tmp_path / "out" / "base", adaptive.bundle.backbone.model)
+    update = PredictedUpdate.from_pretrained(tmp_path / "out" / "k2", adaptive)
     for name, adaptation in (
         ("base adapter", BaseAdapter(base)),
         ("RAG-GD, K=2", update),
@@ -153,7 +217,7 @@ def test_the_command_trains_scores_and_goes_on(
         file = tmp_path / "scores" / "answers" / f"{name.replace(' ', '_').replace(',', '')}.json"
         answers = json.loads(file.read_text())["answers"]
         for answer, episode in zip(answers, episodes, strict=True):
-            adapted = decoder.adapt(episode.support, adaptation)
+            adapted = adaptive.adapt(episode.support, adaptation)
             assert answer == adapted.generate([episode.query.chat()], Sampling(max_new_tokens=4))[0].text.strip()
         [score] = [s for s in record["scores"] if s["system"] == name]
         wanted = [e.query.answer for e in episodes]
@@ -169,27 +233,28 @@ def test_the_command_trains_scores_and_goes_on(
         "query_only", "decoder_alone", "copied_ending", "predicted_from_another_task_K=2",
         "mean_of_the_predicted_updates_K=2",
     )}  # fmt: skip
-    each = [update.adapt(decoder, episode.support).adapter for episode in episodes]
-    changes = {n: sum(a.b[n] @ a.a[n] for a in each) / 6 for n in base.a}  # of weights, the base's among them
-    mean = mean_over(update, decoder, [episode.support for episode in episodes]).base
-    for name, change in changes.items():
+    each = [update.adapt(adaptive, episode.support).adapter for episode in episodes]
+    mean = mean_over(update, adaptive, [episode.support for episode in episodes]).base
+    for name in base.a:  # changes of weights, the base's among them
+        change = sum(a.b[name] @ a.a[name] for a in each) / 6
         torch.testing.assert_close(mean.b[name] @ mean.a[name], change, atol=1e-5, rtol=1e-4)
     for number, episode in enumerate(episodes):
         ending = " ".join(episode.query.answer.split()[-3:])
         assert kept["copied_ending"][number] == f"{kept['decoder_alone'][number]} {ending}"
         bare = replace(episode.query, passages=())
-        given = decoder.generate([bare.chat()], Sampling(max_new_tokens=4))[0].text.strip()
+        given = adaptive.generate([bare.chat()], Sampling(max_new_tokens=4))[0].text.strip()
         assert kept["query_only"][number] == given
         others = [e for e in episodes[number + 1 :] + episodes[:number] if e.task != episode.task]
-        adapted = decoder.adapt(others[0].support, update)
+        adapted = adaptive.adapt(others[0].support, update)
         given = adapted.generate([episode.query.chat()], Sampling(max_new_tokens=4))[0].text.strip()
         assert kept["predicted_from_another_task_K=2"][number] == given
 
     # What is there is not made again; what was made otherwise is refused.
-    monkeypatch.setattr("ctx_compress_rag.training.run.run_recipe", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr("benchmarks.adaptation.run.generate_together", lambda *_: pytest.fail("answered again"))
-    scores = evaluate(tmp_path / "recipes", tmp_path / "scores", questions=6, timed=1, max_new_tokens=4, progress=False)
-    assert table(scores).splitlines()[3].split(" | ")[1] == lines[2].split(" | ")[1]
+    made = {
+        file: file.stat().st_mtime_ns for part in ("out", "scores/answers") for file in (tmp_path / part).rglob("*.*")
+    }
+    assert main(command) == 0
+    assert {file: file.stat().st_mtime_ns for file in made} == made
     files["k1"].write_text(files["k1"].read_text().replace("code: 4", "code: 5"))
     assert main(command) == 2
     assert "before" in (error := capsys.readouterr().err) and "k1.yaml was changed" in error
@@ -197,22 +262,14 @@ def test_the_command_trains_scores_and_goes_on(
 
 def test_a_budget_shortens_every_recipe_and_leaves_the_folder_alone(tmp_path: Path) -> None:
     files = small_recipes(tmp_path, Path("demo"), steps=50)
-    solved = {"folder": str(tmp_path / "kept"), "contexts": 90, "steps": [1, 2]}
-    files["k1"].write_text(yaml.safe_dump(yaml.safe_load(files["k1"].read_text()) | {"solved": solved}))
     texts = {file: file.read_text() for file in files.values()}
     whole = Recipes.find(tmp_path / "recipes")
-    short = whole.shortened(7, tmp_path / "quick")
-    assert Recipes.find(tmp_path / "quick" / "recipes") == short
+    short = whole.shortened(1, tmp_path / "quick")
     for before, after in zip((whole.base, *whole.others), (short.base, *short.others), strict=True):
-        assert after.optim.steps == 7 and after.output.is_relative_to(tmp_path / "quick")
-        own = {"output": before.output, "optim": before.optim}
-        if isinstance(before, UpdatePredictorRecipe):
-            assert isinstance(after, UpdatePredictorRecipe)
-            assert after.base == short.base.output
-            own |= {"base": before.base, "solved": before.solved}
-            if after.solved is not None:
-                assert after.solved.contexts == 14 and after.solved.folder.is_relative_to(tmp_path / "quick")
-        assert after.model_copy(update=own) == before
+        assert after.optim == before.optim.model_copy(update={"steps": 1})
+        assert after.output.is_relative_to(tmp_path / "quick")
+        if isinstance(after, UpdatePredictorRecipe):
+            assert after.base == short.base.output and after.contexts in (None, 2)
     assert whole.shortened(80, tmp_path / "quick").base.optim.steps == 50
     assert {file: file.read_text() for file in files.values()} == texts
     with pytest.raises(ConfigError, match="steps"):
@@ -255,25 +312,17 @@ def test_the_command_reads_files_and_slots(
     assert kept["questions"] == 4
     assert kept["data"] == ["two.jsonl"]
 
-    # Other questions under the same name: answers are made anew, of one passage each. Trained outputs and solved
-    # contexts of the former ones are refused.
-    asked: list[str] = []
-    answer = evaluation.generate_together
-
-    def watched(decoders: Any, chats: Any, sampling: Any) -> Any:
-        asked.extend(chat[0]["content"] for chat in chats)
-        return answer(decoders, chats, sampling)
-
-    monkeypatch.setattr(evaluation, "generate_together", watched)
+    # Other questions under the same name are answered anew; what was trained on the former ones is refused.
+    answers = tmp_path / "scores" / "answers" / "base_adapter.json"
+    before = json.loads(answers.read_text())["about"]
     rows = [Example((f"They had {i}.", "More."), (Turn(f"Which had they, {i}?", ("no",)),)) for i in range(8)]
     write_jsonl(tmp_path / "two.jsonl", rows)
     assert main(command) == 0
-    assert asked and all(re.fullmatch(r"(\[\[\S+\]\])?\n\nQuestion: Which had they, \d\?", text) for text in asked)
+    after = json.loads(answers.read_text())["about"]
+    assert [key for key in before if before[key] != after[key]] == ["episodes"]
     write_jsonl(tmp_path / "one.jsonl", rows)
     assert main(command) == 2
     assert f"out/base was made before {tmp_path}/one.jsonl changed: remove it" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="other settings: remove this folder"):
-        run_recipe(files["k1"], resume=False)
 
 
 @pytest.mark.parametrize(("rows", "named"), [(0, "no data file at"), (3, "the task asked has 3 questions")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,12 @@ import yaml
 
 from benchmarks.adaptation.cost import AdaptationCost
 from benchmarks.adaptation.run import SystemScore
-from benchmarks.world.task_families import draw, families, write_families
-from benchmarks.world.world import Split
+from benchmarks.world.task_families import write_families
 from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, Demonstration, PredictedUpdate
 from ctx_compress_rag.adaptation.adapter import projections
 from ctx_compress_rag.adaptation.baselines import PredictorConfig
-from ctx_compress_rag.adaptation.episodes import Episode
 from ctx_compress_rag.evaluation.statistics import Interval
+from ctx_compress_rag.training.run import run_recipe
 
 DEMONSTRATIONS = [
     Demonstration(
@@ -67,18 +65,6 @@ def save_predictor(bundle: Any, folder: Path, ratio: int | None = None) -> Path:
     return folder
 
 
-class FamilyTasks:
-    """Episodes of the invented world's task families, with names of the same split."""
-
-    def __init__(self, split: Split) -> None:
-        self.split: Split = split
-
-    def draw(self, rng: random.Random, demonstrations: int) -> Episode:
-        family = rng.choice(families(self.split))
-        *support, query = (draw(family, self.split, rng) for _ in range(demonstrations + 1))
-        return Episode(family.name, tuple(support), query)
-
-
 def plain_copy(model: Any) -> Any:
     """A transformers model of the same class with the same weights of its own, and no adapters."""
     copy = type(model)(model.config)
@@ -98,6 +84,13 @@ def merged_copy(model: Any, adapter: Adapter) -> Any:
     return copy
 
 
+def train_all(folder: Path, bundle: Path) -> Path:
+    """A folder of small recipes, all of which have been run."""
+    for file in small_recipes(folder, bundle).values():
+        run_recipe(file)
+    return folder
+
+
 def small_recipes(folder: Path, bundle: Path, steps: int = 2, **settings: Any) -> dict[str, Path]:
     """One recipe of each kind, small; `settings` replace keys of all of them."""
     optim = {
@@ -107,11 +100,10 @@ def small_recipes(folder: Path, bundle: Path, steps: int = 2, **settings: Any) -
     common = {"bundle": str(bundle), "data": {"files": [str(folder / "families")]}, "optim": optim} | settings
     predictor = {"stage": "update_predictor", "base": str(folder / "out" / "base"), "hidden": 8, "code": 4}
     predictor |= {"demonstrations": 2, "inner_learning_rate": 0.5}
-    solved = {"folder": str(folder / "out" / "solved"), "contexts": 3, "steps": [1]}
     each = {
         "base": {"stage": "retrieval_adapter", "rank": 2, "alpha": 4},
         "prefix": {"stage": "prompt_tuning", "virtual_tokens": 3},
-        "k1": predictor | {"inner_steps": 1, "solved": solved},
+        "k1": predictor | {"inner_steps": 1, "contexts": 3},
         "k2": predictor | {"inner_steps": 2},
         "task": predictor | {"inner_steps": 1, "loss": "task"},
     }

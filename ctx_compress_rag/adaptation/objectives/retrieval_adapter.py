@@ -1,4 +1,4 @@
-"""Losses of the base retrieval adapter and of prompt tuning: answers' likelihood in retrieval-formatted examples."""
+"""Loss of the base retrieval adapter: the likelihood of answers in retrieval-formatted examples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.training.engine.batch_mean import BatchMean
 
 
-class _AnswersMean(nn.Module, BatchMean):
+class AnswersMean(nn.Module, BatchMean):
     """Mean cross-entropy of the whole batch's answer tokens."""
 
     def __init__(self, decoder: AdaptiveDecoder) -> None:
@@ -26,17 +26,17 @@ class _AnswersMean(nn.Module, BatchMean):
         return torch.tensor([float(sum(int(row.answers.sum()) for row in rows))])
 
     def share(
-        self, rows: list[Prompt], num_items_in_batch: Tensor | None, adapter: Adapter | None, prefix: Tensor | None
+        self, rows: list[Prompt], num_items_in_batch: Tensor | None, adapter: Adapter | None
     ) -> dict[str, Tensor]:
         """These rows' part of the mean over the batch's answer tokens; None: over their own."""
-        loss = answer_losses(self.decoder, [rows], adapter, prefix)[0]
+        loss = answer_losses(self.decoder, [rows], adapter)[0]
         if num_items_in_batch is None:
             return {"loss": loss}
         [own], [tokens] = self.items(rows), num_items_in_batch
         return {"loss": loss * own.to(loss.device) / tokens}
 
 
-class RetrievalAdapterLoss(_AnswersMean):
+class RetrievalAdapterLoss(AnswersMean):
     """Trains Q/K/V LoRA factors on the answers' tokens (In-Context Optimization, appendix G).
 
     The change of a projection's weight is alpha / rank * b @ a.
@@ -61,20 +61,4 @@ class RetrievalAdapterLoss(_AnswersMean):
 
     def forward(self, rows: list[Prompt], num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
         """The loss of these rows; `num_items_in_batch`: answer tokens of the whole batch; None: of these rows."""
-        return self.share(rows, num_items_in_batch, self.adapter(), None)
-
-
-class PromptTuningLoss(_AnswersMean):
-    """Trains a soft prefix on the same examples (Lester et al., 2021), starting from embeddings of random tokens."""
-
-    def __init__(self, decoder: AdaptiveDecoder, virtual_tokens: int, seed: int) -> None:
-        super().__init__(decoder)
-        embeddings = decoder.bundle.backbone.embeddings
-        device = embeddings.weight.device
-        ids = torch.randint(embeddings.num_embeddings, (virtual_tokens,), generator=torch.Generator().manual_seed(seed))
-        # Through the layer, since Gemma's scales the embeddings.
-        self.prefix = nn.Parameter(embeddings(ids.to(device)).detach().float().clone())
-
-    def forward(self, rows: list[Prompt], num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
-        """The loss of these rows; `num_items_in_batch`: answer tokens of the whole batch; None: of these rows."""
-        return self.share(rows, num_items_in_batch, None, self.prefix)
+        return self.share(rows, num_items_in_batch, self.adapter())

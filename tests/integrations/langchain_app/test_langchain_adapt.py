@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from langchain_core.caches import InMemoryCache
-from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.messages import HumanMessage
 from langchain_core.runnables import ConfigurableField
 from peft import PeftConfig
 
@@ -17,9 +17,7 @@ from ctx_compress_rag import BundleError, ConfigError
 from ctx_compress_rag.adaptation import (
     AdaptiveDecoder,
     BaseAdapter,
-    FewShot,
     PredictedUpdate,
-    PromptTuning,
     TestTimeSGD,
     generate_together,
 )
@@ -64,7 +62,6 @@ def test_several_side_by_side_in_threads_and_in_one_batch(app: App, predictor: P
         llm.adapt(QUESTIONS),
         llm.adapt([QUESTIONS[0], *DEMONSTRATIONS[1:]]),
         llm.adapt(DEMONSTRATIONS, TestTimeSGD(base, 2, 0.05)),
-        llm.adapt(DEMONSTRATIONS, FewShot(None)),
     ]
     question = [HumanMessage(f"{app.store.marker('tower', 8)} {QUESTION}")]
     alone = [model.invoke(question).text for model in models]
@@ -84,17 +81,8 @@ def test_an_adapted_model_is_saved_as_a_peft_adapter(app: App, predictor: Path, 
     answer = adapted.invoke(QUESTION).content
     for loaded in (llm.with_adapter(tmp_path / "saved"), llm.adapt(DEMONSTRATIONS, tmp_path / "saved")):
         assert loaded.invoke(QUESTION).content == answer
-    prefix = PromptTuning(torch.randn(3, app.bundle.backbone.dim, generator=torch.Generator().manual_seed(2)))
-    prefixed = llm.adapt(DEMONSTRATIONS, prefix)
-    prefixed.save_adapter(tmp_path / "prefix")
-    loaded = llm.with_adapter(tmp_path / "prefix")
-    assert loaded.invoke(QUESTION).content == prefixed.invoke(QUESTION).content
-    assert loaded.get_num_tokens_from_messages([HumanMessage(QUESTION)]) == (
-        llm.get_num_tokens_from_messages([HumanMessage(QUESTION)]) + 3
-    )
-    for nothing, why in ((llm, "nothing"), (llm.adapt(DEMONSTRATIONS, FewShot(None)), "demonstrations in its prompt")):
-        with pytest.raises(ConfigError, match=why):
-            nothing.save_adapter(tmp_path / "none")
+    with pytest.raises(ConfigError, match="not adapted"):
+        llm.save_adapter(tmp_path / "none")
 
 
 def test_a_predictor_is_for_what_it_was_trained_with(app: App, predictor: Path, tmp_path: Path) -> None:
@@ -137,15 +125,6 @@ def test_demonstrations_are_read_from_the_store(talkative: Any, tmp_path: Path) 
     assert all(torch.equal(got.a[n], expected.a[n]) and torch.equal(got.b[n], expected.b[n]) for n in expected.a)
 
 
-def test_usage_counts_what_stands_before_the_question(app: App) -> None:
-    shown = app.llm().adapt(DEMONSTRATIONS, FewShot(None))
-    prompt = [SystemMessage("Be brief."), HumanMessage(QUESTION)]
-    with prefills(app.bundle.backbone.model) as seen:
-        usage = shown.invoke(prompt).usage_metadata
-    assert usage["input_tokens"] == len(seen[0]) == shown.get_num_tokens_from_messages(prompt)
-    assert usage["input_tokens"] > app.llm().get_num_tokens_from_messages(prompt)
-
-
 def test_answers_are_cached_apart(app: App, predictor: Path) -> None:
     cache = InMemoryCache()
     llm = app.llm(predictor=predictor, cache=cache)
@@ -153,7 +132,6 @@ def test_answers_are_cached_apart(app: App, predictor: Path) -> None:
         llm,
         llm.adapt(QUESTIONS),
         llm.adapt([QUESTIONS[0], *DEMONSTRATIONS[1:]]),
-        llm.adapt(DEMONSTRATIONS, FewShot(None)),
     ]
     first = [model.invoke(QUESTION).content for model in models]
     assert len({model._get_llm_string() for model in models}) == len(models)

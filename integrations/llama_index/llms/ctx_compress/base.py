@@ -30,7 +30,6 @@ from llama_index.core.types import Model
 
 from ctx_compress_rag.adaptation.llm import AdaptableLLM
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.change import UNCHANGED
 from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling
 from ctx_compress_rag.decoding.logprobs import TokenLogprob
 from ctx_compress_rag.errors import ConfigError
@@ -94,7 +93,7 @@ class CompressedContextLLM(AdaptableLLM, LLM):
         """Sizes and name of the decoder; the window without the positions that an adaptation takes."""
         bundle = self._bundle
         return LLMMetadata(
-            context_window=(bundle.backbone.window or DEFAULT_CONTEXT_WINDOW) - self._taken,
+            context_window=bundle.backbone.window or DEFAULT_CONTEXT_WINDOW,
             num_output=self.max_tokens,
             is_chat_model=self._templated,
             model_name=bundle.config.decoder_name or bundle.config.name,
@@ -201,15 +200,6 @@ class CompressedContextLLM(AdaptableLLM, LLM):
         other = self.model_copy()
         other._json = _response_format(schema)
         return other
-
-    @property
-    def _taken(self) -> int:
-        """Positions that an adaptation puts before every prompt."""
-        if self._change is None:
-            return 0
-        chat = [{"role": "user", "content": "?"}]
-        plain = self.decoder.with_change(UNCHANGED)
-        return self.decoder.count_chat_tokens(chat) - plain.count_chat_tokens(chat)
 
     @property
     def _bundle(self) -> Bundle:

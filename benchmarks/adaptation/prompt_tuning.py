@@ -1,0 +1,85 @@
+"""Prompt tuning (Lester et al., 2021), a baseline of section 5.3: a soft prefix, whatever the demonstrations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ctx_compress_rag.adaptation.config import AdaptationRecipe
+from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
+from ctx_compress_rag.adaptation.objectives.retrieval_adapter import AnswersMean
+from ctx_compress_rag.adaptation.stages import Batches, episodes_of, job, open_decoder
+from ctx_compress_rag.prompt import Prompt, PromptLike
+from ctx_compress_rag.training.engine.loop import Job
+from ctx_compress_rag.training.stage import Stage, register
+
+_FILE, _KEY = "prefix.safetensors", "prefix"
+
+
+class PromptTuningRecipe(AdaptationRecipe):
+    """Train a soft prefix on the base adapter's examples. The paper does not say how long it is."""
+
+    stage: Literal["prompt_tuning"]
+    virtual_tokens: int = Field(default=20, gt=0)
+
+
+class PrefixedDecoder(AdaptiveDecoder):
+    """A decoder that reads a soft prefix (tokens, dim) before every prompt; counts of slots include it."""
+
+    prefix: Tensor
+
+    @classmethod
+    def with_prefix(cls, decoder: AdaptiveDecoder, folder: Path) -> PrefixedDecoder:
+        """The decoder with a trained prefix; both share the model."""
+        weight = decoder.bundle.backbone.embeddings.weight
+        made = cls(decoder.bundle, decoder.store, batch_size=decoder.batch_size)
+        made.prefix = load_file(folder / _FILE)[_KEY].to(weight.device, weight.dtype)
+        return made
+
+    def prepare(self, prompts: Sequence[PromptLike], *, extractive: bool = False) -> list[Prompt]:
+        return [behind(prompt, self.prefix) for prompt in super().prepare(prompts, extractive=extractive)]
+
+
+def behind(prompt: Prompt, prefix: Tensor) -> Prompt:
+    """The prompt after vectors (tokens, dim)."""
+    flags = torch.zeros(len(prefix), dtype=torch.bool)
+    return replace(prompt, pieces=(prefix, *prompt.pieces), answers=torch.cat((flags, prompt.answers)))
+
+
+class PromptTuningLoss(AnswersMean):
+    """Trains a soft prefix, starting from embeddings of random tokens."""
+
+    def __init__(self, decoder: AdaptiveDecoder, virtual_tokens: int, seed: int) -> None:
+        super().__init__(decoder)
+        embeddings = decoder.bundle.backbone.embeddings
+        device = embeddings.weight.device
+        ids = torch.randint(embeddings.num_embeddings, (virtual_tokens,), generator=torch.Generator().manual_seed(seed))
+        # Through the layer, since Gemma's scales the embeddings.
+        self.prefix = nn.Parameter(embeddings(ids.to(device)).detach().float().clone())
+
+    def forward(self, rows: list[Prompt], num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
+        """The loss of these rows; `num_items_in_batch`: answer tokens of the whole batch; None: of these rows."""
+        return self.share([behind(row, self.prefix) for row in rows], num_items_in_batch, None)
+
+
+def start(recipe: PromptTuningRecipe) -> Job:
+    """The job that trains a soft prefix."""
+    decoder = open_decoder(recipe)
+    trained = PromptTuningLoss(decoder, recipe.virtual_tokens, recipe.seed)
+    return job(
+        decoder,
+        trained,
+        episodes_of(recipe, decoder),
+        Batches(recipe, decoder).queries,
+        lambda name: save_file({_KEY: trained.prefix.detach().float().cpu()}, recipe.output / _FILE),
+    )
+
+
+register(Stage(PromptTuningRecipe, start))
