@@ -1,4 +1,4 @@
-"""What a retriever may return, in both frameworks: passages that cannot be stored, excerpts, odd ids and metadata."""
+"""What a retriever may return, in both frameworks: missing passages, bad ones, excerpts, odd ids and metadata."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 from langchain_core.documents import Document
-from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, MissingPassageError
 from ctx_compress_rag.marking.mark import expand, mark
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, content_id
+from helpers.frameworks import FRAMEWORKS, LangChain, LlamaIndex
 from helpers.store import WordBundle, passage
-from langchain_ctx_compress import CompressedContextPostprocessor as LangChainPostprocessor
-from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor
 
 GOOD = passage(0)
 Ask = Callable[..., list[str]]
@@ -32,20 +30,44 @@ def store(tmp_path: Path) -> Iterator[SoftContextStore]:
         yield made
 
 
-def langchain(store: SoftContextStore, passages: list[dict[str, Any]], **options: Any) -> list[str]:
-    documents = [Document(p["text"], id=p["id"], metadata=p.get("metadata", {})) for p in passages]
-    return [document.page_content for document in LangChainPostprocessor(store=store, **options).invoke(documents)]
+@pytest.fixture(params=[LangChain, LlamaIndex])
+def ask(request: pytest.FixtureRequest) -> Ask:
+    """What the LLM reads in place of texts with ids."""
+
+    def shown(store: SoftContextStore, passages: list[tuple[str, str | None]], **options: Any) -> list[str]:
+        found = [request.param.found(text, id) for text, id in passages]
+        return [request.param.shown(each) for each in request.param.mark(found, store=store, **options)]
+
+    return shown
 
 
-def llama_index(store: SoftContextStore, passages: list[dict[str, Any]], **options: Any) -> list[str]:
-    made = [TextNode(text=p["text"], id_=p["id"], metadata=p.get("metadata", {})) for p in passages]
-    for node in made:
-        node.excluded_llm_metadata_keys = list(node.metadata)
-    nodes = CompressedContextPostprocessor(store, **options).postprocess_nodes([NodeWithScore(node=n) for n in made])
-    return [node.node.get_content(MetadataMode.LLM) for node in nodes]
+def test_what_is_missing(store: SoftContextStore, ask: Ask) -> None:
+    passages = [(GOOD, "good"), (passage(1), "new"), (" \n", "blank")]
+    with pytest.raises(MissingPassageError, match="new"):
+        ask(store, passages, on_missing="error")
+    assert ask(store, passages, on_missing="text") == [store.marker("good", 4), passage(1), " \n"]
+    with pytest.raises(MissingPassageError, match="with this text"):
+        ask(store, [(passage(1), "good")], on_missing="error")
+    assert store.ids() == ["good"]
+    shown = ask(store, passages)
+    assert shown == [*store.markers(["good", "new"], 4), " \n"]
+    assert ask(store, passages, on_missing="error") == shown
+    store.add([passage(2)], progress=False)
+    by_text = [(passage(2), None), (passage(2), "another id")]
+    assert ask(store, by_text, on_missing="error") == [store.marker(content_id(passage(2)), 4)] * 2
+    assert ask(store, []) == []
 
 
-FRAMEWORKS = pytest.mark.parametrize("ask", [langchain, llama_index])
+@FRAMEWORKS
+def test_marked_twice_is_marked_once_and_restored(store: SoftContextStore, framework: Any) -> None:
+    found = [framework.found(GOOD, "good", source="a.txt"), framework.found(passage(1), "new")]
+    once = framework.mark(found, store=store, ratio=8, scope="anna")
+    assert framework.mark(once, store=store, ratio=16, scope="anna") == framework.mark(
+        found, store=store, ratio=16, scope="anna"
+    )
+    restored = framework.restore(once, store, "anna")
+    assert restored == found == framework.restore(restored, store)
+    assert {each.text for each in store.get_passages(["good", "new"], "anna")} == {GOOD, passage(1)}
 
 
 class Toneless(WordBundle):
@@ -57,7 +79,6 @@ class Toneless(WordBundle):
         return super().compress(texts, ratio)
 
 
-@FRAMEWORKS
 @pytest.mark.parametrize(
     ("text", "shown"),
     [("half an emoji \ud83d", "half an emoji \ufffd"), ("ab " * MAX_CHARACTERS, None), ("silence", None)],
@@ -69,7 +90,7 @@ def test_a_passage_that_cannot_be_stored_fails_alone(
 ) -> None:
     with SoftContextStore(tmp_path, Toneless(), key=b"k" * 32) as store:
         store.add([GOOD], ["good"], progress=False)
-        passages = [{"id": "bad", "text": text}, {"id": "good", "text": GOOD}, {"id": "new", "text": passage(1)}]
+        passages = [(text, "bad"), (GOOD, "good"), (passage(1), "new")]
         if policy == "error":
             with pytest.raises(CtxCompressError, match="bad|documents"):
                 ask(store, passages, on_missing=policy)
@@ -81,10 +102,9 @@ def test_a_passage_that_cannot_be_stored_fails_alone(
         assert ("'bad'" in caplog.text) == (policy == "compress" or text != "silence")
 
 
-@FRAMEWORKS
 @pytest.mark.parametrize("id", ["", "x\ud83d"])
 def test_an_id_that_no_passage_can_have_is_none(store: SoftContextStore, ask: Ask, id: str) -> None:
-    passages = [{"id": id, "text": passage(1)}, {"id": "good", "text": GOOD}]
+    passages = [(passage(1), id), (GOOD, "good")]
     assert ask(store, passages, on_missing="text") == [passage(1), store.marker("good", 4)]
     with pytest.raises(MissingPassageError, match="not stored"):
         ask(store, passages, on_missing="error")
@@ -92,7 +112,7 @@ def test_an_id_that_no_passage_can_have_is_none(store: SoftContextStore, ask: As
 
 
 @FRAMEWORKS
-def test_metadata_stay_the_apps(store: SoftContextStore, ask: Ask) -> None:
+def test_metadata_stay_the_apps(store: SoftContextStore, framework: Any) -> None:
     """What cannot be copied, written or printed is not touched."""
     deep: dict[str, Any] = {}
     for _ in range(10_000):
@@ -100,39 +120,25 @@ def test_metadata_stay_the_apps(store: SoftContextStore, ask: Ask) -> None:
     graph = torch.ones(2, requires_grad=True) * 2
     values = [threading.Lock(), (i for i in range(3)), open("/dev/null"), graph, 10**5000, deep, "\ud83d"]  # noqa: SIM115
     for value in values:
-        passages = [{"id": "good", "text": GOOD, "metadata": {"value": value}}]
-        assert ask(store, passages) == [store.marker("good", 4)]
-
-
-def test_langchain_shares_values_and_not_the_mapping(store: SoftContextStore) -> None:
-    lock = threading.Lock()
-    given = Document(GOOD, id="good", metadata={"lock": lock})
-    [marked] = LangChainPostprocessor(store=store).invoke([given])
-    assert marked.metadata["lock"] is lock
-    marked.metadata["seen"] = True
-    assert given == Document(GOOD, id="good", metadata={"lock": lock})
-
-
-def test_llama_index_shows_metadata_that_python_cannot_print(store: SoftContextStore) -> None:
-    node = TextNode(text=GOOD, id_="good", metadata={"number": 10**5000})
-    [marked] = CompressedContextPostprocessor(store).postprocess_nodes([NodeWithScore(node=node)])
-    assert marked.node.get_content(MetadataMode.LLM).endswith(store.marker("good", 4))
+        found = framework.found(GOOD, "good", value=value)
+        [marked] = framework.mark([found], store=store)
+        assert framework.shown(marked) == store.marker("good", 4)
+        assert marked.metadata["value"] is value
+        marked.metadata["seen"] = True
+        assert "seen" not in found.metadata
 
 
 @pytest.mark.parametrize(
     "score", [10**400, -(10**400), float("nan"), "high", None], ids=["huge", "low", "nan", "str", "none"]
 )
 def test_any_relevance_is_taken(store: SoftContextStore, score: Any) -> None:
-    document = Document(GOOD, id="good", metadata={"relevance_score": score})
-    [marked] = LangChainPostprocessor(store=store).invoke([document])
+    [marked] = LangChain.mark([Document(GOOD, id="good", metadata={"relevance_score": score})], store=store)
     assert marked.page_content == store.marker("good", 4)
 
 
 NO_LISTS: list[dict[str, Any]] = [
     {"texts": "abc"},
-    {"texts": 5},
     {"texts": [None]},
-    {"ids": "a"},
     {"ids": 1},
     {"scores": "1"},
     {"scores": [1.0, 2.0]},
@@ -140,16 +146,12 @@ NO_LISTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("wrong", NO_LISTS, ids=str)
-def test_what_is_no_list_is_refused(store: SoftContextStore, wrong: dict[str, Any]) -> None:
+def test_what_is_no_list_is_refused_and_an_iterator_is_one(store: SoftContextStore, wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="give"):
         mark(store, **{"texts": [GOOD], **wrong})
-
-
-def test_iterators_are_lists(store: SoftContextStore) -> None:
     assert mark(store, iter([GOOD]), iter(["good"])) == [store.marker("good", 4)]  # type: ignore[arg-type]
 
 
-@FRAMEWORKS
 def test_an_excerpt_stands_beside_what_was_ingested(store: SoftContextStore, ask: Ask) -> None:
     """A step that shortens nodes for one question keeps their ids; forty questions at once, each with its excerpt."""
     store.add([Document(passage(1, 60), id="p", metadata={"page": 3})], progress=False)
@@ -157,7 +159,7 @@ def test_an_excerpt_stands_beside_what_was_ingested(store: SoftContextStore, ask
     excerpts = [" ".join(passage(1, 60).split()[n : n + 12]) for n in range(40)]
 
     def question(n: int) -> bool:
-        [marker] = ask(store, [{"id": "p", "text": excerpts[n]}])
+        [marker] = ask(store, [(excerpts[n], "p")])
         return expand(store, marker) == excerpts[n]
 
     with ThreadPoolExecutor(8) as pool:
@@ -165,19 +167,23 @@ def test_an_excerpt_stands_beside_what_was_ingested(store: SoftContextStore, ask
     assert store.marker("p", 4) == before
     [record] = store.get_passages(["p"])
     assert record is not None and (record.text, record.metadata) == (passage(1, 60), {"page": 3})
-    assert ask(store, [{"id": "p", "text": passage(1, 60)}]) == [before]
-    assert ask(store, [{"id": "p", "text": excerpts[5]}], on_missing="error") == [
-        store.marker(content_id(excerpts[5]), 4)
-    ]
+    assert ask(store, [(passage(1, 60), "p")]) == [before]
+    assert ask(store, [(excerpts[5], "p")], on_missing="error") == [store.marker(content_id(excerpts[5]), 4)]
     assert store.add([passage(2)], ["p"], progress=False).updated == 1  # `add` alone replaces
     assert expand(store, store.marker("p", 4)) == passage(2)
 
 
-@FRAMEWORKS
 def test_an_id_with_several_texts_stands_for_the_stored_one(store: SoftContextStore, ask: Ask) -> None:
     """Two indexes that count from one, or a passage beside its excerpts."""
-    passages = [{"id": "good", "text": text} for text in (passage(1), passage(2), GOOD, passage(1))]
+    passages = [(text, "good") for text in (passage(1), passage(2), GOOD, passage(1))]
     shown = ask(store, passages)
-    assert [expand(store, text) for text in shown] == [each["text"] for each in passages]
+    assert [expand(store, text) for text in shown] == [text for text, _ in passages]
     assert shown[2] == store.marker("good", 4)
     assert ask(store, passages, on_missing="error") == shown
+
+
+def test_texts_are_not_expanded_beyond_all_measure(store: SoftContextStore) -> None:
+    """300 kB of markers that would stand for 60 MB of text."""
+    store.add([GOOD + " " * 10_000], ["long"], progress=False)
+    with pytest.raises(ConfigError, match="6,000 markers .* are allowed"):
+        expand(store, f"{store.marker('long', 4)} " * 6_000)

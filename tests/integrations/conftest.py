@@ -1,4 +1,4 @@
-"""The LangChain app that most tests ask."""
+"""The LangChain app that most tests ask; what holds in both frameworks is tested on its store."""
 
 from __future__ import annotations
 

@@ -1,0 +1,107 @@
+"""LangChain and LlamaIndex in one form, for what has to hold in both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
+
+import langchain_ctx_compress
+from langchain_ctx_compress import ChatCompressedContext
+from llama_index.llms.ctx_compress import CompressedContextLLM
+from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor, restore_sources
+
+Answer = tuple[str, int]
+"""An answer's text, and how many slots were read for it."""
+
+
+class LangChain:
+    llm = ChatCompressedContext
+    postprocessor = langchain_ctx_compress.CompressedContextPostprocessor
+    restore = staticmethod(langchain_ctx_compress.restore_sources)
+
+    @staticmethod
+    def found(text: str, id: str | None = None, **metadata: Any) -> Document:
+        return Document(text, id=id, metadata=metadata)
+
+    @staticmethod
+    def mark(found: list[Document], **options: Any) -> list[Document]:
+        return langchain_ctx_compress.CompressedContextPostprocessor(**options).invoke(found)
+
+    @staticmethod
+    def shown(document: Document) -> str:
+        """What the LLM reads of it."""
+        return document.page_content
+
+    @staticmethod
+    def ask(llm: Any, prompt: Any, **options: Any) -> Answer:
+        message = llm.invoke(prompt, **options)
+        return message.text, message.response_metadata["slots"]
+
+    @staticmethod
+    def stream(llm: Any, prompt: Any, **options: Any) -> Answer:
+        chunks = list(llm.stream(prompt, **options))
+        return "".join(chunk.text for chunk in chunks), chunks[-1].response_metadata["slots"]
+
+    @staticmethod
+    def chat(llm: Any, messages: list[tuple[str, str]]) -> Answer:
+        return LangChain.ask(llm, messages)
+
+    @staticmethod
+    async def every_way(llm: Any, prompt: str) -> list[Answer]:
+        """The answers of a call, a stream, and both in an event loop."""
+        message = await llm.ainvoke(prompt)
+        chunks = [chunk async for chunk in llm.astream(prompt)]
+        streamed = "".join(chunk.text for chunk in chunks), chunks[-1].response_metadata["slots"]
+        called = message.text, message.response_metadata["slots"]
+        return [LangChain.ask(llm, prompt), LangChain.stream(llm, prompt), called, streamed]
+
+
+class LlamaIndex:
+    llm = CompressedContextLLM
+    postprocessor = CompressedContextPostprocessor
+    restore = staticmethod(restore_sources)
+
+    @staticmethod
+    def found(text: str, id: str | None = None, **metadata: Any) -> NodeWithScore:
+        named = {} if id is None else {"id_": id}
+        node = TextNode(text=text, metadata=metadata, excluded_llm_metadata_keys=list(metadata), **named)
+        return NodeWithScore(node=node)
+
+    @staticmethod
+    def mark(found: list[NodeWithScore], **options: Any) -> list[NodeWithScore]:
+        return CompressedContextPostprocessor(**options).postprocess_nodes(found)
+
+    @staticmethod
+    def shown(scored: NodeWithScore) -> str:
+        """What the LLM reads of it."""
+        return scored.node.get_content(MetadataMode.LLM)
+
+    @staticmethod
+    def ask(llm: Any, prompt: str, **options: Any) -> Answer:
+        response = llm.complete(prompt, **options)
+        return response.text, response.raw["slots"]
+
+    @staticmethod
+    def stream(llm: Any, prompt: str, **options: Any) -> Answer:
+        *_, response = llm.stream_complete(prompt, **options)
+        return response.text, response.raw["slots"]
+
+    @staticmethod
+    def chat(llm: Any, messages: list[tuple[str, str]]) -> Answer:
+        response = llm.chat([ChatMessage(role=role, content=text) for role, text in messages])
+        return response.message.content, response.raw["slots"]
+
+    @staticmethod
+    async def every_way(llm: Any, prompt: str) -> list[Answer]:
+        """The answers of a call, a stream, and both in an event loop."""
+        called = await llm.acomplete(prompt)
+        *_, streamed = [response async for response in await llm.astream_complete(prompt)]
+        loop = [(response.text, response.raw["slots"]) for response in (called, streamed)]
+        return [LlamaIndex.ask(llm, prompt), LlamaIndex.stream(llm, prompt), *loop]
+
+
+FRAMEWORKS = pytest.mark.parametrize("framework", [LangChain, LlamaIndex])

@@ -1,0 +1,103 @@
+"""What goes wrong in an app of LangChain or LlamaIndex, and what it then hears."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import pytest
+from llama_index.core.schema import TextNode
+
+from ctx_compress_rag import MissingPassageError, SoftContextStore, StoreError
+from helpers.frameworks import FRAMEWORKS, LangChain, LlamaIndex
+from helpers.langchain import QUESTION, SOURCES, TEXTS, App, open_app
+from helpers.server import chroma_server
+from llama_index.llms.ctx_compress import CompressedContextLLM
+from llama_index.postprocessor.ctx_compress import CompressSoftContext
+
+
+def test_a_store_that_cannot_be_reached(talkative: Any, tmp_path: Path) -> None:
+    with chroma_server(tmp_path) as port:
+        store = SoftContextStore(chromadb.HttpClient("127.0.0.1", port), talkative, key=b"k" * 32)
+        store.add([TEXTS["tower"]], ["tower"], progress=False)
+        marker = store.marker("tower", 4)
+    calls = [lambda: CompressSoftContext(store=store)([TextNode(text="A new text.")])]
+    for framework in (LangChain, LlamaIndex):
+        llm, found = framework.llm(store=store, max_tokens=4), [framework.found(TEXTS["tower"], "tower")]
+        calls += [
+            lambda f=framework, found=found: f.mark(found, store=store),
+            lambda f=framework: f.restore([f.found(marker)], store),
+            lambda f=framework, llm=llm: f.ask(llm, marker),
+            lambda f=framework, llm=llm: f.stream(llm, marker),
+            lambda f=framework, llm=llm: asyncio.run(f.every_way(llm, marker)),
+        ]
+        assert framework.ask(llm, QUESTION)[0]  # what needs no store is answered
+    for call in calls:
+        with pytest.raises(StoreError, match=r"Chroma server .*does not answer .*: check that it runs"):
+            call()
+
+
+@FRAMEWORKS
+def test_a_marker_of_an_earlier_bundle_is_named(
+    make_tiny_bundle: Any, talkative: Any, tmp_path: Path, framework: Any
+) -> None:
+    """From a saved history: the passage is there, and the vectors that it meant are not."""
+    old = open_app(tmp_path, talkative)
+    new = SoftContextStore(old.client, make_tiny_bundle(seed=9), collection="new")
+    new.add(SOURCES, progress=False)
+    llm = framework.llm(store=new, max_tokens=4)
+    for ask in (framework.ask, framework.stream):
+        with pytest.raises(MissingPassageError, match="retrieve again"):
+            ask(llm, old.store.marker("tower", 4))
+    assert framework.ask(llm, new.marker("tower", 4))[1] > 0
+
+
+@pytest.mark.parametrize(
+    "way", ["ainvoke", "astream, canceled", "astream", "stream", "acomplete", "astream_complete", "stream_complete"]
+)
+async def test_whoever_stops_listening_gives_the_decoder_back(app: App, way: str) -> None:
+    """A canceled task or a stream left early ends the generation within a few tokens, not at its end."""
+    steps: list[int] = []
+    llm, llama = app.llm(max_tokens=400), CompressedContextLLM(store=app.store, max_tokens=400)
+
+    async def read(question: str) -> None:
+        async for _ in llm.astream(question):
+            pass
+
+    with app.bundle.backbone.model.register_forward_pre_hook(lambda *_: steps.append(1)):
+        if way in ("stream", "stream_complete"):
+            blocking: Any = llm.stream(QUESTION) if way == "stream" else llama.stream_complete(QUESTION)
+            await asyncio.to_thread(next, blocking)
+            await asyncio.to_thread(blocking.close)
+        elif way in ("astream", "astream_complete"):
+            stream: Any = llm.astream(QUESTION) if way == "astream" else await llama.astream_complete(QUESTION)
+            await anext(stream)
+            await stream.aclose()
+        else:
+            ask = {"ainvoke": llm.ainvoke, "astream, canceled": read, "acomplete": llama.acomplete}[way]
+            task = asyncio.ensure_future(ask(QUESTION))
+            while not steps:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await app.llm(max_tokens=1).ainvoke(QUESTION)  # waits for the decoder
+    assert 0 < len(steps) < 200
+    whole = llama.acomplete(QUESTION) if "complete" in way else llm.ainvoke(QUESTION)
+    assert len(app.bundle.tokenizer((await whole).text)["input_ids"]) > 200
+
+
+@FRAMEWORKS
+def test_threads_on_one_model_answer_as_one_after_another(app: App, framework: Any) -> None:
+    """Prompts with and without slots, called and streamed, with their own scopes and settings."""
+    settings: list[dict[str, Any]] = [{}, {"scope": "anna"}, {"temperature": 1.0, "seed": 3}]
+    llms = [framework.llm(store=app.store, on_unreadable="text", **{"max_tokens": 8, **each}) for each in settings]
+    prompts = [QUESTION, *(f"{app.store.marker(name, 8, 'anna')}?" for name in ("tower", "mill"))]
+    work = [(ask, llm, prompt) for ask in (framework.ask, framework.stream) for llm in llms for prompt in prompts]
+    alone = [ask(llm, prompt) for ask, llm, prompt in work]
+    assert len(set(alone)) > len(prompts)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda each: each[0](*each[1:]), work)) == alone
