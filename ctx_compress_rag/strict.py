@@ -13,6 +13,7 @@ from ctx_compress_rag.errors import ConfigError, short_repr
 
 T = TypeVar("T")
 _WHOLE = TypeAdapter(int)
+_POSITIVE = TypeAdapter(Annotated[int, Field(ge=1)])
 _SECONDS = TypeAdapter(Annotated[float, Field(ge=0)])
 
 
@@ -51,6 +52,15 @@ def whole(name: str, value: object) -> int:
     if isinstance(value, bool):  # pydantic takes True for 1
         raise ConfigError(f"{name}={value!r} is not a number: give one")
     return checked(name, value, _WHOLE)
+
+
+def positive(name: str, value: object) -> int:
+    """Validate an argument as a whole number, 1 or more.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    return checked(name, value, _POSITIVE)
 
 
 def seconds(name: str, value: object) -> float:

@@ -8,21 +8,18 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
-from types import MappingProxyType
-from typing import Self
+from typing import Self, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.decoder import Decoder
-from ctx_compress_rag.decoding.answers import Answers
 from ctx_compress_rag.decoding.batches import generate, in_batches
-from ctx_compress_rag.decoding.change import UNCHANGED, Change, opened
+from ctx_compress_rag.decoding.change import UNCHANGED, Change
 from ctx_compress_rag.decoding.generation import Generation, Put, Sampling
-from ctx_compress_rag.decoding.sharing import Row, Sharing, memory_error, out_of_memory
-from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.decoding.sharing import Row, Sharing, memory_error
 from ctx_compress_rag.errors import (
     ConfigError,
     CtxCompressError,
@@ -32,11 +29,10 @@ from ctx_compress_rag.errors import (
 )
 from ctx_compress_rag.models.transformers_internals import can_share
 from ctx_compress_rag.prompt import HoledPrompt, Message, Prompt, PromptLike, Quotable
-from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_on_unreadable
 from ctx_compress_rag.store.passage import MAX_CHARACTERS
-from ctx_compress_rag.strict import whole
+from ctx_compress_rag.strict import positive
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from ctx_compress_rag.text.quoting import quotable
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
@@ -45,6 +41,7 @@ from ctx_compress_rag.text.tokenizing import check_characters
 __all__ = ["BATCH_SIZE", "Generation", "Message", "Sampling", "TransformersDecoder"]
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _GREEDY = Sampling()
 BATCH_SIZE = 8
@@ -86,11 +83,6 @@ class TransformersDecoder:
         max_prompt_tokens: int | None = None,
     ) -> None:
         check_on_unreadable(on_unreadable)
-        batch_size = whole("batch_size", batch_size)
-        if batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size}: give 1 or more")
-        if max_prompt_tokens is not None and max_prompt_tokens < 1:
-            raise ConfigError(f"max_prompt_tokens={max_prompt_tokens}: give 1 or more")
         if store is not None and bundle.fingerprint != store.fingerprint:
             raise FingerprintMismatchError(
                 f"the store holds slots of bundle {store.fingerprint[:12]}, but this decoder belongs to bundle "
@@ -99,8 +91,8 @@ class TransformersDecoder:
         self.bundle = bundle
         self.store = store
         self.on_unreadable = on_unreadable
-        self.batch_size = batch_size
-        self.max_prompt_tokens = max_prompt_tokens
+        self.batch_size = positive("batch_size", batch_size)
+        self.max_prompt_tokens = None if max_prompt_tokens is None else positive("max_prompt_tokens", max_prompt_tokens)
         self._tokenizer = PromptTokenizer(bundle.tokenizer)
 
     def with_change(self, change: Change) -> Self:
@@ -125,10 +117,30 @@ class TransformersDecoder:
             PayloadError: a stored record is damaged, and the options allow no substitute for it.
             DecoderMemoryError: the device does not have enough memory; the decoder can still be used.
         """
-        if can_share(self.bundle.backbone.model) and not self.bundle.backbone.held:
-            return self._shared(prompts, sampling)
-        prepared = self.prepare(prompts, extractive=sampling.extractive)
-        return in_batches(prepared, self.batch_size, lambda batch: self.run([prepared[i] for i in batch], sampling))
+        if not self._shares:
+            prepared = self.prepare(prompts, extractive=sampling.extractive)
+            return in_batches(prepared, self.batch_size, lambda batch: self.run([prepared[i] for i in batch], sampling))
+        ended: SimpleQueue[tuple[int, str | Generation | BaseException]] = SimpleQueue()
+        with Sharing.of(self.bundle.backbone).reading():
+            prepared = self.prepare(prompts, extractive=sampling.extractive)
+            puts = [partial(_put_numbered, ended, number) for number in range(len(prepared))]
+            cancel = self.begin(prepared, sampling, puts, stream=False)
+        answers: dict[int, Generation] = {}
+        try:
+            while len(answers) < len(prepared):
+                number, answer = ended.get()
+                if isinstance(answer, BaseException):
+                    raise answer
+                if isinstance(answer, Generation):
+                    answers[number] = answer
+        finally:
+            cancel()
+        return [answers[number] for number in range(len(prepared))]
+
+    @property
+    def _shares(self) -> bool:
+        """Whether a call waits for a thread that answers all callers; else its own thread runs the model."""
+        return can_share(self.bundle.backbone.model) and not self.bundle.backbone.held
 
     def generate_apart(self, prompt: PromptLike, sampling: Sampling = _GREEDY) -> Generation:
         """Answer one prompt with transformers' own `generate`, in unshared passes; raises as `generate`."""
@@ -168,11 +180,7 @@ class TransformersDecoder:
         """
         with Sharing.of(self.bundle.backbone).reading():
             [prepared] = self.prepare([prompt], extractive=sampling.extractive)
-            return self.begin(prepared, sampling, put)
-
-    def count_tokens(self, text: str) -> int:
-        """Number of tokens in `text`, without a BOS; a valid marker counts as its slots and the vectors around them."""
-        return len(self.token_ids(text))
+            return self.begin([prepared], sampling, [put])
 
     def token_ids(self, text: str) -> list[int]:
         """Token ids of `text`, without a BOS; each slot is a padding token, which no text encodes to."""
@@ -205,23 +213,25 @@ class TransformersDecoder:
             raise ConfigError(f"prompts is one {type(prompts).__name__}: give a list of prompts")
         contents = [self._contents(index, prompt) for index, prompt in enumerate(prompts)]
         split = [[self._split(text, self.on_unreadable) for text in texts] for texts in contents]
-        named = (p for texts in split for parts in texts for p in parts if isinstance(p, Marker))
-        contexts = self._contexts(list(dict.fromkeys(named)))
-        embedded = {m: self._embed(c) for m, c in contexts.items() if isinstance(c, SoftContext)}
-        texts_of = {m: c for m, c in contexts.items() if isinstance(c, str)}
+        markers = list(dict.fromkeys(p for texts in split for parts in texts for p in parts if isinstance(p, Marker)))
+        soft, texts_of = self._read(markers)
         # Control tokens in a raw prompt come from the caller, but those in its passages are text.
-        in_raw = {m: self._tokenizer.apart(c) for m, c in texts_of.items()}
-        said = texts_of | self._texts(list(embedded)) if extractive else {}
+        in_raw = {marker: self._tokenizer.apart(text) for marker, text in texts_of.items()}
+        said = dict(texts_of)
+        if extractive and self.store is not None:
+            said |= self._found(self.store.text_of, list(soft), "some passages cannot be quoted")
         prepared = []
         for index, (prompt, messages) in enumerate(zip(prompts, split, strict=True)):
             shown = in_raw if isinstance(prompt, str) else texts_of
+            read = [[shown.get(p, p) if isinstance(p, Marker) else p for p in parts] for parts in messages]
             # Before joining: a prompt may contain the marker of a long passage thousands of times.
-            written = sum(len(shown[p]) for parts in messages for p in parts if isinstance(p, Marker) and p in shown)
-            check_characters(f"prompt {index}", written, self._window)
-            around = [self._around_markers(parts, shown) for parts in messages]
+            check_characters(
+                f"prompt {index}", sum(len(p) for r in read for p in r if isinstance(p, str)), self._window
+            )
+            around = [self._around_markers(parts) for parts in read]
             texts = [texts for texts, _ in around]
             ids = self._raw_ids(texts[0]) if isinstance(prompt, str) else self._chat_ids(prompt, texts)
-            slots = [embedded[marker] for _, markers in around for marker in markers]
+            slots = [soft[marker] for _, markers in around for marker in markers]
             made = HoledPrompt.without_answers(ids).filled(slots)
             self._check_length(index, made)
             if extractive:
@@ -229,28 +239,23 @@ class TransformersDecoder:
             prepared.append(made)
         return prepared
 
-    def _embed(self, soft: SoftContext) -> Tensor:
-        assert isinstance(self.bundle, Bundle)  # only a bundle has a store
-        return self.bundle.embed(soft)
-
     def _contents(self, index: int, prompt: PromptLike) -> list[str]:
         """A raw prompt, or the contents of a chat's messages.
 
         Raises:
             ConfigError: the prompt is malformed, empty, or too long, as its characters already show.
         """
-        if isinstance(prompt, str):
-            contents = [prompt]
-        elif not isinstance(prompt, Iterable):
+        if not isinstance(prompt, Iterable):
             raise ConfigError(f"prompt {index} is a {type(prompt).__name__}: give a string or a list of messages")
-        else:
-            for message in prompt:
-                fields = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None,)
-                if not all(isinstance(field, str) for field in fields):
+        contents = [prompt] if isinstance(prompt, str) else []
+        for message in () if isinstance(prompt, str) else prompt:
+            match message:
+                case {"role": str(), "content": str(content)}:
+                    contents.append(content)
+                case _:
                     raise ConfigError(
                         f"prompt {index}: a message needs a role and a content, both strings, got {message!r}"
                     )
-            contents = [message["content"] for message in prompt]
         if not contents or not contents[-1].strip():
             raise ConfigError(f"prompt {index} is empty: its last message must ask something")
         check_characters(f"prompt {index}", sum(map(len, contents)), self._window)
@@ -284,29 +289,56 @@ class TransformersDecoder:
             asked += self.bundle.answer_prefix
         return self._tokenizer.encode(asked.split(hole))
 
-    def _around_markers(
-        self, parts: Sequence[str | Marker], texts_of: Mapping[Marker, str] = MappingProxyType({})
-    ) -> tuple[list[str], list[Marker]]:
-        """As the function; between two markers, the separator that everyone writes becomes the bundle's."""
-        texts, markers = _around_markers(parts, texts_of)
-        own = self.bundle.separator
-        inner = [own if text == PASSAGE_SEPARATOR else text for text in texts[1:-1]]
-        return [texts[0], *inner, *texts[1:][-1:]], markers
+    def _around_markers(self, parts: Sequence[str | Marker]) -> tuple[list[str], list[Marker]]:
+        """The texts before, between and after the markers (one more than the markers), and the markers.
+
+        Between two markers, the separator that everyone writes becomes the bundle's.
+        """
+        texts, markers = [""], []
+        for part in parts:
+            if isinstance(part, Marker):
+                markers.append(part)
+                texts.append("")
+            else:
+                texts[-1] += part
+        for place in range(1, len(markers)):
+            if texts[place] == PASSAGE_SEPARATOR:
+                texts[place] = self.bundle.separator
+        return texts, markers
 
     def _split(self, text: str, on_unreadable: OnUnreadable = "text") -> list[str | Marker]:
-        if not isinstance(text, str):
-            raise ConfigError(f"a {type(text).__name__} is not text: give a string")
         return [text] if self.store is None else self.store.split(text, None, on_unreadable)
 
-    def _contexts(self, markers: Sequence[Marker]) -> dict[Marker, SoftContext | str]:
-        """The slots or text of each marker: one call to the store, unless something is missing."""
-        if self.store is None or not markers:
+    def _read(self, markers: Sequence[Marker]) -> tuple[dict[Marker, Tensor], dict[Marker, str]]:
+        """What each marker stands for: slots in the decoder's embedding space, or text where there are none."""
+        if self.store is None:
+            return {}, {}
+        bundle = cast(Bundle, self.bundle)  # only a bundle has a store
+        slots = self._found(self.store.fetch, markers, "some slots cannot be read, so texts are used where possible")
+        lost = [marker for marker in markers if marker not in slots]
+        texts = self._found(self.store.text_of, lost, "some passages cannot be read at all")
+        return {m: bundle.embed(soft) for m, soft in slots.items()}, {m: texts.get(m, m.text) for m in lost}
+
+    def _found(
+        self, read: Callable[[Sequence[Marker]], list[T]], markers: Sequence[Marker], said: str
+    ) -> dict[Marker, T]:
+        """What the store has for markers, in one call unless something is missing.
+
+        What is missing or damaged raises the store's error, or is left out with a warning, as the options say.
+        """
+        if not markers:
             return {}
         try:
-            return dict(zip(markers, self.store.fetch(markers), strict=True))
+            return dict(zip(markers, read(markers), strict=True))
         except (MissingPassageError, PayloadError) as error:
-            self._forgive(error, "some slots cannot be read, so texts are used where possible")
-        return {marker: self._context_or_text(self.store, marker) for marker in markers}
+            if self.on_unreadable == "error":
+                raise
+            logger.warning("%s: %s", said, error)
+        found: dict[Marker, T] = {}
+        for marker in markers:
+            with suppress(MissingPassageError, PayloadError):
+                [found[marker]] = read([marker])
+        return found
 
     def _quotable(self, index: int, messages: Sequence[Sequence[str | Marker]], said: Mapping[Marker, str]) -> Quotable:
         texts = dict.fromkeys(said.get(p, "") if isinstance(p, Marker) else p for parts in messages for p in parts)
@@ -317,50 +349,22 @@ class TransformersDecoder:
             )
         return quotable(texts, self.bundle.tokenizer)
 
-    def _texts(self, markers: Sequence[Marker]) -> dict[Marker, str]:
-        """The passages' texts; damaged ones are left out or raise, as the options say."""
-        if self.store is None:
-            return {}
-        try:
-            return dict(zip(markers, self.store.text_of(markers), strict=True))
-        except PayloadError as error:
-            self._forgive(error, "some passages cannot be quoted")
-        found: dict[Marker, str] = {}
-        for marker in markers:
-            with suppress(PayloadError):
-                [found[marker]] = self.store.text_of([marker])
-        return found
-
-    def _forgive(self, error: Exception, instead: str) -> None:
-        """Raise the store's error, or log it as a warning, as the options say."""
-        if self.on_unreadable == "error":
-            raise error
-        logger.warning("%s: %s", instead, error)
-
-    def _context_or_text(self, store: SoftContextStore, marker: Marker) -> SoftContext | str:
-        try:
-            try:
-                return store.fetch([marker])[0]
-            except PayloadError:
-                return store.text_of([marker])[0]
-        except (MissingPassageError, PayloadError):
-            return marker.text
-
     @property
     def _window(self) -> int | None:
         return self.bundle.backbone.window
 
     def _check_length(self, index: int, prompt: Prompt) -> None:
-        if self.max_prompt_tokens is not None and prompt.length > self.max_prompt_tokens:
-            raise ConfigError(
-                f"prompt {index} has {prompt.length} tokens ({prompt.slots} of them slots), but at most "
-                f"{self.max_prompt_tokens} are allowed here: use a coarser ratio, fewer passages or a shorter prompt"
-            )
-        if self._window is not None and prompt.length >= self._window:
-            raise ConfigError(
-                f"prompt {index} has {prompt.length} tokens ({prompt.slots} of them slots), but the model's window of "
-                f"{self._window} must hold an answer too: use a coarser ratio, fewer passages or a shorter prompt"
-            )
+        most, window = self.max_prompt_tokens, self._window
+        if most is not None and prompt.length > most:
+            reason = f"at most {most} are allowed here"
+        elif window is not None and prompt.length >= window:
+            reason = f"the model's window of {window} must hold an answer too"
+        else:
+            return
+        raise ConfigError(
+            f"prompt {index} has {prompt.length} tokens ({prompt.slots} of them slots), but {reason}: use a coarser "
+            "ratio, fewer passages or a shorter prompt"
+        )
 
     # From there to text
 
@@ -387,72 +391,47 @@ class TransformersDecoder:
             DecoderMemoryError: as `generate`.
         """
         try:
-            return self._run(prompts, sampling, self.change if change is None else change, on_text, canceled)
+            return generate(self.bundle, prompts, sampling, change or self.change, on_text, canceled)
         except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
+            short = memory_error(error, prompts)
+            if short is None:
                 raise
-            said = str(error)
-        # Raised outside: as its cause, the original error would keep its frames, and with them their memory.
-        raise memory_error(prompts, said)
+        raise short
 
-    def _run(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        change: Change,
-        on_text: Callable[[str], object] | None,
-        canceled: Callable[[], bool],
-    ) -> list[Generation]:
-        batch = splice(self.bundle.backbone.embeddings, prompts)
-        with torch.no_grad(), opened(self.bundle, prompts[0].soft, batch.slot_mask, change) as model:
-            if canceled():
-                return []
-            return generate(model, batch, prompts, self.bundle.tokenizer, sampling, self._window, on_text, canceled)
+    def begin(
+        self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], stream: bool = True
+    ) -> Callable[[], None]:
+        """Like `start`, for prompts from `prepare`, each with a `put` of its own.
 
-    def _add(self, rows: Sequence[Row]) -> None:
-        sharing = Sharing.of(self.bundle.backbone)
-        for soft in (False, True):
-            if group := [row for row in rows if row.prompt.soft is soft]:
-                sharing.add(group, (self.bundle, self.change.of_model, soft), self.batch_size)
-
-    def _shared(self, prompts: Sequence[PromptLike], sampling: Sampling) -> list[Generation]:
-        """`generate` in passes that concurrent callers share."""
-        with Sharing.of(self.bundle.backbone).reading():
-            prepared = self.prepare(prompts, extractive=sampling.extractive)
-            answers = Answers(len(prepared))
-            rows = [
-                Row(self.bundle, prompt, self.change, sampling, answers.of(index))
-                for index, prompt in enumerate(prepared)
-            ]
-            self._add(sorted(rows, key=lambda row: row.prompt.length))
-        try:
-            return answers.wait()
-        finally:
-            for row in rows:
-                row.canceled = True
-
-    def begin(self, prompt: Prompt, sampling: Sampling, put: Put) -> Callable[[], None]:
-        """Like `start`, for a prompt from `prepare`."""
+        Args:
+            prompts: the prompts.
+            sampling: how tokens are chosen and when to end.
+            puts: as `start` calls it.
+            stream: whether they are called with pieces of text.
+        """
         # The lock belongs to the thread that takes it, and a consumer may pause forever or come from
         # a different thread each time: so a worker runs the model, and never waits for the consumer.
-        row = Row(self.bundle, prompt, self.change, sampling, put, stream=True)
-
-        def cancel() -> None:
-            row.canceled = True
-
+        canceled = threading.Event()
+        asked = list(zip(prompts, puts, strict=True))
         if can_share(self.bundle.backbone.model):
-            self._add([row])
-            return cancel
+            Sharing.of(self.bundle.backbone).add(
+                [
+                    Row(self.bundle, prompt, self.change, sampling, put, self.batch_size, stream, canceled)
+                    for prompt, put in asked
+                ]
+            )
+            return canceled.set
 
         def run() -> None:
-            try:
-                for generation in self.run([prompt], sampling, None, put, lambda: row.canceled):
-                    put(generation)
-            except BaseException as error:
-                put(error)
+            for prompt, put in asked:
+                try:
+                    for generation in self.run([prompt], sampling, None, put, canceled.is_set):
+                        put(generation)
+                except BaseException as error:
+                    put(error)
 
         threading.Thread(target=run, name="ctx-compress-stream").start()
-        return cancel
+        return canceled.set
 
     def _pieces(self, prompt: Prompt, sampling: Sampling) -> Iterator[str | Generation]:
         if self.bundle.backbone.held:
@@ -460,7 +439,7 @@ class TransformersDecoder:
                 "this thread holds the decoder, for example in soft_decoder(): stream outside that context"
             )
         queue: SimpleQueue[str | Generation | BaseException] = SimpleQueue()
-        cancel = self.begin(prompt, sampling, queue.put)
+        cancel = self.begin([prompt], sampling, [queue.put])
         try:
             while isinstance(piece := queue.get(), str):
                 yield piece
@@ -471,18 +450,5 @@ class TransformersDecoder:
             cancel()
 
 
-def _around_markers(
-    parts: Sequence[str | Marker], texts_of: Mapping[Marker, str] = MappingProxyType({})
-) -> tuple[list[str], list[Marker]]:
-    """The texts before, between and after the markers (one more than the markers), and the markers.
-
-    A marker in `texts_of` is replaced by its passage's text there.
-    """
-    texts, markers = [""], []
-    for part in parts:
-        if isinstance(part, Marker) and part not in texts_of:
-            markers.append(part)
-            texts.append("")
-        else:
-            texts[-1] += texts_of[part] if isinstance(part, Marker) else part
-    return texts, markers
+def _put_numbered(ended: SimpleQueue[tuple[int, T]], number: int, answer: T) -> None:
+    ended.put((number, answer))

@@ -6,11 +6,11 @@ tokens (`do_sample`, `temperature`, `top_p`, ...) do not: `Sampling` has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from transformers import (
-    LogitsProcessorList,
+    LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
@@ -31,8 +31,6 @@ _NEUTRAL: dict[str, Any] = {
     "min_new_tokens": 0,
     "num_beams": 1,
     "guidance_scale": 1.0,
-    "remove_invalid_values": False,
-    "renormalize_logits": False,
 }
 _APPLIED = (
     "sequence_bias",
@@ -75,18 +73,15 @@ def own_settings(config: Any) -> dict[str, Any]:
     return {name: value for name in _APPLIED if (value := _given(config, name)) is not None}
 
 
-def of_decoder(config: Any, ends: Collection[int], device: Any) -> LogitsProcessorList:
-    """Logits processors that a decoder's generation config asks for, in the order of transformers.
+def own_processors(own: Mapping[str, Any], ends: Collection[int], device: Any) -> list[LogitsProcessor]:
+    """The logits processors of a decoder's own settings, in the order of transformers.
 
     Args:
-        config: the model's `generation_config`.
+        own: what `own_settings` found, without stop strings.
         ends: tokens that end an answer.
         device: the scores' device.
-
-    Raises:
-        ConfigError: it asks for something that cannot be done here.
     """
-    made: dict[str, Callable[[Any], Any]] = {
+    made: dict[str, Callable[[Any], LogitsProcessor]] = {
         "sequence_bias": SequenceBiasLogitsProcessor,
         "repetition_penalty": RepetitionPenaltyLogitsProcessor,
         "no_repeat_ngram_size": NoRepeatNGramLogitsProcessor,
@@ -95,7 +90,7 @@ def of_decoder(config: Any, ends: Collection[int], device: Any) -> LogitsProcess
         "suppress_tokens": lambda ids: SuppressTokensLogitsProcessor(ids, device=str(device)),
         "begin_suppress_tokens": lambda ids: SuppressTokensAtBeginLogitsProcessor(ids, 0, device=str(device)),
     }
-    return LogitsProcessorList(made[name](value) for name, value in own_settings(config).items() if name in made)
+    return [made[name](value) for name, value in own.items()]
 
 
 def _given(config: Any, name: str) -> Any:

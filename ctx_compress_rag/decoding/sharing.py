@@ -16,17 +16,18 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessorList
+from transformers import DynamicCache
 
 from ctx_compress_rag.bundle.decoder import Decoder
+from ctx_compress_rag.decoding.answering import Answering
 from ctx_compress_rag.decoding.change import Change, opened
-from ctx_compress_rag.decoding.generation import Generation, Put, Sampling, TextWatch, end_ids, processors, stop_strings
-from ctx_compress_rag.decoding.logprobs import Recorder
+from ctx_compress_rag.decoding.generation import Generation, Put, Sampling
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import DecoderMemoryError
 from ctx_compress_rag.models.backbone import Backbone
@@ -52,8 +53,9 @@ class Row:
         change: the change to the decoder.
         sampling: how tokens are chosen and when to end.
         put: gets the answer.
+        most: most rows in one of its passes.
         stream: whether `put` also gets pieces of text.
-        canceled: whether the answer is no longer wanted.
+        canceled: set when the answer is no longer wanted.
         scope: the tenant or user of `store.marker.scope` who asked; scopes take turns.
     """
 
@@ -62,27 +64,22 @@ class Row:
     change: Change
     sampling: Sampling
     put: Put
-    stream: bool = False
-    canceled: bool = False
+    most: int
+    stream: bool
+    canceled: threading.Event
     scope: str | None = field(default_factory=current_scope)
     ids: list[int] = field(default_factory=list)
-    _watch: TextWatch | None = None
-    _processors: LogitsProcessorList | None = None
+    _answering: Answering = field(init=False)
 
-    def prepare(self, model: Any) -> None:
-        """Make the row's logits processors and its watch.
+    def begin(self) -> None:
+        """Start an answer; the model is locked for this thread.
 
         Raises:
             ConfigError: its JSON schema cannot be enforced.
         """
-        tokenizer = self.bundle.tokenizer
-        stop = stop_strings(self.sampling, model)
-        ends = end_ids(tokenizer, model.generation_config.eos_token_id, stop)
-        limit = self.sampling.room(self.prompt.length, self.bundle.backbone.window)
-        recorder = Recorder(tokenizer, self.sampling.top_logprobs, 1) if self.sampling.logprobs else None
-        self._processors = processors(self.sampling, model, tokenizer, ends, [self.prompt], [limit], recorder)
+        self.ids.clear()
         put = self.put if self.stream else None
-        self._watch = TextWatch(tokenizer, stop, ends, [limit], put, recorder=recorder)
+        self._answering = Answering(self.bundle, self.sampling, [self.prompt], put)
 
     def take(self, scores: Tensor, likeliest: int) -> Generation | None:
         """Take the next token; returns the answer if the token ends it.
@@ -91,15 +88,13 @@ class Row:
             scores: (vocabulary,).
             likeliest: its argmax.
         """
-        assert self._watch is not None and self._processors is not None
-        if self._processors:
+        if self._answering.processors:
             so_far: Any = torch.tensor([self.ids], dtype=torch.long, device=scores.device)
             own: Any = scores.float().unsqueeze(0)
-            likeliest = int(self._processors(so_far, own)[0].argmax())
+            likeliest = int(self._answering.processors(so_far, own)[0].argmax())
         self.ids.append(likeliest)
-        self._watch.look(0, self.ids)
-        done = self._watch.done[0]
-        return None if done is None else Generation(done[0], self.prompt.length, self.prompt.slots, *done[1:])
+        self._answering.look(0, self.ids)
+        return self._answering.done[0]
 
     def give(self, answer: Generation | BaseException) -> None:
         """Call `put` with the answer or error. Errors from the caller's `put` are logged and stop no other row."""
@@ -114,13 +109,19 @@ class Row:
 
 
 class Rows:
-    """Rows of one decoder that share a cache: every pass gives each row a token."""
+    """Rows that one model answers with a shared cache, a token for each in every pass; and rows that wait for it."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
+        self.waiting: deque[Row] = deque()
         self._ended: list[tuple[Row, Generation | Exception]] = []
         self._cache: Any = None
         self._mask = torch.zeros(0, 0, dtype=torch.long)
+
+    @property
+    def free(self) -> bool:
+        """Whether the row that waits longest could be answered now."""
+        return bool(self.waiting) and len(self.rows) < self.waiting[0].most
 
     def join(self, new: Sequence[Row]) -> None:
         """Read prompts and give each its first token; rows that have not ended continue with the others.
@@ -131,7 +132,7 @@ class Rows:
             batch = splice(new[0].bundle.backbone.embeddings, [row.prompt for row in new])
             with new[0].opened(batch.slot_mask) as model:
                 for row in new:
-                    row.prepare(model)
+                    row.begin()
                 # Without a config all layers keep all positions: layers cut to a sliding window could not be merged.
                 # The mask hides what is outside a window.
                 cache: Any = DynamicCache()
@@ -143,7 +144,7 @@ class Rows:
 
     def step(self, model: Any) -> None:
         """Run one pass: a token for each row. Ended and canceled rows leave."""
-        self._keep([not row.canceled for row in self.rows], 0)
+        self._keep([not row.canceled.is_set() for row in self.rows], 0)
         if not self.rows:
             return
         with torch.no_grad():
@@ -166,17 +167,23 @@ class Rows:
         for row, answer in ended:
             row.give(answer)
 
+    def fail(self, error: BaseException) -> None:
+        """Give ended rows their answers, and all others an error."""
+        self.hand_out()
+        failed, self.rows, self._cache = self.rows, [], None
+        _tell(failed, error)
+
     def _take(self, scores: Tensor, first: int) -> None:
         going = []
         for row, own, likeliest in zip(self.rows[first:], scores, scores.argmax(-1).tolist(), strict=True):
             answer: Generation | Exception | None
             try:
-                answer = None if row.canceled else row.take(own, likeliest)
+                answer = None if row.canceled.is_set() else row.take(own, likeliest)
             except Exception as error:  # from this row alone: its schema, or its caller's code
                 answer = error
             if answer is not None:
                 self._ended.append((row, answer))
-            going.append(answer is None and not row.canceled)
+            going.append(answer is None and not row.canceled.is_set())
         self._keep(going, first)
 
     def _keep(self, going: Sequence[bool], first: int) -> None:
@@ -186,7 +193,7 @@ class Rows:
         kept = [*range(first), *(first + place for place, stays in enumerate(going) if stays)]
         self.rows = [self.rows[place] for place in kept]
         if not kept:
-            self._cache, self._mask = None, self._mask[:0, :0]
+            self._cache = None
             return
         rows = torch.tensor(kept, device=self._mask.device)
         mask = self._mask[rows]
@@ -214,14 +221,6 @@ def _keeps(model: Any) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-@dataclass
-class _Group:
-    """Rows that one model answers, and rows that wait for it."""
-
-    rows: Rows = field(default_factory=Rows)
-    waiting: deque[tuple[Row, int]] = field(default_factory=deque)
-
-
 class Sharing:
     """The calls of one backbone, from any decoder, framework or thread.
 
@@ -231,7 +230,7 @@ class Sharing:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._groups: dict[Any, _Group] = {}
+        self._groups: dict[Any, Rows] = {}
         self._reading = 0
         self._running = False
 
@@ -253,19 +252,14 @@ class Sharing:
                 self._reading -= 1
                 self._changed.notify_all()
 
-    def add(self, rows: Sequence[Row], key: Any, most: int) -> None:
-        """Answer rows; each gets its answer through its `put`.
-
-        Args:
-            rows: what to answer.
-            key: rows with the same key are read by the same model.
-            most: most rows in one pass.
-        """
+    def add(self, rows: Sequence[Row]) -> None:
+        """Answer rows; each gets its answer through its `put`."""
         with self._changed:
-            group = self._groups.setdefault(key, _Group())
-            # Drop canceled rows: their prompts would stay in memory until their turn.
-            group.waiting = deque(each for each in group.waiting if not each[0].canceled)
-            group.waiting.extend((row, most) for row in rows)
+            for group in self._groups.values():  # the prompts of canceled rows would stay in memory until their turn
+                group.waiting = deque(row for row in group.waiting if not row.canceled.is_set())
+            for row in sorted(rows, key=lambda row: (row.prompt.soft, row.prompt.length)):
+                read_by = (row.bundle, row.change.of_model, row.prompt.soft)
+                self._groups.setdefault(read_by, Rows()).waiting.append(row)
             if not self._running:
                 self._running = True
                 thread = threading.Thread(target=self._run, name="ctx-compress-stream", daemon=True)
@@ -279,7 +273,7 @@ class Sharing:
                 self._changed.wait(left)
         while True:
             with self._changed:
-                self._groups = {key: group for key, group in self._groups.items() if group.waiting or group.rows.rows}
+                self._groups = {key: group for key, group in self._groups.items() if group.waiting or group.rows}
                 groups = list(self._groups.values())
                 if not groups or _ENDING.is_set():
                     self._running = False
@@ -287,58 +281,51 @@ class Sharing:
             for group in groups:
                 try:
                     self._admit(group)
-                    self._advance(group, alone=len(groups) == 1)
+                    self._advance(group)
                     # Only after the model is restored: the caller who gets the last answer may inspect the model.
-                    group.rows.hand_out()
+                    group.hand_out()
                 except BaseException as error:
-                    group.rows.hand_out()
-                    rows, group.rows = group.rows.rows, Rows()
-                    _tell(rows, error)
+                    group.fail(error)
 
-    def _admit(self, group: _Group) -> None:
+    def _admit(self, group: Rows) -> None:
         new: list[Row] = []
         with self._changed:
-            while group.waiting and len(group.rows.rows) + len(new) < group.waiting[0][1]:
+            while group.waiting and len(group.rows) + len(new) < group.waiting[0].most:
                 row = _next(group, new)
-                if not row.canceled:
+                if not row.canceled.is_set():
                     new.append(row)
         for batch in _alike(new):
             try:
-                group.rows.join(batch)
+                group.join(batch)
             except Exception as error:
                 if len(batch) == 1:
                     _tell(batch, error)
                     continue
                 del error
                 for row in batch:  # one of them caused the error, or together they need too much memory
-                    row.ids.clear()
                     try:
-                        group.rows.join([row])
+                        group.join([row])
                     except Exception as own:
                         _tell([row], own)
 
-    def _advance(self, group: _Group, alone: bool) -> None:
+    def _advance(self, group: Rows) -> None:
         """Run passes until the group's rows have ended, or someone else wants the model."""
-        if not group.rows.rows:
+        if not group.rows:
             return
-        first = group.rows.rows[0]
+        first = group.rows[0]
         with first.opened(torch.zeros(1, 1, dtype=torch.bool)) as model:
-            steps = 0
-            while group.rows.rows:
-                group.rows.hand_out()
-                group.rows.step(model)
-                steps += 1
-                if not alone and steps >= _STEPS:
-                    return
-                if _ENDING.is_set() or first.bundle.backbone.lock.waiting or self._others(group):
+            for steps in count(1):
+                group.hand_out()
+                group.step(model)
+                turn_ends = steps >= _STEPS and len(self._groups) > 1
+                if not group.rows or turn_ends or self._wanted(group, first.bundle.backbone) or _ENDING.is_set():
                     return
 
-    def _others(self, group: _Group) -> bool:
-        """Whether a waiting row could be answered now."""
+    def _wanted(self, group: Rows, backbone: Backbone) -> bool:
+        """Whether a thread waits for the model, or a row that could be answered now."""
         with self._changed:
-            if group.waiting and len(group.rows.rows) < group.waiting[0][1]:
-                return True
-            return any(other.waiting and not other.rows.rows for other in self._groups.values() if other is not group)
+            others = (other for other in self._groups.values() if other is not group)
+            return backbone.lock.waiting > 0 or group.free or any(other.waiting and not other.rows for other in others)
 
 
 _OF: WeakKeyDictionary[Backbone, Sharing] = WeakKeyDictionary()
@@ -356,11 +343,11 @@ def _end() -> None:
     _ENDING.clear()
 
 
-def _next(group: _Group, new: Sequence[Row]) -> Row:
+def _next(group: Rows, new: Sequence[Row]) -> Row:
     """Take the next row: the first to arrive from the scope with the fewest running rows."""
-    busy = Counter(row.scope for row in (*group.rows.rows, *new))
-    place, (row, _) = min(enumerate(group.waiting), key=lambda each: busy[each[1][0].scope])
-    del group.waiting[place]
+    busy = Counter(row.scope for row in (*group.rows, *new))
+    row = min(group.waiting, key=lambda each: busy[each.scope])
+    group.waiting.remove(row)
     return row
 
 
@@ -380,24 +367,19 @@ def _alike(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
 def _tell(rows: Sequence[Row], error: BaseException) -> None:
     for row in rows:
-        row.give(memory_error([row.prompt for row in rows], str(error)) if out_of_memory(error) else error)
+        row.give(memory_error(error, [row.prompt for row in rows]) or error)
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error means too little memory: torch's CPU allocator and MPS raise a RuntimeError."""
-    said = str(error)
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and ("allocate memory" in said or "out of memory" in said)
-    )
+def memory_error(error: BaseException, prompts: Sequence[Prompt]) -> DecoderMemoryError | None:
+    """What to show for an error in a batch of prompts if the device's memory was too small; else None.
 
-
-def memory_error(prompts: Sequence[Prompt], said: str) -> DecoderMemoryError:
-    """Make the error to show. The allocator's error is not its cause, as its frames would keep their memory.
-
-    Args:
-        prompts: the prompts of the batch.
-        said: the allocator's message.
+    Never raise it from the allocator's error, whose frames would keep their memory.
     """
+    said = str(error)  # torch's CPU allocator and MPS raise a RuntimeError
+    if not isinstance(error, MemoryError) and not (
+        isinstance(error, RuntimeError) and ("allocate memory" in said or "out of memory" in said)
+    ):
+        return None
     longest = max(prompt.length for prompt in prompts)
     return DecoderMemoryError(
         f"not enough memory for a batch of {len(prompts)} prompts, the longest of {longest} tokens "

@@ -14,7 +14,6 @@ import httpx
 import torch
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.answers import Answers
 from ctx_compress_rag.decoding.change import Change
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.export import dtype_name, served
@@ -25,12 +24,11 @@ from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.decoding.structured import closed_schema
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, ServerError
 from ctx_compress_rag.extras import needs
-from ctx_compress_rag.prompt import Prompt, PromptLike
+from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import OnUnreadable
 
 _BUSY = (429, 502, 503, 504)
-_GREEDY = Sampling()
 
 
 class ServerDecoder(TransformersDecoder):
@@ -92,32 +90,27 @@ class ServerDecoder(TransformersDecoder):
         """Refused: a change is applied to a decoder in this process."""
         raise ConfigError(f"the decoder runs in {self.server}, which cannot adapt: leave server= out")
 
-    def generate(self, prompts: Sequence[PromptLike], sampling: Sampling = _GREEDY) -> list[Generation]:
-        """Answer as TransformersDecoder does; all prompts are sent at once.
+    @property
+    def _shares(self) -> bool:
+        return True
 
-        Raises:
-            ServerError: the server cannot be reached, refuses, or ends in the middle of an answer.
-        """
-        prepared, cancels = self.prepare(prompts), list[Callable[[], None]]()
-        answers = Answers(len(prepared))
-        try:
-            for index, prompt in enumerate(prepared):
-                cancels.append(self.begin(prompt, sampling, answers.of(index)))
-            return answers.wait()
-        finally:
-            for cancel in cancels:
-                cancel()
-
-    def begin(self, prompt: Prompt, sampling: Sampling, put: Put) -> Callable[[], None]:
+    def begin(
+        self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], stream: bool = True
+    ) -> Callable[[], None]:
         if sampling.extractive:
             raise ConfigError(
                 f"extractive answers need the decoder in this process, not {self.server}: leave server= out"
             )
-        body = self._body(prompt, sampling)
-        future = asyncio.run_coroutine_threadsafe(self._answer(body, prompt, sampling, put), _loop())
+        asked = [(self._body(prompt, sampling), prompt, put) for prompt, put in zip(prompts, puts, strict=True)]
+        loop = _loop()
+        futures = [
+            asyncio.run_coroutine_threadsafe(self._answer(body, prompt, sampling, put), loop)
+            for body, prompt, put in asked
+        ]
 
         def cancel() -> None:
-            future.cancel()
+            for future in futures:
+                future.cancel()
 
         return cancel
 

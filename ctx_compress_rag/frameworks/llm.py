@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Self
 
@@ -10,13 +11,26 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, Valid
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import BATCH_SIZE, Sampling, TransformersDecoder
-from ctx_compress_rag.decoding.generation import given_options
 from ctx_compress_rag.decoding.vllm import ServerDecoder
-from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.errors import ConfigError, short_repr
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import OnUnreadable, check_scope, scope
-from ctx_compress_rag.strict import explain
+from ctx_compress_rag.strict import explain, positive
 from ctx_compress_rag.text.templates import messages
+
+OPTIONS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "stop",
+    "seed",
+    "extractive",
+    "logprobs",
+    "top_logprobs",
+    "decoder_settings",
+)
+"""Fields of the LLM classes that a call may set anew."""
 
 LOADING = ("device", "dtype", "device_map", "attn_implementation", "quantization_config")
 """Fields of the LLM classes that are options of `Bundle.from_pretrained`."""
@@ -93,8 +107,11 @@ class DecoderLLM(BaseModel):
     _decoder: TransformersDecoder | None = PrivateAttr(None)
 
     def __init__(self, **fields: Any) -> None:
+        given = {name: value for name, value in fields.items() if value is not None}
+        if isinstance(given.get("stop"), str):
+            given["stop"] = [given["stop"]]
         try:
-            super().__init__(**given_options(fields))
+            super().__init__(**given)
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
         if self.scope is not None:
@@ -102,7 +119,7 @@ class DecoderLLM(BaseModel):
         bundle = self.store.bundle
         if "max_tokens" not in self.model_fields_set and isinstance(bundle, Bundle) and bundle.config.source:
             self.max_tokens = bundle.config.answer_tokens
-        Sampling.of(self, {})  # impossible values are refused here, not at the first question
+        self._sampling({})  # impossible values are refused here, not at the first question
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: the model and the store belong to this process."""
@@ -122,6 +139,27 @@ class DecoderLLM(BaseModel):
             text = message["content"].replace("{", "{{").replace("}", "}}")
             message["content"] = text.replace(holes[0], f"{{{context}}}").replace(holes[1], f"{{{question}}}")
         return asked
+
+    def _sampling(self, given: Mapping[str, Any]) -> Sampling:
+        """How a call's answer is sampled: by its options, else by the LLM's own.
+
+        Args:
+            given: options of the call; None means the LLM's own. Besides `OPTIONS`, OpenAI's `response_format`:
+                {"type": "json_schema", "json_schema": {"schema": ...}}.
+
+        Raises:
+            ConfigError: an option is unknown, or a value impossible.
+        """
+        given = dict(given)
+        schema = _schema_of(given.pop("response_format", None))
+        if unknown := sorted(given.keys() - set(OPTIONS)):
+            raise ConfigError(
+                f"{type(self).__name__} has no option {unknown[0]!r} for a call: there are {', '.join(OPTIONS)}"
+            )
+        chosen = {name: getattr(self, name) if given.get(name) is None else given[name] for name in OPTIONS}
+        max_tokens, stop = positive("max_tokens", chosen.pop("max_tokens")), chosen.pop("stop")
+        stop = (stop,) if isinstance(stop, str) else stop or ()
+        return Sampling(max_new_tokens=max_tokens, stop=stop, json_schema=schema, **chosen)
 
     @property
     def decoder(self) -> TransformersDecoder:
@@ -168,3 +206,15 @@ class DecoderLLM(BaseModel):
 
     def _in_scope(self) -> AbstractContextManager[None]:
         return nullcontext() if self.scope is None else scope(self.scope)
+
+
+def _schema_of(response_format: object) -> Any:
+    match response_format:
+        case None:
+            return None
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return schema
+    raise ConfigError(
+        f"response_format={short_repr(response_format)}: give "
+        '{"type": "json_schema", "json_schema": {"schema": ...}}, or use with_structured_output'
+    )

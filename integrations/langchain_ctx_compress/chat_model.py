@@ -28,10 +28,10 @@ from pydantic import BaseModel, ConfigDict
 
 from ctx_compress_rag.adaptation.llm import AdaptableLLM
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Generation, Sampling
-from ctx_compress_rag.decoding.generation import OPTIONS
+from ctx_compress_rag.decoding.decoder import Generation
 from ctx_compress_rag.decoding.logprobs import as_openai
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.frameworks.llm import OPTIONS
 from ctx_compress_rag.store.marker import current_scope
 from langchain_ctx_compress.messages import parsed, to_chat
 
@@ -126,7 +126,7 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        sampling = Sampling.of(self, kwargs if stop is None else {**kwargs, "stop": stop})
+        sampling = self._sampling(kwargs if stop is None else {**kwargs, "stop": stop})
         with self._in_scope():  # the prompt is read here, not during iteration
             pieces = self.decoder.stream(to_chat(messages), sampling)
         for piece in pieces:

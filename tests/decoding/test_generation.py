@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
+from ctx_compress_rag.decoding.answering import Answering, choosers
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
-from ctx_compress_rag.decoding.generation import TextWatch, choosers, end_ids
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
 from helpers.decoding import QUESTION
@@ -21,11 +21,11 @@ from helpers.decoding import QUESTION
 # Where texts end
 
 
-def test_a_long_stop_string_costs_no_more_than_the_text(tiny_tokenizer: Any) -> None:
+def test_a_long_stop_string_costs_no_more_than_the_text(bundle: Any) -> None:
     """Compared letter by letter with its own beginnings, one of two million characters took minutes a token."""
     sent: list[str] = []
-    watch = TextWatch(tiny_tokenizer, ["x" * 2_000_000], set(), [100], sent.append)
-    ids = tiny_tokenizer("Who kept bees? xxx", add_special_tokens=False)["input_ids"]
+    watch = Answering(bundle, Sampling(stop=("x" * 2_000_000,)), [Prompt.of()], sent.append)
+    ids = bundle.tokenizer("Who kept bees? xxx", add_special_tokens=False)["input_ids"]
     began = time.process_time()
     for length in range(1, len(ids) + 1):
         watch.look(0, ids[:length])
@@ -63,11 +63,10 @@ def test_end_tokens_and_budgets(decoder: TransformersDecoder, monkeypatch: pytes
     assert ended.text == tokenizer.decode(out[:fifth])
 
 
-def test_a_special_token_can_be_a_stop_string(decoder: TransformersDecoder) -> None:
-    tokenizer = decoder.bundle.tokenizer
-    special = tokenizer.convert_tokens_to_ids("<|user|>")
-    assert special in end_ids(tokenizer, None, ["<|user|>"])
-    assert special not in end_ids(tokenizer, None, ["user"])
+def test_a_special_token_can_be_a_stop_string(bundle: Any) -> None:
+    special = bundle.tokenizer.convert_tokens_to_ids("<|user|>")
+    for stop, ends in (("<|user|>", True), ("user", False)):
+        assert (special in Answering(bundle, Sampling(stop=(stop,)), [Prompt.of()]).end_ids) is ends
 
 
 texts = st.text(alphabet="ab é🙂\n", max_size=20)
@@ -75,23 +74,24 @@ texts = st.text(alphabet="ab é🙂\n", max_size=20)
 
 @given(text=texts, stop=st.lists(st.text(alphabet="ab é🙂\n", min_size=1, max_size=4), max_size=3), end=st.booleans())
 @settings(deadline=None, max_examples=200)
-def test_what_is_streamed_is_never_taken_back(tiny_tokenizer: Any, text: str, stop: list[str], end: bool) -> None:
+def test_what_is_streamed_is_never_taken_back(bundle: Any, text: str, stop: list[str], end: bool) -> None:
     """Byte by byte, against str.find on the whole text."""
-    ids = [tiny_tokenizer.convert_tokens_to_ids(t) for t in byte_tokens(text)]
+    tokenizer = bundle.tokenizer
+    ids = [tokenizer.convert_tokens_to_ids(t) for t in byte_tokens(text)]
     if end or not ids:
-        ids.append(tiny_tokenizer.eos_token_id)
+        ids.append(tokenizer.eos_token_id)
     sent: list[str] = []
-    watch = TextWatch(tiny_tokenizer, stop, {tiny_tokenizer.eos_token_id}, [len(ids)], sent.append)
+    watch = Answering(bundle, Sampling(len(ids), stop=tuple(stop)), [Prompt.of()], sent.append)
     for n in range(1, len(ids) + 1):
         if bool(watch(torch.tensor([ids[:n]]), None)[0]):
             break
         assert all("\ufffd" not in piece for piece in sent)
     assert watch.done[0] is not None
-    final, _, reason, _ = watch.done[0]
+    final, reason = watch.done[0].text, watch.done[0].finish_reason
     ends = [text.find(s) for s in stop if s in text]
     assert "".join(sent) == final
     if not ends:
-        assert (final, reason) == (text, "stop" if ids[-1] == tiny_tokenizer.eos_token_id else "length")
+        assert (final, reason) == (text, "stop" if ids[-1] == tokenizer.eos_token_id else "length")
     else:
         # It ends at the first stop string to be complete; of several complete ones, at the leftmost.
         first = min(text.find(s) + len(s) for s in stop if s in text)

@@ -153,7 +153,7 @@ def test_canceling_one_leaves_the_others(decoder: TransformersDecoder, prompts: 
 
 def test_a_failure_at_the_start_leaves_the_others(decoder: TransformersDecoder, prompts: list[Any]) -> None:
     """A prompt for which there is no memory, and a schema that cannot be enforced, among others."""
-    longest = max(decoder.count_tokens(prompt) for prompt in QUESTIONS) + 20
+    longest = max(len(decoder.token_ids(prompt)) for prompt in QUESTIONS) + 20
 
     def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         given = kwargs.get("inputs_embeds")

@@ -108,7 +108,7 @@ def test_nothing_is_lost_and_k_segments_are_kept(
     kept_tokens = tokens - sum(s.n_tokens for s in store.fetch(found))
     assert skimmed <= len(segments) - k and 4 * k - 3 <= kept_tokens <= 4 * k
     # The prompt's size, but for the edges of kept runs, which are tokenized with the prompt.
-    size = sum(TransformersDecoder(bundle, store).count_tokens(text) for text in marked)
+    size = sum(len(TransformersDecoder(bundle, store).token_ids(text)) for text in marked)
     # An emoji's bytes, at either edge of a run; one that is such bytes and nothing else has no text.
     runs = max(len(texts), min(k, 1))
     assert abs(size - (kept_tokens + skimmed)) <= 6 * runs
@@ -204,7 +204,7 @@ def test_dropped_segments_leave_the_tuned_decoder_in_place(tiny_tokenizer: Any, 
     with SoftContextStore(tmp_path, made, key=KEY) as store:
         marked = mark(store, PASSAGES, ratio=2, question=QUESTION)
         decoder = TransformersDecoder(made, store)
-        assert decoder.count_tokens("".join(re.findall(r"\[\[ctx:.*?\]\]", "".join(marked)))) == 0
+        assert decoder.token_ids("".join(re.findall(r"\[\[ctx:.*?\]\]", "".join(marked)))) == []
         assert [expand(store, text) for text in marked] == PASSAGES
         with prefills(made.reader.own) as own, prefills(made.backbone.model) as plain:
             [done] = decoder.generate([[{"role": "user", "content": "\n".join(marked)}]], Sampling(max_new_tokens=1))

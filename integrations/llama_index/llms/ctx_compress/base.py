@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, Self, TypeVar, cast
@@ -227,8 +227,8 @@ class CompressedContextLLM(AdaptableLLM, LLM):
             return self.messages_to_prompt(messages)
         return [{"role": _ROLES.get(m.role, m.role.value), "content": m.content or ""} for m in messages]
 
-    def _sampling(self, given: dict[str, Any]) -> Sampling:
-        return Sampling.of(self, {**self._json, **given})
+    def _sampling(self, given: Mapping[str, Any]) -> Sampling:
+        return super()._sampling({**self._json, **given})
 
     def _generate(self, prompt: Prompt, given: dict[str, Any]) -> Generation:
         sampling = self._sampling(given)
