@@ -16,7 +16,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.decoding.generation import FinishReason, Generation, Sampling
 from ctx_compress_rag.decoding.logprobs import Recorder
 from ctx_compress_rag.decoding.quoting import QuoteProcessor
@@ -35,9 +34,11 @@ class Answering(StoppingCriteria):
     """A batch that is being answered: ends its rows, and passes on the text of row 0 as soon as it is final.
 
     Args:
-        decoder: what answers; its model is locked for this thread.
+        model: a transformers causal LM.
+        tokenizer: the model's.
         sampling: how tokens are chosen and when to end.
         prompts: what each row answers.
+        window: positions that the model can read; None means any number.
         on_text: called with each new piece of row 0; never part of a stop string or of a character.
         canceled: called at every token; True ends all rows.
 
@@ -53,28 +54,30 @@ class Answering(StoppingCriteria):
 
     def __init__(
         self,
-        decoder: Decoder,
+        model: Any,
+        tokenizer: Any,
         sampling: Sampling,
         prompts: Sequence[Prompt],
+        window: int | None,
         on_text: Callable[[str], object] | None = None,
         canceled: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._tokenizer, model, window = decoder.tokenizer, decoder.backbone.model, decoder.backbone.window
         own = own_settings(model.generation_config) if sampling.decoder_settings else {}
         stop = own.pop("stop_strings", ())
         self._stop = (*sampling.stop, *([stop] if isinstance(stop, str) else stop))
-        special, ends = self._tokenizer.get_added_vocab(), model.generation_config.eos_token_id
-        ends = {self._tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+        special, ends = tokenizer.get_added_vocab(), model.generation_config.eos_token_id
+        ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
         self.end_ids = ends - {None} | {special[each] for each in self._stop if each in special}
         self.limits = [
             sampling.max_new_tokens if window is None else min(sampling.max_new_tokens, window - prompt.length)
             for prompt in prompts
         ]
-        self._recorder = Recorder(self._tokenizer, sampling.top_logprobs, len(prompts)) if sampling.logprobs else None
+        self._recorder = Recorder(tokenizer, sampling.top_logprobs, len(prompts)) if sampling.logprobs else None
         noting = [] if self._recorder is None else [self._recorder]
         settings = own_processors(own, self.end_ids, model.device)
-        chosen = choosers(sampling, self._tokenizer, self.end_ids, prompts, self.limits)
+        chosen = choosers(sampling, tokenizer, self.end_ids, prompts, self.limits)
         self.processors = LogitsProcessorList([*noting, *settings, *chosen])
+        self._tokenizer = tokenizer
         self._prompts = prompts
         self._on_text = on_text
         self._canceled = canceled

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.decoding.answering import Answering
-from ctx_compress_rag.decoding.change import Change, opened
 from ctx_compress_rag.decoding.generation import Generation, Sampling
-from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.decoding.splice import Spliced
 from ctx_compress_rag.prompt import Prompt
 
 T = TypeVar("T")
@@ -37,45 +34,45 @@ def in_batches(prompts: Sequence[Prompt], size: int, run: Callable[[list[int]], 
 
 
 def generate(
-    decoder: Decoder,
+    model: Any,
+    batch: Spliced,
     prompts: Sequence[Prompt],
+    tokenizer: Any,
     sampling: Sampling,
-    change: Change,
+    window: int | None,
     on_text: Callable[[str], object] | None = None,
     canceled: Callable[[], bool] = lambda: False,
 ) -> list[Generation]:
-    """Answer a batch, either all soft or all plain text; returns no answers if canceled.
+    """Answer a batch; returns no answers if canceled.
 
     Args:
-        decoder: what answers.
+        model: a transformers causal LM.
+        batch: the prompts, spliced.
         prompts: the prompts.
+        tokenizer: the model's.
         sampling: how tokens are chosen and when to end.
-        change: the change to the decoder's model.
+        window: positions that the model can read; None means any number.
         on_text: called with each new piece of the first prompt's answer.
         canceled: called at every token; True ends all answers.
     """
-    batch = splice(decoder.backbone.embeddings, prompts)
-    with torch.no_grad(), opened(decoder, prompts[0].soft, batch.slot_mask, change) as model:
-        if canceled():
-            return []
-        answering = Answering(decoder, sampling, prompts, on_text, canceled)
-        # `generate` would fill what is not given below with the model's own settings, which are among the processors.
-        own, model.generation_config = model.generation_config, GenerationConfig()
-        try:
-            model.generate(
-                # It counts positions from the mask: before transformers 5.2, given position ids would not advance.
-                inputs_embeds=batch.inputs_embeds,
-                attention_mask=batch.attention_mask,
-                generation_config=GenerationConfig(
-                    max_new_tokens=max(answering.limits),
-                    do_sample=False,  # for sampling, the processors make the likeliest token a sample
-                    num_beams=1,
-                    eos_token_id=sorted(answering.end_ids) or None,
-                    pad_token_id=decoder.tokenizer.pad_token_id,
-                ),
-                logits_processor=answering.processors,
-                stopping_criteria=StoppingCriteriaList([answering]),
-            )
-        finally:
-            model.generation_config = own
+    answering = Answering(model, tokenizer, sampling, prompts, window, on_text, canceled)
+    # `generate` would fill what is not given below with the model's own settings, which are among the processors.
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        model.generate(
+            # It counts positions from the mask: before transformers 5.2, given position ids would not advance.
+            inputs_embeds=batch.inputs_embeds,
+            attention_mask=batch.attention_mask,
+            generation_config=GenerationConfig(
+                max_new_tokens=max(answering.limits),
+                do_sample=False,  # for sampling, the processors make the likeliest token a sample
+                num_beams=1,
+                eos_token_id=sorted(answering.end_ids) or None,
+                pad_token_id=tokenizer.pad_token_id,
+            ),
+            logits_processor=answering.processors,
+            stopping_criteria=StoppingCriteriaList([answering]),
+        )
+    finally:
+        model.generation_config = own
     return [answer for answer in answering.done if answer is not None]

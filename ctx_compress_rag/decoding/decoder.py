@@ -12,14 +12,16 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Self, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.decoding.batches import generate, in_batches
-from ctx_compress_rag.decoding.change import UNCHANGED, Change
+from ctx_compress_rag.decoding.change import UNCHANGED, Change, opened
 from ctx_compress_rag.decoding.generation import Generation, Put, Sampling
 from ctx_compress_rag.decoding.sharing import Row, Sharing, memory_error
+from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import (
     ConfigError,
     CtxCompressError,
@@ -391,12 +393,26 @@ class TransformersDecoder:
             DecoderMemoryError: as `generate`.
         """
         try:
-            return generate(self.bundle, prompts, sampling, change or self.change, on_text, canceled)
+            return self._run(prompts, sampling, change or self.change, on_text, canceled)
         except (RuntimeError, MemoryError) as error:
             short = memory_error(error, prompts)
             if short is None:
                 raise
         raise short
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        change: Change,
+        on_text: Callable[[str], object] | None,
+        canceled: Callable[[], bool],
+    ) -> list[Generation]:
+        batch = splice(self.bundle.backbone.embeddings, prompts)
+        with torch.no_grad(), opened(self.bundle, prompts[0].soft, batch.slot_mask, change) as model:
+            if canceled():
+                return []
+            return generate(model, batch, prompts, self.bundle.tokenizer, sampling, self._window, on_text, canceled)
 
     def begin(
         self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], stream: bool = True

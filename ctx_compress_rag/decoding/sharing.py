@@ -71,15 +71,16 @@ class Row:
     ids: list[int] = field(default_factory=list)
     _answering: Answering = field(init=False)
 
-    def begin(self) -> None:
-        """Start an answer; the model is locked for this thread.
+    def begin(self, model: Any) -> None:
+        """Start the answer.
 
         Raises:
             ConfigError: its JSON schema cannot be enforced.
         """
         self.ids.clear()
         put = self.put if self.stream else None
-        self._answering = Answering(self.bundle, self.sampling, [self.prompt], put)
+        window = self.bundle.backbone.window
+        self._answering = Answering(model, self.bundle.tokenizer, self.sampling, [self.prompt], window, put)
 
     def take(self, scores: Tensor, likeliest: int) -> Generation | None:
         """Take the next token; returns the answer if the token ends it.
@@ -132,7 +133,7 @@ class Rows:
             batch = splice(new[0].bundle.backbone.embeddings, [row.prompt for row in new])
             with new[0].opened(batch.slot_mask) as model:
                 for row in new:
-                    row.begin()
+                    row.begin(model)
                 # Without a config all layers keep all positions: layers cut to a sliding window could not be merged.
                 # The mask hides what is outside a window.
                 cache: Any = DynamicCache()

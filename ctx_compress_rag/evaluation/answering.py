@@ -227,7 +227,7 @@ class Prompts:
     def _budget(self, q: Question, ratio: int) -> int:
         """Tokens that the soft context takes in the prompt: slots, and the text that close reading keeps."""
         if (q, ratio) not in self._budgets:
-            self._budgets[q, ratio] = sum(map(self.decoder.count_tokens, self._soft(q, ratio)))
+            self._budgets[q, ratio] = sum(len(self.decoder.token_ids(text)) for text in self._soft(q, ratio))
         return self._budgets[q, ratio]
 
     def _scores(self, q: Question) -> list[float]:

@@ -21,10 +21,14 @@ from helpers.decoding import QUESTION
 # Where texts end
 
 
+def answering(bundle: Any, sampling: Sampling, on_text: Any = None) -> Answering:
+    return Answering(bundle.backbone.model, bundle.tokenizer, sampling, [Prompt.of()], None, on_text)
+
+
 def test_a_long_stop_string_costs_no_more_than_the_text(bundle: Any) -> None:
     """Compared letter by letter with its own beginnings, one of two million characters took minutes a token."""
     sent: list[str] = []
-    watch = Answering(bundle, Sampling(stop=("x" * 2_000_000,)), [Prompt.of()], sent.append)
+    watch = answering(bundle, Sampling(stop=("x" * 2_000_000,)), sent.append)
     ids = bundle.tokenizer("Who kept bees? xxx", add_special_tokens=False)["input_ids"]
     began = time.process_time()
     for length in range(1, len(ids) + 1):
@@ -66,7 +70,7 @@ def test_end_tokens_and_budgets(decoder: TransformersDecoder, monkeypatch: pytes
 def test_a_special_token_can_be_a_stop_string(bundle: Any) -> None:
     special = bundle.tokenizer.convert_tokens_to_ids("<|user|>")
     for stop, ends in (("<|user|>", True), ("user", False)):
-        assert (special in Answering(bundle, Sampling(stop=(stop,)), [Prompt.of()]).end_ids) is ends
+        assert (special in answering(bundle, Sampling(stop=(stop,))).end_ids) is ends
 
 
 texts = st.text(alphabet="ab é🙂\n", max_size=20)
@@ -81,7 +85,7 @@ def test_what_is_streamed_is_never_taken_back(bundle: Any, text: str, stop: list
     if end or not ids:
         ids.append(tokenizer.eos_token_id)
     sent: list[str] = []
-    watch = Answering(bundle, Sampling(len(ids), stop=tuple(stop)), [Prompt.of()], sent.append)
+    watch = answering(bundle, Sampling(len(ids), stop=tuple(stop)), sent.append)
     for n in range(1, len(ids) + 1):
         if bool(watch(torch.tensor([ids[:n]]), None)[0]):
             break
