@@ -26,10 +26,10 @@ def transmission(bundle: Any, texts: Sequence[str], ratio: int) -> dict[str, Any
     """
     compressor = cast(ComprexitCompressor, bundle.compressor)
     passages = [text_ids(bundle.tokenizer, text)[: bundle.config.max_tokens] for text in texts]
-    seen = [compressor.transmission(ids, ratio) for ids in passages]
-    found = [allocation(each.plan) for each in seen]
+    seen = [_transmission(compressor, ids, ratio) for ids in passages]
+    found = [allocation(plan) for _, plan in seen]
     if len(texts) > 1:
-        return _means([each.gates for each in seen if each.gates is not None], found, ratio)
+        return _means([gates for gates, _ in seen if gates is not None], found, ratio)
     [ids], [(gates, plan)] = passages, seen
     tokens = [bundle.tokenizer.decode([id]) for id in ids]
     numbers = {
@@ -44,6 +44,23 @@ def transmission(bundle: Any, texts: Sequence[str], ratio: int) -> dict[str, Any
     if gates is not None:
         files["gates.png"] = _gates_figure(gates, tokens)
     return files | {"plan.png": _plan_figure(plan, tokens), "allocation.png": allocation_figure(found[0])}
+
+
+@torch.inference_mode()
+def _transmission(compressor: ComprexitCompressor, ids: Sequence[int], ratio: int) -> tuple[Tensor | None, Tensor]:
+    """How a passage's information flows into its slots, read in one window; on the CPU.
+
+    Returns:
+        how much of each layer goes into each token's anchor (alpha, eq. 6): (tokens, layers); None without layer
+        aggregation. And how much of each token goes into each slot (Pi, eq. 11): (tokens, slots); each segment's part
+        sums to 1.
+    """
+    input_ids = torch.tensor([ids], device=compressor.backbone.device)
+    states = compressor.hidden_states(input_ids)
+    segments = compressor.transport(compressor.anchors(states), torch.ones_like(input_ids), ratio)
+    plans = [plan[: int(counts.sum()), counts > 0] for plan, counts in zip(segments.plan, segments.counts, strict=True)]
+    gates = None if compressor.depth is None else compressor.depth.gates(states)[0].cpu()
+    return gates, torch.block_diag(*plans).cpu()
 
 
 def _means(gates: Sequence[Tensor], found: Sequence[Allocation], ratio: int) -> dict[str, Any]:

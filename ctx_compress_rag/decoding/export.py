@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.files import ADAPTER_FILE, DECODER_FOLDER, TEACHER, WEIGHTS_FILE
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.methods.base.mapped_reader import MappedReader
+from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.identity import write_decoder
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank
@@ -43,7 +43,7 @@ def served(bundle: Bundle) -> Served:
     """
     reader, name = bundle.reader, bundle.config.name
     method = bundle.config.method.name
-    if type(reader) is not MappedReader:
+    if type(reader) is not Reader:
         raise ConfigError(
             f"bundle {name!r}: {method} changes the decoder's layers as it reads, which a server cannot do: "
             "leave server= out and let this process answer"

@@ -19,7 +19,7 @@ from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
 from ctx_compress_rag.methods.base.config import TuneConfig
-from ctx_compress_rag.methods.base.mapped_reader import MappedReader
+from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.prompt import Prompt
@@ -138,7 +138,7 @@ def decoder(name: str, model: Any) -> TransformersDecoder:
         ratios=[1],
         max_tokens=16,
     )
-    reader = MappedReader(backbone, None, frozen)
+    reader = Reader(backbone, None, frozen)
     bundle = Bundle(config, backbone, TokenEmbeddings(backbone), reader)
     store = SoftContextStore(
         chromadb.EphemeralClient(), bundle, collection=f"identity-{name}", codec="fp16", key=b"k" * 16

@@ -23,9 +23,9 @@ ABLATIONS: list[dict[str, Any]] = [
     {},
     {"layers": "last"},
     {"allocation": "window_attention"},
-    {"normalize_states": False},
 ]
 IDS = [f"{next(iter(a.values()), 'full')}" for a in ABLATIONS]
+
 TEXTS = [
     "Orla Drumwell was born in Pellmouth. She kept bees and wrote three books about the northern coast.",
     "Pellmouth is a town.",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.methods.base.compressor import TokenCompressor, Tokenized
+from ctx_compress_rag.soft_context import SoftContext
 from helpers.sentences import DIM
 
 FULL, FROZEN = {"mode": "full"}, {"mode": "frozen"}
@@ -62,3 +65,10 @@ PASSAGES = [
 
 def trained(bundle: Bundle) -> list[torch.nn.Parameter]:
     return bundle.compressor.trained_parameters() + bundle.reader.trained_parameters()
+
+
+def compress_ids(
+    compressor: TokenCompressor, passages: Sequence[list[int]], ratio: int, window: int = 64, batch_tokens: int = 8192
+) -> list[SoftContext]:
+    """Compress passages given as token ids."""
+    return compressor.compress([Tokenized("", ids) for ids in passages], ratio, window, batch_tokens)

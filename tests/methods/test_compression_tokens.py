@@ -25,7 +25,6 @@ from helpers.models import tiny_llama, widen
 
 ATTENTION = ["causal", "bidirectional"]
 FROZEN = TuneConfig(mode="frozen")
-TEXTS = ["Orla Drumwell was born in Pellmouth, where she kept bees for nine years.", "Pellmouth is a town."]
 
 
 def encode(
@@ -84,28 +83,6 @@ def compressor(request: pytest.FixtureRequest, backbone: Backbone) -> Compressio
     return CompressionTokensCompressor(
         backbone, CompressionTokensConfig(attention=request.param, encoder=FROZEN, decoder=FROZEN)
     )
-
-
-# Pictures
-
-
-def test_attention_is_that_of_the_decoder_reading_tokens_after_the_text(make: Callable[..., Any]) -> None:
-    """Causal tokens are plain ones to transformers; its own weights, on average, and the slots as they were."""
-    bundle = make(attention="causal", encoder=FROZEN, decoder=FROZEN)
-    compressor, model = bundle.compressor, bundle.backbone.model
-    ids = bundle.tokenizer(TEXTS[0], add_special_tokens=False)["input_ids"]
-    before = encode(compressor, [ids], [4])[4].slots
-    found = compressor.attention(ids, 4)
-    assert torch.equal(encode(compressor, [ids], [4])[4].slots, before)
-    slots = -(-len(ids) // 4)
-    tokens = compressor.token.detach().expand(1, slots, -1)
-    embedded = torch.cat([model.get_input_embeddings()(torch.tensor([ids])), tokens], dim=1)
-    alone = type(model)._from_config(model.config, attn_implementation="eager")
-    alone.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        layers = alone.eval()(inputs_embeds=embedded, output_attentions=True).attentions
-    expected = sum(layer[0, head, -slots:, : len(ids)] for layer in layers for head in range(layer.shape[1]))
-    torch.testing.assert_close(found, (expected / expected.sum(1, keepdim=True)).T, atol=1e-5, rtol=1e-4)
 
 
 # Attention

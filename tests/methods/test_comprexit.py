@@ -14,17 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.world import BUNDLE as DEMO
-from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.methods.base.compressor import padded
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.comprexit.compressor import ComprexitCompressor
 from ctx_compress_rag.methods.comprexit.config import ComprexitConfig
 from ctx_compress_rag.models.backbone import Backbone
 from helpers import architectures
-from helpers.comprexit import ABLATIONS, IDS, SMALL, TEXTS, blocks_outputs, comprexit_bundle, encode, some_ids
+from helpers.comprexit import ABLATIONS, IDS, SMALL, blocks_outputs, comprexit_bundle, encode, some_ids
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +35,7 @@ def make(tiny_tokenizer: Any) -> Callable[..., Bundle]:
 def plain_slots(w: dict[str, Tensor], states: list[Tensor], config: ComprexitConfig, ratio: int) -> list[Tensor]:
     """Equations 4 to 12 as they are printed, one token, layer and slot at a time, segment by segment."""
     n_layers, n_tokens = len(states), len(states[0])
-    if config.normalize_states:
-        states = [torch.stack([h / h.pow(2).mean().sqrt() for h in state]) for state in states]
+    states = [torch.stack([h / h.pow(2).mean().sqrt() for h in state]) for state in states]  # ours
     anchors = []
     for t in range(n_tokens):
         h = [state[t] for state in states]
@@ -120,7 +116,7 @@ def test_slots_follow_the_equations(
 def test_layers_are_the_blocks_outputs_in_every_architecture(name: str) -> None:
     compressor = ComprexitCompressor(
         Backbone(architectures.model(name), architectures.tokenizer(name)),
-        ComprexitConfig(**SMALL, normalize_states=False),
+        ComprexitConfig(**SMALL),
     )
     [ids] = architectures.random_ids(name, [3 * architectures.SLIDING_WINDOW])
     states = compressor.hidden_states(ids.unsqueeze(0))
@@ -128,7 +124,8 @@ def test_layers_are_the_blocks_outputs_in_every_architecture(name: str) -> None:
     expected = [output[len(bos) :] for output in blocks_outputs(compressor.backbone.model, [*bos, *ids.tolist()])]
     assert len(states) == len(expected) == compressor.backbone.model.config.num_hidden_layers
     for state, output in zip(states, expected, strict=True):
-        torch.testing.assert_close(state[0], output, atol=1e-5, rtol=1e-5)
+        sized = output / output.pow(2).mean(-1, keepdim=True).sqrt()
+        torch.testing.assert_close(state[0], sized, atol=1e-5, rtol=1e-4)
 
 
 # Passages
@@ -178,45 +175,19 @@ def test_segments_stand_alone(make: Callable[..., Bundle]) -> None:
     assert (one[segment : 2 * segment] - two[segment : 2 * segment]).abs().amin(0).max() > 1e-5
 
 
-def test_coarser_ratios_need_another_encoding(make: Callable[..., Bundle]) -> None:
-    bundle = make()
-    [soft] = bundle.compress(TEXTS[:1], 4)
-    assert torch.equal(bundle.at_ratio(soft, 4).slots, soft.slots)
-    with pytest.raises(RatioError, match="cannot be merged"):
-        bundle.at_ratio(soft, 8)
-    [coarse] = bundle.compress(TEXTS[:1], 8)
-    assert (soft.merge(2).slots - coarse.slots).abs().max() > 1e-3
-
-
 def test_the_plan_is_in_full_precision_under_autocast(make: Callable[..., Bundle]) -> None:
     compressor = make().compressor
     ids, mask = padded([some_ids(40)], torch.device("cpu"))
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         anchors = compressor.anchors(compressor.hidden_states(ids))
         assert anchors.dtype == torch.bfloat16  # so there is something to guard against
-        plan = compressor.transmission(ids[0].tolist(), 4).plan
+        [plan, *_] = compressor.transport(anchors, mask, 4).plan
         assert compressor.encode(ids, mask, [4])[4].slots.dtype == torch.float32
     assert plan.dtype == torch.float32
     torch.testing.assert_close(plan[:, :4].sum(0), torch.full((4,), 0.25), atol=1e-6, rtol=1e-6)
 
 
 # Weights
-
-
-def test_an_untrained_plan_keeps_to_its_fields_and_has_converged() -> None:
-    """On a real decoder's states at 4x: about half of a slot is of its own four tokens, the rest of 124 others."""
-    demo = Bundle.from_pretrained(DEMO)
-    texts = ["\n".join(example.passages) for example in world_examples("dev", 1, 4)]
-    ids = torch.tensor([demo.tokenizer(text, add_special_tokens=False)["input_ids"][:128] for text in texts])
-    torch.manual_seed(0)
-    compressor = ComprexitCompressor(demo.backbone, ComprexitConfig())
-    with torch.no_grad():
-        anchors = compressor.anchors(compressor.hidden_states(ids))
-        plan = torch.stack([compressor.transmission(row, 4).plan for row in ids.tolist()])
-        sent = compressor.allocation.capacity(anchors).squeeze(-1).softmax(-1)
-    own = torch.block_diag(*[torch.ones(4, 1)] * 32)
-    assert 0.45 < float((plan * own).sum((1, 2)).mean()) < 0.75
-    assert float((plan.sum(-1) - sent).abs().sum(-1).max()) < 0.01
 
 
 @pytest.mark.parametrize(("width", "layers", "heads"), [(2048, 16, 32), (3072, 28, 24)])
@@ -239,9 +210,3 @@ def test_about_one_per_cent_of_parameters_is_added(width: int, layers: int, head
         added = [*compressor.parameters(), *TwoLayerMap(compressor.dim, backbone.dim).parameters()]
     share = sum(p.numel() for p in added) / sum(p.numel() for p in backbone.model.parameters())
     assert share == pytest.approx(0.01, abs=0.002)
-
-
-@pytest.mark.parametrize("wrong", [{"epsilon": 0}, {"iterations": 0}, {"layers": "first"}, {"segments": 3}])
-def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        ComprexitConfig(**wrong)

@@ -19,8 +19,8 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
-from ctx_compress_rag.methods.base.mapped_reader import MappedReader
 from ctx_compress_rag.methods.base.projections import LinearMap
+from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.registry import METHODS, Method, register
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.training.run import run_recipe
@@ -62,7 +62,7 @@ def registered() -> Iterator[None]:
         Method(
             config=FirstTokensConfig,
             compressor=FirstTokens,
-            reader=lambda backbone, config, compressor: MappedReader(
+            reader=lambda backbone, config, compressor: Reader(
                 backbone, LinearMap(compressor.dim, backbone.dim), TuneConfig(mode="frozen")
             ),
             paper="A toy",

@@ -16,9 +16,10 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.methods.ram.compressor import RamCompressor
 from ctx_compress_rag.methods.ram.config import RamConfig
-from ctx_compress_rag.methods.ram.segments import Segments, layout, render, slots_of_runs
+from ctx_compress_rag.methods.ram.segments import Segments, layout, slots_of_runs, with_holes
 from ctx_compress_rag.models.backbone import Backbone
 from helpers import architectures
+from helpers.methods import compress_ids
 from helpers.ram import (
     EXAMPLES,
     FROZEN,
@@ -66,7 +67,7 @@ def test_every_architecture_reads_segments_alone(name: str) -> None:
     compressor = RamCompressor(backbone, RamConfig(segment_tokens=12, encoder=FROZEN))
     passages = [ids.tolist() for ids in architectures.random_ids(name, [29, 12, 5])]
     bos, trunk = architectures.bos(name), backbone.model.base_model
-    for passage, soft in zip(passages, compressor.compress_ids(passages, 12, 24, 60), strict=True):
+    for passage, soft in zip(passages, compress_ids(compressor, passages, 12, 24, 60), strict=True):
         segments = [passage[i : i + 12] for i in range(0, len(passage), 12)]
         expected = torch.stack([plain_mean(plain_states(trunk, [*bos, *ids])[len(bos) :]) for ids in segments])
         torch.testing.assert_close(soft.slots.double(), expected, atol=1e-4, rtol=1e-3)
@@ -197,7 +198,7 @@ def test_what_is_shown_keeps_order_text_and_size(tiny_tokenizer: Any, data: st.D
     kept = data.draw(st.lists(st.booleans(), min_size=total, max_size=total))
     layouts = layout(passages, kept)
     holes = [f"<{i}>" for i in range(total)]
-    texts = render(passages, layouts, iter(holes))
+    texts = with_holes(passages, layouts, iter(holes))
     skimmed_runs = [(p, run) for p, runs in zip(passages, layouts, strict=True) for run in runs if not run.kept]
     assert [kept[i] for i in range(total)] == [
         run.kept for runs in layouts for run in runs for _ in range(run.start, run.end)

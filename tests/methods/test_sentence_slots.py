@@ -19,13 +19,11 @@ from sentencex import segment
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.methods.base.compressor import PassageBatch, Tokenized
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.sentence_slots.config import SentenceSlotsConfig
 from ctx_compress_rag.methods.sentence_slots.sentence_encoder import SentenceEncoder
 from ctx_compress_rag.text.passage_vectors import load_minilm
 from ctx_compress_rag.text.sentences import sentences, split
-from ctx_compress_rag.training.objectives.likelihood import LikelihoodLoss
 from helpers.sentences import DIM, save_encoder, sentence_bundle, unigram
 
 TEXTS = [
@@ -107,6 +105,8 @@ def test_every_token_and_character_is_in_one_unit(
 
 @once
 @given(ASCII, st.sampled_from([2, 3, 8, 21, None]), st.booleans())
+@example("some words \U0001f600 and some more \U0001f600\U0001f600", 6, False)  # several tokens of like offsets
+@example("some words \U0001f600 and some more \U0001f600\U0001f600", 9, False)
 def test_a_units_tokens_are_those_of_its_text(tiny_tokenizer: Any, text: str, limit: int | None, merge: bool) -> None:
     """The passage's ids, cut by the counts and decoded, are the units' texts."""
     ids = ids_of(tiny_tokenizer, text)
@@ -155,16 +155,6 @@ def test_long_sentences_are_cut_into_like_parts(tiny_tokenizer: Any) -> None:
     assert [u.tokens for u in split(word * 20, tiny_tokenizer, 7, merge=False)] == [7, 7, 6]
 
 
-@pytest.mark.parametrize("limit", range(6, 12))
-def test_no_character_is_cut_where_its_word_fits(tiny_tokenizer: Any, limit: int) -> None:
-    """A character outside the tokenizer's vocabulary is several tokens, whose offsets are the same."""
-    text = "some words \U0001f600 and some more \U0001f600\U0001f600"
-    ids = ids_of(tiny_tokenizer, text)
-    for unit in split(text, tiny_tokenizer, limit, merge=False):
-        assert tiny_tokenizer.decode(ids[: unit.tokens]).strip() == unit.text
-        ids = ids[unit.tokens :]
-
-
 # Slots
 
 
@@ -203,17 +193,12 @@ def test_nothing_is_longer_than_the_window(make: Callable[..., Any], unit: str) 
     assert soft.n_tokens == len(ids_of(make().tokenizer, TEXTS[0] * 3))
 
 
-@pytest.mark.parametrize("unit", ["sentence", "passage", "tokens"])
-def test_a_training_batch_has_the_slots_of_a_store(make: Callable[..., Any], unit: str) -> None:
-    made = make(unit=unit)
-    texts = [TEXTS[1], "Pell lies inland. It trades in salt.", TEXTS[2]]
-    batch = PassageBatch.of([Tokenized(text, ids_of(made.tokenizer, text)) for text in texts])
-    for ratio in (4, 16):
-        with torch.autocast("cpu", torch.bfloat16):  # as `bf16: true` trains
-            slots = made.compressor(batch, [4, 16], 256)[ratio]
-        for row, soft in zip(slots.rows(), make(unit=unit).compress(texts, ratio), strict=True):
-            assert torch.equal(row.token_counts, soft.token_counts)
-            torch.testing.assert_close(row.slots, soft.slots, atol=1e-5, rtol=1e-4)
+def test_autocast_leaves_vectors_as_they_are(make: Callable[..., Any]) -> None:
+    """Which `bf16: true` trains with."""
+    with torch.autocast("cpu", torch.bfloat16):
+        [cast] = make().compress(TEXTS[:1])
+    [soft] = make().compress(TEXTS[:1])
+    assert torch.equal(cast.slots, soft.slots)
 
 
 def test_each_distinct_sentence_is_encoded_once(make: Callable[..., Any]) -> None:
@@ -259,19 +244,6 @@ def test_a_fitted_map_is_nearly_the_affine_one_of_least_squares(slot_dim: int, d
     assert ((made - targets) ** 2).mean() < ((best - targets) ** 2).mean() + 0.1 * spread
 
 
-# Training
-
-
-def test_only_the_projector_learns(make: Callable[..., Any]) -> None:
-    """That a step leaves all else as it is, test_methods.py shows."""
-    made = make()
-    objective = LikelihoodLoss(made)
-    trained = {n for n, p in objective.named_parameters() if p.requires_grad}
-    assert trained == {f"reader.projection.{x}.{y}" for x in ("inner", "outer") for y in ("weight", "bias")}
-    encoder = {id(p) for p in made.compressor.encoder.model.parameters()}
-    assert not any(id(p) in encoder for p in objective.parameters())
-
-
 # Bundles
 
 
@@ -304,21 +276,6 @@ def test_another_encoder_is_refused(
     save_encoder(tmp_path / "encoder", tiny_tokenizer, seed=1)
     with pytest.raises(BundleError, match=r"made with another sentence encoder than .*encoder"):
         Bundle.from_pretrained(tmp_path / "bundle").compress(TEXTS)
-    other = make(encoder=str(tmp_path / "encoder"))
-    with pytest.raises(BundleError, match="made with another sentence encoder"):
-        other.compressor.load_saved_state(made.compressor.saved_state())
-
-
-def test_the_fingerprint_knows_the_encoder(make: Callable[..., Any], tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """Two bundles whose config and projector are the same, on two encoders that stood at one path in turn."""
-    prints = []
-    for seed in (0, 1, 0):
-        shutil.rmtree(tmp_path / "encoder", ignore_errors=True)
-        save_encoder(tmp_path / "encoder", tiny_tokenizer, seed)
-        made = make(encoder=str(tmp_path / "encoder"))
-        made.reader.load_saved_state({n: torch.ones_like(p) for n, p in made.reader.saved_state().items()})
-        prints.append(made.fingerprint)
-    assert prints[0] == prints[2] != prints[1]
 
 
 def test_impossible_encoders_are_refused(make: Callable[..., Any]) -> None:

@@ -16,9 +16,9 @@ from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig
 from ctx_compress_rag.methods.arcaligner.recursion import Recursion, named, states_of
 from ctx_compress_rag.methods.arcaligner.selective_lora import SelectiveLora, SlotPlaces, twin
 from ctx_compress_rag.methods.base.config import TuneConfig
-from ctx_compress_rag.methods.base.mapped_reader import MappedReader
 from ctx_compress_rag.methods.base.part import Borrowed
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
+from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone, decoder_layers
 
 # The logit of new gates, just below the threshold. An untrained gate changes nothing, so that stage III
@@ -36,7 +36,7 @@ class Gate(nn.Sequential):
         super().__init__(nn.Linear(dim, width), nn.SiLU(), last)
 
 
-class ArcAlignerReader(MappedReader):
+class ArcAlignerReader(Reader):
     """Projected slots, read by the frozen decoder with selective LoRA and recursive gates.
 
     A pass over a prompt runs algorithm 1. Passes that continue from cached positions are the decoder's own:

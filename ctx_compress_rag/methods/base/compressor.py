@@ -153,22 +153,16 @@ class TokenCompressor(Compressor):
         if ids.shape[1] <= window:
             return self.encode(ids, mask, ratios)
         rows = [row[real].tolist() for row, real in zip(ids, mask.bool(), strict=True)]
-        pieces = _windows(rows, window)
+        pieces = windows(rows, window)
         done = self.encode(*padded([piece for _, piece in pieces], ids.device), ratios)
         return {
             ratio: SlotBatch.of(joined([index for index, _ in pieces], batch.rows())) for ratio, batch in done.items()
         }
 
+    @torch.inference_mode()
     def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
         """Compress passages for a store; slots never span two windows."""
-        return self.compress_ids([p.ids for p in passages], ratio, window, batch_tokens)
-
-    @torch.inference_mode()
-    def compress_ids(
-        self, passages: Sequence[Sequence[int]], ratio: int, window: int, batch_tokens: int
-    ) -> list[SoftContext]:
-        """Compress token ids of passages; the arguments are those of `compress`."""
-        pieces = _windows(passages, window)
+        pieces = windows([passage.ids for passage in passages], window)
         done: dict[int, SoftContext] = {}
         device = self.backbone.device
         for batch in batches([len(ids) for _, ids in pieces], batch_tokens):
@@ -179,7 +173,7 @@ class TokenCompressor(Compressor):
         return joined([index for index, _ in pieces], [done[i] for i in range(len(pieces))])
 
 
-def _windows(passages: Sequence[Sequence[int]], window: int) -> list[tuple[int, Sequence[int]]]:
+def windows(passages: Sequence[Sequence[int]], window: int) -> list[tuple[int, Sequence[int]]]:
     """Cut passages into pieces of at most `window` tokens, each with its passage's index."""
     return [
         (index, ids[start : start + window])

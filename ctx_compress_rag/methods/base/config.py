@@ -23,7 +23,7 @@ class TuneConfig(Strict):
     mode: Literal["lora", "full", "frozen"] = "lora"
     rank: int = Field(default=16, gt=0)
     alpha: int = Field(default=16, gt=0)
-    target_modules: str | list[str] = "all-linear"
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
 
 
 def lora_config(tune: TuneConfig) -> Any:

@@ -47,12 +47,15 @@ class TwoLayerMap(nn.Module):
     projector"; this one is xRAG's. A sentence encoder's space is not a rotation of the decoder's, so one linear map
     is too little, and its vectors are frozen, so nothing before the projector could learn the rest. The papers name
     neither the activation nor the inner width, here the decoder's.
+
+    `normed` first normalizes each slot to a root mean square of 1 (the adapter of Latent Context Language Models).
     """
 
-    def __init__(self, slot_dim: int, dim: int) -> None:
+    def __init__(self, slot_dim: int, dim: int, normed: bool = False) -> None:
         super().__init__()
         self.inner = nn.Linear(slot_dim, dim)
         self.outer = nn.Linear(dim, dim)
+        self.norm = nn.RMSNorm(slot_dim, eps=1e-6) if normed else None
 
     def initialize(self, slot_rms: float, embedding_rms: float) -> None:
         """Draw weights that keep slots distinct and give them the root mean square of embeddings; biases are zero."""
@@ -60,7 +63,8 @@ class TwoLayerMap(nn.Module):
             for layer in (self.inner, self.outer):
                 layer.bias.zero_()
             # The inner layer's outputs then have unit variance, which suits GELU.
-            self.inner.weight.normal_(std=1 / (max(slot_rms, 1e-6) * self.inner.in_features**0.5))
+            size = max(slot_rms, 1e-6) if self.norm is None else 1.0
+            self.inner.weight.normal_(std=1 / (size * self.inner.in_features**0.5))
             self.outer.weight.normal_(std=embedding_rms / (_GELU_POWER * self.outer.in_features) ** 0.5)
 
     def fit(self, slots: Tensor, embeddings: Tensor) -> None:
@@ -72,6 +76,7 @@ class TwoLayerMap(nn.Module):
         Shape: (slots, slot_dim), (slots, dim)
         """
         with torch.no_grad():
+            slots = self._inputs(slots)
             weight, bias = _least_squares(slots, embeddings)
             line = slots.double() @ weight.T + bias
             center = line.mean(0)
@@ -87,27 +92,12 @@ class TwoLayerMap(nn.Module):
 
         Shape: (slots, slot_dim) -> (slots, dim)
         """
-        mapped: Tensor = self.outer(F.gelu(self.inner(slots.to(self.inner.weight.dtype))))
+        mapped: Tensor = self.outer(F.gelu(self.inner(self._inputs(slots))))
         return mapped
 
-
-class NormedTwoLayerMap(TwoLayerMap):
-    """`TwoLayerMap` of RMS-normalized slots (the adapter of Latent Context Language Models)."""
-
-    def __init__(self, slot_dim: int, dim: int) -> None:
-        super().__init__(slot_dim, dim)
-        self.norm = nn.RMSNorm(slot_dim, eps=1e-6)
-
-    def initialize(self, slot_rms: float, embedding_rms: float) -> None:
-        """Draw weights for slots of any size: the norm gives them all a root mean square of 1."""
-        super().initialize(1.0, embedding_rms)
-
-    def fit(self, slots: Tensor, embeddings: Tensor) -> None:
-        with torch.no_grad():
-            super().fit(self.norm(slots.to(self.norm.weight.dtype)), embeddings)
-
-    def forward(self, slots: Tensor) -> Tensor:
-        return super().forward(self.norm(slots.to(self.inner.weight.dtype)))
+    def _inputs(self, slots: Tensor) -> Tensor:
+        slots = slots.to(self.inner.weight.dtype)
+        return slots if self.norm is None else self.norm(slots)
 
 
 def _least_squares(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:

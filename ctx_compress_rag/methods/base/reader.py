@@ -1,50 +1,98 @@
-"""The base class of readers."""
+"""The decoder side of a method: a map for slots, and a decoder that is adapted to read them or frozen."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from ctx_compress_rag.methods.base.part import Part
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
+from ctx_compress_rag.methods.base.part import Part, train_copy
+from ctx_compress_rag.methods.base.projections import LinearMap, TwoLayerMap
+from ctx_compress_rag.methods.base.wrap import Wrap, WrapConfig
+from ctx_compress_rag.models.backbone import Backbone
 
 
 class Reader(Part):
-    """Maps stored slots into the decoder's embedding space and prepares the decoder to read them."""
+    """Maps stored slots, which are then read by the decoder with LoRA, by a full copy of it, or by the frozen decoder.
+
+    Args:
+        backbone: the decoder.
+        projection: the map; None if slots are embeddings already (Simple Context Compression's ablation).
+        tune: how the decoder is adapted.
+        wrap: vectors around the mapped slots; None puts none.
+    """
 
     side = "reader"
 
-    @abstractmethod
-    def initialize(self, slot_rms: float) -> None:
-        """Initialize an untrained reader for slots of this root mean square."""
+    def __init__(
+        self,
+        backbone: Backbone,
+        projection: LinearMap | TwoLayerMap | None,
+        tune: TuneConfig,
+        wrap: WrapConfig | None = None,
+    ) -> None:
+        super().__init__(backbone)
+        self.tune = tune
+        self.projection = projection
+        self.wrap = Wrap(wrap, backbone.dim) if wrap else None
+        self.own: nn.Module | None = None
+        if tune.mode == "lora":
+            backbone.add_adapter(self.side, lora_config(tune))
+        elif tune.mode == "full":
+            self.own = backbone.copy_model()
+        self.to(backbone.device)
+        self.requires_grad_(False)
 
-    @abstractmethod
+    def initialize(self, slot_rms: float) -> None:
+        """Initialize the map so that slots of this root mean square get that of the decoder's embeddings."""
+        if self.projection is not None:
+            self.projection.initialize(slot_rms, self.backbone.embedding_rms())
+
     def fit(self, slots: Tensor, embeddings: Tensor) -> None:
-        """Initialize an untrained reader so that it maps slots as closely as possible to these embeddings.
+        """Initialize the map, which must have two layers, as the least-squares map from slots to embeddings.
 
         Shape: (slots, dim), (slots, decoder dim)
 
         Raises:
-            ConfigError: the reader has nothing to fit.
+            ConfigError: the map has not two layers.
         """
+        if not isinstance(self.projection, TwoLayerMap):
+            raise ConfigError("fit_passages is for methods whose reader has a map of two layers: leave it out")
+        self.projection.fit(slots, embeddings)
 
-    @abstractmethod
+    def trained_parameters(self) -> list[nn.Parameter]:
+        trained = [
+            parameter
+            for part in (self.wrap, self.projection)
+            if part is not None
+            for parameter in part.requires_grad_(True).parameters()
+        ]
+        if self.own is not None:
+            return trained + train_copy(self.own)
+        return trained + (self.backbone.train_adapter(self.side) if self.tune.mode == "lora" else [])
+
     def forward(self, slots: Tensor, token_counts: Tensor) -> Tensor:
-        """A passage's slots as the decoder's input embeddings.
+        """A passage's slots as the decoder's input embeddings; `token_counts` is not used here.
 
         Shape: (slots, dim), (slots,) -> (positions(slots), decoder dim)
         """
+        mapped: Tensor = slots if self.projection is None else self.projection(slots)
+        return mapped if self.wrap is None else self.wrap(mapped)
 
     def positions(self, slots: int) -> int:
         """How many input embeddings `forward` makes of this many slots of a passage."""
-        return slots
+        return slots if self.wrap is None else self.wrap.config.positions(slots)
 
-    @abstractmethod
-    def decoder(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
-        """A context manager that locks the transformers model that reads slots for this thread.
+    @contextmanager
+    def decoder(self, slot_mask: Tensor) -> Iterator[Any]:
+        """Lock the transformers model that reads slots for this thread.
 
         Args:
-            slot_mask: bool (batch, length), True at the slots of the prompts that the model will read.
+            slot_mask: bool (batch, length), True at the slots of the prompts that the model will read; not used here.
         """
+        with self.backbone.use(self.side if self.tune.mode == "lora" else None) as model:
+            yield model if self.own is None else self.own

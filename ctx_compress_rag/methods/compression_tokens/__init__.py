@@ -1,8 +1,8 @@
 """Compression tokens."""
 
-from ctx_compress_rag.methods.base.mapped_reader import MappedReader
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import LinearMap
+from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.compression_tokens.compressor import CompressionTokensCompressor
 from ctx_compress_rag.methods.compression_tokens.config import CompressionTokensConfig
 
@@ -10,7 +10,7 @@ register(
     Method(
         config=CompressionTokensConfig,
         compressor=CompressionTokensCompressor,
-        reader=lambda backbone, config, compressor: MappedReader(
+        reader=lambda backbone, config, compressor: Reader(
             backbone, LinearMap(compressor.dim, backbone.dim), config.decoder
         ),
         paper="Simple Context Compression: Mean-Pooling and Multi-Ratio Training",

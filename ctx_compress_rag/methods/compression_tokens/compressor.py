@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,26 +56,11 @@ class CompressionTokensCompressor(TrunkCompressor):
         Shape: (batch, length), (batch, length) -> (batch, ceil(length / ratio), dim) for each ratio
         """
         with self.trunk() as trunk:
-            inputs, sizes = self._inputs(input_ids, attention_mask, ratios)
+            inputs, sizes = self.inputs(input_ids, attention_mask, ratios)
             hidden: Tensor = trunk(**inputs).last_hidden_state
         return list(hidden.split(sizes, dim=1)[1:])
 
-    def attention(self, ids: Sequence[int], ratio: int) -> Tensor:
-        """How a passage's compression tokens attend to its tokens, averaged over layers and heads; on the CPU.
-
-        Each compression token's weights are normalized over the passage; attention to a BOS and to other
-        compression tokens is left out.
-
-        Shape: (tokens,) -> (tokens, slots)
-        """
-        input_ids = torch.tensor([ids], device=self.backbone.device)
-        with self.trunk() as trunk, torch.no_grad(), _eager(trunk):
-            inputs, (text, slots) = self._inputs(input_ids, torch.ones_like(input_ids), [ratio])
-            layers = trunk(**inputs, output_attentions=True).attentions
-        weights = torch.stack([layer[0, :, -slots:, text - len(ids) : text].float() for layer in layers]).mean((0, 1))
-        return (weights / weights.sum(-1, keepdim=True)).T.cpu()
-
-    def _inputs(
+    def inputs(
         self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]
     ) -> tuple[dict[str, Any], list[int]]:
         """The trunk's arguments, and how many positions the text and each ratio's compression tokens have."""
@@ -99,17 +83,6 @@ class CompressionTokensCompressor(TrunkCompressor):
             "use_cache": False,
         }
         return inputs, sizes
-
-
-@contextmanager
-def _eager(trunk: Any) -> Iterator[None]:
-    """Use eager attention, the only kind that returns its weights."""
-    before = trunk.config._attn_implementation
-    trunk.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        trunk.set_attn_implementation(before)
 
 
 def token_counts(attention_mask: Tensor, ratio: int) -> Tensor:

@@ -16,21 +16,7 @@ from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.soft_context import pool
 
 
-class Transmission(NamedTuple):
-    """How a passage's information flows into its slots.
-
-    Attributes:
-        gates: how much of each layer goes into each token's anchor (alpha, eq. 6): (tokens, layers); None
-            without layer aggregation.
-        plan: how much of each token goes into each slot (Pi, eq. 11): (tokens, slots). Each segment's part
-            sums to 1.
-    """
-
-    gates: Tensor | None
-    plan: Tensor
-
-
-class _Segments(NamedTuple):
+class Segments(NamedTuple):
     """The segments of a batch that hold tokens, one after the other.
 
     Attributes:
@@ -122,7 +108,10 @@ class ComprexitCompressor(TokenCompressor):
 
     @torch.no_grad()
     def hidden_states(self, input_ids: Tensor) -> list[Tensor]:
-        """The hidden states of each layer: (batch, length, decoder dim) each.
+        """The hidden states of each layer: (batch, length, decoder dim) each, scaled to a root mean square of 1.
+
+        The paper does not say whether it scales them. States grow from layer to layer and differ by two orders of
+        magnitude between decoders and within a decoder (the first token's); the scores of eq. 5 grow with their square.
 
         There is no mask: with causal attention no token sees the padding on its right.
         """
@@ -130,9 +119,7 @@ class ComprexitCompressor(TokenCompressor):
         with self.backbone.use(None) as model:
             output = model.base_model(input_ids=input_ids, use_cache=False, output_hidden_states=True)
         states = [state[:, first:].to(self.anchor.weight.dtype) for state in output.hidden_states[1:]]
-        if self.config.normalize_states:
-            states = [F.rms_norm(state, state.shape[-1:]) for state in states]
-        return states
+        return [F.rms_norm(state, state.shape[-1:]) for state in states]
 
     def anchors(self, states: Sequence[Tensor]) -> Tensor:
         """Token anchors (eq. 7); without layer aggregation, from the last layer alone.
@@ -146,9 +133,13 @@ class ComprexitCompressor(TokenCompressor):
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
         """Compute hidden states and anchors once, then a plan and slots for each ratio (eq. 8-12)."""
         anchors = self.anchors(self.hidden_states(input_ids))
-        return {ratio: self._slots(self._transport(anchors, attention_mask, ratio), ratio) for ratio in ratios}
+        return {ratio: self._slots(self.transport(anchors, attention_mask, ratio)) for ratio in ratios}
 
-    def _transport(self, anchors: Tensor, attention_mask: Tensor, ratio: int) -> _Segments:
+    def transport(self, anchors: Tensor, attention_mask: Tensor, ratio: int) -> Segments:
+        """Allocate each segment's anchors to its slots (eq. 8-11).
+
+        Shape: (batch, length, slot dim), (batch, length)
+        """
         size = ratio * max(1, self.config.segment_tokens // ratio)
         blocks = -(-anchors.shape[1] // size)
         padding = blocks * size - anchors.shape[1]
@@ -160,9 +151,9 @@ class ComprexitCompressor(TokenCompressor):
             anchors = F.pad(anchors.to(self.anchor.weight.dtype), (0, 0, 0, padding)).unflatten(1, (blocks, size))
             anchors = anchors[real]
             receivers, counts = pool(anchors, mask, ratio)  # eq. 8
-            return _Segments(real, anchors, counts, self.allocation(anchors, mask.bool(), receivers, counts))
+            return Segments(real, anchors, counts, self.allocation(anchors, mask.bool(), receivers, counts))
 
-    def _slots(self, segments: _Segments, ratio: int) -> SlotBatch:
+    def _slots(self, segments: Segments) -> SlotBatch:
         with torch.autocast(segments.anchors.device.type, enabled=False):
             receivers = (segments.counts > 0).sum(-1)[:, None, None]
             slots = receivers * segments.plan.transpose(-1, -2) @ self.value(segments.anchors)  # eq. 12
@@ -170,18 +161,6 @@ class ComprexitCompressor(TokenCompressor):
         counts = segments.counts.new_zeros(*segments.real.shape, slots.shape[1])
         batch[segments.real], counts[segments.real] = slots, segments.counts
         return SlotBatch(batch.flatten(1, 2), counts.flatten(1, 2))
-
-    @torch.inference_mode()
-    def transmission(self, ids: Sequence[int], ratio: int) -> Transmission:
-        """Gates and plan of one passage, read in one window; on the CPU."""
-        input_ids = torch.tensor([ids], device=self.backbone.device)
-        states = self.hidden_states(input_ids)
-        segments = self._transport(self.anchors(states), torch.ones_like(input_ids), ratio)
-        plans = [
-            plan[: int(counts.sum()), counts > 0] for plan, counts in zip(segments.plan, segments.counts, strict=True)
-        ]
-        gates = None if self.depth is None else self.depth.gates(states)[0].cpu()
-        return Transmission(gates, torch.block_diag(*plans).cpu())
 
 
 def _mix(states: Sequence[Tensor], weights: Tensor) -> Tensor:

@@ -15,10 +15,6 @@ class ComprexitConfig(MethodConfig):
     Two switches are the paper's ablations (table 3): `layers: last` leaves out layer aggregation, and
     `allocation: window_attention` leaves out coordinated allocation.
 
-    `normalize_states` first scales each hidden state to a root mean square of 1. The paper does not say
-    whether it does so. States grow from layer to layer and differ by two orders of magnitude between decoders
-    and within a decoder (the first token's); the scores of eq. 5 grow with their square.
-
     `gate_dim`, `transport_dim`, `segment_tokens` and `iterations` are the paper's (table 7). `slot_dim`, the width
     of anchors and slots, is our reading of its "projection hidden size" of 256 (section 4.1); with it the method adds
     about 1% of parameters to the paper's decoders, as the paper says. The paper gives neither `temperature` (tau of
@@ -28,7 +24,6 @@ class ComprexitConfig(MethodConfig):
     name: Literal["comprexit"] = "comprexit"
     layers: Literal["all", "last"] = "all"
     allocation: Literal["transport", "window_attention"] = "transport"
-    normalize_states: bool = True
     gate_dim: int = Field(default=256, gt=0)
     slot_dim: int = Field(default=256, gt=0)
     transport_dim: int = Field(default=256, gt=0)

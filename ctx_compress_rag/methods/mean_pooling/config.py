@@ -49,7 +49,4 @@ class MeanPoolingConfig(MethodConfig):
                 "layers: 0 pools token embeddings as they are: give encoder: {mode: frozen}, and leave out "
                 "embedding_skip, hidden_map and positions"
             )
-        targets = self.encoder.target_modules
-        if self.layers and self.encoder.mode == "lora" and isinstance(targets, str) and targets != "all-linear":
-            raise ValueError(f"layers needs encoder.target_modules as a list of names or all-linear, not {targets!r}")
         return self

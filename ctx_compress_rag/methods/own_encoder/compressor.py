@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ctx_compress_rag.methods.base.compressor import (
     Compressor,
@@ -17,6 +17,7 @@ from ctx_compress_rag.methods.base.compressor import (
     batches,
     joined,
     padded,
+    windows,
 )
 from ctx_compress_rag.methods.own_encoder.config import OwnEncoderConfig
 from ctx_compress_rag.methods.own_encoder.encoder import OwnEncoder
@@ -74,22 +75,17 @@ class OwnEncoderCompressor(Compressor):
         model, tokenizer = self.encoder()
         bos = [tokenizer.bos_token_id] if self.config.bos else []
         eos = [tokenizer.eos_token_id] if self.config.eos else []
-        windows = [
-            (index, ids[start : start + window])
-            for index, ids in enumerate(text_ids(tokenizer, text) for text in texts)
-            for start in range(0, len(ids), window)
-        ]
+        pieces = windows([text_ids(tokenizer, text) for text in texts], window)
+        read = [[*bos, *ids, *eos] for _, ids in pieces]
         done: dict[int, SoftContext] = {}
-        for batch in batches([len(bos + ids + eos) for _, ids in windows], batch_tokens):
-            ids, mask = padded([bos + windows[i][1] + eos for i in batch], self.backbone.device)
+        for batch in batches([len(ids) for ids in read], batch_tokens):
+            ids, mask = padded([read[i] for i in batch], self.backbone.device)
             hidden = model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state.float().cpu()
             for i, row in zip(batch, hidden, strict=True):
-                length = len(windows[i][1])
-                row = row[: length + len(bos + eos)]
-                done[i] = self._pooled(row[-1:] if self.config.pooling == "last" else row[len(bos) :][:length], length)
-        return joined([index for index, _ in windows], [done[i] for i in range(len(windows))])
-
-    def _pooled(self, hidden: Tensor, length: int) -> SoftContext:
-        if self.config.pooling == "last":
-            return SoftContext(hidden, torch.tensor([length]))
-        return SoftContext(*pool(hidden, torch.ones(length, dtype=torch.long), self.config.ratio))
+                length = len(pieces[i][1])
+                if self.config.pooling == "last":
+                    done[i] = SoftContext(row[len(read[i]) - 1].unsqueeze(0), torch.tensor([length]))
+                else:
+                    real = row[len(bos) : len(bos) + length]
+                    done[i] = SoftContext(*pool(real, torch.ones(length, dtype=torch.long), self.config.ratio))
+        return joined([index for index, _ in pieces], [done[i] for i in range(len(pieces))])

@@ -1,8 +1,8 @@
 """RAM."""
 
-from ctx_compress_rag.methods.base.mapped_reader import MappedReader
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import LinearMap
+from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.ram.compressor import RamCompressor
 from ctx_compress_rag.methods.ram.config import RamConfig
 
@@ -11,7 +11,7 @@ register(
         config=RamConfig,
         compressor=RamCompressor,
         # W_align of eq. 5 is the reader's map; without skimming it has nothing to map.
-        reader=lambda backbone, config, compressor: MappedReader(
+        reader=lambda backbone, config, compressor: Reader(
             backbone,
             None if config.skimming == "none" else LinearMap(compressor.dim, backbone.dim),
             config.decoder,

@@ -8,12 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.errors import ConfigError, RatioError
+from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, RatioError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
+from ctx_compress_rag.methods.base.reading import PassageStore, TransientContext
 from ctx_compress_rag.methods.base.trunk import TrunkCompressor
 from ctx_compress_rag.methods.ram.config import RamConfig, check_reduction
-from ctx_compress_rag.methods.ram.render import close_read
+from ctx_compress_rag.methods.ram.segments import Segments, layout, slots_of_runs, with_holes
 from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.text.tokenizing import check_characters, text_ids
+
+_TOKENS_PER_BATCH = 8192
 
 
 class RamCompressor(TrunkCompressor):
@@ -22,6 +26,8 @@ class RamCompressor(TrunkCompressor):
     For each segment of a passage the store holds one slot, its representation r_i (eq. 1), which needs no
     question. A question costs its own encoding: segments are chosen by the stored r_i, the chosen ones
     stay text, and only the others are read again, to be pooled under the question's guidance.
+
+    L_org of eq. 3, "the token length of original input", counts the passages without the question, as in section 4.3.
     """
 
     def __init__(self, backbone: Backbone, config: RamConfig) -> None:
@@ -52,7 +58,71 @@ class RamCompressor(TrunkCompressor):
             )
         check_reduction(ratio)
 
-    render = close_read
+    def render(
+        self,
+        store: PassageStore,
+        texts: Sequence[str],
+        ids: Sequence[str],
+        *,
+        ratio: int | None = None,
+        question: str | None = None,
+        scope: str | None = None,
+    ) -> list[str]:
+        """Render stored passages for the decoder: the segments that the question needs as text, the rest as markers.
+
+        Segments are chosen over all passages together (eq. 3), by their stored representations, which are as exact as
+        the store's codec: only the question and the skimmed segments are encoded. A passage's parts keep their order
+        (eq. 6), neighboring skimmed segments share a marker, and kept segments are the passage's own text,
+        character for character. The decoder tokenizes that text with the prompt around it: if it begins or
+        ends within a word, the tokens at its edges may differ from those that were counted. The markers are for this
+        question and this store object: only its memory has their slots.
+
+        `ratio` is the paper's alpha, how many times shorter all passages together become; by default the smallest that
+        the bundle was trained for.
+
+        Raises:
+            ConfigError: there is no question, or it is longer than the model's window; or more segments are skimmed
+                than the store keeps slots for.
+            FingerprintMismatchError: the tokenizer does not cut a passage as it did when the passage was stored.
+        """
+        question, question_ids = self._checked(question)
+        if not texts:
+            return []
+        passages = [Segments.of(self.backbone.tokenizer, text, self.config.segment_tokens) for text in texts]
+        represented = _representations(store, ids, passages, scope)
+        asked = self.question(question_ids)
+        reduction = min(store.bundle.config.ratios) if ratio is None else ratio
+        counts = torch.tensor([count for passage in passages for count in passage.token_counts])
+        kept = self.choose(asked.cpu(), represented, counts, reduction)
+        layouts = layout(passages, kept)
+        runs = [(passage, run) for passage, own in zip(passages, layouts, strict=True) for run in own if not run.kept]
+        segments = [segment for passage, run in runs for segment in passage.ids[run.start : run.end]]
+        vectors = self.skim(segments, asked, _TOKENS_PER_BATCH)
+        softs = slots_of_runs(vectors, torch.tensor([len(segment) for segment in segments]), layouts)
+        parts = [
+            TransientContext(
+                (question, str(reduction), passage.text, *map(str, passage.span(run))), passage.text_of(run), soft
+            )
+            for (passage, run), soft in zip(runs, softs, strict=True)
+        ]
+        return with_holes(passages, layouts, iter(store.transient_markers(parts, scope)))
+
+    def _checked(self, question: str | None) -> tuple[str, list[int]]:
+        """The question and its token ids, if the model can read it."""
+        window = self.backbone.window
+        if not (question and question.strip()):
+            raise ConfigError(
+                "a ram bundle needs the question: give it to compress_documents (LangChain; a "
+                "ContextualCompressionRetriever does), as query_bundle or query_str (LlamaIndex), or as question= of "
+                "mark"
+            )
+        check_characters("the question", len(question), window)
+        ids = text_ids(self.backbone.tokenizer, question)
+        if not ids:
+            raise ConfigError(f"the question {question!r} has no tokens: ask something")
+        if window is not None and len(ids) >= window:  # BOS takes a place, too
+            raise ConfigError(f"the question has {len(ids)} tokens, too many for a window of {window}: shorten it")
+        return question, ids
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
         """The slots to store: r_i of each segment of right-padded passages. The only ratio is `segment_tokens`.
@@ -163,3 +233,17 @@ def skimmed(hidden: Tensor, attention_mask: Tensor, question: Tensor) -> Tensor:
     """
     similarity = F.cosine_similarity(hidden, question, dim=-1).masked_fill(attention_mask == 0, float("-inf"))
     return (similarity.softmax(-1).unsqueeze(-1) * hidden).sum(1)
+
+
+def _representations(
+    store: PassageStore, ids: Sequence[str], passages: Sequence[Segments], scope: str | None
+) -> Tensor:
+    """The stored r_i of all segments: (segments, dim)."""
+    stored = store.get(ids, scope, [passage.text for passage in passages])
+    for id, soft, passage in zip(ids, stored, passages, strict=True):
+        if soft is None or soft.token_counts.tolist() != passage.token_counts:
+            raise FingerprintMismatchError(
+                f"passage {id!r} is now cut into {len(passage.ids)} segments, unlike when it was stored: its text or "
+                "the decoder's tokenizer changed since; delete the passage from the store and add it again"
+            )
+    return torch.cat([soft.slots for soft in stored if soft is not None])

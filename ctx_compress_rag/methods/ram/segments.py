@@ -115,7 +115,7 @@ def slots_of_runs(vectors: Tensor, counts: Tensor, layouts: Sequence[Sequence[Ru
     return [SoftContext(slots, tokens) for slots, tokens in pairs]
 
 
-def render(passages: Sequence[Segments], layouts: Sequence[Sequence[Run]], holes: Iterator[str]) -> list[str]:
+def with_holes(passages: Sequence[Segments], layouts: Sequence[Sequence[Run]], holes: Iterator[str]) -> list[str]:
     """Each passage as a prompt shows it: kept runs as text, and the next of `holes` for each skimmed run."""
     return [
         "".join(passage.text_of(run) if run.kept else next(holes) for run in runs)

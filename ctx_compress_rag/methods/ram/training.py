@@ -17,7 +17,7 @@ from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
 from ctx_compress_rag.methods.ram.compressor import RamCompressor, relevance, segment_means
-from ctx_compress_rag.methods.ram.segments import Segments, layout, render, slots_of_runs
+from ctx_compress_rag.methods.ram.segments import Segments, layout, slots_of_runs, with_holes
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.training.engine.batch_mean import BatchMean
@@ -78,8 +78,8 @@ class RamRow:
 class RamLoss(SlotObjective, BatchMean):
     """L_nll + L_con (eq. 9), mean over the batch's questions.
 
-    Each question draws one of the step's reductions (section 4.1). Prompts are built as
-    `methods.ram.render.close_read` and the decoder build them: kept segments are text, tokenized with the prompt.
+    Each question draws one of the step's reductions (section 4.1). Prompts are built as `RamCompressor.render` and the
+    decoder build them: kept segments are text, tokenized with the prompt.
     The choice of segments passes no gradient: L_con trains the representations, and L_nll the skimmed vectors, with
     them the encoder and the alignment matrix.
 
@@ -124,7 +124,7 @@ class RamLoss(SlotObjective, BatchMean):
             vectors = self.ram.condense(hidden[skimmed], mask[skimmed], question)
             layouts = layout(own, kept)
             slots = slots_of_runs(vectors, counts[skimmed], layouts)
-            context = PASSAGE_SEPARATOR.join(render(own, layouts, repeat(self.builder.HOLE)))
+            context = PASSAGE_SEPARATOR.join(with_holes(own, layouts, repeat(self.builder.HOLE)))
             prompts.prompts.append(self.builder.holed_prompt(row.example, row.template, context))
             prompts.passages.append(list(range(len(softs), len(softs) + len(slots))))
             softs += slots

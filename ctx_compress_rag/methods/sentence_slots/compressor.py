@@ -90,7 +90,7 @@ class SentenceSlotsCompressor(Compressor):
         """From now on, accept only the encoder that `saved_state` identifies.
 
         Raises:
-            BundleError: the state belongs to another method, or another encoder is loaded.
+            BundleError: the state belongs to another method.
         """
         if state.keys() != {_DIGEST} or state[_DIGEST].shape != (32,):
             raise BundleError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ class SentenceEncoder:
         self.device = device
         self._digest: bytes | None = None
         self._model: SentenceTransformer | None = None
-        self._vectors: OrderedDict[str, Tensor] = OrderedDict()
+        self._vectors: dict[str, Tensor] = {}
         self._lock = threading.RLock()
 
     @property
@@ -47,15 +46,11 @@ class SentenceEncoder:
             return self._digest
 
     def expect(self, digest: bytes) -> None:
-        """From now on, accept only an encoder with these weights.
-
-        Raises:
-            BundleError: another one is loaded.
-        """
+        """Accept only an encoder with these weights, from its next use on."""
         with self._lock:
-            self._digest = digest
-            if self._model is not None:
-                self._check(self._model)
+            if self._digest != digest:
+                self._digest, self._model = digest, None
+                self._vectors.clear()
 
     @property
     def model(self) -> SentenceTransformer:
@@ -67,8 +62,13 @@ class SentenceEncoder:
         """
         with self._lock:
             if self._model is None:
-                model = self._load()
-                self._check(model)
+                model = self._load().eval().requires_grad_(False)
+                if self._digest is not None and (found := _weights_digest(model)) != self._digest:
+                    raise BundleError(
+                        f"the bundle was made with another sentence encoder than {self.name!r}, revision "
+                        f"{self.revision or 'latest'}, whose weights are {found.hex()[:12]}, not "
+                        f"{self._digest.hex()[:12]}: put the bundle's encoder there, or train a bundle with this one"
+                    )
                 self._model = model
             return self._model
 
@@ -87,18 +87,6 @@ class SentenceEncoder:
             )
         except Exception as error:  # it raises as many kinds as transformers
             raise BundleError(f"cannot load the sentence encoder {self.name!r}: {error}") from error
-
-    def _check(self, model: SentenceTransformer) -> None:
-        model.eval().requires_grad_(False)
-        if self._digest is None:
-            return
-        found = _weights_digest(model)
-        if found != self._digest:
-            raise BundleError(
-                f"the bundle was made with another sentence encoder than {self.name!r}, revision "
-                f"{self.revision or 'latest'}, whose weights are {found.hex()[:12]}, not {self._digest.hex()[:12]}: "
-                "put the bundle's encoder there, or train a bundle with this one"
-            )
 
     def encode(self, texts: Sequence[str], batch_size: int = 32) -> Tensor:
         """Encode texts, each distinct text once; the latest vectors are cached.
@@ -123,10 +111,8 @@ class SentenceEncoder:
                     )
                 self._vectors.update(zip(new, vectors, strict=True))
             stacked = torch.stack([self._vectors[text] for text in texts])
-            for text in dict.fromkeys(texts):
-                self._vectors.move_to_end(text)
-            while len(self._vectors) > _CACHED_VECTORS:
-                self._vectors.popitem(last=False)
+            for text in list(self._vectors)[:-_CACHED_VECTORS]:
+                del self._vectors[text]
         return stacked
 
 

@@ -1,0 +1,347 @@
+"""Mean pooling (Simple Context Compression, sections 4.1 and 5.1), its options, and the weights that it shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import PeftModel
+from pydantic import ValidationError
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.errors import ConfigError, RatioError
+from ctx_compress_rag.methods.base.config import TuneConfig
+from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
+from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
+from ctx_compress_rag.models.backbone import Backbone
+from helpers import architectures
+from helpers.methods import compress_ids
+from helpers.models import widen
+from helpers.plain_llama import llama_layer, rms_norm
+
+TEXTS = [
+    "Orla Drumwell was born in Pellmouth. She kept bees and wrote three books about the northern coast.",
+    "Pellmouth is a town.",
+    "The Harrow Institute was founded in 1911, and it moved to Stavely after the flood. " * 8,
+]
+PROMPT = torch.arange(20, 60).unsqueeze(0)
+WAIT = 120
+FROZEN = TuneConfig(mode="frozen")
+OPTIONS: dict[str, Any] = {"layers": 1, "positions": 3, "embedding_skip": True, "hidden_map": True}
+RANK, ALPHA = 4, 6
+MODES = {"lora": TuneConfig(rank=RANK, alpha=ALPHA), "full": TuneConfig(mode="full"), "frozen": FROZEN}
+
+
+@pytest.fixture(scope="module")
+def bundle(make_tiny_bundle: Callable[..., Any]) -> Any:
+    """LoRA on both sides, with weights that matter."""
+    made = make_tiny_bundle(seed=1)
+    widen(made.backbone.model)
+    return made
+
+
+@pytest.fixture(scope="module", params=architectures.NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def frozen_encoder(name: str, layers: int | None = None) -> MeanPoolingCompressor:
+    """The decoder of an architecture, or its first layers, as the encoder."""
+    backbone = Backbone(architectures.model(name), architectures.tokenizer(name))
+    return MeanPoolingCompressor(backbone, MeanPoolingConfig(encoder=FROZEN, decoder=FROZEN, layers=layers))
+
+
+@pytest.fixture(scope="module")
+def encoder(name: str) -> MeanPoolingCompressor:
+    return frozen_encoder(name)
+
+
+def alone(encoder: MeanPoolingCompressor, ids: Tensor) -> Tensor:
+    """The vectors of a passage's tokens, without padding: (length, dim)."""
+    with torch.no_grad():
+        return encoder.hidden_states(ids.unsqueeze(0), torch.ones(1, len(ids)).long())[0]
+
+
+def logits(bundle: Any, adapter: str | None) -> Tensor:
+    with torch.no_grad(), bundle.backbone.use(adapter) as model:
+        result: Tensor = model(input_ids=PROMPT).logits
+    return result
+
+
+def means(vectors: Tensor, ratio: int = 4) -> Tensor:
+    return torch.stack([part.mean(0) for part in vectors.split(ratio)])
+
+
+# The equations
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 31, 64])
+@pytest.mark.parametrize("ratio", [4, 16])
+def test_slots_are_means_of_hidden_states(bundle: Any, length: int, ratio: int) -> None:
+    ids = torch.arange(30, 30 + length)
+    h = alone(bundle.compressor, ids).double().tolist()
+    # Eq. 3: S_k = {(k-1) r + 1, ..., min(k r, L)}; eq. 4: z_k = 1/|S_k| sum of h_i over S_k
+    blocks = [range((k - 1) * ratio + 1, min(k * ratio, length) + 1) for k in range(1, -(-length // ratio) + 1)]
+    z = [[sum(h[i - 1][d] for i in block) / len(block) for d in range(len(h[0]))] for block in blocks]
+    [soft] = compress_ids(bundle.compressor, [ids.tolist()], ratio)
+    torch.testing.assert_close(soft.slots.double(), torch.tensor(z, dtype=torch.float64), atol=1e-5, rtol=1e-4)
+    assert soft.token_counts.tolist() == [len(block) for block in blocks]
+
+
+def test_the_linear_map_comes_after_pooling(bundle: Any) -> None:
+    """Section 5.1: W, d x d, is applied to f_c(T, r) before the decoder gets it."""
+    [soft] = bundle.compress(TEXTS[:1])
+    w = bundle.reader.projection.weight
+    assert w.shape == (bundle.backbone.dim, bundle.backbone.dim)
+    expected = torch.tensor([[sum(a * b for a, b in zip(row, slot, strict=True)) for row in w.tolist()]
+                             for slot in soft.slots.tolist()])  # fmt: skip
+    torch.testing.assert_close(bundle.embed(soft), expected, atol=1e-4, rtol=1e-4)
+
+
+def plain_slots(bundle: Bundle, ids: list[int], ratio: int) -> Tensor:
+    """What the options say, one step after the other, in float64, from nothing but named weights."""
+    mode = bundle.config.method.encoder.mode  # type: ignore[union-attr]
+    decoder = {name: value.double() for name, value in bundle.backbone.own_state().items()}
+    embeddings = decoder["model.embed_tokens.weight"]
+    own = {name: value.double() for name, value in bundle.compressor.saved_state().items()}
+    first = "model.layers.0."
+    layer = {name.removeprefix(first): value for name, value in decoder.items() if name.startswith(first)}
+    norm = decoder["model.norm.weight"]
+    if mode == "full":
+        layer = {n.removeprefix("layers.0."): value for n, value in own.items() if n.startswith("layers.0.")}
+        norm = own["norm.weight"]
+    if mode == "lora":
+        adapter = {n: value.double() for n, value in bundle.backbone.adapter_state("compressor").items()}
+        for name in [name.removesuffix(".weight") for name in layer if "proj" in name]:
+            a, b = (adapter[f"base_model.model.model.layers.0.{name}.lora_{side}.weight"] for side in "AB")
+            layer[f"{name}.weight"] = layer[f"{name}.weight"] + ALPHA / RANK * b @ a
+    config = bundle.backbone.model.config
+    embedded = embeddings[ids]
+    x = llama_layer(
+        embedded + own["positions"][[i % 3 for i in range(len(ids))]],
+        config,
+        lambda x, name: x @ layer[f"{name}.weight"].T,
+        lambda x, name: rms_norm(x, layer[f"{name}.weight"], config.rms_norm_eps),
+        torch.ones(len(ids), len(ids)).bool(),  # every token sees every token
+    )
+    h = rms_norm(x, norm, config.rms_norm_eps)
+    h = h / h.pow(2).mean(-1, keepdim=True).sqrt()
+    return means(embedded + embeddings.pow(2).mean().sqrt() * h @ own["hidden_map.weight"].T, ratio)
+
+
+def draw(bundle: Bundle) -> Bundle:
+    """Draw every weight anew, so that each one matters."""
+    torch.manual_seed(8)
+    with torch.no_grad():
+        for module in (bundle.backbone.model, bundle.compressor, bundle.reader):
+            for parameter in module.parameters():
+                parameter.normal_(std=0.4)
+    return bundle
+
+
+@pytest.fixture(scope="module", params=MODES)
+def with_options(request: pytest.FixtureRequest, make_tiny_bundle: Callable[..., Any]) -> Bundle:
+    return draw(make_tiny_bundle(encoder=MODES[request.param], **OPTIONS))
+
+
+@settings(max_examples=25, deadline=None)
+@given(ids=st.lists(st.integers(5, 590), min_size=1, max_size=40), ratio=st.sampled_from([4, 8, 16]))
+def test_slots_with_all_options_are_those_of_a_plain_computation(
+    with_options: Bundle, ids: list[int], ratio: int
+) -> None:
+    [soft] = compress_ids(with_options.compressor, [ids], ratio)
+    torch.testing.assert_close(soft.slots.double(), plain_slots(with_options, ids, ratio), atol=1e-3, rtol=1e-3)
+
+
+def test_an_untrained_slot_is_the_mean_of_its_embeddings(make_tiny_bundle: Callable[..., Any]) -> None:
+    """With a hidden map, which starts at zero; and without an encoder (table 3), which trains nothing."""
+    for method in (OPTIONS, {"encoder": FROZEN, "layers": 0}):
+        made = make_tiny_bundle(**method)
+        ids = made.tokenizer(TEXTS[0], add_special_tokens=False)["input_ids"]
+        [soft] = made.compress(TEXTS[:1])
+        torch.testing.assert_close(soft.slots, means(made.backbone.embeddings(torch.tensor(ids))))
+    assert made.compressor.trained_parameters() == []
+
+
+# Any architecture
+
+
+def test_slots_are_the_trunks_under_full_attention(name: str, encoder: MeanPoolingCompressor) -> None:
+    """By transformers' own trunk, after the BOS if the tokenizer adds one, which enters no slot."""
+    [ids] = architectures.random_ids(name, [3 * architectures.SLIDING_WINDOW])
+    bos = architectures.bos(name)
+    read = torch.tensor([[*bos, *ids]])
+    trunk, embed = encoder.backbone.model.base_model, encoder.backbone.embeddings
+    everything = torch.zeros(1, 1, read.shape[1], read.shape[1])
+    with torch.no_grad():
+        hidden = trunk(inputs_embeds=embed(read), attention_mask=everything).last_hidden_state[0, len(bos) :]
+    [soft] = compress_ids(encoder, [ids.tolist()], 4)
+    torch.testing.assert_close(soft.slots, means(hidden), atol=1e-4, rtol=1e-4)
+    whole = alone(encoder, ids)
+    for changed, seen in ((-1, 0), (0, -1)):  # the first token sees the last, further than sliding windows reach
+        other = ids.clone()
+        other[changed] = ids[changed] - 1
+        assert (alone(encoder, other)[seen] - whole[seen]).abs().max() > 1e-3
+
+
+def test_padding_changes_nothing(name: str, encoder: MeanPoolingCompressor) -> None:
+    passages = architectures.random_ids(name, [25, 3, 14])
+    ids = torch.nn.utils.rnn.pad_sequence(passages, batch_first=True, padding_value=1)
+    mask = torch.tensor([[1] * len(p) + [0] * (25 - len(p)) for p in passages])
+    with torch.no_grad():
+        batch = encoder.hidden_states(ids, mask)
+    for row, passage in zip(batch, passages, strict=True):
+        torch.testing.assert_close(row[: len(passage)], alone(encoder, passage), atol=2e-4, rtol=1e-4)
+
+
+def test_the_first_layers_alone_are_run(name: str, encoder: MeanPoolingCompressor) -> None:
+    """As many layers as there are give what the whole trunk gives; with fewer, the last one's weights count nothing."""
+    [ids] = architectures.random_ids(name, [12])
+    count = encoder.backbone.model.config.get_text_config().num_hidden_layers
+    whole = alone(encoder, ids)
+    assert torch.equal(alone(frozen_encoder(name, count), ids), whole)
+    cut = frozen_encoder(name, count - 1)
+    before = alone(cut, ids)
+    assert (before - whole).abs().max() > 1e-3
+    last = [p for n, p in cut.backbone.model.named_parameters() if f"layers.{count - 1}." in n]
+    with torch.no_grad():
+        for parameter in last:
+            parameter.fill_(float("nan"))
+        assert torch.equal(alone(cut, ids), before)
+        assert cut.backbone.model(ids.unsqueeze(0)).logits.isnan().all(), "the decoder itself keeps all of its layers"
+
+
+# Passages
+
+
+def test_batches_stay_within_their_budget(bundle: Any) -> None:
+    shapes = []
+    passages = [list(range(20, 20 + n)) for n in (5, 64, 30, 150, 1, 31)]
+    with bundle.backbone.model.base_model.register_forward_pre_hook(
+        lambda _, args, given: shapes.append(given["inputs_embeds"].shape[:2]), with_kwargs=True
+    ):
+        softs = compress_ids(bundle.compressor, passages, 4, batch_tokens=128)
+    assert [soft.n_tokens for soft in softs] == [5, 64, 30, 150, 1, 31]
+    assert all(rows * length <= 128 for rows, length in shapes)
+    assert len(shapes) < 8  # 8 windows: some share a batch
+
+
+@given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=3), factor=st.sampled_from([2, 4, 8, 16]))
+@settings(deadline=None, max_examples=15)
+def test_merging_equals_compressing_at_the_coarser_ratio(bundle: Any, lengths: list[int], factor: int) -> None:
+    """Nestable, over lengths of up to several windows, none of which a merged slot may span wrongly."""
+    passages = [[(7 * i + n) % 500 + 20 for i in range(n)] for n in lengths]
+    base = compress_ids(bundle.compressor, passages, 4)
+    coarse = compress_ids(bundle.compressor, passages, 4 * factor)
+    for fine, expected in zip(base, coarse, strict=True):
+        merged = bundle.at_ratio(fine, 4 * factor)
+        assert torch.equal(merged.token_counts, expected.token_counts)
+        torch.testing.assert_close(merged.slots, expected.slots, atol=1e-4, rtol=1e-4)
+
+
+def test_long_passages_are_compressed_window_by_window(bundle: Any) -> None:
+    ids = bundle.tokenizer(TEXTS[2], add_special_tokens=False)["input_ids"]
+    window = bundle.config.max_tokens
+    assert len(ids) > 2 * window and len(ids) % window
+    [soft] = bundle.compress([TEXTS[2]])
+    parts = [compress_ids(bundle.compressor, [ids[i : i + window]], 4)[0] for i in range(0, len(ids), window)]
+    torch.testing.assert_close(soft.slots, torch.cat([part.slots for part in parts]), atol=1e-4, rtol=1e-4)
+    assert soft.n_tokens == len(ids)
+
+
+def test_blank_passages_and_impossible_ratios_are_refused(bundle: Any) -> None:
+    assert bundle.compress([]) == []
+    for blank in ("", " \n\t"):
+        with pytest.raises(ConfigError, match="passage 1 is blank"):
+            bundle.compress([TEXTS[0], blank])
+    with pytest.raises(RatioError, match="ratio 7 does not divide the encoder's window of 64"):
+        bundle.compress(TEXTS, ratio=7)
+    [soft] = bundle.compress(TEXTS[:1])
+    for ratio in (2, 6, 0, -4):
+        with pytest.raises(RatioError, match=f"ratio {ratio} cannot be made from slots stored at 4"):
+            bundle.at_ratio(soft, ratio)
+
+
+# Weights
+
+
+def test_a_copy_shares_the_embeddings(make_tiny_bundle: Callable[..., Any]) -> None:
+    made = make_tiny_bundle(encoder=TuneConfig(mode="full"))
+    assert made.compressor.encoder.get_input_embeddings().weight is made.backbone.embeddings.weight
+
+
+def test_lora_lies_in_the_first_layers_alone_and_is_a_peft_adapter(
+    make_tiny_bundle: Callable[..., Any], tmp_path: Path
+) -> None:
+    made = draw(make_tiny_bundle(encoder=MODES["lora"], **OPTIONS))
+    assert {name.split(".layers.")[1][0] for name in made.backbone.adapter_state("compressor")} == {"0"}
+    assert {name.split(".layers.")[1][0] for name in made.backbone.adapter_state("reader")} == {"0", "1"}
+    made.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "decoder", dtype=torch.float32).eval()
+    tuned = PeftModel.from_pretrained(plain, tmp_path / "compressor").eval()
+    with torch.no_grad():
+        expected = tuned(input_ids=PROMPT).logits
+    torch.testing.assert_close(expected, logits(made, "compressor"), atol=1e-3, rtol=1e-3)
+
+
+def test_adapters_do_not_leak(bundle: Any, make_tiny_bundle: Callable[..., Any]) -> None:
+    """The plain decoder has the same bits with adapters beside it, before and after they are used."""
+    plain = make_tiny_bundle(encoder=FROZEN, decoder=FROZEN)
+    plain.backbone.load_own_state(bundle.backbone.own_state())
+    expected = logits(plain, None)
+    assert plain.backbone.adapters == frozenset() and bundle.backbone.adapters == {"compressor", "reader"}
+    assert torch.equal(logits(bundle, None), expected)
+    compressor, reader = logits(bundle, "compressor"), logits(bundle, "reader")
+    for a, b in ((compressor, expected), (reader, expected), (compressor, reader)):
+        assert (a - b).abs().max() > 0.1
+    with bundle.text_decoder() as model, torch.no_grad():
+        bundle.compress(TEXTS[:1])  # the compressor's adapter, and back
+        assert torch.equal(model(input_ids=PROMPT).logits, expected)
+        with pytest.raises(ZeroDivisionError), bundle.soft_decoder(torch.zeros(1, 1, dtype=torch.bool)) as tuned:
+            assert torch.equal(tuned(input_ids=PROMPT).logits, reader)
+            raise ZeroDivisionError
+        assert torch.equal(model(input_ids=PROMPT).logits, expected)
+    with pytest.raises(ConfigError, match=r"no adapter 'teacher': there are \['compressor', 'reader'\]"):
+        logits(bundle, "teacher")
+
+
+def test_threads_compress_and_decode_at_once(bundle: Any) -> None:
+    [alone] = bundle.compress(TEXTS[:1])
+    reader, plain = logits(bundle, "reader"), logits(bundle, None)
+
+    def work(number: int) -> bool:
+        if number % 3 == 0:
+            return torch.equal(bundle.compress(TEXTS[:1])[0].slots, alone.slots)
+        return torch.equal(logits(bundle, "reader" if number % 3 == 1 else None), reader if number % 3 == 1 else plain)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(work, range(18), timeout=WAIT))
+
+
+# The config
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden_map": True}, "needs embedding_skip: true"),
+        ({"layers": 0}, "layers"),
+        ({"layers": 1, "encoder": {"target_modules": ".*q_proj"}}, "target_modules"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        MeanPoolingConfig(**settings)
+
+
+def test_more_layers_than_there_are_are_refused(make_tiny_bundle: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="layers=3: the decoder has only 2 layers"):
+        make_tiny_bundle(layers=3)
