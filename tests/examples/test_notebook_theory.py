@@ -70,24 +70,6 @@ def check_tables(shown: list[Any]) -> None:
 
 
 @pytest.mark.slow
-def test_the_section_on_tables_runs_by_itself() -> None:
-    """With one seed and few steps, for time: the figures and what they show are checked below."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    headings = [i for i, cell in enumerate(notebook.cells) if cell.source.startswith("## ")]
-    start = next(i for i in headings if notebook.cells[i].source.startswith("## After an MLP, on tables"))
-    end = next(i for i in headings if i > start)
-    notebook.cells = [notebook.cells[1], *notebook.cells[start:end], nbformat.v4.new_code_cell(TABLES)]
-    for cell in notebook.cells:
-        cell.source = cell.source.replace("SEEDS = range(3)", "SEEDS = range(1)").replace(
-            "seed=seed", "seed=0, steps=5"
-        )
-    outputs = execute(notebook)
-    own, teachers = json.loads(outputs[-1].text)
-    assert figures(outputs) == 2 and len(own) == 16 and len(teachers) == 8
-    assert all(len(runs) == 1 for _, _, runs in [*own, *teachers])
-
-
-@pytest.mark.slow
 def test_runs_from_start_to_end_and_shows_what_it_says() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     notebook.cells += [nbformat.v4.new_code_cell(LAST), nbformat.v4.new_code_cell(TABLES)]

@@ -16,17 +16,12 @@ from linear_rag.attention import LinearAttention, gradient_step_layer, stack
 from linear_rag.comparison import (
     best_rate,
     compare,
-    feature_rates,
     gradient_descent,
-    interpolation,
-    learned_rates,
-    loss,
     trained,
 )
-from linear_rag.experiment import run
 from linear_rag.model import dot_product_weight, gradient_step, predict, projection_weight, rag_loss
 from linear_rag.tasks import DotProduct, Interface, LinearTasks, Projection
-from linear_rag.training import Freedom, train_layer
+from linear_rag.training import train_layer
 
 RATE = 0.05
 close = dict(rtol=1e-9, atol=1e-9)
@@ -258,18 +253,6 @@ def test_lemma_1s_sign_on_the_context_does_not_stack() -> None:
     torch.testing.assert_close(stack(p.layer, p.context, p.queries, 2, outputs=1), expected, **close)
 
 
-def test_a_batch_is_its_tasks_one_by_one() -> None:
-    """W2 differs from task to task where it holds the task's documents."""
-    problems = [dot_product_problem(seed, n=4, inputs=3, outputs=2, documents=5, width=2) for seed in range(3)]
-    w1 = problems[0].w1
-    for problem in problems:
-        problem.w1 = w1
-    w2, context, queries = (torch.stack([getattr(p, name) for p in problems]) for name in ("w2", "context", "queries"))
-    together = stack(gradient_step_layer(w1, w2, 4, RATE), context, queries, 3, outputs=2)
-    for one, p in zip(together, problems, strict=True):
-        torch.testing.assert_close(one, stack(p.layer, p.context, p.queries, 3, outputs=2), **close)
-
-
 # The synthetic tasks
 
 SMALL = {
@@ -291,16 +274,6 @@ def test_targets_are_linear_in_the_tokens_features(name: str, variance: float) -
     teacher = torch.linalg.pinv(features, rtol=1e-6) @ targets
     torch.testing.assert_close(features @ teacher, targets, atol=1e-4, rtol=0)
     assert float(teacher.square().mean()) == pytest.approx(variance, rel=0.2)
-
-
-def test_inputs_have_the_range_asked_for_and_documents_their_own() -> None:
-    for alpha in [1.0, 2.0]:
-        tasks = drawn("projection", alpha=alpha)
-        assert alpha * 0.99 < float(tasks.context[..., :3].abs().max()) <= alpha
-        assert 0.49 < float(tasks.context[..., 3:7].abs().max()) <= 0.5
-        tasks = drawn("dot product", alpha=alpha)
-        assert alpha * 0.99 < float(tasks.context[..., :6].abs().max()) <= alpha
-        assert torch.equal(tasks.context[..., :3], tasks.context[..., 3:6])
 
 
 def test_injected_row_is_the_first_prediction_as_a_key() -> None:
@@ -350,59 +323,6 @@ def test_comparison_with_twice_the_steps_of_autograd(name: str, depth: int) -> N
     assert actual.reference_loss == pytest.approx(float((prediction - target).square().mean()), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_best_rate_of_one_step_is_the_least_squares_one(name: str) -> None:
-    """The loss after one step is a parabola in the rate."""
-    tasks = drawn(name)
-    start = tasks.first_prediction(tasks.x)
-    move = gradient_descent(1.0)(tasks, tasks.x) - start
-    expected = float((move * (tasks.target - start)).sum() / move.square().sum())
-    assert best_rate(tasks) == pytest.approx(expected, abs=0.01)
-
-
-def test_best_rate_of_several_steps_is_a_minimum() -> None:
-    tasks = drawn("dot product")
-    rate = best_rate(tasks, depth=3)
-    least = loss(gradient_descent(rate, 3), tasks)
-    assert all(least < loss(gradient_descent(rate * factor, 3), tasks) for factor in (0.5, 0.9, 1.1, 1.5))
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_halfway_between_two_rates_is_their_mean(name: str) -> None:
-    """The scale of W_K^T W_Q against P W_V has no effect."""
-    tasks = drawn(name)
-    step = gradient_step_layer(torch.zeros(1, 3), tasks.w2, 30, 0.2)
-    scaled = LinearAttention(step.query * 2, step.key * -1.5, step.value, step.output / -3)
-    halfway = interpolation(scaled, 0.6)(tasks, tasks.x)
-    # A trained layer starts from zero, not from W2 x_q: half the first prediction is missing.
-    expected = gradient_descent(0.4)(tasks, tasks.x) - tasks.first_prediction(tasks.x) / 2
-    torch.testing.assert_close(halfway, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_gradient_step_has_its_rate_for_both_features() -> None:
-    """Also when the features are scaled: x1 halved in keys and queries has a quarter of the rate."""
-    step = gradient_step_layer(torch.zeros(1, 3), torch.zeros(1, 4), 5, 0.2)
-    assert learned_rates(step, inputs=3, examples=5) == pytest.approx((0.2, 0.2))
-    halve = torch.diag(torch.tensor([0.5, 0.5, 0.5, 1, 1, 1, 1, 0]))
-    halved = LinearAttention(step.query @ halve, step.key @ halve, step.value, step.output)
-    assert learned_rates(halved, inputs=3, examples=5) == pytest.approx((0.05, 0.2))
-
-
-@pytest.mark.parametrize("interface", [Projection(2), Projection(6, width=1, inputs=3, examples=4)])
-def test_feature_rates_have_the_least_loss(interface: Projection) -> None:
-    """Against the measured loss, whose derivative by each rate is zero at the minimum."""
-    tasks = interface.sample(200_000, Generator().manual_seed(5))
-    measured = tasks.context[..., :-1].flatten(0, 1).var(dim=0)
-    torch.testing.assert_close(interface.variances(), measured, rtol=0.02, atol=0)
-    rates = feature_rates(interface.variances(), interface.examples).requires_grad_()
-    weights = torch.einsum("bni,bn->bi", tasks.context[..., :-1], tasks.context[..., -1]) / interface.examples
-    assert tasks.retrieved is not None
-    prediction = (weights * rates * torch.cat([tasks.x, tasks.retrieved], dim=-1)).sum(-1)
-    (gradient,) = torch.autograd.grad((prediction - tasks.target).square().mean(), rates)
-    at_rate_zero = -2 * interface.variances() ** 2
-    assert float((gradient / at_rate_zero).abs().max()) < 0.05
-
-
 @pytest.mark.parametrize(
     "interface", [Projection(documents=2, inputs=6), DotProduct(2, Generator().manual_seed(0), inputs=6)]
 )
@@ -417,25 +337,3 @@ def test_a_single_layer_trains_to_one_gradient_step(interface: Interface) -> Non
     assert before.sensitivity_cosine < 0.6 and before.loss > 1.5 * before.reference_loss
     assert after.sensitivity_cosine > 0.98 and after.loss < 1.1 * after.reference_loss
     assert torch.equal(train_layer(interface, **arguments).value, layer.value)
-
-
-@pytest.mark.parametrize("freedom", ["all", "writes y", "lemma"])
-def test_only_the_weights_that_are_free_are_trained(freedom: Freedom) -> None:
-    layer = train_layer(SMALL["projection"], depth=2, steps=3, batch=8, freedom=freedom)
-    y_alone = torch.zeros(8, 8, dtype=torch.bool)
-    y_alone[-1] = True
-    reads = torch.zeros(8, 8, dtype=torch.bool)
-    reads[:-1, :-1] = True
-    everything = torch.ones(8, 8, dtype=torch.bool)
-    assert torch.equal(layer.output != 0, everything if freedom == "all" else y_alone)
-    for weights in (layer.query, layer.key):
-        assert torch.equal(weights != 0, reads if freedom == "lemma" else everything)
-    assert torch.equal(layer.value != 0, everything)
-
-
-def test_a_run_compares_on_held_out_tasks_as_it_trains() -> None:
-    result = run(SMALL["dot product"], steps=5, every=2, freedom="lemma")
-    assert list(result.history) == [0, 2, 4, 5]
-    expected = compare(trained(result.layer), gradient_descent(result.rate), result.held_out)
-    assert result.last == expected
-    assert len(result.held_out.x) == 10_000
