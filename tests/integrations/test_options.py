@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -103,3 +105,17 @@ def test_what_the_decoder_is_made_with_cannot_change(app: App, framework: Any) -
             setattr(llm, name, value)
     llm.max_tokens = 1
     assert llm.max_tokens == 1
+
+
+@FRAMEWORKS
+def test_copies_share_the_model_and_pickles_are_refused(app: App, framework: Any) -> None:
+    """LlamaIndex's own pickling would take the store out of the object at hand."""
+    llm = framework.llm(store=app.store, max_tokens=4)
+    for thing in (llm, framework.postprocessor(store=app.store)):
+        twin = copy.deepcopy(thing)
+        assert twin is not thing and twin.store is thing.store
+        with pytest.raises(ConfigError, match="create it in the other process"):
+            pickle.dumps(thing)
+        assert thing.store is app.store
+    answers = {framework.ask(each, "Hello") for each in (llm, copy.copy(llm), copy.deepcopy(llm))}
+    assert len(answers) == 1

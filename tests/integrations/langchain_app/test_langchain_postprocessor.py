@@ -1,4 +1,4 @@
-"""The LangChain postprocessor: markers in place of texts, sizes, missing documents, and the texts again."""
+"""The LangChain postprocessor in a chain, and the texts again: for citations, and for other LLMs."""
 
 from __future__ import annotations
 
@@ -18,58 +18,17 @@ from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import RunnableLambda
 
-from ctx_compress_rag import ConfigError, MissingPassageError, SoftContextStore
+from ctx_compress_rag import ConfigError
 from helpers.langchain import CHAT, QUESTION, SOURCES, TEXTS, App, open_app, while_the_decoder_is_taken
-from langchain_ctx_compress import CompressedContextPostprocessor, expand_prompt, restore_sources
-
-
-def test_documents_keep_all_but_their_text(app: App) -> None:
-    retrieved = app.retriever(k=4).invoke(QUESTION)
-    before = [document.model_copy(deep=True) for document in retrieved]
-    marked = app.postprocessor(ratio=8).invoke(retrieved)
-    assert retrieved == before
-    assert [(d.id, d.metadata) for d in marked] == [(d.id, d.metadata) for d in before]
-    for document in marked:
-        [marker] = app.store.split(document.page_content)
-        assert marker.slots == app.slots(document.id, 8)
-    marked[0].metadata["source"] = "changed"
-    assert retrieved == before
+from langchain_ctx_compress import expand_prompt, restore_sources
 
 
 @pytest.mark.parametrize("given", [QUESTION, [QUESTION], SOURCES[0], {"context": SOURCES}])
 def test_what_is_no_list_of_documents_is_refused(app: App, given: Any) -> None:
     """A step before the retriever, a chain's whole state, one document alone."""
-    postprocessor = app.postprocessor()
-    for call in (postprocessor.invoke, postprocessor.compress_documents, partial(restore_sources, store=app.store)):
-        with pytest.raises(
-            ConfigError, match=r"list of Documents is needed, got (str|Document|dict): .*after a retriever"
-        ):
+    for call in (app.postprocessor().invoke, partial(restore_sources, store=app.store)):
+        with pytest.raises(ConfigError, match=r"got (str|Document|dict): .*after a retriever"):
             call(given)
-
-
-def test_missing_documents(talkative: Any, tmp_path: Path) -> None:
-    app = open_app(tmp_path, talkative, indexed=False)
-    with pytest.raises(MissingPassageError, match="tower"):
-        app.postprocessor(on_missing="error").invoke(SOURCES)
-    assert app.postprocessor(on_missing="text").invoke(SOURCES) == SOURCES
-    assert len(app.store) == 0
-    first = app.postprocessor().invoke(SOURCES)
-    assert sorted(app.store.ids()) == sorted(TEXTS)
-    assert app.postprocessor(on_missing="error").invoke(SOURCES) == first
-
-
-def test_found_by_text_where_ids_differ(app: App) -> None:
-    strangers = [Document(page_content=TEXTS["tower"]), Document(id="uuid-2", page_content=TEXTS["mill"])]
-    store = SoftContextStore(app.client, app.bundle, collection="by-text")
-    store.add(list(TEXTS.values()), progress=False)
-    marked = CompressedContextPostprocessor(store=store, on_missing="error").invoke(strangers)
-    assert [document.id for document in marked] == [None, "uuid-2"]
-    assert restore_sources(marked, store) == strangers
-
-
-def test_twice_is_the_last(app: App) -> None:
-    once = app.postprocessor(ratio=16).invoke(SOURCES)
-    assert app.postprocessor(ratio=16).invoke(app.postprocessor(ratio=8).invoke(SOURCES)) == once
 
 
 def test_compression_leaves_the_event_loop_free(talkative: Any, tmp_path: Path) -> None:
@@ -108,15 +67,11 @@ def test_sources_of_an_answer_keep_texts_metadata_scores_and_ids(app: App) -> No
         )
         result = chain.invoke({"input": QUESTION})
         assert result["answer"] and result["context"] != found(QUESTION)
-        sources = restore_sources(result["context"], app.store)
-        assert sources == found(QUESTION) == restore_sources(sources, app.store)
-        assert restore_sources(result["context"], app.store) == sources
-    assert restore_sources([], app.store) == app.postprocessor().invoke([]) == []
+        assert restore_sources(result["context"], app.store) == found(QUESTION)
 
 
 def test_another_llm_is_sent_the_texts(app: App) -> None:
-    marked = app.postprocessor(ratio=8).invoke(SOURCES[:2])
-    tower, mill = (document.page_content for document in marked)
+    tower, mill = app.store.markers(["tower", "mill"], 8)
     fields, plain = {"context": tower, "input": f"{mill}?"}, {"context": TEXTS["tower"], "input": f"{TEXTS['mill']}?"}
     blocks = ChatPromptTemplate(
         [("human", [{"type": "text", "text": "{context}"}, {"type": "text", "text": "{input}"}])]

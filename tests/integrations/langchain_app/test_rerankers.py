@@ -9,14 +9,9 @@ from typing import Any
 
 import pytest
 from langchain_classic.retrievers import ContextualCompressionRetriever
-from langchain_classic.retrievers.document_compressors import (
-    CrossEncoderReranker,
-    DocumentCompressorPipeline,
-    LLMChainFilter,
-)
+from langchain_classic.retrievers.document_compressors import CrossEncoderReranker, DocumentCompressorPipeline
 from langchain_classic.retrievers.document_compressors.cross_encoder import BaseCrossEncoder
 from langchain_core.documents import BaseDocumentCompressor, Document
-from langchain_core.language_models import FakeListLLM
 from langchain_core.prompts import PromptTemplate, format_document
 from langchain_core.retrievers import BaseRetriever
 
@@ -50,15 +45,10 @@ class Plain(BaseRetriever):
         return DOCUMENTS
 
 
-@pytest.fixture
-def postprocessor(tmp_path: Path) -> CompressedContextPostprocessor:
-    return CompressedContextPostprocessor(store=SoftContextStore(tmp_path, WordBundle(), key=b"k" * 32))
-
-
 @pytest.mark.parametrize("reranker", [CrossEncoderReranker(model=Words(), top_n=1), Copies()], ids=["local", "hosted"])
-def test_a_reranker_after_the_postprocessor_reads_texts(
-    postprocessor: CompressedContextPostprocessor, reranker: BaseDocumentCompressor
-) -> None:
+def test_a_reranker_after_the_postprocessor_reads_texts(tmp_path: Path, reranker: BaseDocumentCompressor) -> None:
+    store = SoftContextStore(tmp_path, WordBundle(), key=b"k" * 32)
+    postprocessor = CompressedContextPostprocessor(store=store)
     pipeline = DocumentCompressorPipeline(transformers=[postprocessor, reranker])
     nested = ContextualCompressionRetriever(
         base_compressor=reranker,
@@ -70,26 +60,7 @@ def test_a_reranker_after_the_postprocessor_reads_texts(
         nested.invoke(QUESTION),
     ):
         [best] = found
-        shown = format_document(best, PromptTemplate.from_template("{page_content}"))
-        assert shown == (TEXTS["tower"] if isinstance(reranker, Copies) else postprocessor.store.marker("tower", 4))
-        assert restore_sources([best], postprocessor.store)[0].page_content == TEXTS["tower"]
-
-
-def test_an_llm_that_judges_documents_reads_texts(postprocessor: CompressedContextPostprocessor) -> None:
-    asked: list[str] = []
-
-    class Judge(FakeListLLM):
-        def _call(self, prompt: str, *args: Any, **kwargs: Any) -> str:
-            asked.append(prompt)
-            return "YES"
-
-    judge = LLMChainFilter.from_llm(Judge(responses=["YES"]))
-    judge.compress_documents(postprocessor.invoke(DOCUMENTS), QUESTION)
-    assert [text in prompt for text, prompt in zip(TEXTS.values(), asked, strict=True)] == [True, True]
-
-
-def test_a_prompt_reads_markers_and_a_copy_too(postprocessor: CompressedContextPostprocessor) -> None:
-    marked = postprocessor.invoke(DOCUMENTS)
-    for document in (*marked, *(each.model_copy(deep=True) for each in marked)):
-        assert document.page_content.startswith("[[ctx:")
-        assert format_document(document, PromptTemplate.from_template("{page_content}")) == document.page_content
+        for document in (best, best.model_copy(deep=True)):
+            shown = format_document(document, PromptTemplate.from_template("{page_content}"))
+            assert shown == (TEXTS["tower"] if isinstance(reranker, Copies) else store.marker("tower", 4))
+        assert restore_sources([best], store)[0].page_content == TEXTS["tower"]

@@ -1,0 +1,186 @@
+"""Answers of a given form, from a decoder with random weights: it would never write JSON by itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, Literal, TypedDict
+
+import pytest
+from langchain.agents import create_agent
+from langchain_core.exceptions import OutputParserException
+from llama_index.core.llms import ChatMessage
+from llama_index.core.output_parsers import PydanticOutputParser
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.query_engine import RouterQueryEngine, SubQuestionQueryEngine
+from llama_index.core.question_gen import LLMQuestionGenerator
+from llama_index.core.selectors import LLMMultiSelector
+from llama_index.core.tools import QueryEngineTool
+
+from ctx_compress_rag import TransformersDecoder
+from ctx_compress_rag.decoding.generation import Sampling
+from ctx_compress_rag.errors import ConfigError, MissingExtraError
+from helpers import llama_index
+from helpers.langchain import CHAT, QUESTION, App, Tower
+from langchain_ctx_compress import ChatCompressedContext
+from llama_index.llms.ctx_compress import CompressedContextLLM
+
+LINE = {"type": "string", "maxLength": 3}
+
+
+class TowerDict(TypedDict):
+    built: int
+    material: Literal["stone", "wood"]
+
+
+@pytest.fixture
+def llm(app: App) -> ChatCompressedContext:
+    return app.llm(max_tokens=120)
+
+
+@pytest.fixture
+def llama(app: App) -> CompressedContextLLM:
+    return CompressedContextLLM(store=app.store, max_tokens=120)
+
+
+def test_rows_of_a_batch_are_constrained_each(app: App) -> None:
+    decoder = TransformersDecoder(app.bundle, app.store)
+    sampling = Sampling(120, 1.5, seed=3, json_schema=Tower.model_json_schema())  # type: ignore[arg-type]
+    prompts = [[{"role": "user", "content": text}] for text in ("One?", "Of what is the other tower made?", "Third?")]
+    together = decoder.generate(prompts, sampling)
+    for prompt, answer in zip(prompts, together, strict=True):
+        Tower.model_validate_json(answer.text)
+        assert answer.finish_reason == "stop"
+        assert decoder.generate([prompt], sampling)[0].text == answer.text
+
+
+# LangChain
+
+
+def test_a_pydantic_class_a_typed_dict_a_schema_and_a_tool(llm: ChatCompressedContext) -> None:
+    assert isinstance(llm.with_structured_output(Tower).invoke("The tower?"), Tower)
+    said = llm.with_structured_output(TowerDict).invoke("The tower?")
+    assert isinstance(said, dict) and set(said) == {"built", "material"} and isinstance(said["built"], int)
+    function = {"name": "Tower", "description": "A tower.", "parameters": Tower.model_json_schema()}
+    for schema in (Tower.model_json_schema(), function, {"type": "function", "function": function}):
+        Tower.model_validate(llm.with_structured_output(schema).invoke("The tower?"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "kind"),
+    [
+        ({"title": "Lines", "type": "array", "items": LINE, "minItems": 2, "maxItems": 3}, list),
+        ({"title": "Year", "$ref": "#/$defs/year", "$defs": {"year": {"type": "boolean"}}}, bool),
+        ({"title": "Year", "anyOf": [{"type": "null"}]}, type(None)),
+        ({"enum": ["stone", "wood"]}, str),
+    ],
+)
+def test_a_schema_of_any_root_is_enforced(llm: ChatCompressedContext, schema: dict[str, Any], kind: type) -> None:
+    assert isinstance(llm.with_structured_output(schema).invoke("The tower?"), kind)
+
+
+async def test_in_a_chain_over_markers_sampled_streamed_and_async(app: App, llm: ChatCompressedContext) -> None:
+    warm = llm.model_copy(update={"temperature": 2.0, "seed": 1})
+    chain = CHAT | warm.with_structured_output(Tower, method="json_schema", strict=True)
+    given = {"context": app.store.marker("tower", 8), "input": "What is the tower made of?"}
+    assert isinstance(chain.invoke(given), Tower)
+    assert isinstance(await chain.ainvoke(given), Tower)
+    assert [type(piece) for piece in chain.stream(given)] == [Tower]
+
+
+def test_the_raw_message_and_what_went_wrong(llm: ChatCompressedContext) -> None:
+    good = llm.with_structured_output(Tower, include_raw=True).invoke("The tower?")
+    assert good["parsed"] == Tower.model_validate_json(good["raw"].content) and good["parsing_error"] is None
+    short = llm.model_copy(update={"max_tokens": 3})
+    bad = short.with_structured_output(Tower, include_raw=True).invoke("The tower?")
+    assert bad["parsed"] is None and "max_tokens" in str(bad["parsing_error"])
+    with pytest.raises(OutputParserException, match="max_tokens"):
+        short.with_structured_output(TowerDict).invoke("The tower?")
+
+
+def test_an_agent_with_a_response_format_and_no_tools(llm: ChatCompressedContext) -> None:
+    agent = create_agent(llm, tools=[], response_format=Tower)
+    answer = agent.invoke({"messages": [{"role": "user", "content": "The tower?"}]})
+    assert isinstance(answer["structured_response"], Tower)
+
+
+def test_what_cannot_be_enforced_is_refused(llm: ChatCompressedContext) -> None:
+    with pytest.raises(ConfigError, match="json_schema=5"):
+        Sampling(json_schema=5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="response_format="):
+        llm.invoke("hi", response_format={"type": "json_object"})
+    with pytest.raises(ConfigError, match="objekt"):
+        llm.with_structured_output({"title": "Tower", "type": "objekt"}).invoke("hi")
+    with pytest.raises(ConfigError, match="'tools'"):
+        llm.with_structured_output(Tower, tools=[])
+
+
+def test_without_the_extra_the_message_names_it(llm: ChatCompressedContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(MissingExtraError, match=r"ctx-compress-rag\[serve\]"):
+        llm.with_structured_output(Tower).invoke("The tower?")
+    assert llm.invoke("The tower?").content
+
+
+# LlamaIndex
+
+
+ASKED = PromptTemplate("Describe the tower.")
+
+
+async def test_llama_index_structured_predict(llama: CompressedContextLLM) -> None:
+    wanted = llama.structured_predict(Tower, ASKED)
+    assert isinstance(wanted, Tower) and await llama.astructured_predict(Tower, ASKED) == wanted
+    assert isinstance(llama.structured_predict(Tower, ASKED, {"temperature": 3.0, "seed": 1}), Tower)
+    assert list(llama.stream_structured_predict(Tower, ASKED))[-1] == wanted
+    assert [part async for part in await llama.astream_structured_predict(Tower, ASKED)][-1] == wanted
+    chat = [ChatMessage("Describe the tower.")]
+    assert isinstance(list(llama.as_structured_llm(Tower).stream_chat(chat))[-1].raw, Tower)
+    parsed = PromptTemplate("Describe {what}.", output_parser=PydanticOutputParser(Tower))
+    Tower.model_validate_json(llama.predict(parsed, what="the tower"))
+
+
+async def test_cut_json_names_the_limit(llama: CompressedContextLLM) -> None:
+    llama.max_tokens = 3
+    with pytest.raises(ConfigError, match="max_tokens=3 cut the JSON"):
+        await llama.astructured_predict(Tower, ASKED)
+    with pytest.raises(ConfigError, match="max_tokens=3 cut the JSON"):
+        list(llama.stream_structured_predict(Tower, ASKED))
+
+
+@pytest.fixture(scope="module")
+def index(talkative: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[llama_index.App]:
+    app = llama_index.App(talkative, tmp_path_factory.mktemp("index"))
+    with app.counting():
+        yield app
+
+
+def tools(index: llama_index.App) -> list[QueryEngineTool]:
+    names = ["facts", 'a "summary" {of} all']
+    return [QueryEngineTool.from_defaults(index.engine(), name=name, description=name) for name in names]
+
+
+async def test_llama_index_engines_that_read_json(index: llama_index.App) -> None:
+    """An engine's `output_cls`; a router that asks one engine or several; a question taken apart."""
+    llm = index.llm(max_tokens=300)
+    typed = index.index.as_query_engine(
+        llm=index.llm(max_tokens=120), output_cls=Tower, node_postprocessors=[index.postprocessor()]
+    )
+    assert isinstance(typed.query(QUESTION).response, Tower)
+    router = RouterQueryEngine.from_defaults(tools(index), llm=llm)
+    for response in (router.query(QUESTION), await router.aquery(QUESTION)):
+        assert response.metadata["selector_result"].ind in (0, 1)
+    for most in (None, 1):
+        selector = LLMMultiSelector.from_defaults(llm, max_outputs=most)
+        several = RouterQueryEngine.from_defaults(tools(index), llm=index.llm(), selector=selector)
+        chosen = several.query(QUESTION).metadata["selector_result"].inds
+        assert 1 <= len(chosen) <= (most or 2) and set(chosen) <= {0, 1}
+    asked = LLMQuestionGenerator.from_defaults(
+        index.llm(max_tokens=700), "Tools: {tools_str}\nQuestion: {query_str}\nSub-questions as JSON:"
+    )  # LlamaIndex's own prompt takes more than this decoder's window
+    apart = SubQuestionQueryEngine.from_defaults(
+        tools(index), question_gen=asked, llm=index.llm(), use_async=False, verbose=False
+    )
+    for response in (apart.query(QUESTION), await apart.aquery(QUESTION)):
+        assert response.response
+        assert any("Sub question: " in node.text for node in response.source_nodes)
